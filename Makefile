@@ -1,0 +1,64 @@
+# Every target sets up what it needs in .venv first. PYTHON=python3.12 picks another interpreter.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.txt
+INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/*)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench test-gpu bench-gpu clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(VENV)/.installed-run  ## generate with and without speculation, and compare
+	$(VENV)/bin/specengine demo
+
+test: $(VENV)/.installed-dev  ## all tests that need no GPU, with coverage
+	$(RUN) -m pytest --cov=specengine --cov-report=term --cov-fail-under=90
+
+lint: $(VENV)/.installed-dev  ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy specengine
+
+bench: $(VENV)/.installed-run  ## exactness and overhead on this machine's CPU
+	$(RUN) -m bench.exactness
+	$(RUN) -m bench.overhead
+
+test-gpu: $(VENV)/.installed-gpu  ## the tests that need a CUDA device
+	$(RUN) -m pytest -m gpu
+
+bench-gpu: $(VENV)/.installed-gpu  ## exactness and overhead on a CUDA device
+	$(RUN) -m bench.exactness --device cuda
+	$(RUN) -m bench.overhead --device cuda
+
+clean:  ## remove what was built and cached here; .venv stays, its next use installs again
+	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f specengine/_expander*.so specengine/_expander*.pyd $(VENV)/.installed-*
+	find specengine kernels tests bench -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# pip is the last thing that a new environment gets, so an interrupted one is made again
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "specengine: the pinned versions need Python 3.11 or newer, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-run: $(INSTALL_FILES) | $(VENV)/bin/pip
+	$(PIP_INSTALL) -e .
+	@$(REPORT_EXTENSION)
+	@touch $@
+
+$(VENV)/.installed-dev: $(INSTALL_FILES) | $(VENV)/bin/pip
+	$(PIP_INSTALL) -e '.[dev]'
+	@$(REPORT_EXTENSION)
+	@touch $@ $(VENV)/.installed-run
+
+$(VENV)/.installed-gpu: $(INSTALL_FILES) | $(VENV)/bin/pip
+	$(PIP_INSTALL) -e '.[dev,kernels]'
+	@$(REPORT_EXTENSION)
+	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed-run
+
+# pip hides what a successful build printed
+REPORT_EXTENSION = ls specengine/_expander*.so >/dev/null 2>&1 \
+  || echo "specengine: the C++ extension was not built ($(RUN) -m pip install -v -e . says why); everything works, tree building is slower" >&2

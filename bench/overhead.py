@@ -1,0 +1,149 @@
+"""Cost of our own code: plain decoding against Hugging Face `generate`, time outside the models, peak memory.
+
+Everything is measured in one run, interleaved, and reported as medians over rounds. Memory is the peak resident set
+of a process that does nothing else, so plain and speculative decoding each get a process of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench import provenance, workloads
+from specengine import Engine, models
+from specengine.drafters.small_model import first_layers
+
+PARAGRAPH = workloads.BUILT_IN["edit"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1500])
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory-context", type=int, default=2000)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--memory-of", choices=["plain", "ngram", "small_model"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory_of:
+        print(_peak_memory(args))
+        return
+    rows = [*_speed(args), *_host_share(args), *_memory(args)]
+    for row in rows:
+        print(json.dumps(row))
+    if args.out:
+        provenance.write(args.out, rows)
+
+
+def _load(args: argparse.Namespace) -> Any:
+    return AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype)).eval()
+
+
+def _prompt(engine: Engine, length: int) -> list[int]:
+    ids = engine.tokenizer(PARAGRAPH)["input_ids"]
+    return (ids * (length // len(ids) + 1))[:length]
+
+
+def _speed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    model = _load(args)
+    plain = Engine.from_pretrained(model, policy="plain")
+    tokens = args.max_new_tokens
+    rows = []
+    for context in args.contexts:
+        prompt = _prompt(plain, context)
+        ids = torch.tensor([prompt])
+        ways: dict[str, Callable[[], Any]] = {
+            "huggingface": lambda ids=ids: model.generate(  # type: ignore[misc]
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+            ),
+            "plain": lambda prompt=prompt: plain.generate(prompt, max_new_tokens=tokens, eos_token_id=[]),  # type: ignore[misc]
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for round_ in range(args.rounds + 1):
+            for name, run in ways.items():
+                began = time.perf_counter()
+                run()
+                if round_:  # the first round warms up
+                    seconds[name].append(time.perf_counter() - began)
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        ratios = [a / b for a, b in zip(seconds["huggingface"], seconds["plain"], strict=True)]
+        rows.append(
+            {
+                "record": "plain against huggingface",
+                "context": context,
+                "new_tokens": tokens,
+                "dtype": args.dtype,
+                "tokens_per_second": {name: round(tokens / value, 2) for name, value in medians.items()},
+                "ratio": round(statistics.median(ratios), 3),
+                "ratios": [round(ratio, 3) for ratio in ratios],
+            }
+        )
+    return rows
+
+
+def _host_share(args: argparse.Namespace) -> list[dict[str, Any]]:
+    model = _load(args)
+    drafts = {"ngram": lambda: "ngram", "small_model": lambda: first_layers(model, 4)}
+    settings = [("plain", "none"), *((policy, draft) for draft in drafts for policy in ("chain", "fixed", "eagle", None))]
+    rows = []
+    for policy, draft in settings:
+        engine = Engine.from_pretrained(model, drafts[draft]() if draft != "none" else None, policy)
+        for sampling in ({}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0}):
+            result = engine.generate(PARAGRAPH, max_new_tokens=args.max_new_tokens, eos_token_id=[], **sampling)
+            stats = result.stats
+            rows.append(
+                {
+                    "record": "time outside the models",
+                    "policy": stats.policy or "plain",
+                    "draft": draft,
+                    "sampling": bool(sampling),
+                    "dtype": args.dtype,
+                    "median_host_share": round(stats.median_host_share, 4),
+                    "ms_per_cycle": {
+                        part: round(1e3 * getattr(stats, f"time_{part}_s") / stats.num_spec_steps, 3)
+                        for part in ("draft", "policy", "verify", "walk", "commit", "model", "host")
+                    },
+                    "verified_nodes": round(stats.num_spec_tokens + 1, 2),
+                    "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
+                }
+            )
+    return rows
+
+
+def _memory(args: argparse.Namespace) -> list[dict[str, Any]]:
+    peaks = {}
+    for way in ("plain", "ngram", "small_model"):
+        command = [sys.executable, "-m", "bench.overhead", "--memory-of", way, "--dtype", args.dtype]
+        command += ["--memory-context", str(args.memory_context)] + (["--model", args.model] if args.model else [])
+        peaks[way] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+    ratios = {way: round(peak / peaks["plain"], 3) for way, peak in peaks.items()}
+    return [{"record": "peak memory", "context": args.memory_context, "kib": peaks, "ratio_to_plain": ratios}]
+
+
+def _peak_memory(args: argparse.Namespace) -> int:
+    """Peak resident set in KiB of loading the model and answering one long prompt."""
+    model = _load(args)
+    draft = {"plain": None, "ngram": "ngram", "small_model": None}[args.memory_of]
+    policy = "plain" if args.memory_of == "plain" else None
+    if args.memory_of == "small_model":
+        draft = first_layers(model, 4)
+    engine = Engine.from_pretrained(model, draft, policy)
+    engine.generate(_prompt(engine, args.memory_context), max_new_tokens=64, eos_token_id=[])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    main()

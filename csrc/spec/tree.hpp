@@ -1,0 +1,73 @@
+// The draft tree as flat arrays: node 0 is the root, parents[i] < i.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "spec/scores.hpp"
+
+namespace spec {
+
+constexpr int64_t kWordBits = 64;
+
+inline int64_t words_for(int64_t nodes) { return (nodes + kWordBits - 1) / kWordBits; }
+
+// out: [nodes, words_for(nodes)]; bit j of row i is set iff j is i or an ancestor of i.
+// False where the root's parent is not -1 or another's is not an earlier node; out is undefined then.
+inline bool ancestor_words(const int64_t* parents, int64_t nodes, uint64_t* out) {
+  const int64_t words = words_for(nodes);
+  std::fill(out, out + nodes * words, uint64_t{0});
+  for (int64_t node = 0; node < nodes; ++node) {
+    const int64_t parent = parents[node];
+    uint64_t* row = out + node * words;
+    if (node == 0) {
+      if (parent != -1) return false;
+    } else {
+      if (parent < 0 || parent >= node) return false;
+      std::copy_n(out + parent * words, words, row);
+    }
+    row[node / kWordBits] |= uint64_t{1} << (node % kWordBits);
+  }
+  return true;
+}
+
+// The first `columns` bits of each word row as bytes of 0 or 1; out: [nodes, columns].
+inline void tree_mask(const uint64_t* ancestors, int64_t nodes, int64_t words, int64_t columns, uint8_t* out) {
+  for (int64_t node = 0; node < nodes; ++node)
+    for (int64_t first = 0; first < columns; first += kWordBits) {
+      const uint64_t word = ancestors[node * words + first / kWordBits];
+      uint8_t* row = out + node * columns + first;
+      const int64_t bits = std::min(kWordBits, columns - first);
+      for (int64_t bit = 0; bit < bits; ++bit) row[bit] = static_cast<uint8_t>((word >> bit) & 1);
+    }
+}
+
+// Ascending indices of the `count` best by (value descending, index ascending), -inf never; out has room for
+// min(count, size). Returns how many, or -1 where a value is NaN.
+inline int64_t select_best(const float* values, int64_t size, int64_t count, int64_t* out) {
+  std::vector<Scored> scored;
+  scored.reserve(static_cast<size_t>(size));
+  for (int64_t i = 0; i < size; ++i) {
+    if (std::isnan(values[i])) return -1;
+    if (values[i] > kLowest) scored.push_back({values[i], i});
+  }
+  const int64_t kept = std::min<int64_t>(count, static_cast<int64_t>(scored.size()));
+  if (kept < static_cast<int64_t>(scored.size()))
+    std::nth_element(scored.begin(), scored.begin() + kept, scored.end(), better);
+  for (int64_t i = 0; i < kept; ++i) out[i] = scored[static_cast<size_t>(i)].index;
+  std::sort(out, out + kept);
+  return kept;
+}
+
+// Node ids from the root down while a child carries the token chosen at its parent; nodes >= 1.
+// One pass is enough, as children come after their parents.
+inline std::vector<int64_t> walk(const int64_t* tokens, const int64_t* parents, const int64_t* chosen, int64_t nodes) {
+  std::vector<int64_t> path{0};
+  for (int64_t node = 1; node < nodes; ++node)
+    if (parents[node] == path.back() && tokens[node] == chosen[path.back()]) path.push_back(node);
+  return path;
+}
+
+}  // namespace spec

@@ -1,0 +1,16 @@
+// Builds a function for several instruction sets and picks one when the library is loaded, where that is possible.
+#pragma once
+
+// Not under the address sanitizer: the pick runs before the sanitizer's own start.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__)
+#define SPEC_CLONES __attribute__((target_clones("avx512f", "arch=haswell", "default")))
+#else
+#define SPEC_CLONES
+#endif
+
+#if defined(__GNUC__)
+#define SPEC_INLINE inline __attribute__((always_inline))
+#else
+#define SPEC_INLINE inline
+#endif

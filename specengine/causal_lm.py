@@ -1,0 +1,327 @@
+"""CausalLM: any Hugging Face causal LM, run over tree nodes against a KVCache.
+
+The model's own forward is called with public arguments only. Attention goes through transformers'
+AttentionInterface: the keyword `tree` given to the model's forward reaches `_tree_attention_forward`, so nothing
+about a running cycle is parked on the model. Models whose attention cannot take that way get a dense 4D mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from specengine import ops
+from specengine.cache import KVCache
+from specengine.errors import UnsupportedModelError
+
+ATTENTION = "specengine"
+PREFILL_ROWS = 1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+
+
+@dataclass
+class Visibility:
+    """Which cache slots each row of a forward sees.
+
+    mask    bool [rows, slots], or None where every row sees every slot, or where `causal` says it
+    causal  rows are the first tokens of the sequence and see themselves and what stands before
+    """
+
+    mask: Tensor | None = None
+    causal: bool = False
+    packed: Tensor | None = None  # the mask repeated for each query head of a group, made once per forward
+
+    def for_groups(self, groups: int) -> Tensor | None:
+        if self.mask is None or groups == 1:
+            return self.mask
+        if self.packed is None:
+            self.packed = self.mask.repeat(groups, 1)
+        return self.packed
+
+
+class _SlabView(Cache):
+    """What the model sees of a KVCache during one forward: `update` writes rows at `start`, nothing is concatenated."""
+
+    def __init__(self, cache: KVCache, start: int, rows: int) -> None:
+        super().__init__(layers=[])
+        self.slab, self.start, self.stop = cache.slab, start, start + rows
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        keys_values = self.slab[layer_idx, :, None, :, : self.stop]
+        keys, values = keys_values[0], keys_values[1]
+        keys[:, :, self.start :] = key_states
+        values[:, :, self.start :] = value_states
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.start
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self.stop, 0
+
+
+class _ShapeRecorder(Cache):
+    """Notes each layer's key and value shapes and hands the tensors back."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: dict[int, tuple[Any, ...]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.shapes[layer_idx] = (
+            key_states.shape[1],
+            key_states.shape[-1],
+            value_states.shape[-1],
+            key_states.dtype,
+            key_states.device,
+        )
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return (query_length if isinstance(query_length, int) else len(query_length)), 0
+
+
+class _NeedsDenseMask(Exception):
+    """This attention has a term that the tree attention does not know; the model's own must run."""
+
+
+def _tree_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    tree: Visibility | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of transformers' AttentionInterface; calls without `tree` get transformers' SDPA, untouched."""
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if unknown:
+        raise _NeedsDenseMask(", ".join(unknown))
+    if tree is None or tree.causal:
+        mask = None if tree is not None else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    groups = query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = ops.tree_attention(query[0], key[0], value[0], tree.for_groups(groups), scale)
+    return out.transpose(0, 1)[None], None
+
+
+AttentionInterface.register(ATTENTION, _tree_attention_forward)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+class CausalLM:
+    """A loaded Hugging Face model as a function from tree rows to logits.
+
+    Raises UnsupportedModelError, with the reason, for a model that cannot roll back (recurrent or hybrid state),
+    is an encoder-decoder, is split over devices, or whose attention does not honour a tree mask: that is tried on
+    four tokens at construction.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        refuse_unsupported(model)
+        self.model = model.eval()
+        self.config = model.config.get_text_config(decoder=True)
+        self.max_context = context_limit(self.config)
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.seconds = 0.0  # spent in model forwards, ever
+        self._dense_mask = False
+        self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self._choose_attention()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def attention(self) -> str:
+        """`tree` (ops.tree_attention) or `dense mask` (the model's own eager attention)."""
+        return "dense mask" if self._dense_mask else "tree"
+
+    def new_cache(self, capacity: int) -> KVCache:
+        return KVCache(self._layers, self._heads, self._head_size, capacity, dtype=self._dtype, device=self.device)
+
+    def extend(self, cache: KVCache, tokens: list[int]) -> Tensor | None:
+        """Run `tokens` after the committed ones and commit them; the last one's logits, [vocabulary], if any."""
+        logits = None
+        for first in range(0, len(tokens), PREFILL_ROWS):
+            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], device=self.device)
+            rows, length = len(piece), cache.length
+            cache.reserve(length + rows)
+            positions = torch.arange(length, length + rows, device=self.device)
+            logits = self.forward(piece, positions, cache, length, _causal(rows, length, self.device), last_only=True)
+            cache.length += rows
+        return None if logits is None else logits[-1]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        start: int,
+        visibility: Visibility,
+        *,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits of `tokens`, [rows, vocabulary] (one row with `last_only`), in the model's dtype.
+
+        tokens, positions: int64 [rows]. Keys and values go to cache slots start to start + rows; `visibility` is
+        over slots 0 to start + rows. Positions past the context end are clamped: such rows can never be committed.
+        """
+        began = time.perf_counter()
+        rows = tokens.shape[0]
+        arguments: dict[str, Any] = {"use_cache": True}
+        if last_only and "logits_to_keep" in self._accepts:
+            arguments["logits_to_keep"] = 1
+        if "position_ids" in self._accepts:
+            arguments["position_ids"] = positions.clamp(max=self.max_context - 1)[None]
+        if self._dense_mask:
+            arguments["attention_mask"] = self._additive(visibility, rows, start)
+        else:
+            # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
+            arguments |= {"attention_mask": self._dummy_mask, "tree": visibility}
+        out = self.model(input_ids=tokens[None], past_key_values=_SlabView(cache, start, rows), **arguments)
+        self.seconds += time.perf_counter() - began
+        return out.logits[0]
+
+    def _additive(self, visibility: Visibility, rows: int, start: int) -> Tensor:
+        mask = visibility.mask
+        if visibility.causal:
+            mask = _lower_right(rows, start, self.device)
+        elif mask is None:
+            mask = torch.ones(rows, start + rows, dtype=torch.bool, device=self.device)
+        dtype = self.model.dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=self.device).masked_fill_(~mask, torch.finfo(dtype).min)[
+            None, None
+        ]
+
+    def _choose_attention(self) -> None:
+        """Take the tree attention where the model honours it, else a dense mask; raise where that fails too."""
+        own = self.config._attn_implementation
+        if own != ATTENTION and self.model._can_set_attn_implementation():
+            self.model.set_attn_implementation(ATTENTION)
+        self._dense_mask = self.config._attn_implementation != ATTENTION
+        fault = self._fault()
+        if fault and not self._dense_mask:
+            self.model.set_attn_implementation("eager")
+            self._dense_mask = True
+            fault = self._fault()
+        if fault:
+            if self.config._attn_implementation != own:
+                self.model.set_attn_implementation(own)
+            raise UnsupportedModelError(f"{_name(self.model)}: its attention does not honour a tree mask ({fault})")
+
+    @torch.inference_mode()
+    def _fault(self) -> str | None:
+        """What goes wrong when a small tree is run; None if nothing does."""
+        try:
+            self._layers, self._heads, self._head_size, self._dtype = self._record_shapes()
+            return self._tree_fault()
+        except _NeedsDenseMask as error:
+            return str(error)
+
+    def _record_shapes(self) -> tuple[int, int, int, torch.dtype]:
+        recorder = _ShapeRecorder()
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self.model(input_ids=token, past_key_values=recorder, use_cache=True)
+        if len(set(recorder.shapes.values())) != 1 or sorted(recorder.shapes) != list(range(len(recorder.shapes))):
+            raise UnsupportedModelError(
+                f"{_name(self.model)}: its layers keep keys and values of different shapes or on different devices "
+                f"({sorted(set(map(str, recorder.shapes.values())))}); one slab for all layers is needed"
+            )
+        heads, key_size, value_size, dtype, _ = next(iter(recorder.shapes.values()))
+        if key_size != value_size:
+            raise UnsupportedModelError(
+                f"{_name(self.model)}: keys have {key_size} channels and values {value_size}; they must agree"
+            )
+        return len(recorder.shapes), heads, key_size, dtype
+
+    def _tree_fault(self) -> str | None:
+        # The tree is 0-(1-3, 2): node 3 must depend on its ancestors and on nothing else.
+        one, two, three, other = 1, 2 % self.vocab_size, 3 % self.vocab_size, 5 % self.vocab_size
+        tree = self._last_logits([one, two, three, other], parents=[-1, 0, 0, 1])
+        sibling_changed = self._last_logits([one, two, three - 1, other], parents=[-1, 0, 0, 1])
+        ancestor_changed = self._last_logits([one, two - 1, three, other], parents=[-1, 0, 0, 1])
+        path = self._last_logits([one, two, other], parents=[-1, 0, 1])
+        effect = (tree - ancestor_changed).abs().max()
+        if not (sibling_changed - tree).abs().max() <= 1e-3 * effect:
+            return "a node's logits change with its sibling"
+        tolerance = 0.01 if self._dtype == torch.float32 else 0.25  # of rounding, half precision has plenty
+        if not (path - tree).abs().max() <= tolerance * effect:
+            return "a node's logits differ from those of its path alone"
+        return None
+
+    def _last_logits(self, tokens: list[int], parents: list[int]) -> Tensor:
+        cache = self.new_cache(len(tokens))
+        ancestors = ops.ancestor_words(torch.tensor(parents, device=self.device))
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        row_ids = torch.tensor(tokens, device=self.device)
+        mask = ops.tree_mask(ancestors, len(tokens))
+        return self.forward(row_ids, torch.tensor(depths, device=self.device), cache, 0, Visibility(mask))[-1].float()
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where the model's class or config says that it cannot be a target or draft."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{_name(model)}: encoder-decoder models are not supported, only causal LMs")
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if getattr(model, "_is_stateful", False) or kinds:
+        what = ", ".join(sorted(kinds)) or "recurrent state"
+        raise UnsupportedModelError(
+            f"{_name(model)}: cannot roll back rejected draft tokens ({what}); "
+            "only models whose whole state is a cropable key-value cache are supported"
+        )
+    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(
+            f"{_name(model)}: its positions follow from the order of the cache, so nodes of a tree cannot be placed by "
+            "depth; only models whose forward reads position_ids are supported"
+        )
+    if getattr(config, "attention_layers", None):  # GPT-Neo
+        raise UnsupportedModelError(
+            f"{_name(model)}: its attention masks by cache slot, but the nodes of a tree do not stand in the slots "
+            "of their positions; only attention that the mask alone decides is supported"
+        )
+    if not model.can_generate():
+        raise UnsupportedModelError(f"{_name(model)}: has no language-model head, pass a ...ForCausalLM model")
+
+
+def context_limit(config: Any) -> int:
+    """Tokens that the model can hold: its position limit, or its attention window where that is shorter."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if window and (kinds is None or "sliding_attention" in kinds):
+        limit = min(limit, window)  # within the window, sliding and full attention are the same
+    return int(limit)
+
+
+def _causal(rows: int, before: int, device: torch.device) -> Visibility:
+    if rows == 1:
+        return Visibility()
+    return Visibility(causal=True) if before == 0 else Visibility(_lower_right(rows, before, device))
+
+
+def _lower_right(rows: int, before: int, device: torch.device) -> Tensor:
+    return torch.ones(rows, before + rows, dtype=torch.bool, device=device).tril_(before)
+
+
+def _name(model: PreTrainedModel) -> str:
+    return model.config._name_or_path or type(model).__name__

@@ -1,0 +1,73 @@
+"""Drafters: one file = one source of draft distributions; the file's name is its name."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from specengine import ops, registry
+from specengine.cycle import Cycle
+from specengine.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Step:
+    """Draft distributions of some tree nodes.
+
+    logits      [rows, draft vocabulary], one row per node
+    token_ids   int64 [draft vocabulary]: the target's id of each column; None where they are the columns themselves
+    normalized  the logits are log-probabilities already; their rows may sum to less than one, and -inf marks
+                a continuation that was not proposed
+    hidden      [rows, hidden size], where a rule wants them
+    """
+
+    logits: Tensor
+    token_ids: Tensor | None = None
+    normalized: bool = False
+    hidden: Tensor | None = None
+
+    def add_best_children(self, tree: TokenTree, frontier: Tensor, count: int) -> Tensor:
+        """Hang the `count` most likely children under each frontier node; the new nodes, in creation order."""
+        log_probs, columns = ops.top_children(self.logits, count, normalized=self.normalized)
+        tokens = columns if self.token_ids is None else self.token_ids[columns]
+        parents = frontier[:, None].expand_as(columns).reshape(-1)
+        log_probs, tokens = log_probs.reshape(-1), tokens.reshape(-1)
+        if self.normalized:  # only such rows are sparse: a full softmax gives every column some probability
+            proposed = log_probs > float("-inf")
+            parents, tokens, log_probs = parents[proposed], tokens[proposed], log_probs[proposed]
+        return tree.add(parents, tokens, log_probs)
+
+
+class Drafter(ABC):
+    """Proposes continuations. It owns its state and learns what was committed from `observe`."""
+
+    name: str
+    default_policy: tuple[str, dict[str, Any]] = ("eagle", {})
+    model_seconds: float = 0.0  # spent in model forwards, ever
+
+    @abstractmethod
+    def begin(self, prompt: list[int], features: Any = None) -> None:
+        """Take in a prompt; state of an earlier one is reused as far as its tokens agree."""
+
+    @abstractmethod
+    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
+        """Distributions of the children of `nodes` (int64 [rows]); they may differ in depth.
+
+        A cycle's first step is at the root. A node's ancestors have been stepped before it.
+        """
+
+    @abstractmethod
+    def observe(self, cycle: Cycle) -> None:
+        """Take in what the cycle committed."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+def names() -> list[str]:
+    return registry.names(sys.modules[__name__])

@@ -1,0 +1,138 @@
+"""Drafting by a smaller causal language model with the same tokens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specengine import ops
+from specengine.causal_lm import CausalLM, Visibility
+from specengine.cycle import Cycle
+from specengine.drafters import Drafter, Step
+from specengine.errors import TokenizerMismatchError, UnsupportedModelError
+from specengine.targets import common_prefix
+from specengine.tree import TokenTree
+
+
+class SmallModel(Drafter):
+    """Any Hugging Face causal LM as the draft.
+
+    Its cache holds the committed tokens and, in the scratch slots behind them, one slot per node drafted from; a
+    node sees the committed tokens, its ancestors' slots and its own. Tokens that were committed without having
+    been drafted from are run together with the next cycle's root.
+
+    vocab_size: the target's; logits of padding rows beyond the smaller of both vocabularies are cut off.
+    """
+
+    default_policy = ("eagle", {"width": 4, "expansions": 4, "budget": 16})
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
+        self.lm = CausalLM(model)
+        self.name = f"small_model ({model.config._name_or_path or type(model).__name__})"
+        self.cache = self.lm.new_cache(1)
+        self.vocab_size = min(self.lm.vocab_size, vocab_size or self.lm.vocab_size)
+        self.reset()
+
+    @property
+    def model_seconds(self) -> float:  # type: ignore[override]
+        return self.lm.seconds
+
+    def begin(self, prompt: list[int], features: Any = None) -> None:
+        kept = min(common_prefix(self._tokens, prompt), self.cache.length)
+        self.cache.crop(kept)
+        self._tokens = list(prompt)
+
+    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
+        if tree.passes == 0:
+            logits = self._step_root(tree)
+        else:
+            logits = self._step_nodes(tree, nodes)
+        return Step(logits[:, : self.vocab_size])
+
+    def observe(self, cycle: Cycle) -> None:
+        path = self._accepted_slots(cycle.tokens)
+        self.cache.compact(path)
+        self._tokens += [int(cycle.tree.tokens[0]), *cycle.tokens[:-1]]
+
+    def reset(self) -> None:
+        self.cache.crop(0)
+        self._tokens: list[int] = []  # committed, the current root excluded; the cache may lag behind
+        self._tree = TokenTree.root(0)
+        self._slots = torch.empty(0, dtype=torch.int64)  # node in each scratch slot
+
+    def _step_root(self, tree: TokenTree) -> Tensor:
+        pending = self._tokens[self.cache.length :]
+        self._tree, self._slots = tree, torch.zeros(1, dtype=torch.int64, device=tree.device)
+        self.cache.reserve(self.cache.length + len(pending) + 1 + tree.capacity)
+        logits = self.lm.extend(self.cache, [*pending, int(tree.tokens[0])])
+        assert logits is not None
+        self.cache.length -= 1  # the root is not committed yet: its slot is the first of the scratch
+        return logits[None]
+
+    def _step_nodes(self, tree: TokenTree, nodes: Tensor) -> Tensor:
+        length, used = self.cache.length, self._slots.shape[0]
+        self._slots = torch.cat([self._slots, nodes])
+        mask = torch.ones(nodes.shape[0], length + self._slots.shape[0], dtype=torch.bool, device=nodes.device)
+        mask[:, length:] = ops.tree_mask(tree.ancestors[nodes], tree.size)[:, self._slots]
+        return self.lm.forward(
+            tree.tokens[nodes], tree.depths[nodes] + length, self.cache, length + used, Visibility(mask)
+        )
+
+    def _accepted_slots(self, tokens: list[int]) -> list[int]:
+        """Scratch slots of the root and of the committed tokens that were drafted from."""
+        nodes = self._slots.tolist()
+        parents, node_tokens = self._tree.parents[self._slots].tolist(), self._tree.tokens[self._slots].tolist()
+        slot_of = {(parent, token): slot for slot, (parent, token) in enumerate(zip(parents, node_tokens, strict=True))}
+        path = [0]
+        for token in tokens[:-1]:  # the last token is the next root
+            slot = slot_of.get((nodes[path[-1]], token))
+            if slot is None:
+                break
+            path.append(slot)
+        return path
+
+
+def check_tokenizers(draft: Any, target: Any) -> None:
+    """Raise TokenizerMismatchError unless both tokenizers give every token the same id.
+
+    Compared by content, so models whose vocabularies are padded to different sizes fit.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted((t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=str)
+    examples = ", ".join(f"{t!r}: target {ours.get(t)}, draft {theirs.get(t)}" for t in differing[:3])
+    raise TokenizerMismatchError(
+        f"draft: its tokenizer differs from the target's in {len(differing)} of {len(ours)} tokens ({examples}); "
+        "a draft model must use the target's tokenizer"
+    )
+
+
+def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """A draft made of the target's own first `count` layers, sharing its weights, embeddings, norm and head."""
+    base = model.base_model
+    found = [name for name, child in base.named_children() if isinstance(child, torch.nn.ModuleList)]
+    if len(found) != 1:
+        raise UnsupportedModelError(f"{type(model).__name__}: cannot tell which of {found} are its layers")
+    layers = getattr(base, found[0])
+    if not 1 <= count <= len(layers):
+        raise ValueError(f"count: got {count}, accepted 1 to {len(layers)}")
+    short_base, short = _shallow(base), _shallow(model)
+    setattr(short_base, found[0], layers[:count])
+    setattr(short, model.base_model_prefix, short_base)
+    short.config = short_base.config = copy.deepcopy(model.config)
+    short.config.num_hidden_layers = count
+    if getattr(short.config, "layer_types", None):
+        short.config.layer_types = short.config.layer_types[:count]
+    return short
+
+
+def _shallow(module: PreTrainedModel) -> PreTrainedModel:
+    """A copy with its own table of children, so that one can be replaced without touching the original."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin

@@ -1,0 +1,335 @@
+"""The engine: draft, verify, commit, cycle after cycle, on one model and one sequence at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from specengine import loading
+from specengine.cycle import Cycle, Seconds, Stats
+from specengine.drafters import Drafter
+from specengine.drafting import draft_tree
+from specengine.errors import EngineBusyError, InputError, NumericalError
+from specengine.options import GenerationOptions
+from specengine.policies import TreePolicy
+from specengine.prompts import Prompt, TextStream, token_ids
+from specengine.sampling import History, Sampler
+from specengine.stopping import Stopper, cut_after_stop
+from specengine.targets import Target
+from specengine.verification import walk
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """An answer. `token_ids` are the new tokens only; `finish_reason` is stop, length or criteria."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats
+    seed: int | None = None
+
+
+class StreamPiece(NamedTuple):
+    """A piece of streamed text and the cycle that committed its tokens; the pieces add up to the result's text."""
+
+    text: str
+    cycle: Cycle
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What `return_dict_in_generate=True` gives: transformers' output with this engine's figures."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stats: Stats | None = None
+
+
+@dataclass
+class _Run:
+    """One generation under way."""
+
+    sampler: Sampler
+    stopper: Stopper
+    history: History
+    stats: Stats
+    root: int
+    began: float = field(default_factory=time.perf_counter)
+    reason: str | None = None
+
+    def commit(self, token: int) -> bool:
+        self.history.append(token)
+        self.reason = self.stopper.reason(token, self.history)
+        return self.reason is not None
+
+
+class Engine:
+    """A target with a draft and a policy, and the caches of one sequence.
+
+    An engine serves one generation at a time; a second caller, from whatever thread, gets EngineBusyError. Engines
+    may share a loaded model. After an error or an interrupt the caches are cleared and the engine can be used again.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, policy: TreePolicy | None, tokenizer: Any = None
+    ) -> None:
+        if (drafter is None) != (policy is None):
+            raise InputError("policy, draft: give both, or neither for plain decoding")
+        self.target = target
+        self.drafter = drafter
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self._busy = threading.Lock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | PreTrainedModel | None = None,
+        draft: str | PreTrainedModel | Drafter | None = None,
+        policy: str | TreePolicy | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Load a target with its draft and policy.
+
+        model   a Hugging Face id, a local path or a loaded model; None is the embedded default model
+        draft   `ngram`, `none`, the id or path of a smaller model, a loaded model or a Drafter; None is the best known
+        policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
+                the draft's default
+        options dtype, device, tokenizer, draft_options, policy_options, offline, trust_remote_code
+
+        Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
+        """
+        parts = loading.load(model, draft, policy, loading.LoadOptions.of(options))
+        return cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
+
+    def generate(self, prompt: Prompt, **options: Any) -> Any:
+        """Answer `prompt` (a string, chat messages or token ids) with exactly what plain decoding would give.
+
+        options: the fields of GenerationOptions. Returns a GenerationResult; with `return_dict_in_generate` True a
+        SpeculativeOutput, with False the LongTensor [1, prompt + new] that transformers returns.
+        """
+        return TextGeneration(self, prompt, options).run()
+
+    def stream(self, prompt: Prompt, **options: Any) -> TextGeneration:
+        """As `generate`, as an iterator of StreamPiece; `.result` holds the GenerationResult at the end."""
+        return TextGeneration(self, prompt, options)
+
+    def session(self, messages: list[dict[str, str]] | None = None) -> Session:
+        """A conversation whose turns reuse the target's and the draft's caches."""
+        return Session(self, messages)
+
+    def as_custom_generate(self, streamer: Any = None, seed: int | None = None) -> Callable[..., Any]:
+        """A function for transformers' `model.generate(custom_generate=...)`.
+
+        transformers passes on its generation config, logits processors and stopping criteria, but no streamer:
+        bind one here. The last call's figures are its attribute `stats`.
+        """
+        from specengine.custom_generate import CustomGenerate
+
+        return CustomGenerate(self, streamer, seed)
+
+    def cycles(
+        self, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, *, reuse_cache: bool = False
+    ) -> Generator[Cycle, None, None]:
+        """The cycles of one generation; everything else reads from these.
+
+        prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way;
+        `reuse_cache` keeps what both caches hold of the prompt from the generation before.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise EngineBusyError(
+                "this engine is generating for another caller; finish or close that stream first, or make an Engine "
+                "for each thread (they can share the loaded model)"
+            )
+        try:
+            run = self._begin(prompt, sampler, stopper, stats, reuse_cache)
+            while run.reason is None:
+                yield self._cycle(run)
+        except GeneratorExit:
+            raise  # the caller has had enough; the caches are as after the last cycle
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self._busy.release()
+
+    def reset(self) -> None:
+        """Forget all cached tokens."""
+        self.target.reset()
+        if self.drafter is not None:
+            self.drafter.reset()
+
+    @property
+    def _model_seconds(self) -> float:
+        return self.target.model_seconds + (self.drafter.model_seconds if self.drafter is not None else 0.0)
+
+    @torch.inference_mode()
+    def _begin(
+        self, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, reuse_cache: bool
+    ) -> _Run:
+        if not reuse_cache:
+            self.reset()
+        stats.num_prompt_tokens = len(prompt)
+        stats.draft = self.drafter.name if self.drafter is not None else ""
+        stats.policy = repr(self.policy) if self.policy is not None else ""
+        history = History(prompt, len(prompt) + stopper.left, self.target.device)
+        run = _Run(sampler, stopper, history, stats, prompt[-1])
+        budget = self.policy.budget if self.policy is not None else 1
+        self.target.reserve(len(prompt) + stopper.left, budget)
+        known = prompt[:-1]
+        stats.num_cached_prompt_tokens = self.target.cached(known)
+        features = self.target.prefill(known)
+        if self.drafter is not None:
+            self.drafter.begin(known, features)
+        return run
+
+    @torch.inference_mode()
+    def _cycle(self, run: _Run) -> Cycle:
+        began, model_before = time.perf_counter(), self._model_seconds
+        seconds = Seconds()
+        tree, drafted = draft_tree(run.root, self.drafter, self.policy, seconds, self.target.device)
+
+        clock = time.perf_counter()
+        logits, _ = self.target.verify(tree)
+        seconds.verify = -clock + (clock := time.perf_counter())
+        path, tokens = walk(tree, run.sampler.chooser(logits, run.history), run.commit)
+        seconds.walk = -clock + (clock := time.perf_counter())
+        if not tokens:
+            raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")
+        self.target.commit(tree, path)
+        cycle = Cycle(tree, path, tokens, seconds, drafted)
+        if self.drafter is not None and self.policy is not None:
+            self.drafter.observe(cycle)
+            self.policy.observe(cycle)
+        run.root = tokens[-1]
+        now = time.perf_counter()
+        seconds.commit, seconds.total = now - clock, now - began
+        seconds.model = self._model_seconds - model_before
+        stats = run.stats
+        stats.ttft_s = stats.ttft_s or now - run.began
+        stats.elapsed_s = now - run.began
+        stats.num_generated_tokens += len(tokens)
+        stats.add(cycle)
+        return cycle
+
+
+class TextGeneration:
+    """One generation as an iterator of StreamPiece; closing it, or letting it go, frees the engine.
+
+    Options and prompt are checked at construction. `result` is there once the iterator has ended.
+    """
+
+    # Nothing it holds may hold it in turn: only then does letting it go free the engine at once.
+
+    def __init__(
+        self, engine: Engine, prompt: Prompt, options: Mapping[str, Any], *, reuse_cache: bool = False
+    ) -> None:
+        target, raw = engine.target, bool(options.get("raw", False))
+        self.prompt = token_ids(
+            prompt, engine.tokenizer, raw=raw, vocab_size=target.vocab_size, max_context=target.max_context
+        )
+        room = target.max_context - len(self.prompt)
+        self.options = GenerationOptions.of(dict(options), target.generation_config, room)
+        if self.options.stops and engine.tokenizer is None:
+            raise InputError("stop_strings: they need a tokenizer, pass tokenizer= when loading the engine")
+        self.stats = Stats()
+        self.result: GenerationResult | None = None
+        self._decode = decoder(engine.tokenizer)
+        self._texts = TextStream(self._decode)
+        self._tokens: list[int] = []
+        self._sent = 0
+        self._started = False
+        self._stopper = self.options.stopper(self._decode)
+        sampler = self.options.sampler(len(self.prompt), target.device)
+        self._cycles = engine.cycles(self.prompt, sampler, self._stopper, self.stats, reuse_cache=reuse_cache)
+
+    def __iter__(self) -> Iterator[StreamPiece]:
+        return self
+
+    def __next__(self) -> StreamPiece:
+        streamer = self.options.streamer
+        if streamer is not None and not self._started:
+            streamer.put(torch.tensor([self.prompt]))
+        self._started = True
+        cycle = next(self._cycles)
+        self._tokens += cycle.tokens
+        text = self._texts.push(cycle.tokens)
+        if streamer is not None:
+            streamer.put(torch.tensor(cycle.tokens))
+        if self._stopper.last_reason is not None:
+            text = self._finish(self._stopper.last_reason)[self._sent :]
+            next(self._cycles, None)  # runs the generator to its end, which frees the engine
+            if streamer is not None:
+                streamer.end()
+        self._sent += len(text)
+        return StreamPiece(text, cycle)
+
+    def run(self) -> Any:
+        """Generate to the end; the result in the form that `return_dict_in_generate` asks for."""
+        for _ in self:
+            pass
+        assert self.result is not None
+        wanted = self.options.return_dict_in_generate
+        if wanted is None:
+            return self.result
+        sequences = torch.tensor([[*self.prompt, *self._tokens]])
+        if not wanted:
+            return sequences
+        fields = {name: getattr(self.result, name) for name in ("text", "token_ids", "finish_reason", "stats")}
+        return SpeculativeOutput(sequences=sequences, **fields)
+
+    def close(self) -> None:
+        """Stop generating and free the engine; what was streamed stays valid."""
+        self._cycles.close()
+
+    def _finish(self, reason: str) -> str:
+        text = cut_after_stop(self._decode(self._tokens), self.options.stops)
+        self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed)
+        return text
+
+
+class Session:
+    """A conversation. `messages` holds the turns so far; each turn runs only what the caches do not hold yet."""
+
+    def __init__(self, engine: Engine, messages: list[dict[str, str]] | None = None) -> None:
+        self.engine = engine
+        self.messages = list(messages or [])
+
+    def generate(self, text: str, **options: Any) -> Any:
+        """Add a user turn and answer it; options and result as in Engine.generate."""
+        return self.stream(text, **options).run()
+
+    def stream(self, text: str, **options: Any) -> TextGeneration:
+        """As `generate`, streamed; the turn enters `messages` when the stream has ended."""
+        return _Turn(self, text, options)
+
+
+class _Turn(TextGeneration):
+    """A turn that writes itself into its session once it is complete."""
+
+    def __init__(self, session: Session, text: str, options: Mapping[str, Any]) -> None:
+        if not isinstance(text, str) or not text:
+            raise InputError("text: it is empty, a turn needs a string")
+        self._session, self._turn = session, {"role": "user", "content": text}
+        super().__init__(session.engine, [*session.messages, self._turn], options, reuse_cache=True)
+
+    def _finish(self, reason: str) -> str:
+        text = super()._finish(reason)
+        self._session.messages += [self._turn, {"role": "assistant", "content": text}]
+        return text
+
+
+def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Token ids to text without special tokens; empty text where there is no tokenizer."""
+    if tokenizer is None:
+        return lambda tokens: ""
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,45 @@
+"""Everything specengine raises on purpose; each message says what to do next."""
+
+
+class SpecEngineError(Exception):
+    """Base of all specengine errors."""
+
+
+class InputError(SpecEngineError, ValueError):
+    """A given value is not accepted; the message names the field and the accepted values."""
+
+
+class UnsupportedModelError(SpecEngineError):
+    """The model cannot serve as a target or a draft; the message says which property is missing."""
+
+
+class TokenizerMismatchError(SpecEngineError):
+    """Draft and target do not share a vocabulary."""
+
+
+class ModelFetchError(SpecEngineError):
+    """The embedded default model could not be fetched: offline, no pip, or not the expected file."""
+
+
+class CorruptCacheError(SpecEngineError):
+    """A cached model is damaged and could not be built again."""
+
+
+class CacheFolderError(SpecEngineError, OSError):
+    """The cache folder is full or cannot be written."""
+
+
+class EngineBusyError(SpecEngineError, RuntimeError):
+    """The engine is already generating; one engine serves one sequence at a time."""
+
+
+class ProcessorError(SpecEngineError, RuntimeError):
+    """A logits processor failed or returned scores of another shape; the message names the processor."""
+
+
+class NumericalError(SpecEngineError, ArithmeticError):
+    """The target's logits are NaN or infinite, so no token can be chosen."""
+
+
+class BackendError(SpecEngineError, RuntimeError):
+    """The backend asked for is unknown or not built; the message names the accepted ones or the build command."""

@@ -1,0 +1,177 @@
+"""Loading: from names, paths or loaded models to a target, a draft and a policy that fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from specengine import drafters, models, policies, registry
+from specengine.drafters import Drafter
+from specengine.drafters.small_model import SmallModel, check_tokenizers
+from specengine.errors import InputError, UnsupportedModelError
+from specengine.policies import TreePolicy
+from specengine.targets.huggingface import HuggingFaceTarget
+
+PLAIN = ("plain", "none")
+_DTYPES = {
+    "auto": "auto",
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass
+class LoadOptions:
+    """How models are loaded.
+
+    dtype              auto (as stored), bfloat16, float16, float32 or a torch.dtype
+    device             a torch device; by default cuda where there is one
+    tokenizer          for a target given as a loaded model; by default that of its name
+    draft_options      options of a draft given by name
+    policy_options     options of a policy given by name
+    offline            never use a network
+    trust_remote_code  run modeling code from a model's repository
+    progress           called with lines about what takes long; by default they go to stderr
+    """
+
+    dtype: Any = "auto"
+    device: Any = None
+    tokenizer: Any = None
+    draft_options: dict[str, Any] = field(default_factory=dict)
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    offline: bool = False
+    trust_remote_code: bool = False
+    progress: Callable[[str], None] | None = None
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [item.name for item in dataclasses.fields(cls)]
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> LoadOptions:
+        for name in options:
+            if name not in cls.names():
+                raise InputError(f"unknown option {name!r}, known are {', '.join(cls.names())}")
+        self = cls(**options)
+        if not isinstance(self.dtype, torch.dtype):
+            if self.dtype is not None and self.dtype not in _DTYPES:
+                raise InputError(f"dtype: got {self.dtype!r}, accepted {', '.join(_DTYPES)} or a torch.dtype")
+            self.dtype = _DTYPES[self.dtype or "auto"]
+        self.device = _device(self.device)
+        return self
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of."""
+
+    target: HuggingFaceTarget
+    drafter: Drafter | None
+    policy: TreePolicy | None
+    tokenizer: Any
+
+
+def load(
+    model: str | PreTrainedModel | None,
+    draft: str | PreTrainedModel | Drafter | None,
+    policy: str | TreePolicy | None,
+    options: LoadOptions,
+) -> Parts:
+    """The parts for these names; cheap checks come before any weights are read."""
+    _check_names(draft, policy, options)
+    target_model, tokenizer = _model_and_tokenizer(model, options)
+    if options.tokenizer is not None:
+        tokenizer = options.tokenizer
+    drafter = None if policy == "plain" else _drafter(draft, target_model, tokenizer, options)
+    return Parts(HuggingFaceTarget(target_model), drafter, _policy(policy, drafter, options), tokenizer)
+
+
+def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
+    if policy == "plain":
+        if draft not in (None, *PLAIN):
+            raise InputError("draft: policy 'plain' decodes without a draft; leave one of them out")
+    elif isinstance(policy, str):
+        policies.make(policy, **options.policy_options)
+    elif policy is not None and not isinstance(policy, TreePolicy):
+        raise InputError(f"policy: got {policy!r}, accepted {', '.join(policies.names())} or a TreePolicy")
+    if options.policy_options and not isinstance(policy, str):
+        raise InputError("policy_options: they need a policy given by name")
+    if draft == "ngram":
+        registry.build(registry.find(drafters, Drafter, "ngram", "draft"), options.draft_options, "draft ngram")  # type: ignore[type-abstract]
+    elif options.draft_options:
+        raise InputError("draft_options: they need a draft given by name, known are ngram")
+
+
+def _drafter(draft: Any, target: PreTrainedModel, tokenizer: Any, options: LoadOptions) -> Drafter | None:
+    if isinstance(draft, str) and draft in PLAIN:
+        return None
+    if isinstance(draft, Drafter):
+        return draft
+    if draft is None or draft == "ngram":
+        cls = registry.find(drafters, Drafter, "ngram", "draft")  # type: ignore[type-abstract]
+        return registry.build(cls, options.draft_options, "draft ngram")
+    model, draft_tokenizer = _model_and_tokenizer(draft, options)
+    vocab_size = target.get_input_embeddings().weight.shape[0]
+    if tokenizer is not None and draft_tokenizer is not None:
+        check_tokenizers(draft_tokenizer, tokenizer)
+    elif model.get_input_embeddings().weight.shape[0] != vocab_size:
+        raise InputError(
+            f"draft: its vocabulary has {model.get_input_embeddings().weight.shape[0]} entries, the target's "
+            f"{vocab_size}, and there are no two tokenizers to compare"
+        )
+    return SmallModel(model, vocab_size)
+
+
+def _policy(policy: Any, drafter: Drafter | None, options: LoadOptions) -> TreePolicy | None:
+    if drafter is None:
+        return None
+    if isinstance(policy, TreePolicy):
+        return policy
+    if policy is None:
+        name, defaults = drafter.default_policy
+        return policies.make(name, **defaults)
+    return policies.make(policy, **options.policy_options)
+
+
+def _model_and_tokenizer(model: str | PreTrainedModel | None, options: LoadOptions) -> tuple[PreTrainedModel, Any]:
+    if isinstance(model, PreTrainedModel):
+        return model, _tokenizer(model.config._name_or_path, options) if model.config._name_or_path else None
+    if model is not None and not isinstance(model, str):
+        raise InputError(f"model: got {type(model).__name__}, accepted a name, a path or a loaded transformers model")
+    path = models.resolve(model, offline=options.offline, progress=options.progress)
+    common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, **common)
+        loaded = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=options.dtype, **common)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"model {path!r}: {error}") from error
+    return loaded.to(options.device), _tokenizer(path, options)
+
+
+def _tokenizer(path: str, options: LoadOptions) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, local_files_only=options.offline, trust_remote_code=options.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        print(f"no tokenizer for {path}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
+
+
+def _device(device: Any) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device: got {device!r}, accepted cpu, cuda or cuda:N") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device: cuda was asked for, but torch sees no CUDA device")
+    return chosen

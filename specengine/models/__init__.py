@@ -1,0 +1,14 @@
+"""Model names: the embedded default, and whatever `from_pretrained` accepts."""
+
+from specengine.models import embedded
+from specengine.models.embedded import Progress
+from specengine.models.store import cache_dir
+
+__all__ = ["cache_dir", "embedded", "resolve"]
+
+
+def resolve(name_or_path: str | None, *, offline: bool = False, progress: Progress | None = None) -> str:
+    """Turns None and the embedded model's name into its folder; a Hub id or a local path comes back unchanged."""
+    if name_or_path is None or name_or_path == embedded.NAME:
+        return str(embedded.path(offline=offline, progress=progress))
+    return name_or_path

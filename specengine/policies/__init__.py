@@ -1,0 +1,66 @@
+"""Tree policies: one file = one TreePolicy; the file's name is its name, its fields are its options."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specengine import registry
+from specengine.cycle import Cycle
+from specengine.errors import InputError
+from specengine.tree import TokenTree
+
+if TYPE_CHECKING:
+    from specengine.drafters import Step
+
+
+class TreePolicy:
+    """Shapes the draft tree. A subclass is a dataclass whose fields are its options.
+
+    `capacity` is the most nodes that `grow` can create, `budget` the most that `keep` returns, both with the root.
+    """
+
+    @property
+    def capacity(self) -> int:
+        raise NotImplementedError("a policy states its capacity")
+
+    @property
+    def budget(self) -> int:
+        return self.capacity
+
+    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
+        """Hang children under the frontier; return whom to draft from next, empty to stop.
+
+        frontier: int64 [rows], the nodes that `step` holds distributions for; `tree.passes` counts the passes so far.
+        """
+        raise NotImplementedError("a policy grows the tree")
+
+    def keep(self, tree: TokenTree) -> Tensor:
+        """The nodes that the target verifies: ascending, with the root, closed under parent."""
+        return torch.arange(tree.size, device=tree.device)
+
+    def observe(self, cycle: Cycle) -> None:
+        """Look at what became of the tree; for policies with a history."""
+
+
+def names() -> list[str]:
+    """All policies, and `plain` for decoding without a draft."""
+    return [*registry.names(sys.modules[__name__]), "plain"]
+
+
+def make(name: str, **options: Any) -> TreePolicy:
+    """The policy `name` with these options; unknown names, options and values raise InputError."""
+    cls = registry.find(sys.modules[__name__], TreePolicy, name, "policy")
+    return registry.build(cls, options, f"policy {name}")
+
+
+def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> None:
+    """Raise InputError for an option outside its range."""
+    if not holds:
+        raise InputError(f"policy {policy}.{field}: got {value}, accepted {accepted}")
+
+
+NO_NODES = torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,103 @@
+"""Turning a prompt into token ids, and token ids into text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from specengine.errors import InputError
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor
+
+
+def token_ids(prompt: Prompt, tokenizer: Any, *, raw: bool, vocab_size: int, max_context: int) -> list[int]:
+    """Ids of `prompt`: a string, a list of chat messages, ids, or an id tensor [length] or [1, length].
+
+    A string becomes one user message where the tokenizer has a chat template, unless `raw`. InputError for an
+    empty prompt, ids outside the vocabulary, more than one sequence, or no room for a token behind the prompt.
+    """
+    ids = _encode(prompt, tokenizer, raw)
+    if not ids:
+        raise InputError("prompt: it is empty, at least one token is needed")
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise InputError(f"prompt: token id {outside[0]} is out of range, accepted 0 to {vocab_size - 1}")
+    if len(ids) >= max_context:
+        raise InputError(
+            f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1} (the model's context is {max_context})"
+        )
+    return ids
+
+
+def _encode(prompt: Prompt, tokenizer: Any, raw: bool) -> list[int]:
+    if isinstance(prompt, torch.Tensor):
+        return _from_tensor(prompt)
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InputError("prompt: it is empty, at least one token is needed")
+        _require(tokenizer, "a string prompt")
+        if raw or not getattr(tokenizer, "chat_template", None):
+            return list(tokenizer(prompt)["input_ids"])
+        return _from_messages([{"role": "user", "content": prompt}], tokenizer)
+    items = list(prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
+        _require(tokenizer, "chat messages")
+        return _from_messages(items, tokenizer)  # type: ignore[arg-type]
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return items  # type: ignore[return-value]
+    raise InputError("prompt: accepted are a string, a list of chat messages (role, content) or a list of token ids")
+
+
+def _from_tensor(prompt: torch.Tensor) -> list[int]:
+    if prompt.ndim == 2 and prompt.shape[0] != 1:
+        raise InputError(
+            f"prompt: got a batch of {prompt.shape[0]}, this engine serves one sequence; call generate for each"
+        )
+    if prompt.ndim not in (1, 2) or prompt.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"prompt: got {prompt.dtype} {tuple(prompt.shape)}, accepted int64 [length] or [1, length]")
+    return prompt.reshape(-1).tolist()
+
+
+def _from_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError("prompt: this tokenizer has no chat template, pass a string or token ids")
+    for message in messages:
+        if not {"role", "content"} <= message.keys():
+            raise InputError(f"prompt: each message needs role and content, got {sorted(message)}")
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def _require(tokenizer: Any, what: str) -> None:
+    if tokenizer is None:
+        raise InputError(f"prompt: {what} needs a tokenizer, pass tokenizer= or token ids")
+
+
+class TextStream:
+    """Decodes a growing list of tokens piece by piece; the pieces add up to the decoded whole.
+
+    Text is held back while it ends inside a character.
+    """
+
+    def __init__(self, decode: Any) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._start = 0  # the tokens before are settled; some context is kept, spaces depend on it
+        self._end = 0
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        self._tokens.extend(tokens)
+        before = self._decode(self._tokens[self._start : self._end])
+        now = self._decode(self._tokens[self._start :])
+        if now.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._start, self._end = self._end, len(self._tokens)
+        return now[len(before) :]
+
+    def finish(self) -> str:
+        """What is still held back."""
+        before = self._decode(self._tokens[self._start : self._end])
+        return self._decode(self._tokens[self._start :])[len(before) :]

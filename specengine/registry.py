@@ -1,0 +1,71 @@
+"""Finding policies and drafters: one file in the folder is one of them, and the file's name is its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import types
+import typing
+from types import ModuleType
+from typing import Any, TypeVar
+
+from specengine.errors import InputError
+
+T = TypeVar("T")
+
+
+def names(package: ModuleType) -> list[str]:
+    """The names of all variants in the package's folder, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_"))
+
+
+def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
+    """The one subclass of `base` defined in file `name` of `package`; InputError naming `field` if there is none."""
+    if name not in names(package):
+        raise InputError(f"{field}: unknown name {name!r}, known are {', '.join(names(package))}")
+    module = importlib.import_module(f"{package.__name__}.{name}")
+    found = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise InputError(f"{field}: {module.__name__} must define exactly one {base.__name__}, it has {len(found)}")
+    return found[0]
+
+
+def build(cls: type[T], options: dict[str, Any], field: str) -> T:
+    """An instance of the dataclass `cls`; unknown options and values of the wrong type raise InputError.
+
+    Values may be strings, as a command line gives them.
+    """
+    types_by_name = typing.get_type_hints(cls)
+    known = {item.name: types_by_name[item.name] for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            raise InputError(f"{field}: unknown option {name!r}, known are {', '.join(known) or '(none)'}")
+    values = {name: _convert(value, known[name], f"{field}.{name}") for name, value in options.items()}
+    return cls(**values)
+
+
+def _convert(value: Any, wanted: Any, field: str) -> Any:
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (typing.Union, types.UnionType):
+        if value is None or value == "none":
+            return None
+        wanted = next(argument for argument in arguments if argument is not type(None))
+        return _convert(value, wanted, field)
+    try:
+        if origin is tuple:
+            parts = value.split(",") if isinstance(value, str) else value
+            return tuple(_convert(part, arguments[0], field) for part in parts)
+        if wanted is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
+        if wanted is int and (isinstance(value, bool) or float(value) != int(float(value))):
+            raise ValueError
+        return wanted(value)
+    except (ValueError, TypeError, KeyError) as error:
+        wanted_name = getattr(wanted, "__name__", str(wanted))
+        raise InputError(f"{field}: got {value!r}, expected {wanted_name}") from error

@@ -1,0 +1,146 @@
+"""Choosing the target's token at one position: logits processors on the path so far, then argmax or a keyed draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from specengine import ops
+from specengine.errors import NumericalError, ProcessorError
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+MINUS_INF = float("-inf")
+
+
+class History:
+    """The committed tokens and, during a walk, those of the path so far: `ids` is int64 [1, length]."""
+
+    def __init__(self, tokens: Sequence[int], capacity: int, device: torch.device | str = "cpu") -> None:
+        self._ids = torch.empty(1, max(capacity, len(tokens)), dtype=torch.int64, device=device)
+        self._ids[0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        self.length = len(tokens)
+
+    @property
+    def ids(self) -> Tensor:
+        return self._ids[:, : self.length]
+
+    def append(self, token: int) -> None:
+        self._ids[0, self.length] = token
+        self.length += 1
+
+
+class Sampler:
+    """The target's choice at a position, as a function of its logits, the tokens before it and the seed.
+
+    Greedy where `seed` is None: the processors' argmax, the lowest id winning ties. Otherwise the Gumbel-max draw
+    whose noise is a pure function of (seed, absolute position, token): a tree around the position cannot change it.
+    """
+
+    def __init__(self, processors: Sequence[Processor] = (), seed: int | None = None) -> None:
+        self.processors = list(processors)
+        self.seed = seed
+
+    def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
+        """A function from node to chosen token, given logits [nodes, vocabulary] of a tree.
+
+        It reads `history` when called: the tokens from the start to the node. None where no logit is finite.
+        """
+        if self.seed is None and not self.processors and logits.device.type != "cpu":
+            chosen = _argmax_finite(logits).tolist()  # one transfer for all nodes
+            return lambda node: chosen[node] if chosen[node] >= 0 else None
+        return lambda node: self.choose(logits[node], history)
+
+    def choose(self, logits: Tensor, history: History) -> int | None:
+        """The token chosen by one row of logits, [vocabulary]; None where none is finite."""
+        if self.seed is None and not self.processors:
+            token = int(logits.argmax())
+            if torch.isfinite(logits[token]):
+                return token  # NaN and +inf would have won the argmax: there are none
+            token = int(_argmax_finite(logits))
+            return token if token >= 0 else None
+        scores = logits.float()
+        if not torch.isfinite(scores.max()):
+            scores = scores.masked_fill(~torch.isfinite(scores), MINUS_INF)
+            if scores.max() == MINUS_INF:
+                return None
+        scores = self._process(scores, history)
+        if self.seed is None:
+            return int(scores.argmax())
+        return ops.keyed_gumbel_argmax(scores, self.seed, history.length)
+
+    def _process(self, scores: Tensor, history: History) -> Tensor:
+        rows = scores[None].clone() if self.processors else scores[None]
+        for processor in self.processors:
+            name = type(processor).__name__
+            try:
+                rows = processor(history.ids, rows)
+            except Exception as error:
+                raise ProcessorError(f"logits processor {name} raised {type(error).__name__}: {error}") from error
+            best = float(rows.max()) if rows.shape == (1, scores.shape[0]) else None
+            if best is None:
+                raise ProcessorError(f"logits processor {name} returned shape {tuple(rows.shape)}, not {(1, *scores.shape)}")
+            if best != best or best == float("inf"):
+                raise ProcessorError(f"logits processor {name} returned NaN or infinity at position {history.length}")
+            if best == MINUS_INF:
+                raise ProcessorError(f"logits processor {name} left no token at position {history.length}")
+        return rows[0]
+
+
+def refuse_no_choice(token: int | None, position: int) -> int:
+    """`token`, or NumericalError where the target's logits at `position` were all NaN or infinite."""
+    if token is None:
+        raise NumericalError(f"the target's logits at position {position} are NaN or infinite throughout")
+    return token
+
+
+def _argmax_finite(logits: Tensor) -> Tensor:
+    """Per row the id of the largest finite logit, -1 where there is none."""
+    scores = logits.masked_fill(~torch.isfinite(logits), MINUS_INF)
+    best, ids = scores.max(dim=-1)
+    return torch.where(best > MINUS_INF, ids, -1)
+
+
+class PresenceFrequencyPenalty(LogitsProcessor):
+    """Subtracts `presence` once and `frequency` per occurrence for each token generated since `prompt_length`.
+
+    The OpenAI definition, as in vLLM: the prompt's own tokens do not count.
+    """
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens, counts = input_ids[0, self.prompt_length :].unique(return_counts=True)
+        scores = scores.clone()
+        scores[0, tokens] -= self.presence + self.frequency * counts.to(scores.dtype)
+        return scores
+
+
+class TopP(LogitsProcessor):
+    """Keeps the smallest set of most likely tokens whose probability reaches `top_p` (nucleus sampling).
+
+    The same set as transformers' TopPLogitsWarper, without sorting the vocabulary: the candidates are widened until
+    they hold enough probability.
+    """
+
+    def __init__(self, top_p: float, first: int = 256) -> None:
+        self.top_p, self.first = top_p, first
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        row = scores[0]
+        total = row.logsumexp(-1)
+        count = min(self.first, row.shape[0])
+        while True:
+            values, ids = row.topk(count)
+            probabilities = (values - total).exp()
+            before = probabilities.cumsum(-1) - probabilities  # probability of the more likely tokens
+            if before[-1] >= self.top_p or count == row.shape[0]:
+                break
+            count = min(8 * count, row.shape[0])
+        kept = (before < self.top_p) | (torch.arange(count, device=row.device) == 0)
+        result = torch.full_like(scores, MINUS_INF)
+        result[0, ids[kept]] = values[kept]
+        return result

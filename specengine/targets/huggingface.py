@@ -1,0 +1,70 @@
+"""Any Hugging Face causal LM as the target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specengine import ops
+from specengine.causal_lm import CausalLM, Visibility
+from specengine.targets import Target
+from specengine.tree import TokenTree
+
+
+class HuggingFaceTarget(Target):
+    """`model` (an AutoModelForCausalLM) with its own KV cache; the model itself stays usable as before."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.lm = CausalLM(model)
+        self.cache = self.lm.new_cache(1)
+        self.tokens: list[int] = []
+        self.max_context = self.lm.max_context
+        self.vocab_size = self.lm.vocab_size
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.lm.model
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.lm.device
+
+    @property
+    def generation_config(self) -> Any:  # type: ignore[override]
+        return self.lm.model.generation_config
+
+    @property
+    def model_seconds(self) -> float:  # type: ignore[override]
+        return self.lm.seconds
+
+    def reserve(self, tokens: int, scratch: int) -> None:
+        self.cache.reserve(tokens + scratch)
+
+    def prefill(self, tokens: list[int]) -> None:
+        kept = self.cached(tokens)
+        self.cache.crop(kept)
+        self.tokens = tokens[:kept]
+        self.lm.extend(self.cache, tokens[kept:])
+        self.tokens = list(tokens)
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
+        length = self.cache.length
+        self.cache.reserve(length + tree.size)
+        visibility = Visibility()
+        if tree.size > 1:
+            mask = torch.ones(tree.size, length + tree.size, dtype=torch.bool, device=self.device)
+            mask[:, length:] = ops.tree_mask(tree.ancestors, tree.size)
+            visibility = Visibility(mask)
+        return self.lm.forward(tree.tokens, tree.depths + length, self.cache, length, visibility), None
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        tokens = tree.tokens[path].tolist()
+        self.cache.compact(path)
+        self.tokens.extend(tokens)
+
+    def reset(self) -> None:
+        self.cache.crop(0)
+        self.tokens = []

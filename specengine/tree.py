@@ -1,0 +1,148 @@
+"""TokenTree: the draft tree, as flat arrays of fixed capacity."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from specengine import ops
+
+WORD_BITS = 64
+
+
+@lru_cache(maxsize=16)
+def _own_bits(capacity: int, device: torch.device) -> Tensor:
+    """Word rows in which node i has bit i alone: int64 [capacity, ceil(capacity / 64)]."""
+    node = torch.arange(capacity, device=device)
+    words = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
+    words[node, node // WORD_BITS] = torch.ones_like(node) << (node % WORD_BITS)
+    return words
+
+
+class TokenTree:
+    """Candidate continuations of the last committed token, which is node 0, the root.
+
+    Nodes are numbered in the order of their creation, so `parents[i] < i`; the capacity is fixed, `size` grows.
+    Budgets and sizes count the root. All arrays live on one device:
+
+    tokens, parents, depths    int64 [size]; the root has parent -1 and depth 0
+    log_probs                  float32 [size]; draft log-probability of the edge to the node, natural log
+    path_log_probs             float32 [size]; sum of `log_probs` from the root, 0 at the root
+    ancestors                  int64 [size, ceil(capacity / 64)]; bit j of row i: node j is i or an ancestor of i
+    """
+
+    __slots__ = ("_ancestors", "_depths", "_log_probs", "_parents", "_path_log_probs", "_tokens", "passes", "size")
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        self._tokens = torch.empty(capacity, dtype=torch.int64, device=device)
+        self._parents = torch.empty(capacity, dtype=torch.int64, device=device)
+        self._depths = torch.empty(capacity, dtype=torch.int64, device=device)
+        self._log_probs = torch.empty(capacity, dtype=torch.float32, device=device)
+        self._path_log_probs = torch.empty(capacity, dtype=torch.float32, device=device)
+        self._ancestors = torch.empty(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
+        self.size = 0
+        self.passes = 0  # draft passes spent on this tree
+
+    @classmethod
+    def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> TokenTree:
+        """A tree of the root alone, with room for `capacity` nodes."""
+        if capacity < 1:
+            raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
+        tree = cls(capacity, device)
+        tree._tokens[0] = token
+        tree._parents[0] = -1
+        tree._depths[0] = 0
+        tree._log_probs[0] = 0.0
+        tree._path_log_probs[0] = 0.0
+        tree._ancestors[0] = _own_bits(capacity, tree.device)[0]
+        tree.size = 1
+        return tree
+
+    @property
+    def capacity(self) -> int:
+        return self._tokens.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self._tokens.device
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._tokens[: self.size]
+
+    @property
+    def parents(self) -> Tensor:
+        return self._parents[: self.size]
+
+    @property
+    def depths(self) -> Tensor:
+        return self._depths[: self.size]
+
+    @property
+    def log_probs(self) -> Tensor:
+        return self._log_probs[: self.size]
+
+    @property
+    def path_log_probs(self) -> Tensor:
+        return self._path_log_probs[: self.size]
+
+    @property
+    def ancestors(self) -> Tensor:
+        return self._ancestors[: self.size]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def add(self, parents: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
+        """Hang one node per entry under existing nodes; siblings must carry distinct tokens.
+
+        parents, tokens: int64 [m]; log_probs: float32 [m], of the edges. Returns the new node ids, int64 [m].
+        Raises ValueError when the capacity is exceeded.
+        """
+        start, stop = self.size, self.size + parents.shape[0]
+        if stop > self.capacity:
+            raise ValueError(f"tree of capacity {self.capacity} cannot take {stop - start} nodes more than {start}")
+        self._tokens[start:stop] = tokens
+        self._parents[start:stop] = parents
+        self._depths[start:stop] = self._depths[parents] + 1
+        self._log_probs[start:stop] = log_probs
+        self._path_log_probs[start:stop] = self._path_log_probs[parents] + log_probs
+        self._ancestors[start:stop] = self._ancestors[parents] | _own_bits(self.capacity, self.device)[start:stop]
+        self.size = stop
+        return torch.arange(start, stop, device=self.device)
+
+    def subtree(self, nodes: Tensor) -> TokenTree:
+        """The tree of `nodes` alone, renumbered in their order.
+
+        nodes: int64 [m], ascending, with the root first and closed under parent; ValueError otherwise.
+        """
+        if nodes.shape[0] == self.size == self.capacity:
+            return self
+        parents = self._parents[nodes]
+        renumbered = torch.full((self.size + 1,), -1, dtype=torch.int64, device=self.device)
+        renumbered[nodes] = torch.arange(nodes.shape[0], device=self.device)
+        new_parents = renumbered[parents]  # the root's parent -1 reads the spare last entry, which stays -1
+        closed = (new_parents[1:] >= 0).all() & (nodes[0] == 0) & (nodes[1:] > nodes[:-1]).all()
+        if self.device.type == "cpu":
+            if not closed:
+                raise ValueError("nodes: must be ascending, start with the root and contain every node's parent")
+        else:
+            torch._assert_async(closed)  # the same check without making the host wait
+
+        tree = TokenTree(nodes.shape[0], self.device)
+        tree._tokens, tree._parents, tree._depths = self._tokens[nodes], new_parents, self._depths[nodes]
+        tree._log_probs, tree._path_log_probs = self._log_probs[nodes], self._path_log_probs[nodes]
+        tree._ancestors = ops.ancestor_words(new_parents)
+        tree.size, tree.passes = nodes.shape[0], self.passes
+        return tree
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Tokens from the root (excluded) to `node` (included)."""
+        tokens: list[int] = []
+        while node > 0:
+            tokens.append(int(self._tokens[node]))
+            node = int(self._parents[node])
+        return tokens[::-1]
+

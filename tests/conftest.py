@@ -1,0 +1,32 @@
+"""What all tests share: the embedded default model, and how many threads torch may take."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from specengine.models import embedded
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pytest_configure() -> None:
+    # tiny models gain nothing from more threads, and tests that compare timings suffer from oversubscription
+    torch.set_num_threads(min(4, _usable_cores()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """The embedded default model, fetched and converted on first use; for tests marked `model`."""
+    return embedded.path()

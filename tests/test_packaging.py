@@ -1,0 +1,172 @@
+"""The package as users install it: folder traps, light imports, and imports that point one way."""
+
+import ast
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Each module may import its own layer and those above it in this list. A new module goes into one of them.
+LAYERS = (
+    {"errors", "_expander"},
+    {"ops"},
+    {"tree", "cache", "sampling", "cycle", "registry"},
+    {"policies", "drafters", "targets", "verification", "causal_lm", "models", "options", "stopping", "prompts"},
+    {"drafting", "engine", "loading", "custom_generate"},
+    {"train", "serve", "integrations", "checking", "demo", "inspection", "cli", "__main__"},
+)
+LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
+USERS = len(LAYERS) - 1  # bench/ ranks with the layer that uses the engine
+
+
+def python(code: str, *, cwd: Path, path: tuple[Path, ...] = ()) -> str:
+    script = f"import sys; sys.path[:0] = {[str(entry) for entry in path]!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", script], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- folders
+
+
+def test_kernels_folder_is_no_regular_package() -> None:
+    assert (ROOT / "kernels").is_dir()
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_kernels_folder_does_not_hide_the_package_of_that_name(tmp_path: Path) -> None:
+    installed = tmp_path / "site" / "kernels"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text("mark = 'the installed package'")
+    out = python("import kernels; print(kernels.mark)", cwd=ROOT, path=(ROOT, installed.parent))
+    assert out == "the installed package\n"
+
+
+def test_transformers_imports_from_the_repository_root() -> None:
+    code = "import transformers; transformers.AutoModelForCausalLM; transformers.LlamaForCausalLM; print('ok')"
+    assert python(code, cwd=ROOT, path=(ROOT,)) == "ok\n"
+
+
+def test_specengine_kernels_is_importable_from_anywhere(tmp_path: Path) -> None:
+    out = python("import json, specengine_kernels; print(json.dumps(list(specengine_kernels.__path__)))", cwd=tmp_path)
+    assert any((Path(folder) / "README.md").is_file() for folder in json.loads(out))
+
+
+# ---- what `import specengine` costs
+
+
+def modules_of_extras() -> set[str]:
+    """Import names of what only the extras for users bring."""
+    requirements = importlib.metadata.requires("specengine") or []
+    of_extras = [line for line in requirements if "extra ==" in line and "dev" not in line.split("extra ==")[1]]
+    return {re.split(r"[^\w-]", line, maxsplit=1)[0].replace("-", "_") for line in of_extras}
+
+
+def test_extras_are_read_from_the_metadata() -> None:
+    assert {"triton", "fastapi", "uvicorn", "flash_attn"} <= modules_of_extras()
+    assert "torch" not in modules_of_extras()
+
+
+def test_import_needs_no_extra_and_asks_for_none(tmp_path: Path) -> None:
+    optional = modules_of_extras() | {"gguf", "accelerate", "pytest", "vllm", "sglang", "ray"}
+    # torch and transformers import some of these for themselves where they are: so ask who imports, not what is loaded
+    code = f"""
+import builtins, json, sys
+sys.modules.update(dict.fromkeys({sorted(optional)}))  # importing any of them raises
+real_import, asked = builtins.__import__, set()
+def noting_import(name, globals=None, *rest, **options):
+    if globals and str(globals.get("__name__")).partition(".")[0] == "specengine":
+        asked.add(name.partition(".")[0])
+    return real_import(name, globals, *rest, **options)
+builtins.__import__ = noting_import
+import specengine
+print(json.dumps(sorted(asked)))
+"""
+    asked = set(json.loads(python(code, cwd=tmp_path)))
+    assert {"torch", "transformers"} <= asked
+    assert not asked & optional
+
+
+# ---- imports point one way
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each absolute import, those inside functions and TYPE_CHECKING blocks included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute here"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def against_the_direction(source: str, own_layer: int) -> list[str]:
+    """What a module of layer `own_layer` must not import, as "line: name (reason)"."""
+    wrong = []
+    for line, name in imported_names(ast.parse(source)):
+        top, _, rest = name.partition(".")
+        if top == "bench" and own_layer < USERS:
+            wrong.append(f"{line}: {name} (bench measures the engine, not the reverse)")
+        if top == "specengine_kernels" and own_layer != LAYER_OF["ops"]:
+            wrong.append(f"{line}: {name} (ops is the only door to the kernels)")
+        if top != "specengine":
+            continue
+        module = rest.partition(".")[0]
+        if module not in LAYER_OF and own_layer < USERS:
+            wrong.append(f"{line}: {name} (the package itself imports this module, or LAYERS does not know it)")
+        elif LAYER_OF.get(module, 0) > own_layer:
+            wrong.append(f"{line}: {name} (a later layer)")
+    return wrong
+
+
+def files_by_layer() -> list[tuple[Path, int]]:
+    inside = [file for file in sorted((ROOT / "specengine").rglob("*.py")) if file.parent.name != "__pycache__"]
+    named = [(file, file.relative_to(ROOT / "specengine").parts[0].removesuffix(".py")) for file in inside]
+    layered = [(file, LAYER_OF[name]) for file, name in named if name in LAYER_OF]
+    return layered + [(file, USERS) for file in sorted((ROOT / "bench").rglob("*.py"))]
+
+
+def test_each_module_has_a_layer() -> None:
+    top = {entry.name.removesuffix(".py") for entry in (ROOT / "specengine").iterdir() if entry.suffix in {".py", ""}}
+    unknown = top - set(LAYER_OF) - {"__init__", "__pycache__", "py.typed"}
+    assert not unknown, f"add {sorted(unknown)} to LAYERS in {Path(__file__).name}"
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}:{finding}"
+        for file, layer in files_by_layer()
+        for finding in against_the_direction(file.read_text(encoding="utf-8"), layer)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_kernels_know_nothing_of_specengine() -> None:
+    for file in (ROOT / "kernels").rglob("*.py"):
+        names = [name for _, name in imported_names(ast.parse(file.read_text(encoding="utf-8")))]
+        assert not [name for name in names if name.partition(".")[0] == "specengine"], file
+
+
+@pytest.mark.parametrize(
+    ("source", "own", "expected"),
+    [
+        ("from specengine import engine", "tree", 1),
+        ("def f():\n    from specengine.policies.eagle import Eagle", "cycle", 1),
+        ("import specengine_kernels.verification", "engine", 1),
+        ("from specengine import generate", "engine", 1),
+        ("import bench.report", "ops", 1),
+        ("from specengine.tree import TokenTree", "engine", 0),
+        ("from specengine.drafters import Step", "policies", 0),
+        ("import specengine_kernels.verification", "ops", 0),
+        ("from specengine import generate", "cli", 0),
+    ],
+)
+def test_the_direction_rule_itself(source: str, own: str, expected: int) -> None:
+    assert len(against_the_direction(source, LAYER_OF[own])) == expected

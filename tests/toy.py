@@ -1,0 +1,337 @@
+"""What the tests decode with: toy targets and drafts made of probability tables, random trees, tiny random models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from specengine import policies
+from specengine.cycle import Cycle
+from specengine.drafters import Drafter, Step
+from specengine.policies import TreePolicy
+from specengine.targets import Target
+from specengine.tree import TokenTree
+
+CPU = torch.device("cpu")
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+class Tables:
+    """Random conditional distributions over `vocabulary` tokens: one row for each sequence of the last `order` tokens.
+
+    concentration  of the Dirichlet distribution that rows come from
+    exact          share of rows with exact zeros, or with one token of probability one, or with ties
+    like, share    a mixture: `share` of each row comes from the tables `like`, so that a draft agrees now and then
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 6,
+        seed: int = 0,
+        *,
+        concentration: float = 0.5,
+        exact: float = 0.0,
+        order: int = 3,
+        like: Tables | None = None,
+        share: float = 0.0,
+    ) -> None:
+        self.vocabulary, self.seed, self.order = vocabulary, seed, order
+        self._concentration, self._exact, self._like, self._share = concentration, exact, like, share
+        self._rows: dict[tuple[int, ...], np.ndarray] = {}
+
+    def probabilities(self, context: Sequence[int]) -> np.ndarray:
+        """float64 [vocabulary]: the distribution after `context`."""
+        key = tuple(context[-self.order :])
+        if key not in self._rows:
+            self._rows[key] = self._draw(np.random.default_rng([self.seed, len(key), *key]), key)
+        return self._rows[key]
+
+    def logits(self, context: Sequence[int]) -> Tensor:
+        """float32 [vocabulary]: natural logs of `probabilities`, -inf where they are zero."""
+        return torch.from_numpy(_log(self.probabilities(context))).float()
+
+    def _draw(self, random: np.random.Generator, key: tuple[int, ...]) -> np.ndarray:
+        row = random.dirichlet([self._concentration] * self.vocabulary) + 1e-9
+        if random.random() < self._exact:
+            kind = random.integers(3)
+            if kind == 0:
+                row[random.permutation(self.vocabulary)[: self.vocabulary // 2]] = 0.0
+            elif kind == 1:
+                row = np.eye(self.vocabulary)[random.integers(self.vocabulary)]
+            else:
+                row = np.repeat(random.dirichlet([1.0] * 2), -(-self.vocabulary // 2))[: self.vocabulary]
+        if self._like is not None:
+            row = self._share * self._like.probabilities(key) + (1 - self._share) * row / row.sum()
+        return row / row.sum()
+
+
+def _log(probabilities: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log(probabilities)
+
+
+# ---------------------------------------------------------------------------------------------------- target and draft
+
+
+class ToyTarget(Target):
+    """A target that reads its logits from tables; its "cache" is the list of tokens."""
+
+    device = CPU
+
+    def __init__(self, tables: Tables, max_context: int = 1 << 16) -> None:
+        self.tables, self.vocab_size, self.max_context = tables, tables.vocabulary, max_context
+        self.tokens: list[int] = []
+        self.model_seconds = 0.0
+        self.sizes: list[int] = []  # of the trees verified
+
+    def reserve(self, tokens: int, scratch: int) -> None:
+        self.reserved = (tokens, scratch)
+
+    def prefill(self, tokens: list[int]) -> None:
+        self.tokens = list(tokens)
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
+        self.sizes.append(tree.size)
+        root = int(tree.tokens[0])
+        rows = [self.tables.logits([*self.tokens, root, *tree.path_tokens(node)]) for node in range(tree.size)]
+        return torch.stack(rows), None
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        self.tokens += tree.tokens[path].tolist()
+
+    def reset(self) -> None:
+        self.tokens = []
+
+
+class ToyDrafter(Drafter):
+    """A draft that reads its distributions from tables.
+
+    columns     target ids of its columns, where its vocabulary is a part of the target's, in another order
+    normalized  hand out log-probabilities, with -inf for what is not proposed
+    """
+
+    name = "toy"
+
+    def __init__(self, tables: Tables, *, columns: Sequence[int] | None = None, normalized: bool = False) -> None:
+        self.tables, self.normalized = tables, normalized
+        self.columns = None if columns is None else torch.tensor(columns)
+        self.tokens: list[int] = []  # committed, the current root excluded
+        self.stepped: list[list[int]] = []  # nodes of each step of the current tree
+
+    def begin(self, prompt: list[int], features: Any = None) -> None:
+        self.tokens = list(prompt)
+
+    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
+        self.stepped = [nodes.tolist()] if tree.passes == 0 else [*self.stepped, nodes.tolist()]
+        root = int(tree.tokens[0])
+        rows = [self.tables.logits([*self.tokens, root, *tree.path_tokens(node)]) for node in nodes.tolist()]
+        logits = torch.stack(rows)
+        if self.columns is not None:
+            logits = logits[:, self.columns]
+        return Step(logits, self.columns, self.normalized)
+
+    def observe(self, cycle: Cycle) -> None:
+        self.tokens += [int(cycle.tree.tokens[0]), *cycle.tokens[:-1]]
+
+    def reset(self) -> None:
+        self.tokens = []
+
+
+@dataclass
+class RandomShape(TreePolicy):
+    """Trees of random shape with random tokens: steps nodes of mixed depth, keeps a random part closed under parent."""
+
+    seed: int = 0
+    passes: int = 6
+    most: int = 4  # nodes per step and children per node
+    shortest: bool = False  # keep the root alone now and then
+
+    _random: np.random.Generator = field(init=False, repr=False)
+    _waiting: list[int] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._random = np.random.default_rng(self.seed)
+
+    @property
+    def capacity(self) -> int:
+        return 1 + self.passes * self.most**2
+
+    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
+        if tree.passes == 1:
+            self._waiting = []
+        log_probs = step.logits if step.normalized else step.logits.log_softmax(-1)
+        for row, parent in enumerate(frontier.tolist()):
+            proposed = torch.nonzero(log_probs[row] > -math.inf).reshape(-1).numpy()
+            count = int(self._random.integers(0, min(self.most, len(proposed)) + 1))
+            chosen = torch.from_numpy(self._random.permutation(proposed)[:count])
+            tokens = chosen if step.token_ids is None else step.token_ids[chosen]
+            parents = torch.full_like(chosen, parent)
+            self._waiting += tree.add(parents, tokens, log_probs[row, chosen].float()).tolist()
+        if tree.passes >= self.passes:
+            return frontier[:0]
+        self._waiting = self._random.permutation(self._waiting).astype(int).tolist()
+        drawn = int(self._random.integers(0, self.most + 1))
+        picked, self._waiting = self._waiting[:drawn], self._waiting[drawn:]
+        return torch.tensor(picked, dtype=torch.int64)
+
+    def keep(self, tree: TokenTree) -> Tensor:
+        share = self._random.choice([0.5, 0.9, 1.0])
+        kept = [0]
+        for node, parent in enumerate(tree.parents.tolist()):
+            if node and parent in kept and self._random.random() < share:
+                kept.append(node)
+        return torch.tensor(kept)
+
+
+def policy_for(name: str, seed: int = 0) -> TreePolicy:
+    """A small instance of any policy: `random` is RandomShape, the others are made by name."""
+    if name == "random":
+        return RandomShape(seed)
+    small: dict[str, dict[str, Any]] = {
+        "chain": {"length": 4},
+        "eagle": {"width": 3, "expansions": 3, "budget": 10},
+        "fixed": {"branching": (3, 2, 1)},
+    }
+    return policies.make(name, **small.get(name, {}))
+
+
+def random_tree(seed: int, size: int, vocabulary: int, root: int = 0) -> TokenTree:
+    """A tree of `size` nodes under random parents, siblings distinct."""
+    random = np.random.default_rng(seed)
+    tree, taken = TokenTree.root(root, size), set[tuple[int, int]]()
+    while tree.size < size:
+        parent, token = int(random.integers(tree.size)), int(random.integers(vocabulary))
+        if (parent, token) in taken:
+            continue
+        taken.add((parent, token))
+        tree.add(torch.tensor([parent]), torch.tensor([token]), torch.tensor([-float(random.exponential())]))
+    return tree
+
+
+# ---------------------------------------------------------------------------------------------------- noise
+
+
+def keyed_gumbel(seeds: np.ndarray, position: int, vocabulary: int) -> np.ndarray:
+    """The noise of ops.keyed_gumbel_argmax for many seeds: float64 [seeds, vocabulary].
+
+    Written from its definition (Philox4x32-10, Salmon et al. 2011), so that it checks the other.
+    """
+    mask = np.uint64(0xFFFFFFFF)
+    blocks = -(-vocabulary // 4)
+    index = np.arange(blocks, dtype=np.uint64)[None]
+    key0, key1 = (seeds[:, None] & mask), (seeds[:, None] >> np.uint64(32))
+    c0 = np.broadcast_to(index, (len(seeds), blocks)).copy()
+    c1, c2 = np.full_like(c0, position & 0xFFFFFFFF), np.full_like(c0, position >> 32)
+    c3 = np.zeros_like(c0)
+    for _ in range(10):
+        high = (c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57))
+        c0, c2 = (high[1] >> np.uint64(32)) ^ c1 ^ key0, (high[0] >> np.uint64(32)) ^ c3 ^ key1
+        c1, c3 = high[1] & mask, high[0] & mask
+        key0, key1 = (key0 + np.uint64(0x9E3779B9)) & mask, (key1 + np.uint64(0xBB67AE85)) & mask
+    words = np.stack([c0, c1, c2, c3], axis=2).reshape(len(seeds), -1)[:, :vocabulary]
+    return -np.log(-np.log((words + 0.5) / 2.0**32))
+
+
+# ---------------------------------------------------------------------------------------------------- tiny models
+
+VOCABULARY = 260  # 256 bytes and four special tokens, which TOKENIZER has
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _GROUPED),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", _GROUPED),
+    "mistral": ("Mistral", {**_GROUPED, "sliding_window": 128}),
+    "gemma": ("Gemma", {"num_key_value_heads": 1, "head_dim": 16}),
+    "phi": ("Phi", {"num_key_value_heads": 4}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gpt2": ("GPT2", {"n_inner": 48}),
+}
+_HEADS = {"GPT2": "GPT2LMHeadModel"}
+
+
+def tiny(family: str = "llama", seed: int = 0, *, name: str | None = None, **changes: Any) -> PreTrainedModel:
+    """A random float32 model of that family, two layers deep, whose attention matters to its output.
+
+    family: a key of FAMILIES, or with `name` anything that transformers calls ...Config and ...ForCausalLM.
+    """
+    stem, own = FAMILIES.get(family, (name or family, {}))
+    config = getattr(transformers, f"{stem}Config")(**{**_COMMON, **own, **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, _HEADS.get(stem, f"{stem}ForCausalLM"))(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and parameter_name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return model
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+
+
+def byte_tokenizer(template: str | None = TEMPLATE, extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Every byte is a token, so most characters beyond ASCII span several; four special tokens; a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *extra]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+class LetterTokenizer:
+    """Token i is the i-th letter; what toy targets need to stream text and to meet stop strings."""
+
+    chat_template = None
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - ord("a") for letter in text]}
+
+
+class RecordingStreamer:
+    """Notes what it is given, as transformers' streamers get it."""
+
+    def __init__(self) -> None:
+        self.puts: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.puts.append(value.reshape(-1).tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def hooked(module: torch.nn.Module, change: Callable[[Tensor], Tensor]) -> Any:
+    """Pass the module's output through `change`; a context manager, as torch's hook handles are."""
+    return module.register_forward_hook(lambda _module, _inputs, output: change(output))
