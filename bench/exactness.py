@@ -37,13 +37,16 @@ def main() -> int:
     parser.add_argument("--per-set", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--seeds", type=int, default=3, help="sampled runs per prompt")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--seeds", nargs="*", default=["greedy", "0", "1", "2"], help="greedy, and seeds to sample with"
+    )
     parser.add_argument("--draft-layers", type=int, default=2, help="first layers of the target used as small_model")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("exactness.jsonl"))
     args = parser.parse_args()
 
     path = models.resolve(args.model)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype)).to(args.device)
     engines = _engines(model, args.draft_layers)
     partial = args.out.with_suffix(".rows")
     rows = [json.loads(line) for line in partial.read_text().splitlines()] if partial.exists() else []
@@ -51,7 +54,7 @@ def main() -> int:
     prompts = workloads.read(args.prompts, args.per_set)
     partial.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("a") as log:
-        for seed in (None, *range(args.seeds)):
+        for seed in (None if seed == "greedy" else int(seed) for seed in args.seeds):
             for item in prompts:
                 for row in _compare(engines, item, seed, args.max_new_tokens, done):
                     rows.append(row)
@@ -83,13 +86,11 @@ def _compare(
     options: dict[str, Any] = {"max_new_tokens": length}
     if seed is not None:
         options |= SAMPLING | {"seed": seed}
-    stream = plain.stream(item.text, **options)
-    prompt = stream.prompt
-    stream.close()
+    prompt = plain.stream(item.text, **options).prompt
     expected = plain.generate(prompt, **options).token_ids if seed is not None else _huggingface(plain, prompt, length)
     for policy, draft in wanted:
         began = time.perf_counter()
-        result = engines[policy, draft].generate(prompt, **options)
+        certificate = checking.certify(plain, engines[policy, draft], prompt, reference=expected, **options)
         row = {
             "record": "row",
             "set": item.set,
@@ -98,17 +99,19 @@ def _compare(
             "draft": draft,
             "seed": seed,
             "tokens": len(expected),
-            "differences": _differences(expected, result.token_ids),
-            "mean_acceptance_length": round(result.stats.mean_acceptance_length, 3),
+            "differences": _differences(expected, certificate.answer.token_ids),
+            "verdict": certificate.verdict,
+            "position": certificate.position,
+            "gap": certificate.gap,
+            "mean_acceptance_length": round(certificate.answer.stats.mean_acceptance_length, 3),
             "seconds": round(time.perf_counter() - began, 2),
         }
-        row |= _certificate(plain, prompt, expected, result.token_ids, options)
         print(*row.values(), file=sys.stderr, flush=True)
         yield row
 
 
 def _huggingface(plain: Engine, prompt: list[int], length: int) -> list[int]:
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=plain.target.device)
     out = plain.target.model.generate(  # type: ignore[attr-defined]
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False
     )
@@ -118,15 +121,6 @@ def _huggingface(plain: Engine, prompt: list[int], length: int) -> list[int]:
 def _differences(expected: list[int], got: list[int]) -> int:
     longer = max(len(expected), len(got))
     return longer - sum(a == b for a, b in zip(expected, got, strict=False))
-
-
-def _certificate(
-    plain: Engine, prompt: list[int], expected: list[int], got: list[int], options: dict[str, Any]
-) -> dict[str, Any]:
-    if expected == got:
-        return {"verdict": "exact"}
-    certificate = checking.judge(plain, prompt, expected, got, **options)
-    return {"verdict": certificate.verdict, "position": certificate.position, "gap": certificate.gap}
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

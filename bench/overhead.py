@@ -1,14 +1,13 @@
 """Cost of our own code: plain decoding against Hugging Face `generate`, time outside the models, peak memory.
 
 Everything is measured in one run, interleaved, and reported as medians over rounds. Memory is the peak resident set
-of a process that does nothing else, so plain and speculative decoding each get a process of their own.
+while one long prompt is answered (Linux only), weights included; each way gets a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="default: the embedded model")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1500])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
@@ -41,7 +41,7 @@ def main() -> None:
     if args.memory_of:
         print(_peak_memory(args))
         return
-    rows = [*_speed(args), *_host_share(args), *_memory(args)]
+    rows = [*_speed(args), *_host_share(args), *(_memory(args) if args.device == "cpu" else [])]
     for row in rows:
         print(json.dumps(row))
     if args.out:
@@ -49,7 +49,8 @@ def main() -> None:
 
 
 def _load(args: argparse.Namespace) -> Any:
-    return AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
+    return model.to(args.device)
 
 
 def _prompt(engine: Engine, length: int) -> list[int]:
@@ -64,7 +65,7 @@ def _speed(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for context in args.contexts:
         prompt = _prompt(plain, context)
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=args.device)
         ways: dict[str, Callable[[], Any]] = {
             "huggingface": lambda ids=ids: model.generate(  # type: ignore[misc]
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
@@ -97,7 +98,8 @@ def _speed(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _host_share(args: argparse.Namespace) -> list[dict[str, Any]]:
     model = _load(args)
     drafts = {"ngram": lambda: "ngram", "small_model": lambda: first_layers(model, 4)}
-    settings = [("plain", "none"), *((policy, draft) for draft in drafts for policy in ("chain", "fixed", "eagle", None))]
+    policies = ("chain", "fixed", "eagle", None)
+    settings = [("plain", "none"), *((policy, draft) for draft in drafts for policy in policies)]
     rows = []
     for policy, draft in settings:
         engine = Engine.from_pretrained(model, drafts[draft]() if draft != "none" else None, policy)
@@ -141,8 +143,10 @@ def _peak_memory(args: argparse.Namespace) -> int:
     if args.memory_of == "small_model":
         draft = first_layers(model, 4)
     engine = Engine.from_pretrained(model, draft, policy)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading the weights
     engine.generate(_prompt(engine, args.memory_context), max_new_tokens=64, eos_token_id=[])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
 
 
 if __name__ == "__main__":

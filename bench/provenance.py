@@ -28,7 +28,7 @@ def provenance() -> dict[str, Any]:
     return {
         "record": "provenance",
         "command": "python -m bench." + Path(sys.argv[0]).stem + " " + shlex.join(_public(sys.argv[1:])),
-        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": _git("describe", "--always", "--abbrev=12", "--dirty=+changes", "--exclude=*"),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{device}, {torch.get_num_threads()} threads of {os.cpu_count()} cores",
         "specengine": specengine.__version__,

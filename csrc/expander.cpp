@@ -4,7 +4,9 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <vector>
 
+#include "spec/compaction.hpp"
 #include "spec/gumbel.hpp"
 #include "spec/top_children.hpp"
 #include "spec/tree.hpp"
@@ -32,6 +34,10 @@ PYBIND11_MODULE(_expander, module) {
   });
   module.def("walk", [](uintptr_t tokens, uintptr_t parents, uintptr_t chosen, int64_t nodes) {
     return spec::walk(at<const int64_t>(tokens), at<const int64_t>(parents), at<const int64_t>(chosen), nodes);
+  });
+  module.def("compact_rows", [](uintptr_t slab, int64_t planes, int64_t plane_bytes, int64_t row_bytes, int64_t prefix,
+                                const std::vector<int64_t>& path) {
+    spec::compact_rows(at<char>(slab), planes, plane_bytes, row_bytes, prefix, path);
   });
   module.def("top_children", [](uintptr_t logits, bool bfloat16, int64_t rows, int64_t columns, int64_t row_stride,
                                 int64_t k, bool normalized, uintptr_t log_probs, uintptr_t best) {

@@ -304,8 +304,15 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 
 def context_limit(config: Any) -> int:
-    """Tokens that the model can hold: its position limit, or its attention window where that is shorter."""
+    """Tokens that the model can hold: its position limit, or its attention window where that is shorter.
+
+    LongRoPE models turn all positions by other frequencies once a sequence passes their original context, which is
+    the limit here: the cached keys before it would no longer fit.
+    """
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        limit = min(limit, rope.get("original_max_position_embeddings") or limit)
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if window and (kinds is None or "sliding_attention" in kinds):

@@ -65,7 +65,7 @@ class CustomGenerate:
         )
 
     def _check(self, model: PreTrainedModel, input_ids: Tensor, config: Any, inputs: dict[str, Any]) -> None:
-        if model is not self.engine.target.model:
+        if model is not getattr(self.engine.target, "model", None):
             raise InputError("model: custom_generate was called by another model than the engine's target")
         if input_ids.shape[0] != 1:
             raise InputError(f"input_ids: got a batch of {input_ids.shape[0]}, this engine serves one sequence")

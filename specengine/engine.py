@@ -173,9 +173,7 @@ class Engine:
         return self.target.model_seconds + (self.drafter.model_seconds if self.drafter is not None else 0.0)
 
     @torch.inference_mode()
-    def _begin(
-        self, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, reuse_cache: bool
-    ) -> _Run:
+    def _begin(self, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, reuse_cache: bool) -> _Run:
         if not reuse_cache:
             self.reset()
         stats.num_prompt_tokens = len(prompt)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -116,17 +117,28 @@ def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
     """
     if slab.dim() != 5:
         raise InputError(f"slab: [layers, 2, KV heads, capacity, head size] is needed, got {_describe(slab)}")
-    if not path or path[0] != 0 or prefix < 0 or prefix + path[-1] >= slab.shape[3]:
-        raise InputError(f"path: {path} after {prefix} slots does not start with 0 or leaves {slab.shape[3]} slots")
+    if not path or path[0] != 0 or any(a >= b for a, b in pairwise(path)):
+        raise InputError(f"path: got {path}, ascending node ids from 0 are needed")
+    if prefix < 0 or prefix + path[-1] >= slab.shape[3]:
+        raise InputError(f"path: {path} after {prefix} slots leaves the {slab.shape[3]} slots of the slab")
     _implementation("compact_kv", slab.device.type)(slab, prefix, path)
+
+
+def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """A visibility mask as `tree_attention` takes it at the least cost: make it once per forward.
+
+    mask: bool [n, L], True where row sees slot; groups: query heads per key-value head; dtype: that of the queries.
+    Returns [groups * n, L] of that dtype: 0 where seen, -inf where not.
+    """
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf).repeat(groups, 1)
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Attention of n tree rows over L slots; query head h reads key-value head h // G, with G = Hq / Hkv.
 
-    query: [Hq, n, D]; key, value: [Hkv, L, D], one floating dtype, any strides. mask: bool [n, L], or as repeated for
-    the heads of a group, mask.repeat(G, 1), [G * n, L] (make it once per forward); None where every row sees every
-    slot. Returns [Hq, n, D]; a row that sees nothing gives 0.
+    query: [Hq, n, D]; key, value: [Hkv, L, D], one floating dtype, any strides. mask: what `pack_mask` gives, or
+    bool [n, L], or that repeated for the heads of a group, [G * n, L]; None where every row sees every slot.
+    Returns [Hq, n, D]; a row that sees nothing gives 0.
     """
     heads, rows, _ = query.shape
     if key.shape != value.shape or heads % key.shape[0]:
@@ -209,7 +221,14 @@ def _tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
     heads, rows, size = query.shape
     packed = query.reshape(1, key.shape[0], -1, size)
-    return scaled_dot_product_attention(packed, key[None], value[None], mask, scale=scale).view(heads, rows, size)
+    one_row = packed.shape[2] == 1 and packed.dtype is torch.bfloat16
+    if packed.device.type == "cpu" and (one_row or packed.dtype is torch.float16):
+        # Here torch's CPU kernel takes 2 to 4 times as long as float32 with the conversions, and is less exact.
+        packed, key, value = packed.float(), key.float(), value.float()
+    if mask is not None and mask.dtype not in (torch.bool, packed.dtype):
+        mask = mask.to(packed.dtype)
+    out = scaled_dot_product_attention(packed, key[None], value[None], mask, scale=scale)
+    return out.to(query.dtype).view(heads, rows, size)
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -306,6 +325,7 @@ def _load_reference() -> dict[str, Callable[..., Any]]:
 def _load_cpp() -> dict[str, Callable[..., Any]]:
     from specengine._expander import (
         ancestor_words,
+        compact_rows,
         keyed_gumbel_argmax,
         select_best,
         top_children,
@@ -362,6 +382,14 @@ def _load_cpp() -> dict[str, Callable[..., Any]]:
         tokens, parents, chosen = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
         return walk(tokens.data_ptr(), parents.data_ptr(), chosen.data_ptr(), tokens.shape[0])
 
+    def cpp_compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
+        if not slab.is_contiguous():
+            return _compact_kv(slab, prefix, path)
+        layers, two, heads, capacity, size = slab.shape
+        row_bytes = size * slab.element_size()
+        compact_rows(slab.data_ptr(), layers * two * heads, capacity * row_bytes, row_bytes, prefix, path)
+        return None
+
     return {
         "ancestor_words": cpp_ancestor_words,
         "tree_mask": cpp_tree_mask,
@@ -369,6 +397,7 @@ def _load_cpp() -> dict[str, Callable[..., Any]]:
         "top_children": cpp_top_children,
         "keyed_gumbel_argmax": cpp_keyed_gumbel_argmax,
         "walk": cpp_walk,
+        "compact_kv": cpp_compact_kv,
     }
 
 

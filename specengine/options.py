@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +29,38 @@ from specengine.stopping import Stopper
 DEFAULT_MAX_NEW_TOKENS = 256
 
 # Fields of a GenerationConfig that say nothing about which tokens come out, or that are read elsewhere.
-_WITHOUT_EFFECT = frozenset(
-    "bos_token_id pad_token_id transformers_version use_cache cache_implementation cache_config max_cache_len "
-    "prefill_chunk_size compile_config disable_compile continuous_batching_config low_memory _from_model_config "
-    "return_dict_in_generate max_length output_attentions output_hidden_states decoder_start_token_id "
-    "is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
-    "prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind "
-    "early_stopping length_penalty speculation_type use_mtp".split()
-)
+_WITHOUT_EFFECT = {
+    "bos_token_id",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+    "cache_implementation",
+    "cache_config",
+    "max_cache_len",
+    "prefill_chunk_size",
+    "compile_config",
+    "disable_compile",
+    "continuous_batching_config",
+    "low_memory",
+    "_from_model_config",
+    "max_length",
+    "output_attentions",
+    "output_hidden_states",
+    "decoder_start_token_id",
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "early_stopping",
+    "length_penalty",
+    "speculation_type",
+    "use_mtp",
+}
 # Fields that are accepted at the one value that means nothing.
 _NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
@@ -100,7 +123,9 @@ class GenerationOptions:
     raw: bool = False
 
     @classmethod
-    def of(cls, options: dict[str, Any], model_config: GenerationConfig | None, max_length_left: int) -> GenerationOptions:
+    def of(
+        cls, options: dict[str, Any], model_config: GenerationConfig | None, max_length_left: int
+    ) -> GenerationOptions:
         """Complete and check `options`; InputError names the field and what it accepts.
 
         max_length_left: tokens that still fit the model's context behind the prompt.
@@ -210,19 +235,17 @@ class GenerationOptions:
                     raise InputError(f"{name}: got {item!r}, accepted callables as in transformers")
 
 
-def _number(
-    name: str, value: float | None, low: float, high: float, accepted: str, *, open_low: bool = False
-) -> None:
+def _number(name: str, value: float | None, low: float, high: float, accepted: str, *, open_low: bool = False) -> None:
     if value is None:
         return
-    holds = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not holds or not (low < value if open_low else low <= value) or value > high:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or not (low < value if open_low else low <= value) or value > high:
         raise InputError(f"{name}: got {value!r}, accepted {accepted}")
 
 
 def _whole(name: str, value: int | None, low: int, high: float = math.inf) -> None:
     if value is None:
         return
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         bound = f"{low} or more" if high == math.inf else f"{low} to {high}"
         raise InputError(f"{name}: got {value!r}, accepted a whole number, {bound}")

@@ -26,7 +26,8 @@ def token_ids(prompt: Prompt, tokenizer: Any, *, raw: bool, vocab_size: int, max
         raise InputError(f"prompt: token id {outside[0]} is out of range, accepted 0 to {vocab_size - 1}")
     if len(ids) >= max_context:
         raise InputError(
-            f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1} (the model's context is {max_context})"
+            f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
+            f"the model's context is {max_context} and an answer needs room"
         )
     return ids
 

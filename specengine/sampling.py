@@ -81,7 +81,9 @@ class Sampler:
                 raise ProcessorError(f"logits processor {name} raised {type(error).__name__}: {error}") from error
             best = float(rows.max()) if rows.shape == (1, scores.shape[0]) else None
             if best is None:
-                raise ProcessorError(f"logits processor {name} returned shape {tuple(rows.shape)}, not {(1, *scores.shape)}")
+                raise ProcessorError(
+                    f"logits processor {name} returned shape {tuple(rows.shape)}, not {(1, *scores.shape)}"
+                )
             if best != best or best == float("inf"):
                 raise ProcessorError(f"logits processor {name} returned NaN or infinity at position {history.length}")
             if best == MINUS_INF:

@@ -145,4 +145,3 @@ class TokenTree:
             tokens.append(int(self._tokens[node]))
             node = int(self._parents[node])
         return tokens[::-1]
-

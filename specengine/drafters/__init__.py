@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -46,7 +46,7 @@ class Drafter(ABC):
     """Proposes continuations. It owns its state and learns what was committed from `observe`."""
 
     name: str
-    default_policy: tuple[str, dict[str, Any]] = ("eagle", {})
+    default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("eagle", {})
     model_seconds: float = 0.0  # spent in model forwards, ever
 
     @abstractmethod

@@ -32,9 +32,8 @@ class NGram(Drafter):
     longest: int = 5
     shortest: int = 2
 
-    name: ClassVar[str] = "ngram"
+    name = "ngram"
     default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("eagle", {"width": 4, "expansions": 9, "budget": 12})
-    model_seconds: ClassVar[float] = 0.0
 
     _tokens: list[int] = field(default_factory=list, init=False, repr=False)
     _counts: dict[Suffix, dict[int, int]] = field(default_factory=dict, init=False, repr=False)

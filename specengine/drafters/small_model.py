@@ -34,6 +34,7 @@ class SmallModel(Drafter):
         self.lm = CausalLM(model)
         self.name = f"small_model ({model.config._name_or_path or type(model).__name__})"
         self.cache = self.lm.new_cache(1)
+        self._tokens: list[int] = []  # committed, the current root excluded; the cache may lag behind
         self.vocab_size = min(self.lm.vocab_size, vocab_size or self.lm.vocab_size)
         self.reset()
 
@@ -47,10 +48,7 @@ class SmallModel(Drafter):
         self._tokens = list(prompt)
 
     def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        if tree.passes == 0:
-            logits = self._step_root(tree)
-        else:
-            logits = self._step_nodes(tree, nodes)
+        logits = self._step_root(tree) if tree.passes == 0 else self._step_nodes(tree, nodes)
         return Step(logits[:, : self.vocab_size])
 
     def observe(self, cycle: Cycle) -> None:
@@ -60,7 +58,7 @@ class SmallModel(Drafter):
 
     def reset(self) -> None:
         self.cache.crop(0)
-        self._tokens: list[int] = []  # committed, the current root excluded; the cache may lag behind
+        self._tokens = []
         self._tree = TokenTree.root(0)
         self._slots = torch.empty(0, dtype=torch.int64)  # node in each scratch slot
 
@@ -114,7 +112,7 @@ def check_tokenizers(draft: Any, target: Any) -> None:
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """A draft made of the target's own first `count` layers, sharing its weights, embeddings, norm and head."""
-    base = model.base_model
+    base: Any = model.base_model
     found = [name for name, child in base.named_children() if isinstance(child, torch.nn.ModuleList)]
     if len(found) != 1:
         raise UnsupportedModelError(f"{type(model).__name__}: cannot tell which of {found} are its layers")
@@ -131,7 +129,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     return short
 
 
-def _shallow(module: PreTrainedModel) -> PreTrainedModel:
+def _shallow(module: Any) -> Any:
     """A copy with its own table of children, so that one can be replaced without touching the original."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)

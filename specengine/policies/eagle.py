@@ -25,7 +25,7 @@ class Eagle(TreePolicy):
 
     width: int = 10
     expansions: int = 7
-    budget: int = 60  # type: ignore[assignment]
+    budget: int = 60
 
     def __post_init__(self) -> None:
         require("eagle", "width", self.width, "1 or more", self.width >= 1)

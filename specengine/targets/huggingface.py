@@ -33,7 +33,7 @@ class HuggingFaceTarget(Target):
         return self.lm.device
 
     @property
-    def generation_config(self) -> Any:  # type: ignore[override]
+    def generation_config(self) -> Any:
         return self.lm.model.generation_config
 
     @property

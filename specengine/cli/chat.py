@@ -1,0 +1,87 @@
+"""specengine chat: a conversation on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from specengine.cli import arguments as shared
+from specengine.cli.terminal import say, write
+from specengine.engine import Session
+from specengine.errors import SpecEngineError
+
+HELP = "talk to a model, turn by turn"
+COMMANDS = "/reset starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{COMMANDS}. Where standard input is no terminal, each line is a turn."
+    shared.add_model_arguments(parser)
+    shared.add_draft_arguments(parser)
+    shared.add_generation_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    interactive = sys.stdin.isatty()
+    engine = shared.load_engine(arguments)
+    session = engine.session(shared.messages(arguments))
+    if interactive:
+        say(COMMANDS)
+    for line in _typed_lines() if interactive else map(str.strip, sys.stdin):
+        if line == "/quit":
+            break
+        if line == "/reset":
+            session = engine.session(shared.messages(arguments))
+            say("The conversation starts over.")
+        elif line.startswith("/"):
+            say(f"unknown command {line.split()[0]}: {COMMANDS}")
+        elif line:
+            try:
+                _answer(session, line, arguments)
+            except SpecEngineError as error:
+                if not interactive:
+                    raise
+                say(f"specengine: error: {error}")
+    return 0
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines until Ctrl-D; Ctrl-C drops the line being typed."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - line editing and history for input()
+    while True:
+        try:
+            yield input("> ").strip()
+        except EOFError:
+            write("\n")
+            return
+        except KeyboardInterrupt:
+            say(f"\n{COMMANDS}")
+
+
+def _answer(session: Session, text: str, arguments: argparse.Namespace) -> None:
+    """Stream one answer; Ctrl-C stops it, and what was said so far stays in the conversation."""
+    turn = session.stream(text, **shared.generation_options(arguments))
+    if len(session.messages) <= 1:
+        shared.note_idle_options(arguments, turn)
+    said: list[str] = []
+    try:
+        for piece in turn:
+            said.append(piece.text)
+            write(piece.text)
+    except KeyboardInterrupt:
+        turn.close()
+        if turn.result is None and any(said):
+            answer = {"role": "assistant", "content": "".join(said)}
+            session.messages += [{"role": "user", "content": text}, answer]
+        write("\n")
+        say("(stopped)")
+        return
+    write("\n")
+    stats = turn.stats
+    say(
+        f"({stats.num_generated_tokens} tokens, {stats.tokens_per_second:.1f} per second, "
+        f"acceptance length {stats.mean_acceptance_length:.2f})"
+    )

@@ -1,0 +1,189 @@
+"""specengine check: is speculative decoding's answer the target's own?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specengine.checking import Certificate, certify, huggingface_target, huggingface_tokens
+from specengine.cli import arguments as shared
+from specengine.cli.terminal import say
+from specengine.engine import Engine
+from specengine.errors import InputError
+
+HELP = "compare speculative decoding with plain decoding, token by token; exit status 1 on a mismatch"
+VERDICTS = ("exact", "near-tie", "mismatch")
+PROMPTS = (
+    "Repeat this sentence three times: The harbour opens at six and the first boats bring herring to the market.",
+    "Name the planets of the solar system and say one thing about each.",
+    "Write a Python function that returns the n-th Fibonacci number, then explain it line by line.",
+    "Translate to French: I would like a table by the window for two people, please.",
+)
+
+Turns = Sequence[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="default: a few built-in prompts")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='.txt: a prompt per line; .jsonl: per line a string, {"prompt": ...} or {"turns": [...]}',
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="take the first N prompts")
+    parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    parser.add_argument(
+        "--against",
+        choices=("plain", "huggingface"),
+        default="plain",
+        help="this engine's plain decoding (default) or transformers' generate (greedy only)",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, metavar="LOGITS", help="largest logit gap of a near-tie (default: by dtype)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the summary")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object to a file as well")
+    shared.add_model_arguments(parser)
+    shared.add_draft_arguments(parser, several_policies=True)
+    shared.add_generation_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    conversations = _conversations(arguments)
+    options = shared.generation_options(arguments)
+    options.setdefault("seed", int(torch.randint(1 << 62, ())))  # one for the reference and for all policies
+    plain, speculative = _engines(arguments)
+    shared.note_idle_options(arguments, plain.stream(conversations[0][0], **options))
+    say(_row("policy", "verdict", "token", "gap", "length", "tau", "prompt"))
+    rows = list(_compare(arguments, plain, speculative, conversations, options))
+    counts = Counter(row["verdict"] for row in rows)
+    summary = {verdict: counts[verdict] for verdict in VERDICTS}
+    report = json.dumps(
+        {"against": arguments.against, "seed": options["seed"], **summary, "comparisons": rows},
+        ensure_ascii=False,
+        allow_nan=False,
+    )
+    if arguments.out is not None:
+        _write_file(arguments.out, report + "\n")
+    print(report if arguments.json else ", ".join(f"{count} {verdict}" for verdict, count in summary.items()))
+    return 1 if summary["mismatch"] else 0
+
+
+def _engines(arguments: argparse.Namespace) -> tuple[Engine, dict[str, Engine]]:
+    """Plain decoding, and an engine per policy; they share the target's weights and the draft."""
+    names: list[str | None] = list(dict.fromkeys(arguments.policy or [None]))
+    policy_options, draft_options = dict(arguments.policy_option), dict(arguments.draft_option)
+    if policy_options and len(names) > 1:
+        raise InputError("policy_option: give it with one --policy, or run once per policy")
+    loading = shared.load_options(arguments)
+    first = Engine.from_pretrained(
+        arguments.model,
+        arguments.draft,
+        names[0],
+        draft_options=draft_options,
+        policy_options=policy_options,
+        **loading,
+    )
+    model = huggingface_target(first.target).model
+    loading["tokenizer"] = first.tokenizer
+    plain = Engine.from_pretrained(model, policy="plain", **loading)
+    engines = {names[0] or "default": first}
+    for name in names[1:]:
+        if name == "plain" or first.drafter is not None:
+            draft = None if name == "plain" else first.drafter
+            engines[str(name)] = Engine.from_pretrained(model, draft, name, **loading)
+        else:
+            engines[str(name)] = Engine.from_pretrained(
+                model, arguments.draft, name, draft_options=draft_options, **loading
+            )
+    return plain, engines
+
+
+def _compare(
+    arguments: argparse.Namespace,
+    plain: Engine,
+    speculative: dict[str, Engine],
+    conversations: list[Turns],
+    options: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """One row per policy and turn, as it is found; later turns follow on the plain answers."""
+    for turns in conversations:
+        said = shared.messages(arguments)
+        for turn in turns:
+            prompt = shared.as_prompt(said, turn, raw=arguments.raw)
+            expected = plain.generate(prompt, **options)
+            reference = expected.token_ids
+            if arguments.against == "huggingface":
+                reference = huggingface_tokens(plain, prompt, **options)
+            for name, engine in speculative.items():
+                found = certify(plain, engine, prompt, reference=reference, tolerance=arguments.tolerance, **options)
+                say(_line(name, turn, found))
+                yield {"policy": name, "prompt": turn, **found.to_dict()}
+            said += [{"role": "user", "content": turn}, {"role": "assistant", "content": expected.text}]
+
+
+def _line(policy: str, prompt: str, found: Certificate) -> str:
+    position = "-" if found.position is None else str(found.position)
+    gap = "-" if found.gap is None else f"{found.gap:.4f}"
+    answer = found.answer
+    tau = f"{answer.stats.mean_acceptance_length:.2f}"
+    return _row(policy, found.verdict, position, gap, str(len(answer.token_ids)), tau, " ".join(prompt.split())[:50])
+
+
+def _row(policy: str, verdict: str, position: str, gap: str, length: str, tau: str, prompt: str) -> str:
+    return f"{policy:<10} {verdict:<9} {position:>5} {gap:>8} {length:>6} {tau:>5}  {prompt}"
+
+
+# ---- prompts
+
+
+def _conversations(arguments: argparse.Namespace) -> list[Turns]:
+    if arguments.prompt and arguments.prompts:
+        raise InputError("prompts: give prompts or a file of them, not both")
+    if arguments.limit is not None and arguments.limit < 1:
+        raise InputError(f"limit: got {arguments.limit}, accepted 1 or more")
+    found = _read(arguments.prompts) if arguments.prompts else ([text] for text in arguments.prompt or PROMPTS)
+    conversations = list(islice(found, arguments.limit))
+    if not conversations:
+        raise InputError(f"prompts: {arguments.prompts} holds none")
+    return conversations
+
+
+def _read(file: Path) -> Iterator[Turns]:
+    if file.suffix not in (".txt", ".jsonl"):
+        raise InputError(f"prompts: got {file}, accepted a .txt or a .jsonl file")
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"prompts: {file} cannot be read ({error})") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield [line] if file.suffix == ".txt" else _turns(line, f"{file}, line {number}")
+
+
+def _turns(line: str, where: str) -> Turns:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"prompts: {where} is no JSON ({error})") from error
+    if isinstance(entry, dict):
+        entry = entry.get("turns", entry.get("prompt"))
+    turns = [entry] if isinstance(entry, str) else entry
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise InputError(f'prompts: {where} is neither a string nor an object with "prompt" or "turns"')
+    return turns
+
+
+def _write_file(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"out: {file} cannot be written ({error})") from error

@@ -1,0 +1,148 @@
+"""specengine demo: one streamed answer, then the same answer timed three ways in one run."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from specengine.checking import Certificate, certify, huggingface_target, huggingface_tokens
+from specengine.cli import arguments as shared
+from specengine.cli.terminal import DraftColours, PlainText, say, why_no_colours, write
+from specengine.engine import Engine
+from specengine.errors import InputError
+
+HELP = "generate with and without speculation, and compare speed and tokens"
+PROMPT = """Correct the spelling mistakes in this text and write it again:
+
+The harbour opens at six in the mornning. The first boats bring herring and mackerel to the market hall. At seven the \
+bell rings and the auction begins. By nine most of the fish has been sold, and the trucks leave for the city. In the \
+afternoon the harbour is quite, and the fishermen repair their nets. The harbour closes at eight in the evening."""
+WARM_UP_TOKENS = 16
+
+
+@dataclass
+class Way:
+    """One way of decoding, and its runs: new tokens, seconds, tokens per verification."""
+
+    name: str
+    decode: Callable[[int], tuple[list[int], float]]  # max_new_tokens -> tokens, acceptance length
+    tokens: list[int] = field(default_factory=list)
+    acceptance: float = 1.0
+    seconds: list[float] = field(default_factory=list)
+
+    def run(self, max_new_tokens: int) -> None:
+        began = time.perf_counter()
+        self.tokens, self.acceptance = self.decode(max_new_tokens)
+        self.seconds.append(time.perf_counter() - began)
+
+    @property
+    def speed(self) -> float:
+        """Median tokens per second, prefill included."""
+        return len(self.tokens) / statistics.median(self.seconds)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", default=PROMPT, help="default: a text to correct, whose answer repeats most of it")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to generate at most (default 128)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts (default 3)")
+    shared.add_model_arguments(parser)
+    shared.add_draft_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.rounds < 1:
+        raise InputError(f"rounds: got {arguments.rounds}, accepted 1 or more")
+    say("Loading the model")
+    engine = shared.load_engine(arguments)
+    model = huggingface_target(engine.target).model
+    plain = Engine.from_pretrained(model, policy="plain", tokenizer=engine.tokenizer, device=arguments.device)
+
+    say(f"\n{arguments.prompt}\n")
+    _stream_answer(engine, arguments)
+
+    ways = _ways(plain, engine, arguments.prompt)
+    for way in ways:
+        way.run(min(WARM_UP_TOKENS, arguments.max_new_tokens))
+        way.seconds.clear()
+    for number in range(arguments.rounds):
+        say(f"Timing, round {number + 1} of {arguments.rounds}")
+        for way in ways:
+            way.run(arguments.max_new_tokens)
+    _print_table(ways, plain, engine, arguments)
+    return 0
+
+
+def _stream_answer(engine: Engine, arguments: argparse.Namespace) -> None:
+    view: PlainText | DraftColours = PlainText()
+    if why_no_colours() is None:
+        say(DraftColours.LEGEND)
+        view = DraftColours(engine)
+    for piece in engine.stream(arguments.prompt, **_greedy(arguments.max_new_tokens)):
+        write(view.paint(piece))
+    write("\n\n")
+
+
+def _ways(plain: Engine, engine: Engine, prompt: str) -> list[Way]:
+    def ours(one: Engine) -> Callable[[int], tuple[list[int], float]]:
+        def decode(max_new_tokens: int) -> tuple[list[int], float]:
+            result = one.generate(prompt, **_greedy(max_new_tokens))
+            return result.token_ids, result.stats.mean_acceptance_length
+
+        return decode
+
+    def theirs(max_new_tokens: int) -> tuple[list[int], float]:
+        return huggingface_tokens(plain, prompt, **_greedy(max_new_tokens)), 1.0
+
+    return [
+        Way("transformers generate", theirs),
+        Way("plain decoding", ours(plain)),
+        Way("speculative decoding", ours(engine)),
+    ]
+
+
+def _greedy(max_new_tokens: int) -> dict[str, Any]:
+    return {"max_new_tokens": max_new_tokens, "temperature": 0.0}
+
+
+def _print_table(ways: list[Way], plain: Engine, engine: Engine, arguments: argparse.Namespace) -> None:
+    theirs, ours, speculative = ways
+    options = _greedy(arguments.max_new_tokens)
+    drafted = f"{engine.drafter.name}, {engine.policy}" if engine.drafter is not None else "no draft"
+    print(f"{'':<24}{'tokens':>7}{'tokens/s':>10}{'acceptance length':>19}   identical to plain decoding")
+    notes = []
+    for way in ways:
+        same = "-" if way is ours else "yes" if way.tokens == ours.tokens else "no"
+        print(f"{way.name:<24}{len(way.tokens):>7}{way.speed:>10.1f}{way.acceptance:>19.2f}   {same}")
+    if speculative.tokens != ours.tokens:
+        found = certify(plain, engine, arguments.prompt, reference=ours.tokens, **options)
+        notes.append(f"speculative against plain decoding: {_explain(found, engine)}")
+    if theirs.tokens != ours.tokens:
+        found = certify(plain, plain, arguments.prompt, reference=theirs.tokens, **options)
+        notes.append(f"plain decoding against transformers: {_explain(found, engine)}")
+    model = huggingface_target(engine.target).model
+    print(
+        f"\nspeculative decoding: {drafted}\n"
+        f"median of {arguments.rounds} interleaved rounds, {str(model.dtype).removeprefix('torch.')} on "
+        f"{engine.target.device}, {torch.get_num_threads()} threads, prompt processing included"
+    )
+    if arguments.prompt == PROMPT:
+        print("This answer repeats most of its prompt, which is what n-gram drafts are good at; others gain less.")
+    for note in notes:
+        print(note)
+
+
+def _explain(found: Certificate, engine: Engine) -> str:
+    flip = found.flip
+    if flip is None:
+        return found.verdict
+    texts = [engine.tokenizer.decode([token]) for token in (flip.token, flip.wanted)]
+    return (
+        f"{found.verdict} at token {flip.position}, {texts[0]!r} instead of {texts[1]!r}, logit gap {flip.gap:.4f} "
+        f"(up to {found.tolerance:g} counts as rounding)"
+    )
