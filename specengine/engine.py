@@ -235,8 +235,9 @@ class TextGeneration:
         self.prompt = token_ids(
             prompt, engine.tokenizer, raw=raw, vocab_size=target.vocab_size, max_context=target.max_context
         )
-        room = target.max_context - len(self.prompt)
-        self.options = GenerationOptions.of(dict(options), target.generation_config, room)
+        self.options = GenerationOptions.of(
+            dict(options), target.generation_config, len(self.prompt), target.max_context
+        )
         if self.options.stops and engine.tokenizer is None:
             raise InputError("stop_strings: they need a tokenizer, pass tokenizer= when loading the engine")
         self.stats = Stats()

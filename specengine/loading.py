@@ -32,7 +32,7 @@ class LoadOptions:
     """How models are loaded.
 
     dtype              auto (as stored), bfloat16, float16, float32 or a torch.dtype
-    device             a torch device; by default cuda where there is one
+    device             a torch device; by default cuda where there is one, and the target's for a draft
     tokenizer          for a target given as a loaded model; by default that of its name
     draft_options      options of a draft given by name
     policy_options     options of a policy given by name
@@ -64,7 +64,7 @@ class LoadOptions:
             if self.dtype is not None and self.dtype not in _DTYPES:
                 raise InputError(f"dtype: got {self.dtype!r}, accepted {', '.join(_DTYPES)} or a torch.dtype")
             self.dtype = _DTYPES[self.dtype or "auto"]
-        self.device = _device(self.device)
+        self.device = _device(self.device) if self.device is not None else None
         return self
 
 
@@ -86,10 +86,13 @@ def load(
 ) -> Parts:
     """The parts for these names; cheap checks come before any weights are read."""
     _check_names(draft, policy, options)
+    if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
+        raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
     target_model, tokenizer = _model_and_tokenizer(model, options)
     if options.tokenizer is not None:
         tokenizer = options.tokenizer
-    drafter = None if policy == "plain" else _drafter(draft, target_model, tokenizer, options)
+    draft_options = dataclasses.replace(options, device=target_model.device)
+    drafter = None if policy == "plain" else _drafter(draft, target_model, tokenizer, draft_options)
     return Parts(HuggingFaceTarget(target_model), drafter, _policy(policy, drafter, options), tokenizer)
 
 
@@ -152,7 +155,7 @@ def _model_and_tokenizer(model: str | PreTrainedModel | None, options: LoadOptio
         loaded = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=options.dtype, **common)
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"model {path!r}: {error}") from error
-    return loaded.to(options.device), _tokenizer(path, options)
+    return loaded.to(options.device or default_device()), _tokenizer(path, options)
 
 
 def _tokenizer(path: str, options: LoadOptions) -> Any:
@@ -165,9 +168,11 @@ def _tokenizer(path: str, options: LoadOptions) -> Any:
         return None
 
 
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _device(device: Any) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:

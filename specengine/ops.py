@@ -187,7 +187,7 @@ def _top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Ten
     best = values.gather(1, columns)
     if normalized:
         return best, columns
-    peak = best[:, :1].clamp(min=-LARGEST)  # finite also in rows of -inf alone
+    peak = best[:, :1].clamp(min=torch.finfo(torch.float32).min)  # finite also in rows of -inf alone
     return (best - peak) - (values - peak).exp().sum(1, keepdim=True).log().clamp(min=0.0), columns
 
 

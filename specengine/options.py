@@ -80,8 +80,9 @@ _NEUTRAL: dict[str, Any] = {
 class GenerationOptions:
     """Options of one generation; what is None is taken from `generation_config`, then from the model's own.
 
-    max_new_tokens        tokens to generate at most; default 256
-    do_sample             sample instead of taking the most likely token; implied by a temperature above 0
+    max_new_tokens        tokens to generate at most; default what max_length of a config leaves, else 256
+    do_sample             sample instead of taking the most likely token; implied by a temperature above 0 and by
+                          top_k, top_p, min_p and typical_p
     temperature           0 means greedy
     top_k, top_p, min_p, typical_p   as in transformers; they matter when sampling
     repetition_penalty, no_repeat_ngram_size, bad_words_ids, sequence_bias, suppress_tokens, min_new_tokens
@@ -124,31 +125,34 @@ class GenerationOptions:
 
     @classmethod
     def of(
-        cls, options: dict[str, Any], model_config: GenerationConfig | None, max_length_left: int
+        cls, options: dict[str, Any], model_config: GenerationConfig | None, prompt_length: int, max_context: int
     ) -> GenerationOptions:
-        """Complete and check `options`; InputError names the field and what it accepts.
-
-        max_length_left: tokens that still fit the model's context behind the prompt.
-        """
+        """Complete and check `options`; InputError names the field and what it accepts."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
                 raise InputError(f"unknown option {name!r}, known are {', '.join(known)}")
         self = cls(**options)
+        if self.do_sample is None:
+            self._imply_sampling()
+        max_lengths = []
         for config in (self.generation_config, model_config):
             if config is not None:
                 self._fill_from(config)
+                max_lengths.append(config.max_length)
         self._check()
         if self.samples and self.seed is None:
             self.seed = int(torch.randint(1 << 62, ()))
-        self.max_new_tokens = min(self.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, max_length_left)
+        if self.max_new_tokens is None:
+            max_length = next((length for length in max_lengths if length is not None), None)
+            self.max_new_tokens = DEFAULT_MAX_NEW_TOKENS if max_length is None else max_length - prompt_length
+            _whole("generation_config.max_length", max_length, prompt_length + 1)
+        self.max_new_tokens = min(self.max_new_tokens, max_context - prompt_length)
         return self
 
     @property
     def samples(self) -> bool:
-        if self.temperature == 0:
-            return False
-        return bool(self.do_sample) if self.do_sample is not None else self.temperature is not None
+        return bool(self.do_sample) and self.temperature != 0
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -198,6 +202,13 @@ class GenerationOptions:
         if self.typical_p is not None and self.typical_p < 1:
             chain.append(TypicalLogitsWarper(self.typical_p))
         return Sampler(chain, self.seed)
+
+    def _imply_sampling(self) -> None:
+        """Asking for a temperature or a truncation asks for sampling; a temperature of 0 asks for the greedy answer."""
+        if self.temperature == 0:
+            self.do_sample = False
+        elif any(getattr(self, name) is not None for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")):
+            self.do_sample = True
 
     def _fill_from(self, config: GenerationConfig) -> None:
         """Take over what is still None; refuse what this engine cannot honour."""

@@ -246,7 +246,7 @@ class TestTopChildren:
         ):
             expected_columns, expected = brute_top_children(row, k, normalized)
             assert got_columns == expected_columns
-            expected = [value if value >= -3.4e38 else -INF for value in expected]  # differences that leave float32
+            expected = torch.tensor(expected, dtype=torch.float64).float().tolist()  # -inf where it leaves float32
             assert got_log_probs == pytest.approx(expected, rel=1e-6, abs=2e-6)
 
 
@@ -349,10 +349,10 @@ class TestKeyedGumbelArgmax:
 
     def test_neighbouring_positions_are_independent(self):
         values = torch.zeros(4)
-        draws = [ops.keyed_gumbel_argmax(values, 3, position) for position in range(8001)]
+        draws = [ops.keyed_gumbel_argmax(values, 3, position) for position in range(4001)]
         pairs = np.zeros((4, 4))
         np.add.at(pairs, (draws[:-1], draws[1:]), 1)
-        statistic = ((pairs - 500) ** 2 / 500).sum()
+        statistic = ((pairs - 250) ** 2 / 250).sum()
         assert chi2.sf(statistic, 15) > 1e-3
 
     def test_refuses(self):
@@ -362,7 +362,7 @@ class TestKeyedGumbelArgmax:
             ops.keyed_gumbel_argmax(torch.zeros(0), 1, 1)
 
 
-def chi_square_p_value(values, expected_values, draws=8000):
+def chi_square_p_value(values, expected_values, draws=4000):
     counts = np.bincount(
         [ops.keyed_gumbel_argmax(values, 11, position) for position in range(draws)], minlength=len(values)
     )
