@@ -37,13 +37,11 @@ class Visibility:
 
     mask: Tensor | None = None
     causal: bool = False
-    packed: Tensor | None = None  # the mask repeated for each query head of a group, made once per forward
+    packed: Tensor | None = None  # the mask as ops.tree_attention is fastest with, made once per forward
 
-    def for_groups(self, groups: int) -> Tensor | None:
-        if self.mask is None or groups == 1:
-            return self.mask
-        if self.packed is None:
-            self.packed = self.mask.repeat(groups, 1)
+    def for_groups(self, groups: int, dtype: torch.dtype) -> Tensor | None:
+        if self.packed is None and self.mask is not None:
+            self.packed = ops.pack_mask(self.mask, groups, dtype)
         return self.packed
 
 
@@ -116,7 +114,7 @@ def _tree_attention_forward(
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = ops.tree_attention(query[0], key[0], value[0], tree.for_groups(groups), scale)
+    out = ops.tree_attention(query[0], key[0], value[0], tree.for_groups(groups, query.dtype), scale)
     return out.transpose(0, 1)[None], None
 
 

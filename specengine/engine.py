@@ -255,6 +255,13 @@ class TextGeneration:
         return self
 
     def __next__(self) -> StreamPiece:
+        try:
+            return self._advance()
+        except BaseException:  # also from a streamer or a tokenizer: a traceback may keep this object for long
+            self.close()
+            raise
+
+    def _advance(self) -> StreamPiece:
         streamer = self.options.streamer
         if streamer is not None and not self._started:
             streamer.put(torch.tensor([self.prompt]))

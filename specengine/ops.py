@@ -426,7 +426,8 @@ def _choose(op: str, kind: str, asked: str) -> Backend:
     able = tuple(name for name, provider in _PROVIDERS.items() if _serves(provider, kind) and op in _loaded(name))
     if asked in ("", "auto"):
         better = list(_PROVIDERS)[: list(_PROVIDERS).index(able[0])]
-        return Backend(able[0], "; ".join(_why_not(name, op, kind) for name in better) or "the best", able)
+        reason = "; ".join(_why_not(name, op, kind) for name in better)
+        return Backend(able[0], reason or f"first choice on {kind}", able)
     if asked not in _PROVIDERS:
         raise BackendError(f"{VARIABLE}={asked}: unknown, accepted are auto, {', '.join(_PROVIDERS)}")
     if asked in able:

@@ -44,8 +44,6 @@ _WITHOUT_EFFECT = {
     "low_memory",
     "_from_model_config",
     "max_length",
-    "output_attentions",
-    "output_hidden_states",
     "decoder_start_token_id",
     "is_assistant",
     "num_assistant_tokens",

@@ -54,7 +54,7 @@ class World:
     def __post_init__(self) -> None:
         self.tables = Tables(VOCABULARY, self.seed, concentration=0.8, exact=self.exact)
         self.draft = Tables(VOCABULARY, self.seed + 1, concentration=0.5, like=self.tables, share=0.6)
-        chosen = GenerationOptions.of({"seed": 0, **self.options}, None, 100)
+        chosen = GenerationOptions.of({"seed": 0, **self.options}, None, len(PROMPT), 1000)
         self.processors = chosen.sampler(len(PROMPT), CPU).processors
         self._cycles: dict[tuple[int, ...], tuple[TokenTree, np.ndarray]] = {}
         self._scores: dict[tuple[int, ...], np.ndarray] = {}
@@ -398,7 +398,7 @@ def prompt_of(world: dict[str, Any]) -> list[int]:
 
 def by_hand(target: ToyTarget, prompt: list[int], options: dict[str, Any], count: int) -> list[int]:
     """Plain decoding without the engine: one choice after another."""
-    sampler = GenerationOptions.of(dict(options), None, count).sampler(len(prompt), CPU)
+    sampler = GenerationOptions.of(dict(options), None, len(prompt), 1000).sampler(len(prompt), CPU)
     history = History(prompt, len(prompt) + count)
     for _ in range(count):
         token = sampler.choose(target.tables.logits(history.ids[0].tolist()), history)

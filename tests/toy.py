@@ -149,12 +149,11 @@ class ToyDrafter(Drafter):
 
 @dataclass
 class RandomShape(TreePolicy):
-    """Trees of random shape with random tokens: steps nodes of mixed depth, keeps a random part closed under parent."""
+    """Trees of random shape: any of the better tokens, nodes of mixed depth in a step, a random part of all kept."""
 
     seed: int = 0
     passes: int = 6
     most: int = 4  # nodes per step and children per node
-    shortest: bool = False  # keep the root alone now and then
 
     _random: np.random.Generator = field(init=False, repr=False)
     _waiting: list[int] = field(default_factory=list, init=False, repr=False)
@@ -171,9 +170,11 @@ class RandomShape(TreePolicy):
             self._waiting = []
         log_probs = step.logits if step.normalized else step.logits.log_softmax(-1)
         for row, parent in enumerate(frontier.tolist()):
-            proposed = torch.nonzero(log_probs[row] > -math.inf).reshape(-1).numpy()
+            proposed = log_probs[row].argsort(descending=True, stable=True)[: int((log_probs[row] > -math.inf).sum())]
+            if self._random.random() < 0.8:
+                proposed = proposed[: self.most]
             count = int(self._random.integers(0, min(self.most, len(proposed)) + 1))
-            chosen = torch.from_numpy(self._random.permutation(proposed)[:count])
+            chosen = proposed[self._random.permutation(len(proposed))[:count]]
             tokens = chosen if step.token_ids is None else step.token_ids[chosen]
             parents = torch.full_like(chosen, parent)
             self._waiting += tree.add(parents, tokens, log_probs[row, chosen].float()).tolist()

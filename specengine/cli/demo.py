@@ -18,11 +18,11 @@ from specengine.engine import Engine
 from specengine.errors import InputError
 
 HELP = "generate with and without speculation, and compare speed and tokens"
-PROMPT = """Correct the spelling mistakes in this text and write it again:
+PROMPT = """Correct the punctuation of this text:
 
-The harbour opens at six in the mornning. The first boats bring herring and mackerel to the market hall. At seven the \
-bell rings and the auction begins. By nine most of the fish has been sold, and the trucks leave for the city. In the \
-afternoon the harbour is quite, and the fishermen repair their nets. The harbour closes at eight in the evening."""
+The harbour opens at six in the morning. The first boats bring herring and mackerel to the market hall. At seven the \
+bell rings and the auction begins. By nine most of the fish has been sold and the trucks leave for the city. In the \
+afternoon the harbour is quiet and the fishermen repair their nets. The harbour closes at eight in the evening."""
 WARM_UP_TOKENS = 16
 
 
