@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from specengine import ops
 from specengine.cache import KVCache
 from specengine.errors import UnsupportedModelError
+from specengine.packing import Packed, worth_packing
 
 ATTENTION = "specengine"
 PREFILL_ROWS = 1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
@@ -128,9 +129,11 @@ class CausalLM:
     Raises UnsupportedModelError, with the reason, for a model that cannot roll back (recurrent or hybrid state),
     is an encoder-decoder, is split over devices, or whose attention does not honour a tree mask: that is tried on
     four tokens at construction.
+
+    pack: run the linear layers with packed weights; None decides by the device, the dtype and the free memory.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None) -> None:
         refuse_unsupported(model)
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
@@ -140,11 +143,22 @@ class CausalLM:
         self._dense_mask = False
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self._packed = Packed(model) if (worth_packing(model) if pack is None else pack) else None
+        self.refresh()
         self._choose_attention()
 
     @property
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device
+
+    @property
+    def packed(self) -> bool:
+        """Whether the linear layers run with weights packed for oneDNN (see specengine.packing)."""
+        return self._packed is not None
+
+    def refresh(self) -> None:
+        """Take in weights that were changed since the last call; cheap where none were."""
+        self._runs: Any = self.model if self._packed is None else self._packed.model()
 
     @property
     def attention(self) -> str:
@@ -193,7 +207,7 @@ class CausalLM:
         else:
             # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
             arguments |= {"attention_mask": self._dummy_mask, "tree": visibility}
-        out = self.model(input_ids=tokens[None], past_key_values=_SlabView(cache, start, rows), **arguments)
+        out = self._runs(input_ids=tokens[None], past_key_values=_SlabView(cache, start, rows), **arguments)
         self.seconds += time.perf_counter() - began
         return out.logits[0]
 

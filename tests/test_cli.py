@@ -14,7 +14,7 @@ import pytest
 
 import specengine
 from specengine import engine
-from specengine.cli import arguments, chat, main, terminal
+from specengine.cli import arguments, chat, main, make_parser, terminal
 from tests.test_checking import accept_blindly
 from tests.toy import byte_tokenizer, tiny
 
@@ -24,9 +24,9 @@ ANSI = re.compile(r"\x1b\[\d+m")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny random model with its tokenizer, as from_pretrained reads them."""
+    """A tiny random model with its tokenizer, as from_pretrained reads them; it repeats itself, so drafts are taken."""
     path = tmp_path_factory.mktemp("model")
-    tiny(max_position_embeddings=2048).save_pretrained(path)
+    tiny(seed=1, initializer_range=0.1, max_position_embeddings=2048).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return str(path)
 
@@ -154,16 +154,23 @@ def test_generate_takes_a_draft_model(folder: str, capsys: Any) -> None:
     assert "small_model" in err
 
 
-def test_idle_options_are_noted(folder: str, capsys: Any) -> None:
-    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "2", "--top-p", "0.5", "--seed", "1"]) == 0
-    assert "greedy, so --top-p, --seed changes nothing" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        (["--seed", "1"], "--seed changes"),
+        (["--temperature", "0", "--top-p", "0.5", "--seed", "1"], "--top-p, --seed change"),
+    ],
+)
+def test_idle_options_are_noted(folder: str, capsys: Any, given: list[str], idle: str) -> None:
+    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "2", *given]) == 0
+    assert f"greedy, so {idle} nothing" in capsys.readouterr().err
 
 
 # ---- --show-draft
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
-@pytest.mark.parametrize("stop", [[], ["--stop", "e"]])
+@pytest.mark.parametrize("stop", [[], ["--stop", "AA"]])
 def test_show_draft_colours_add_up_to_the_answer(
     folder: str, capsys: Any, monkeypatch: Any, stream: list[str], stop: list[str]
 ) -> None:
@@ -175,6 +182,7 @@ def test_show_draft_colours_add_up_to_the_answer(
     out, err = capsys.readouterr()
     assert ANSI.sub("", out) == plainly
     assert terminal.OWN in out
+    assert terminal.DRAFTED in out or stop
     assert terminal.DraftColours.LEGEND in err
 
 
@@ -282,33 +290,28 @@ def test_chat_in_a_terminal(folder: str, capsys: Any, monkeypatch: Any) -> None:
     assert "specengine: error: prompt" in err  # and the conversation went on
 
 
-@pytest.mark.parametrize("place", ["engine", "output"])
+@pytest.mark.parametrize(("module", "name"), [(engine, "walk"), (chat, "write")], ids=["in the engine", "in output"])
 def test_ctrl_c_stops_the_answer_and_the_session_goes_on(
-    folder: str, capsys: Any, monkeypatch: Any, place: str
+    folder: str, capsys: Any, monkeypatch: Any, module: Any, name: str
 ) -> None:
-    real_walk, real_write, calls = engine.walk, chat.write, []
+    real, calls = getattr(module, name), []
 
-    def interrupted(real: Any) -> Any:
-        def call(*given: Any) -> Any:
-            calls.append(given)
-            if len(calls) == 4:
-                raise KeyboardInterrupt
-            return real(*given)
+    def interrupted_once(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(*given)
 
-        return call
-
-    if place == "engine":
-        monkeypatch.setattr(engine, "walk", interrupted(real_walk))
-    else:
-        monkeypatch.setattr(chat, "write", interrupted(real_write))
+    monkeypatch.setattr(module, name, interrupted_once)
     type_in(monkeypatch, "hello", "/reset", "hello")
     assert main([*CHAT, folder, "--policy", "plain"]) == 0
     out, err = capsys.readouterr()
     (whole,) = turns(folder, "hello")
+    part, _, rest = out.partition("\n")
+    assert whole.startswith(part)
+    assert len(part) < len(whole)
+    assert rest == f"{whole}\n\n"
     assert "(stopped)" in err
-    partial, complete, end = out.split("\n", 2)[0], out, "\n\n"
-    assert whole.startswith(partial)
-    assert complete.endswith(f"{whole}{end}")
 
 
 def test_a_stopped_answer_stays_in_the_conversation(folder: str, monkeypatch: Any, capsys: Any) -> None:
@@ -323,18 +326,12 @@ def test_a_stopped_answer_stays_in_the_conversation(folder: str, monkeypatch: An
         real(text)
 
     monkeypatch.setattr(chat, "write", write)
-    parsed = _chat_arguments()
+    parsed = make_parser().parse_args(["chat", "--max-new-tokens", "12"])
     chat._answer(session, "hello", parsed)
     assert [message["role"] for message in session.messages] == ["user", "assistant"]
     assert session.messages[1]["content"] == "".join(calls[:2])
     chat._answer(session, "again", parsed)
     assert len(session.messages) == 4
-
-
-def _chat_arguments() -> Any:
-    from specengine.cli import make_parser
-
-    return make_parser().parse_args(["chat", "--max-new-tokens", "12"])
 
 
 # ---- inspect

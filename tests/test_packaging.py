@@ -18,7 +18,7 @@ LAYERS = (
     {"errors", "_expander"},
     {"ops"},
     {"tree", "cache", "sampling", "cycle", "registry"},
-    {"policies", "drafters", "targets", "verification", "causal_lm", "models", "options", "stopping", "prompts"},
+    {"policies", "drafters", "targets", "verification", "causal_lm", "packing", "models", "options", "stopping", "prompts"},
     {"drafting", "engine", "loading", "custom_generate"},
     {"train", "serve", "integrations", "checking", "demo", "inspection", "cli", "__main__"},
 )

@@ -18,7 +18,7 @@ SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")
 # name of the option in GenerationOptions, type, help
 GENERATION_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_new_tokens", int, f"tokens to generate at most (default {DEFAULT_MAX_NEW_TOKENS})"),
-    ("temperature", float, "0 is greedy, above 0 samples (default: the model's generation config)"),
+    ("temperature", float, "0 is greedy, above 0 samples, as top-k, top-p and min-p do (default: the model's)"),
     ("top_k", int, "sample from the K most likely tokens"),
     ("top_p", float, "sample from the most likely tokens that hold this probability"),
     ("min_p", float, "sample from tokens of at least this share of the best one's probability"),
@@ -112,7 +112,8 @@ def note_idle_options(arguments: argparse.Namespace, generation: TextGeneration)
     """Say which given options cannot matter because the answer is greedy."""
     idle = [flag(name) for name in SAMPLING_ONLY if getattr(arguments, name) is not None]
     if idle and not generation.options.samples:
-        say(f"specengine: note: decoding is greedy, so {', '.join(idle)} changes nothing; sample with --temperature 1")
+        verb = "change" if len(idle) > 1 else "changes"
+        say(f"specengine: note: decoding is greedy, so {', '.join(idle)} {verb} nothing; sample with --temperature 1")
 
 
 def messages(arguments: argparse.Namespace) -> list[dict[str, str]]:

@@ -30,8 +30,8 @@ class SmallModel(Drafter):
 
     default_policy = ("eagle", {"width": 4, "expansions": 4, "budget": 16})
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
-        self.lm = CausalLM(model)
+    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None, *, pack: bool | None = None) -> None:
+        self.lm = CausalLM(model, pack=pack)
         self.name = f"small_model ({model.config._name_or_path or type(model).__name__})"
         self.cache = self.lm.new_cache(1)
         self._tokens: list[int] = []  # committed, the current root excluded; the cache may lag behind
@@ -43,6 +43,7 @@ class SmallModel(Drafter):
         return self.lm.seconds
 
     def begin(self, prompt: list[int], features: Any = None) -> None:
+        self.lm.refresh()
         kept = min(common_prefix(self._tokens, prompt), self.cache.length)
         self.cache.crop(kept)
         self._tokens = list(prompt)
@@ -66,7 +67,9 @@ class SmallModel(Drafter):
         pending = self._tokens[self.cache.length :]
         self._tree, self._slots = tree, torch.zeros(1, dtype=torch.int64, device=tree.device)
         self.cache.reserve(self.cache.length + len(pending) + 1 + tree.capacity)
-        logits = self.lm.extend(self.cache, [*pending, int(tree.tokens[0])])
+        # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.
+        known = [min(token, self.lm.vocab_size - 1) for token in (*pending, int(tree.tokens[0]))]
+        logits = self.lm.extend(self.cache, known)
         assert logits is not None
         self.cache.length -= 1  # the root is not committed yet: its slot is the first of the scratch
         return logits[None]

@@ -17,8 +17,8 @@ from specengine.tree import TokenTree
 class HuggingFaceTarget(Target):
     """`model` (an AutoModelForCausalLM) with its own KV cache; the model itself stays usable as before."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.lm = CausalLM(model)
+    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None) -> None:
+        self.lm = CausalLM(model, pack=pack)
         self.cache = self.lm.new_cache(1)
         self.tokens: list[int] = []
         self.max_context = self.lm.max_context
@@ -44,6 +44,7 @@ class HuggingFaceTarget(Target):
         self.cache.reserve(tokens + scratch)
 
     def prefill(self, tokens: list[int]) -> None:
+        self.lm.refresh()
         kept = self.cached(tokens)
         self.cache.crop(kept)
         self.tokens = tokens[:kept]

@@ -1,0 +1,99 @@
+"""Packing: bfloat16 linear layers in oneDNN's own weight layout, for CPUs.
+
+Torch re-orders a bfloat16 weight for oneDNN at every call; re-ordering it once leaves the arithmetic as it was (the
+results are bit-equal) and about halves the time of a few rows. The packed weights live in a twin of the model:
+a second tree of modules that shares every parameter but those of the packed layers. The model itself is untouched,
+at the price of a second copy of these weights in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+MEMORY_SHARE = 0.5  # of the free memory that packed weights may take when nobody decided
+
+
+class PackedLinear(nn.Module):
+    """nn.Linear with a bfloat16 weight in oneDNN's layout; the same results, bit for bit."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        with torch.no_grad():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+
+
+class Packed:
+    """A model's packed twin; `model()` gives it, packed again if a weight has been changed since."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._original = model
+        self._versions: list[tuple[int, int]] = []
+        self._twin = model
+
+    def model(self) -> nn.Module:
+        versions = [(linear.weight.data_ptr(), linear.weight._version) for linear in packable(self._original)]
+        if versions != self._versions:
+            packed: dict[int, PackedLinear] = {}
+            self._twin = twin(self._original, lambda module: _packed(module, packed))
+            self._versions = versions
+        return self._twin
+
+
+def worth_packing(model: nn.Module) -> bool:
+    """Whether packing speeds this model up here, and its second copy of the weights fits well into memory."""
+    weights = [linear.weight for linear in packable(model)]
+    if not weights or not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return sum(weight.nbytes for weight in weights) <= MEMORY_SHARE * _free_memory()
+
+
+def packable(model: nn.Module) -> Iterator[nn.Linear]:
+    """The linear layers that can be packed: plain ones, in bfloat16, on the CPU."""
+    for module in model.modules():
+        if _is_packable(module):
+            yield cast(nn.Linear, module)
+
+
+def twin(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+    """A copy of the module tree that shares all parameters, buffers and hooks, with some modules replaced."""
+    replacement = replace(module)
+    if replacement is not None:
+        return replacement
+    copied = copy.copy(module)
+    copied._modules = {name: child and twin(child, replace) for name, child in module._modules.items()}
+    return copied
+
+
+def _packed(module: nn.Module, done: dict[int, PackedLinear]) -> PackedLinear | None:
+    if not _is_packable(module):
+        return None
+    if id(module) not in done:
+        done[id(module)] = PackedLinear(cast(nn.Linear, module))
+    return done[id(module)]
+
+
+def _is_packable(module: nn.Module) -> bool:
+    # exactly nn.Linear: a subclass may compute something else; hooks expect to be called with the layer itself
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    weight = module.weight
+    return weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and not hasattr(module, "parametrizations")
+
+
+def _free_memory() -> float:
+    """Free memory in bytes; infinite where the system does not say."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return float("inf")

@@ -1,0 +1,83 @@
+"""Packed linear layers: the same bits, the original untouched, changes of the weights noticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specengine import Engine, packing
+from specengine.causal_lm import CausalLM
+from specengine.packing import Packed, PackedLinear
+from tests import toy
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="oneDNN has no bfloat16 on this machine",
+)
+PROMPT = [1, 5, 9, 5, 9, 7, 5, 9]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 33])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_linear_gives_the_same_bits(rows: int, bias: bool) -> None:
+    torch.manual_seed(rows)
+    linear = torch.nn.Linear(40, 72, bias=bias, dtype=torch.bfloat16)
+    inputs = torch.randn(1, rows, 40, dtype=torch.bfloat16)
+    assert torch.equal(PackedLinear(linear)(inputs), linear(inputs))
+
+
+def test_twin_replaces_linear_layers_and_leaves_the_model_alone() -> None:
+    model = toy.tiny("llama").to(torch.bfloat16)
+    before = [type(module) for module in model.modules()]
+    twin = Packed(model).model()
+    assert [type(module) for module in model.modules()] == before
+    assert not any(type(module) is torch.nn.Linear for module in twin.modules())
+    assert twin.get_input_embeddings().weight is model.get_input_embeddings().weight
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        assert torch.equal(twin(ids).logits, model(ids).logits)
+
+
+def test_changed_weights_are_packed_again() -> None:
+    model = toy.tiny("llama").to(torch.bfloat16)
+    packed = Packed(model)
+    first = packed.model()
+    assert packed.model() is first
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    assert packed.model() is not first
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        assert torch.equal(packed.model()(ids).logits, model(ids).logits)
+
+
+def test_a_hook_added_later_is_called() -> None:
+    model = toy.tiny("llama").to(torch.bfloat16)
+    lm = CausalLM(model, pack=True)
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    lm.refresh()
+    with torch.inference_mode():
+        lm.extend(lm.new_cache(8), PROMPT)
+    assert calls
+
+
+def test_engine_answers_the_same_packed_or_not() -> None:
+    model = toy.tiny("qwen2").to(torch.bfloat16)
+    answers = [
+        Engine.from_pretrained(model, "ngram", "eagle", pack=pack).generate(PROMPT, max_new_tokens=24).token_ids
+        for pack in (True, False)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_packing_is_left_out_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = toy.tiny("llama").to(torch.bfloat16)
+    assert packing.worth_packing(model)
+    monkeypatch.setattr(packing, "_free_memory", lambda: 10.0)
+    assert not packing.worth_packing(model)
+    assert not CausalLM(model).packed
+
+
+def test_float32_models_are_not_packed() -> None:
+    assert not packing.worth_packing(toy.tiny("llama"))
