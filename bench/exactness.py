@@ -23,9 +23,9 @@ from specengine import Engine, checking, models
 from specengine.drafters.small_model import first_layers
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "chain": {"length": 4},
-    "eagle": {"width": 3, "expansions": 3, "budget": 10},
-    "fixed": {"branching": (2, 2, 1)},
+    "chain": {"length": 3},
+    "eagle": {"width": 3, "expansions": 2, "budget": 10},
+    "fixed": {"branching": (3, 2)},
 }
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
 

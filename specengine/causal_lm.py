@@ -286,7 +286,8 @@ class CausalLM:
             depths.append(depths[parent] + 1)
         row_ids = torch.tensor(tokens, device=self.device)
         mask = ops.tree_mask(ancestors, len(tokens))
-        return self.forward(row_ids, torch.tensor(depths, device=self.device), cache, 0, Visibility(mask))[-1].float()
+        logits = self.forward(row_ids, torch.tensor(depths, device=self.device), cache, 0, Visibility(mask))[-1]
+        return logits.float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:

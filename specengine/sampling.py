@@ -79,11 +79,10 @@ class Sampler:
                 rows = processor(history.ids, rows)
             except Exception as error:
                 raise ProcessorError(f"logits processor {name} raised {type(error).__name__}: {error}") from error
-            best = float(rows.max()) if rows.shape == (1, scores.shape[0]) else None
-            if best is None:
-                raise ProcessorError(
-                    f"logits processor {name} returned shape {tuple(rows.shape)}, not {(1, *scores.shape)}"
-                )
+            if not isinstance(rows, Tensor) or rows.shape != (1, *scores.shape):
+                given = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+                raise ProcessorError(f"logits processor {name} returned {given}, not shape {(1, *scores.shape)}")
+            best = float(rows.max())
             if best != best or best == float("inf"):
                 raise ProcessorError(f"logits processor {name} returned NaN or infinity at position {history.length}")
             if best == MINUS_INF:

@@ -80,6 +80,12 @@ def toy_engine() -> Engine:
     return Engine(ToyTarget(tables), ToyDrafter(tables), policy_for("eagle"), LetterTokenizer())
 
 
+def stream_into(seen: list[int], engine: Engine, **options: Any) -> None:
+    """Stream 40 tokens and note each as it comes, so that what came before an error is known."""
+    for piece in engine.stream(PROMPT, max_new_tokens=40, **options):
+        seen += piece.cycle.tokens
+
+
 def check_usable(engine: Engine) -> None:
     assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(20)
 
@@ -214,6 +220,12 @@ def test_cuda_without_a_device() -> None:
         Engine.from_pretrained(model(), device="cuda")
 
 
+def test_a_loaded_model_keeps_its_dtype_and_device() -> None:
+    for options in ({"dtype": "bfloat16"}, {"device": "cpu"}):
+        with pytest.raises(InputError, match="dtype, device: the model is loaded already"):
+            Engine.from_pretrained(model(), **options)
+
+
 def test_a_missing_model_says_so(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model '{tmp_path}'"):
         Engine.from_pretrained(str(tmp_path), offline=True)
@@ -234,13 +246,13 @@ def test_mismatched_tokenizers(tmp_path: Path) -> None:
     tiny("llama", vocab_size=VOCABULARY + 1).save_pretrained(tmp_path)
     byte_tokenizer(extra=("<|tool|>",)).save_pretrained(tmp_path)
     with pytest.raises(TokenizerMismatchError, match=r"differs from the target's in 1 of 260 tokens \('<|tool|>'"):
-        Engine.from_pretrained(model(), str(tmp_path), tokenizer=byte_tokenizer(), offline=True, dtype="float32")
+        Engine.from_pretrained(model(), str(tmp_path), tokenizer=byte_tokenizer(), offline=True)
 
 
 def test_padded_vocabularies_are_accepted(tmp_path: Path) -> None:
     tiny("llama", seed=1, vocab_size=VOCABULARY + 60).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    engine = Engine.from_pretrained(model(), str(tmp_path), tokenizer=byte_tokenizer(), offline=True, dtype="float32")
+    engine = Engine.from_pretrained(model(), str(tmp_path), tokenizer=byte_tokenizer(), offline=True)
     check_usable(engine)
 
 
@@ -311,7 +323,7 @@ def test_models_whose_keys_and_values_do_not_fit_one_slab() -> None:
         kv_lora_rank=8,
         qk_rope_head_dim=8,
         qk_nope_head_dim=8,
-        v_head_dim=16,
+        v_head_dim=8,
         first_k_dense_replace=1,
         n_routed_experts=2,
     )
@@ -380,8 +392,8 @@ def _raises(scores: Tensor) -> Tensor:
         (lambda scores: scores * float("nan"), "logits processor Returns returned NaN or infinity at position 19"),
         (lambda scores: scores + float("inf"), "logits processor Returns returned NaN or infinity at position 19"),
         (lambda scores: scores - float("inf"), "logits processor Returns left no token at position 19"),
-        (lambda scores: scores[:, :5], r"logits processor Returns returned shape \(1, 5\), not \(1, 260\)"),
-        (lambda scores: scores[0], r"logits processor Returns returned shape \(260,\), not \(1, 260\)"),
+        (lambda scores: scores[:, :5], r"logits processor Returns returned shape \(1, 5\), not shape \(1, 260\)"),
+        (lambda scores: scores[0], r"logits processor Returns returned shape \(260,\), not shape \(1, 260\)"),
     ],
 )
 @pytest.mark.parametrize("seed", [None, 3])
@@ -460,14 +472,9 @@ def test_nan_on_the_root_is_an_error_with_a_position(options: dict[str, Any]) ->
         calls += 1
         return logits * float("nan") if calls > 4 else logits
 
-    stream = engine.stream(PROMPT, max_new_tokens=40, **options)
     seen: list[int] = []
-    with (
-        hooked(engine.target.model.lm_head, spoil),
-        pytest.raises(NumericalError, match="logits at position") as raised,
-    ):
-        for piece in stream:
-            seen += piece.cycle.tokens
+    with hooked(engine.target.model.lm_head, spoil), pytest.raises(NumericalError, match="at position") as raised:
+        stream_into(seen, engine, **options)
     assert f"position {len(PROMPT) + len(seen)} " in str(raised.value)
     assert seen == plainly(40, **options)[: len(seen)] != []
     check_usable(engine)
@@ -495,10 +502,8 @@ def test_ctrl_c_inside_a_forward(part: str, after: int) -> None:
     engine = engine_of()
     module = (engine.target.model if part == "target" else engine.drafter.lm.model).model.layers[1].mlp
     seen: list[int] = []
-    stream = engine.stream(PROMPT, max_new_tokens=40)
     with hooked(module, interrupting(after)), pytest.raises(KeyboardInterrupt):
-        for piece in stream:
-            seen += piece.cycle.tokens
+        stream_into(seen, engine)
     assert seen == plainly(40)[: len(seen)]
     assert (engine.target.tokens, engine.target.cache.length, engine.drafter.cache.length) == ([], 0, 0)
     check_usable(engine)
@@ -579,26 +584,19 @@ def test_two_threads_sharing_an_engine() -> None:
     inside, leave = threading.Event(), threading.Event()
     answers: list[Any] = []
 
-    class Waits:
-        def put(self, value: Tensor) -> None:
-            inside.set()
-            leave.wait(20)
-
-        def end(self) -> None: ...
-
-    def first() -> None:
-        answers.append(engine.generate(PROMPT, max_new_tokens=20, stopping_criteria=[lambda ids, scores: waits(ids)]))
-
-    def waits(ids: Tensor) -> bool:
+    def waits(ids: Tensor, scores: Any) -> bool:
         inside.set()
         leave.wait(20)
         return False
+
+    def first() -> None:
+        answers.append(engine.generate(PROMPT, max_new_tokens=20, stopping_criteria=[waits]))
 
     thread = threading.Thread(target=first)
     thread.start()
     try:
         assert inside.wait(20)
-        with pytest.raises(EngineBusyError, match="generating for another caller.*they can share the loaded model"):
+        with pytest.raises(EngineBusyError, match=r"generating for another caller.*they can share the loaded model"):
             engine.generate(PROMPT)
     finally:
         leave.set()
