@@ -108,8 +108,8 @@ def _tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention of transformers' AttentionInterface; calls without `tree` get transformers' SDPA, untouched."""
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if unknown:
-        raise _NeedsDenseMask(", ".join(unknown))
+    if unknown or key.shape != value.shape:
+        raise _NeedsDenseMask(", ".join(unknown) or "keys and values of different sizes")
     if tree is None or tree.causal:
         mask = None if tree is not None else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)

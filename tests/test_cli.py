@@ -361,7 +361,9 @@ def test_inspect_json_describes_a_model(folder: str, capsys: Any) -> None:
     assert found["drafters"]["ngram"]["default policy"]["name"] == "eagle"
     model = found["model"]
     assert (model["type"], model["layers"], model["vocabulary"], model["context"]) == ("llama", 2, 260, 2048)
-    assert (model["attention"], model["chat template"]) == ("tree", True)
+    assert (model["attention"], model["packed weights"], model["chat template"]) == ("tree", False, True)
+    assert main(["inspect", "--model", folder]) == 0
+    assert re.search(r"chat template +yes\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("make", "state"), [(False, "not there yet"), (True, "damaged")])
@@ -389,6 +391,13 @@ def test_check_is_exact_for_every_policy(folder: str, capsys: Any) -> None:
     out, err = capsys.readouterr()
     assert out == "8 exact, 0 near-tie, 0 mismatch\n"
     assert err.count("exact") == 8
+
+
+def test_check_without_a_draft(folder: str, capsys: Any) -> None:
+    assert main([*CHECK, folder, PROMPT, "--draft", "none", "--policy", "plain", "--policy", "eagle"]) == 0
+    assert capsys.readouterr().out.startswith("2 exact")
+    assert main([*CHECK, folder, PROMPT, "--policy", "eagle", "--policy", "nonsense"]) == 2
+    assert "unknown name 'nonsense'" in capsys.readouterr().err
 
 
 def test_check_has_prompts_of_its_own(folder: str, capsys: Any) -> None:

@@ -276,7 +276,7 @@ def test_differing_tokenizers_are_named_with_examples() -> None:
 # ---------------------------------------------------------------------------------------------------- first layers
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3"])
 def test_first_layers_share_the_weights_and_leave_the_model_alone(family: str) -> None:
     model = tiny(family)
     before = dense(model, PROMPT)

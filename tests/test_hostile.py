@@ -320,7 +320,7 @@ def test_models_whose_keys_and_values_do_not_fit_one_slab() -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
         q_lora_rank=8,
-        kv_lora_rank=8,
+        kv_lora_rank=16,
         qk_rope_head_dim=8,
         qk_nope_head_dim=8,
         v_head_dim=8,
@@ -331,6 +331,7 @@ def test_models_whose_keys_and_values_do_not_fit_one_slab() -> None:
     mixed = tiny("llama", num_key_value_heads=4)
     attention = mixed.model.layers[1].self_attn
     attention.k_proj, attention.v_proj = torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(32, 16, bias=False)
+    attention.num_key_value_groups = 2
     refused(None, lambda _: mixed, "its layers keep keys and values of different shapes or on different devices")
 
 

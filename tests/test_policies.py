@@ -1,7 +1,9 @@
 """Tree policies: what each of them promises, and the EAGLE beam against a slow reference."""
 
 import dataclasses
+import importlib
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specengine import policies
+from specengine import policies, registry
 from specengine.cycle import Seconds
 from specengine.drafting import draft_tree
 from specengine.errors import InputError
@@ -269,6 +271,49 @@ def test_each_policy_refuses_unknown_options_and_lists_its_own(name: str) -> Non
 def test_options_may_be_strings_as_a_command_line_gives_them() -> None:
     assert policies.make("eagle", width="4", budget="8") == policies.make("eagle", width=4, budget=8)
     assert policies.make("fixed", branching="4,2") == policies.make("fixed", branching=[4, 2])
+
+
+@dataclasses.dataclass
+class Sample:
+    """An option of each type."""
+
+    flag: bool = False
+    limit: int | None = 3
+    share: float = 0.5
+    shape: tuple[int, ...] = (1,)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"flag": "true", "limit": "none"}, Sample(flag=True, limit=None)),
+        ({"flag": "0", "limit": "7"}, Sample(limit=7)),
+        ({"flag": True, "limit": None, "share": "0.25"}, Sample(True, None, 0.25)),
+        ({"share": 1, "shape": [2, "3"]}, Sample(share=1.0, shape=(2, 3))),
+    ],
+)
+def test_option_types(given: dict[str, Any], expected: Sample) -> None:
+    assert registry.build(Sample, given, "sample") == expected
+
+
+@pytest.mark.parametrize(("name", "value"), [("flag", "maybe"), ("limit", "7.5"), ("share", "half"), ("shape", "1,b")])
+def test_option_types_are_checked(name: str, value: str) -> None:
+    with pytest.raises(InputError, match=rf"sample\.{name}: got '{value}', expected"):
+        registry.build(Sample, {name: value}, "sample")
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_file_must_hold_exactly_one_policy(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / f"policies_with_{count}"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    classes = "".join(f"class P{i}(TreePolicy): ...\n" for i in range(count))
+    (package / "mine.py").write_text(f"from specengine.policies import TreePolicy\n{classes}")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = importlib.import_module(package.name)
+    assert registry.names(found) == ["mine"]
+    with pytest.raises(InputError, match=f"mine must define exactly one TreePolicy, it has {count}"):
+        registry.find(found, TreePolicy, "mine", "policy")
 
 
 def test_names_list_plain_and_each_file() -> None:

@@ -43,6 +43,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", help="a Hugging Face id or a local path (default: the embedded model)")
     group.add_argument("--dtype", default="auto", help="auto (as stored), bfloat16, float16 or float32")
     group.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    group.add_argument(
+        "--pack",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="on a CPU, keep a second copy of bfloat16 weights that is faster (default: where it helps and fits)",
+    )
     group.add_argument("--offline", action="store_true", help="never use a network")
     group.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
 
@@ -83,7 +89,7 @@ def flag(name: str) -> str:
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of Engine.from_pretrained that say how models are loaded."""
-    return {name: getattr(arguments, name) for name in ("dtype", "device", "offline", "trust_remote_code")}
+    return {name: getattr(arguments, name) for name in ("dtype", "device", "pack", "offline", "trust_remote_code")}
 
 
 def load_engine(arguments: argparse.Namespace) -> Engine:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from specengine.checking import Certificate, certify, huggingface_target, huggingface_tokens
+from specengine import policies
+from specengine.checking import Certificate, certify, huggingface_tokens
 from specengine.cli import arguments as shared
 from specengine.cli.terminal import say
 from specengine.engine import Engine
@@ -78,32 +79,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _engines(arguments: argparse.Namespace) -> tuple[Engine, dict[str, Engine]]:
-    """Plain decoding, and an engine per policy; they share the target's weights and the draft."""
+    """Plain decoding, and an engine per policy; as they take turns, they share one target and one draft."""
     names: list[str | None] = list(dict.fromkeys(arguments.policy or [None]))
-    policy_options, draft_options = dict(arguments.policy_option), dict(arguments.draft_option)
+    policy_options = dict(arguments.policy_option)
     if policy_options and len(names) > 1:
         raise InputError("policy_option: give it with one --policy, or run once per policy")
-    loading = shared.load_options(arguments)
+    drafting = [name for name in names if name != "plain"]
+    shapes = {name: policies.make(name) for name in drafting[1:] if name is not None}
+    loaded = drafting[0] if drafting else "plain"
     first = Engine.from_pretrained(
         arguments.model,
         arguments.draft,
-        names[0],
-        draft_options=draft_options,
+        loaded,
+        draft_options=dict(arguments.draft_option),
         policy_options=policy_options,
-        **loading,
+        **shared.load_options(arguments),
     )
-    model = huggingface_target(first.target).model
-    loading["tokenizer"] = first.tokenizer
-    plain = Engine.from_pretrained(model, policy="plain", **loading)
-    engines = {names[0] or "default": first}
-    for name in names[1:]:
-        if name == "plain" or first.drafter is not None:
-            draft = None if name == "plain" else first.drafter
-            engines[str(name)] = Engine.from_pretrained(model, draft, name, **loading)
+    plain = Engine(first.target, None, None, first.tokenizer)
+    engines = {}
+    for name in names:
+        if name == loaded:
+            engines[name or "default"] = first
+        elif name in shapes and first.drafter is not None:
+            engines[name] = Engine(first.target, first.drafter, shapes[name], first.tokenizer)
         else:
-            engines[str(name)] = Engine.from_pretrained(
-                model, arguments.draft, name, draft_options=draft_options, **loading
-            )
+            engines[str(name)] = plain
     return plain, engines
 
 

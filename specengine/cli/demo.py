@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"rounds: got {arguments.rounds}, accepted 1 or more")
     say("Loading the model")
     engine = shared.load_engine(arguments)
-    model = huggingface_target(engine.target).model
-    plain = Engine.from_pretrained(model, policy="plain", tokenizer=engine.tokenizer, device=arguments.device)
+    plain = Engine(engine.target, None, None, engine.tokenizer)
 
     say(f"\n{arguments.prompt}\n")
     _stream_answer(engine, arguments)

@@ -24,6 +24,7 @@ from specengine.models import store
 from specengine.policies import TreePolicy
 
 HELP = "show versions, devices, backends, policies, drafts and, with --model, a model"
+_WORDS: dict[Any, str] = {None: "not installed", True: "yes", False: "no"}
 PACKAGES = ("torch", "transformers", "triton", "flash-attn")
 
 
@@ -119,6 +120,7 @@ def _model(arguments: argparse.Namespace) -> dict[str, Any]:
         "context": target.max_context,
         "vocabulary": target.vocab_size,
         "attention": target.lm.attention,
+        "packed weights": target.lm.packed,
         "chat template": bool(getattr(engine.tokenizer, "chat_template", None)),
     }
 
@@ -142,7 +144,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
             others = ", ".join(backend["available"])
             yield f"  {name + ' ' + op:<28}{backend['name']} ({backend['reason']}; available: {others})"
     else:
-        yield f"  {name:<22}{'not installed' if value is None else value}"
+        yield f"  {name:<22}{_WORDS.get(value, value)}"
 
 
 def _assignments(options: dict[str, Any]) -> str:
