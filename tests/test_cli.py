@@ -500,6 +500,14 @@ def test_demo_explains_a_difference(folder: str, capsys: Any, monkeypatch: Any) 
     assert "speculative against plain decoding: mismatch at token" in out
 
 
+def test_demo_ends_in_time(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("specengine.cli.demo.ENOUGH_SECONDS", 0.0)
+    assert main(["demo", "--model", folder, "--max-new-tokens", "8", "--prompt", PROMPT]) == 0
+    out, err = capsys.readouterr()
+    assert "median of 1 interleaved" in out
+    assert "1 of 3 rounds have to do" in err
+
+
 def test_demo_needs_a_round(capsys: Any) -> None:
     assert main(["demo", "--rounds", "0"]) == 2
 

@@ -20,6 +20,7 @@ from transformers import (
     StopStringCriteria,
     TextStreamer,
 )
+from transformers.generation import TopPLogitsWarper
 
 import specengine
 from specengine import Engine, policies
@@ -29,6 +30,7 @@ from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel, first_layers
 from specengine.engine import GenerationResult, SpeculativeOutput
 from specengine.errors import InputError
+from specengine.sampling import PresenceFrequencyPenalty, TopP
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree
 from tests.toy import FAMILIES, VOCABULARY, RecordingStreamer, byte_tokenizer, policy_for, random_tree, tiny
@@ -179,11 +181,17 @@ def test_sampling_equals_plain_sampling_with_the_same_seed(policy: str, options:
     assert answers[0] != answers[1]
 
 
+def test_presence_and_frequency_count_generated_tokens_only() -> None:
+    """The OpenAI definition: logit - frequency * count - presence * (count > 0), over what was generated."""
+    penalty = PresenceFrequencyPenalty(presence=1.0, frequency=0.25, prompt_length=3)
+    scores = torch.zeros(1, 6)
+    penalised = penalty(torch.tensor([[5, 5, 1, 2, 2, 0, 2]]), scores)
+    assert penalised.tolist() == [[-1.25, 0.0, -1.75, 0.0, 0.0, 0.0]]
+    assert not scores.any()
+    assert torch.equal(penalty(torch.tensor([[5, 5, 1]]), scores), scores)
+
+
 def test_top_p_keeps_what_transformers_keeps() -> None:
-    from transformers.generation import TopPLogitsWarper
-
-    from specengine.sampling import TopP
-
     torch.manual_seed(0)
     ids = torch.zeros(1, 1, dtype=torch.int64)
     for spread, top_p in itertools.product((0.1, 1.0, 4.0), (0.01, 0.3, 0.9, 0.999)):

@@ -189,12 +189,13 @@ def test_the_noise_of_the_simulation_is_that_of_the_engine() -> None:
 
 @pytest.mark.parametrize("world", WORLDS, ids=identifier)
 def test_the_scores_of_the_simulation_are_those_of_the_engine(world: World) -> None:
-    for seed, context in enumerate(itertools.product(range(VOCABULARY), repeat=2)):
-        history = History([*PROMPT, *context], 8)
-        noise = keyed_gumbel(np.array([seed], np.uint64), history.length, VOCABULARY)
-        drawn = int((world.scores((*PROMPT, *context)) + noise).argmax())
-        sampler = Sampler(world.processors, seed)
-        assert sampler.choose(world.tables.logits([*PROMPT, *context]), history) == drawn
+    random = np.random.default_rng(0)
+    for seed, length in enumerate([1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300]):
+        context = (*PROMPT, *random.integers(VOCABULARY, size=length).tolist())
+        history = History(context, len(context))
+        noise = keyed_gumbel(np.array([seed], np.uint64), len(context), VOCABULARY)
+        drawn = int((world.scores(context) + noise).argmax())
+        assert Sampler(world.processors, seed).choose(world.tables.logits(context), history) == drawn
 
 
 def test_joint_law_and_accepted_length() -> None:

@@ -24,7 +24,6 @@ from specengine.models import store
 from specengine.policies import TreePolicy
 
 HELP = "show versions, devices, backends, policies, drafts and, with --model, a model"
-_WORDS: dict[Any, str] = {None: "not installed", True: "yes", False: "no"}
 PACKAGES = ("torch", "transformers", "triton", "flash-attn")
 
 
@@ -144,7 +143,8 @@ def _entry(name: str, value: Any) -> Iterator[str]:
             others = ", ".join(backend["available"])
             yield f"  {name + ' ' + op:<28}{backend['name']} ({backend['reason']}; available: {others})"
     else:
-        yield f"  {name:<22}{_WORDS.get(value, value)}"
+        words = "not installed" if value is None else ("no", "yes")[value] if isinstance(value, bool) else value
+        yield f"  {name:<22}{words}"
 
 
 def _assignments(options: dict[str, Any]) -> str:
