@@ -91,18 +91,20 @@ def load(
     _check_names(draft, policy, options)
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
-    target_model, tokenizer = _model_and_tokenizer(model, options)
-    if options.tokenizer is not None:
-        tokenizer = options.tokenizer
+    target_model, tokenizer = _model_and_tokenizer(model, options, options.tokenizer)
     draft_options = dataclasses.replace(options, device=target_model.device)
     drafter = None if policy == "plain" else _drafter(draft, target_model, tokenizer, draft_options)
-    return Parts(HuggingFaceTarget(target_model, pack=options.pack), drafter, _policy(policy, drafter, options), tokenizer)
+    return Parts(
+        HuggingFaceTarget(target_model, pack=options.pack), drafter, _policy(policy, drafter, options), tokenizer
+    )
 
 
 def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
     if policy == "plain":
         if draft not in (None, *PLAIN):
             raise InputError("draft: policy 'plain' decodes without a draft; leave one of them out")
+    elif policy is not None and isinstance(draft, str) and draft in PLAIN:
+        raise InputError(f"policy: draft {draft!r} leaves nothing for a policy to shape; leave one of them out")
     elif isinstance(policy, str):
         policies.make(policy, **options.policy_options)
     elif policy is not None and not isinstance(policy, TreePolicy):
@@ -124,6 +126,8 @@ def _drafter(draft: Any, target: PreTrainedModel, tokenizer: Any, options: LoadO
         cls = registry.find(drafters, Drafter, "ngram", "draft")  # type: ignore[type-abstract]
         return registry.build(cls, options.draft_options, "draft ngram")
     model, draft_tokenizer = _model_and_tokenizer(draft, options)
+    if model.device != target.device:
+        raise InputError(f"draft: it is on {model.device}, the target on {target.device}; both must be on one device")
     vocab_size = target.get_input_embeddings().weight.shape[0]
     if tokenizer is not None and draft_tokenizer is not None:
         check_tokenizers(draft_tokenizer, tokenizer)
@@ -146,9 +150,13 @@ def _policy(policy: Any, drafter: Drafter | None, options: LoadOptions) -> TreeP
     return policies.make(policy, **options.policy_options)
 
 
-def _model_and_tokenizer(model: str | PreTrainedModel | None, options: LoadOptions) -> tuple[PreTrainedModel, Any]:
+def _model_and_tokenizer(
+    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None
+) -> tuple[PreTrainedModel, Any]:
+    """The model, loaded where it is a name, and its tokenizer, unless one is given."""
     if isinstance(model, PreTrainedModel):
-        return model, _tokenizer(model.config._name_or_path, options) if model.config._name_or_path else None
+        name = model.config._name_or_path
+        return model, tokenizer or (_tokenizer(name, options) if name else None)
     if model is not None and not isinstance(model, str):
         raise InputError(f"model: got {type(model).__name__}, accepted a name, a path or a loaded transformers model")
     path = models.resolve(model, offline=options.offline, progress=options.progress)
@@ -158,7 +166,7 @@ def _model_and_tokenizer(model: str | PreTrainedModel | None, options: LoadOptio
         loaded = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=options.dtype, **common)
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"model {path!r}: {error}") from error
-    return loaded.to(options.device or default_device()), _tokenizer(path, options)
+    return loaded.to(options.device or default_device()), tokenizer or _tokenizer(path, options)
 
 
 def _tokenizer(path: str, options: LoadOptions) -> Any:

@@ -9,6 +9,8 @@ import torch
 
 from specengine.errors import InputError
 
+MOST_HELD_BACK = 8
+
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor
 
 
@@ -79,7 +81,7 @@ def _require(tokenizer: Any, what: str) -> None:
 class TextStream:
     """Decodes a growing list of tokens piece by piece; the pieces add up to the decoded whole.
 
-    Text is held back while it ends inside a character.
+    Text is held back while it ends inside a character, which is at most MOST_HELD_BACK tokens long.
     """
 
     def __init__(self, decode: Any) -> None:
@@ -93,7 +95,7 @@ class TextStream:
         self._tokens.extend(tokens)
         before = self._decode(self._tokens[self._start : self._end])
         now = self._decode(self._tokens[self._start :])
-        if now.endswith("\N{REPLACEMENT CHARACTER}"):
+        if now.endswith("\N{REPLACEMENT CHARACTER}") and len(self._tokens) - self._end < MOST_HELD_BACK:
             return ""
         self._start, self._end = self._end, len(self._tokens)
         return now[len(before) :]

@@ -394,8 +394,10 @@ def test_check_is_exact_for_every_policy(folder: str, capsys: Any) -> None:
 
 
 def test_check_without_a_draft(folder: str, capsys: Any) -> None:
-    assert main([*CHECK, folder, PROMPT, "--draft", "none", "--policy", "plain", "--policy", "eagle"]) == 0
-    assert capsys.readouterr().out.startswith("2 exact")
+    assert main([*CHECK, folder, PROMPT, "--draft", "none", "--policy", "plain"]) == 0
+    assert capsys.readouterr().out.startswith("1 exact")
+    assert main([*CHECK, folder, PROMPT, "--draft", "none", "--policy", "eagle"]) == 2
+    assert "draft 'none' leaves nothing for a policy to shape" in capsys.readouterr().err
     assert main([*CHECK, folder, PROMPT, "--policy", "eagle", "--policy", "nonsense"]) == 2
     assert "unknown name 'nonsense'" in capsys.readouterr().err
 
