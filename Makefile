@@ -22,16 +22,18 @@ lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy specengine
 
-bench: $(VENV)/.installed-run  ## exactness and overhead on this machine's CPU
-	$(RUN) -m bench.exactness
-	$(RUN) -m bench.overhead
+bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine's CPU
+	$(RUN) -m bench.overhead --out build/results/overhead.jsonl
+	$(RUN) -m bench.end_to_end --out build/results/end-to-end.jsonl
+	$(RUN) -m bench.exactness --out build/results/exactness.jsonl
 
 test-gpu: $(VENV)/.installed-gpu  ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu
 
-bench-gpu: $(VENV)/.installed-gpu  ## exactness and overhead on a CUDA device
-	$(RUN) -m bench.exactness --device cuda
-	$(RUN) -m bench.overhead --device cuda
+bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, into bench/results
+	$(RUN) -m bench.overhead --device cuda --out bench/results/overhead-gpu.jsonl
+	$(RUN) -m bench.end_to_end --device cuda --out bench/results/end-to-end-gpu.jsonl
+	$(RUN) -m bench.exactness --device cuda --out bench/results/exactness-gpu.jsonl
 
 clean:  ## remove what was built and cached here; .venv stays, its next use installs again
 	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis
