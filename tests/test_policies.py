@@ -120,7 +120,7 @@ def test_equal_instances_shape_equal_trees_over_a_whole_generation(name: str) ->
 
 
 def slow_eagle(policy: Eagle, draft: ToyDrafter, root: int) -> tuple[int, list[tuple[list[int], np.float32]]]:
-    """The number of candidates; paths and path log-probabilities of the kept ones (algorithms.md §1)."""
+    """The number of candidates; paths and path log-probabilities of the kept ones."""
     candidates: list[tuple[list[int], np.float32]] = [([], np.float32(0.0))]
 
     def children(path: list[int], score: np.float32) -> list[tuple[list[int], np.float32]]:

@@ -1,4 +1,4 @@
-"""Lossless, shown: exact identities, chi-square tests with power checks, and equality with plain decoding (§11.4)."""
+"""Lossless, shown: exact identities, chi-square tests with power checks, and equality with plain decoding."""
 
 import itertools
 import math
@@ -231,7 +231,7 @@ def children_of(tree: TokenTree) -> list[list[tuple[int, int]]]:
 
 
 def eagle_rule(random: np.random.Generator, tree: TokenTree, rows: list[np.ndarray]) -> list[int]:
-    """What EAGLE does: a child is accepted with p of what the rejected ones left; lossless (algorithms.md §11.2)."""
+    """What EAGLE does: a child is accepted with p of what the rejected ones left; lossless."""
     children, tokens, node = children_of(tree), [], 0
     while True:
         left, moved = rows[node].copy(), False
@@ -326,7 +326,7 @@ def eagle_rule_law(p: np.ndarray, children: Sequence[int]) -> np.ndarray:
 
 
 def test_eagles_rule_is_exact() -> None:
-    """A reference fact (§11.2): with children chosen by rank, q = 1 is the right proposal probability."""
+    """A reference fact: with children chosen by rank, q = 1 is the right proposal probability."""
     random = np.random.default_rng(3)
     for seed in range(300):
         p = Tables(VOCABULARY, seed, concentration=float(random.choice([0.05, 0.5, 2.0])), exact=0.6).probabilities([0])
