@@ -137,8 +137,8 @@ class InPlace(LogitsProcessor):
 
 GREEDY_OPTIONS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},
-    {"no_repeat_ngram_size": 2},
-    {"bad_words_ids": [[7], [40, 41], list(range(3))]},
+    {"no_repeat_ngram_size": 1},
+    {"bad_words_ids": [*([token] for token in range(0, VOCABULARY, 5)), [1, 2], [1, 2, 3]]},
     {"min_new_tokens": 20, "eos_token_id": list(range(0, VOCABULARY, 2))},
     {"suppress_tokens": list(range(0, VOCABULARY, 3))},
     {"sequence_bias": [[[9], 8.0], [[9, 10], -20.0]]},
@@ -150,8 +150,8 @@ GREEDY_OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", GREEDY_OPTIONS, ids=lambda options: "-".join(options))
 def test_greedy_with_processors_equals_transformers_generate(policy: str, options: dict[str, Any]) -> None:
-    result = engine_of("llama", "small_model", policy).generate(PROMPT, max_new_tokens=24, **options)
-    assert result.token_ids == plainly("llama", PROMPT, 24, **options)
+    result = engine_of("gpt2", "small_model", policy).generate(PROMPT, max_new_tokens=24, **options)
+    assert result.token_ids == plainly("gpt2", PROMPT, 24, **options) != plainly("gpt2", PROMPT, 24)
     assert result.stats.num_draft_tokens > 0
 
 
@@ -179,6 +179,38 @@ def test_sampling_equals_plain_sampling_with_the_same_seed(policy: str, options:
         assert result.seed == seed
         answers.append(result.token_ids)
     assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"typical_p": 0.5},
+        {"temperature": 1.5, "top_k": 40, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 1, "bad_words_ids": [[token] for token in range(0, VOCABULARY, 3)]},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_sampling_options_mean_what_they_mean_in_transformers(options: dict[str, Any]) -> None:
+    """The same noise on the scores of transformers' own processors, in its own order, gives the same tokens."""
+    engine = engine_of("llama", "small_model", "eagle")
+    ids, ours, answers, pure = torch.tensor([PROMPT]), [], [], []
+    for seed in range(3):
+        theirs = engine.target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            custom_generate=engine.as_custom_generate(seed=seed),
+            max_new_tokens=16,
+            pad_token_id=0,
+            **{"do_sample": True, "top_k": 0, **options},
+        )
+        answers += theirs[0, len(PROMPT) :].tolist()
+        ours += engine.generate(PROMPT, max_new_tokens=16, seed=seed, **{"do_sample": True, **options}).token_ids
+        pure += engine.generate(PROMPT, max_new_tokens=16, seed=seed, do_sample=True).token_ids
+    assert ours == answers != pure
 
 
 def test_presence_and_frequency_count_generated_tokens_only() -> None:
