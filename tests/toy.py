@@ -97,7 +97,7 @@ class ToyTarget(Target):
     def reserve(self, tokens: int, scratch: int) -> None:
         self.reserved = (tokens, scratch)
 
-    def prefill(self, tokens: list[int]) -> None:
+    def prefill(self, tokens: list[int], keep: int | None = None) -> None:
         self.tokens = list(tokens)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
