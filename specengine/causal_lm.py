@@ -199,7 +199,8 @@ class CausalLM:
 
         Returns the last one's logits, [vocabulary], if any, and the features of all, as `forward` does.
         """
-        logits, seen = None, []
+        logits = None
+        seen: list[Tensor] = []
         for first in range(0, len(tokens), PREFILL_ROWS):
             piece = torch.tensor(tokens[first : first + PREFILL_ROWS], device=self.device)
             rows, length = len(piece), cache.length
@@ -210,9 +211,9 @@ class CausalLM:
                 piece, positions, cache, length, visibility, features=features, last_only=True
             )
             cache.length += rows
-            seen.append(states)
-        joined = torch.cat(seen) if features and seen else None
-        return None if logits is None else logits[-1], joined
+            if states is not None:
+                seen.append(states)
+        return None if logits is None else logits[-1], torch.cat(seen) if seen else None
 
     def forward(
         self,

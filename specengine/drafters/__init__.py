@@ -79,7 +79,7 @@ class Drafter(ABC):
 
 
 def scratch_mask(tree: TokenTree, nodes: Tensor, slots: Tensor, committed: int) -> Tensor:
-    """What nodes see of a draft's cache: every committed slot and, of the scratch behind, their ancestors and themselves.
+    """What nodes see of a draft's cache: the committed slots and, of the scratch, their ancestors and themselves.
 
     nodes: int64 [rows]; slots: int64 [m], the node in each scratch slot. Returns bool [rows, committed + m].
     """
