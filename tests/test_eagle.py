@@ -440,7 +440,7 @@ def test_agreement_finds_the_right_layers() -> None:
     tokens = torch.randint(VOCABULARY, (80,), generator=torch.Generator().manual_seed(2)).tolist()
     head = trained_head(model, (2, 3, 4), tokens)
     head.config = replace(head.config, layer_ids=(1, 2, 3))  # as if the ids counted otherwise
-    measured = {found.name: found for found in one_step_agreement(head, CausalLM(model), tokens)}
+    measured = {found.name: found for found in one_step_agreement(head, CausalLM(model), [tokens])}
     read, right = measured["as read"], measured["as read, + 1"]
     assert right.layer_ids == (2, 3, 4)
     assert right.agreement > 0.9 > read.agreement

@@ -61,24 +61,30 @@ def conventions(config: EagleConfig, layers: int) -> dict[str, tuple[int, ...]]:
 
 
 @torch.inference_mode()
-def one_step_agreement(head: EagleHead, target: CausalLM, tokens: list[int]) -> list[Convention]:
-    """Each convention's hits over `tokens` (at least 3; the target's own text is best), in order of `conventions`."""
+def one_step_agreement(head: EagleHead, target: CausalLM, texts: list[list[int]]) -> list[Convention]:
+    """Each convention's hits over all texts, in order of `conventions`.
+
+    texts: token ids, at least 3 each; those that the target wrote itself are what drafts are made for.
+    """
     by_name = conventions(head.config, target.layers)
-    read = tuple(sorted({i for ids in by_name.values() for i in ids}))
-    target.prepare_features(read)
-    device, count = target.device, len(tokens)
-    ids, positions = torch.tensor(tokens, device=device), torch.arange(count, device=device)
-    cache = target.new_cache(count)
-    logits, features = target.forward(ids, positions, cache, 0, causal_rows(count, 0, device), features=read)
+    target.prepare_features(tuple({i for ids in by_name.values() for i in ids}))
+    hits = [_hits(head, target, text, list(by_name.values())) for text in texts]
+    pooled = torch.cat(hits, dim=1)
+    return [Convention(name, ids, row) for (name, ids), row in zip(by_name.items(), pooled, strict=True)]
+
+
+def _hits(head: EagleHead, target: CausalLM, text: list[int], candidates: list[tuple[int, ...]]) -> Tensor:
+    """bool [candidates, rows]: whether the head's best token after each token but the first is the target's."""
+    device, count = target.device, len(text)
+    tokens, positions = torch.tensor(text, device=device), torch.arange(count, device=device)
+    read = tuple(sorted({i for ids in candidates for i in ids}))
+    visibility = causal_rows(count, 0, device)
+    logits, features = target.forward(tokens, positions, target.new_cache(count), 0, visibility, features=read)
     assert features is not None
     state_of = dict(zip(read, features.chunk(len(read), dim=-1), strict=True))
-    wanted = logits[1:].argmax(-1)
-    embeddings = embed(head, target, ids[1:])
-    measured = []
-    for name, chosen in by_name.items():
-        side_by_side = torch.cat([state_of[i] for i in chosen], dim=-1)
-        measured.append(Convention(name, chosen, _guesses(head, target, side_by_side, embeddings) == wanted))
-    return measured
+    embeddings = embed(head, target, tokens[1:])
+    side_by_side = (torch.cat([state_of[i] for i in ids], dim=-1) for ids in candidates)
+    return torch.stack([_guesses(head, target, states, embeddings) for states in side_by_side]) == logits[1:].argmax(-1)
 
 
 def _guesses(head: EagleHead, target: CausalLM, features: Tensor, embeddings: Tensor) -> Tensor:

@@ -114,11 +114,11 @@ class _Reader:
         common = self._layer(raw)
         layer = PREFIXES["official", 3] if version == 3 else {}
         names = {with_prefix(name, layer) for name in self.names}
-        biases = {part: f"layers.0.self_attn.{part}_proj.bias" in names for part in "qo"}
-        if raw.get("attention_bias") and not any(biases.values()):
+        biased = [part for part in "qkvo" if f"layers.0.self_attn.{part}_proj.bias" in names]
+        if raw.get("attention_bias") and not biased:
             # SpecForge copies the field from the target's config and makes none.
             self.notes.append("attention_bias is set, but there are no biases: taken as none")
-        common |= {"qkv_bias": bool(raw.get("qkv_bias", biases["q"])), "o_bias": biases["o"]}
+        common |= {"qkv_bias": bool(raw.get("qkv_bias", set(biased) - {"o"})), "o_bias": "o" in biased}
         if version == 1:
             return EagleConfig(version=1, **common, fc_bias=bool(raw.get("bias", True)))
         return EagleConfig(version=3, **common, **self._variants(), norm_logits=self._norm_logits())
