@@ -168,17 +168,52 @@ class CausalLM:
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(self._layers, self._heads, self._head_size, capacity, dtype=self._dtype, device=self.device)
 
-    def extend(self, cache: KVCache, tokens: list[int]) -> Tensor | None:
-        """Run `tokens` after the committed ones and commit them; the last one's logits, [vocabulary], if any."""
+    @property
+    def layers(self) -> int:
+        return self._layers
+
+    def head(self, states: Tensor) -> Tensor:
+        """The bare language-model head: logits, [..., vocabulary], of states behind the final norm."""
+        return self._runs.get_output_embeddings()(states)
+
+    @torch.inference_mode()
+    def prepare_features(self, ids: tuple[int, ...]) -> None:
+        """Make ready for `features=ids`; UnsupportedModelError where the model does not give these hidden states."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        # The first such call may install hooks. On the original: a packed twin would install them a second time.
+        out = self.model(input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, output_hidden_states=True)
+        count = len(getattr(out, "hidden_states", None) or ())
+        if count != self._layers + 1 or not all(0 <= i < count for i in ids):
+            raise UnsupportedModelError(
+                f"{_name(self.model)}: hidden states {', '.join(map(str, ids))} were asked for, it gives {count}; the "
+                f"draft needs a model of {self._layers} layers that gives {self._layers + 1}"
+            )
+        if self._packed is not None:
+            self._packed.copy_again()
+        self.refresh()
+
+    def extend(
+        self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = ()
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run `tokens` after the committed ones and commit them.
+
+        Returns the last one's logits, [vocabulary], if any, and the features of all, as `forward` does.
+        """
         logits = None
+        seen: list[Tensor] = []
         for first in range(0, len(tokens), PREFILL_ROWS):
             piece = torch.tensor(tokens[first : first + PREFILL_ROWS], device=self.device)
             rows, length = len(piece), cache.length
             cache.reserve(length + rows)
             positions = torch.arange(length, length + rows, device=self.device)
-            logits = self.forward(piece, positions, cache, length, _causal(rows, length, self.device), last_only=True)
+            visibility = causal_rows(rows, length, self.device)
+            logits, states = self.forward(
+                piece, positions, cache, length, visibility, features=features, last_only=True
+            )
             cache.length += rows
-        return None if logits is None else logits[-1]
+            if states is not None:
+                seen.append(states)
+        return None if logits is None else logits[-1], torch.cat(seen) if seen else None
 
     def forward(
         self,
@@ -188,16 +223,21 @@ class CausalLM:
         start: int,
         visibility: Visibility,
         *,
+        features: tuple[int, ...] = (),
         last_only: bool = False,
-    ) -> Tensor:
-        """Logits of `tokens`, [rows, vocabulary] (one row with `last_only`), in the model's dtype.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of `tokens`, [rows, vocabulary] (one row with `last_only`), and their features, in the model's dtype.
 
         tokens, positions: int64 [rows]. Keys and values go to cache slots start to start + rows; `visibility` is
         over slots 0 to start + rows. Positions past the context end are clamped: such rows can never be committed.
+        features: indices of transformers' `hidden_states` (i: what layer i reads, 0-based; the last: behind the final
+        norm), given side by side as [rows, len(features) * hidden size], or None where there are none.
         """
         began = time.perf_counter()
         rows = tokens.shape[0]
         arguments: dict[str, Any] = {"use_cache": True}
+        if features:
+            arguments["output_hidden_states"] = True
         if last_only and "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = 1
         if "position_ids" in self._accepts:
@@ -208,8 +248,9 @@ class CausalLM:
             # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
             arguments |= {"attention_mask": self._dummy_mask, "tree": visibility}
         out = self._runs(input_ids=tokens[None], past_key_values=_SlabView(cache, start, rows), **arguments)
+        states = torch.cat([out.hidden_states[i][0] for i in features], dim=-1) if features else None
         self.seconds += time.perf_counter() - began
-        return out.logits[0]
+        return out.logits[0], states
 
     def _additive(self, visibility: Visibility, rows: int, start: int) -> Tensor:
         mask = visibility.mask
@@ -286,8 +327,8 @@ class CausalLM:
             depths.append(depths[parent] + 1)
         row_ids = torch.tensor(tokens, device=self.device)
         mask = ops.tree_mask(ancestors, len(tokens))
-        logits = self.forward(row_ids, torch.tensor(depths, device=self.device), cache, 0, Visibility(mask))[-1]
-        return logits.float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf
+        logits, _ = self.forward(row_ids, torch.tensor(depths, device=self.device), cache, 0, Visibility(mask))
+        return logits[-1].float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -333,7 +374,8 @@ def context_limit(config: Any) -> int:
     return int(limit)
 
 
-def _causal(rows: int, before: int, device: torch.device) -> Visibility:
+def causal_rows(rows: int, before: int, device: torch.device) -> Visibility:
+    """Visibility of `rows` consecutive tokens behind `before` others."""
     if rows == 1:
         return Visibility()
     return Visibility(causal=True) if before == 0 else Visibility(_lower_right(rows, before, device))

@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from specengine.tree import TokenTree
 
 
@@ -35,6 +37,7 @@ class Cycle:
     path     accepted node ids, the root (0) first
     tokens   the committed tokens: those of path[1:], then the bonus token (cut short at a stop)
     drafted  draft nodes proposed before the policy's `keep`, root excluded
+    features the target's hidden states of the tree's nodes, [nodes, features * hidden size], where the draft reads them
     """
 
     tree: TokenTree
@@ -42,6 +45,7 @@ class Cycle:
     tokens: list[int]
     seconds: Seconds
     drafted: int = 0
+    features: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def accepted(self) -> int:

@@ -101,7 +101,8 @@ class Engine:
         """Load a target with its draft and policy.
 
         model   a Hugging Face id, a local path or a loaded model; None is the embedded default model
-        draft   `ngram`, `none`, the id or path of a smaller model, a loaded model or a Drafter; None is the best known
+        draft   `ngram`, `none`, the id or path of a smaller model or an EAGLE head, a loaded model or a Drafter; None
+                is the best known
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
         options dtype, device, tokenizer, draft_options, policy_options, offline, trust_remote_code
@@ -184,8 +185,10 @@ class Engine:
         budget = self.policy.budget if self.policy is not None else 1
         self.target.reserve(len(prompt) + stopper.left, budget)
         known = prompt[:-1]
-        stats.num_cached_prompt_tokens = self.target.cached(known)
-        features = self.target.prefill(known)
+        self.target.want_features(self.drafter.features if self.drafter is not None else ())
+        kept = min(self.target.cached(known), self.drafter.cached(known) if self.drafter is not None else len(known))
+        stats.num_cached_prompt_tokens = kept
+        features = self.target.prefill(known, kept)
         if self.drafter is not None:
             self.drafter.begin(known, features)
         return run
@@ -197,14 +200,14 @@ class Engine:
         tree, drafted = draft_tree(run.root, self.drafter, self.policy, seconds, self.target.device)
 
         clock = time.perf_counter()
-        logits, _ = self.target.verify(tree)
+        logits, features = self.target.verify(tree)
         seconds.verify = -clock + (clock := time.perf_counter())
         path, tokens = walk(tree, run.sampler.chooser(logits, run.history), run.commit)
         seconds.walk = -clock + (clock := time.perf_counter())
         if not tokens:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")
         self.target.commit(tree, path)
-        cycle = Cycle(tree, path, tokens, seconds, drafted)
+        cycle = Cycle(tree, path, tokens, seconds, drafted, features)
         if self.drafter is not None and self.policy is not None:
             self.drafter.observe(cycle)
             self.policy.observe(cycle)

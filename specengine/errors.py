@@ -17,6 +17,10 @@ class TokenizerMismatchError(SpecEngineError):
     """Draft and target do not share a vocabulary."""
 
 
+class CheckpointError(SpecEngineError):
+    """A draft head's files are damaged, incomplete or ambiguous; the message lists what is wrong."""
+
+
 class ModelFetchError(SpecEngineError):
     """The embedded default model could not be fetched: offline, no pip, or not the expected file."""
 

@@ -6,15 +6,21 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from specengine import drafters, models, policies, registry
+from specengine.causal_lm import CausalLM
 from specengine.drafters import Drafter
+from specengine.drafters.eagle import Eagle, require_fit
 from specengine.drafters.small_model import SmallModel, check_tokenizers
 from specengine.errors import InputError, UnsupportedModelError
+from specengine.models import checkpoints, dialects
+from specengine.models.eagle_head import head_from
 from specengine.policies import TreePolicy
 from specengine.targets.huggingface import HuggingFaceTarget
 
@@ -34,7 +40,7 @@ class LoadOptions:
     dtype              auto (as stored), bfloat16, float16, float32 or a torch.dtype
     device             a torch device; by default cuda where there is one, and the target's for a draft
     tokenizer          for a target given as a loaded model; by default that of its name
-    draft_options      options of a draft given by name
+    draft_options      options of a draft given by name or path
     policy_options     options of a policy given by name
     offline            never use a network
     trust_remote_code  run modeling code from a model's repository
@@ -72,6 +78,14 @@ class LoadOptions:
 
 
 @dataclass(frozen=True)
+class HeadOptions:
+    """How an EAGLE head's config is read where it cannot be taken at its word (see models.checkpoints.load_head)."""
+
+    producer: str | None = None
+    layer_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Parts:
     """What an engine is made of."""
 
@@ -92,11 +106,37 @@ def load(
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
     target_model, tokenizer = _model_and_tokenizer(model, options, options.tokenizer)
+    target = HuggingFaceTarget(target_model, pack=options.pack)
     draft_options = dataclasses.replace(options, device=target_model.device)
-    drafter = None if policy == "plain" else _drafter(draft, target_model, tokenizer, draft_options)
-    return Parts(
-        HuggingFaceTarget(target_model, pack=options.pack), drafter, _policy(policy, drafter, options), tokenizer
-    )
+    drafter = None if policy == "plain" else _drafter(draft, target, tokenizer, draft_options)
+    return Parts(target, drafter, _policy(policy, drafter, options), tokenizer)
+
+
+def load_eagle(folder: Path, target: CausalLM, options: HeadOptions, *, pack: bool | None = None) -> Eagle:
+    """The EAGLE head in `folder` as a draft for `target`, in its dtype and on its device."""
+    producer, layer_ids = cast(Any, options.producer), options.layer_ids
+    config, state, _ = checkpoints.load_head(folder, producer=producer, layer_ids=layer_ids)
+    require_fit(config, target)
+    head = head_from(config, state, target.model.dtype, target.device)
+    return Eagle(head, target, name=folder.name, pack=pack)
+
+
+def head_folder(draft: str, *, offline: bool = False) -> Path | None:
+    """The folder of the EAGLE head with this path or Hub id, fetched if need be; None where it is no head."""
+    if Path(draft).is_dir():
+        return Path(draft) if checkpoints.is_head(draft) else None
+    try:
+        config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
+        if not dialects.names_head(config):
+            return None
+        for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+            missing = {"_raise_exceptions_for_missing_entries": False}
+            file = cached_file(draft, name, local_files_only=offline, **missing)
+            if file is not None and name != "config.json":
+                return Path(file).parent
+    except OSError:
+        return None  # whoever loads it as a model says why it cannot be had
+    return None
 
 
 def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
@@ -113,11 +153,15 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
         raise InputError("policy_options: they need a policy given by name")
     if draft == "ngram":
         registry.build(registry.find(drafters, Drafter, "ngram", "draft"), options.draft_options, "draft ngram")  # type: ignore[type-abstract]
+    elif isinstance(draft, str) and draft not in PLAIN:
+        registry.build(HeadOptions, options.draft_options, "draft_options")
     elif options.draft_options:
-        raise InputError("draft_options: they need a draft given by name, known are ngram")
+        raise InputError(
+            "draft_options: they need a draft given by name, known are ngram, or the path of an EAGLE head"
+        )
 
 
-def _drafter(draft: Any, target: PreTrainedModel, tokenizer: Any, options: LoadOptions) -> Drafter | None:
+def _drafter(draft: Any, target: HuggingFaceTarget, tokenizer: Any, options: LoadOptions) -> Drafter | None:
     if isinstance(draft, str) and draft in PLAIN:
         return None
     if isinstance(draft, Drafter):
@@ -125,10 +169,17 @@ def _drafter(draft: Any, target: PreTrainedModel, tokenizer: Any, options: LoadO
     if draft is None or draft == "ngram":
         cls = registry.find(drafters, Drafter, "ngram", "draft")  # type: ignore[type-abstract]
         return registry.build(cls, options.draft_options, "draft ngram")
+    if isinstance(draft, str) and draft != models.embedded.NAME:
+        folder = head_folder(draft, offline=options.offline)
+        if folder is not None:
+            head_options = registry.build(HeadOptions, options.draft_options, "draft_options")
+            return load_eagle(folder, target.lm, head_options, pack=options.pack)
+    if options.draft_options:
+        raise InputError(f"draft_options: draft {draft!r} has none, it is no EAGLE head")
     model, draft_tokenizer = _model_and_tokenizer(draft, options)
     if model.device != target.device:
         raise InputError(f"draft: it is on {model.device}, the target on {target.device}; both must be on one device")
-    vocab_size = target.get_input_embeddings().weight.shape[0]
+    vocab_size = target.vocab_size
     if tokenizer is not None and draft_tokenizer is not None:
         check_tokenizers(draft_tokenizer, tokenizer)
     elif model.get_input_embeddings().weight.shape[0] != vocab_size:

@@ -39,15 +39,20 @@ class Packed:
     def __init__(self, model: nn.Module) -> None:
         self._original = model
         self._versions: list[tuple[int, int]] = []
+        self._layers: dict[int, PackedLinear] = {}
         self._twin = model
 
     def model(self) -> nn.Module:
         versions = [(linear.weight.data_ptr(), linear.weight._version) for linear in packable(self._original)]
         if versions != self._versions:
-            packed: dict[int, PackedLinear] = {}
-            self._twin = twin(self._original, lambda module: _packed(module, packed))
+            self._layers = {}
+            self.copy_again()
             self._versions = versions
         return self._twin
+
+    def copy_again(self) -> None:
+        """Take in what was changed on the modules themselves (hooks, say); packed weights are kept."""
+        self._twin = twin(self._original, lambda module: _packed(module, self._layers))
 
 
 def worth_packing(model: nn.Module) -> bool:

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import specengine
 from specengine import engine
-from specengine.cli import arguments, chat, main, make_parser, terminal
+from specengine.cli import arguments, chat, inspection, main, make_parser, terminal
+from specengine.models.agreement import Convention
+from specengine.models.checkpoints import save_head
 from tests.test_checking import accept_blindly
-from tests.toy import byte_tokenizer, tiny
+from tests.toy import byte_tokenizer, head_config, random_state, tiny
 
 PROMPT = "the cat and the dog and the cat"
 ANSI = re.compile(r"\x1b\[\d+m")
@@ -377,6 +380,58 @@ def test_inspect_says_whether_the_embedded_model_is_there(
     cache = json.loads(capsys.readouterr().out)["cache"]
     assert cache["folder"] == str(tmp_path)
     assert cache[specengine.models.embedded.NAME].startswith(state)
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> str:
+    config = head_config(layer_ids=(0, 1, 1))
+    save_head(config, random_state(config), tmp_path / "head")
+    return str(tmp_path / "head")
+
+
+def test_inspect_describes_a_head(folder: str, head: str, capsys: Any) -> None:
+    assert main(["inspect", "--json", "--model", folder, "--draft", head]) == 0
+    draft = json.loads(capsys.readouterr().out)["draft"]
+    assert draft["dialect"] == "EAGLE-3, official layout, fields as specforge means them"
+    assert "fc.weight float32 [32, 96]" in draft["tensors"]
+    assert "head_dim=8" in draft["config"]
+    assert re.fullmatch(r"0\.\d{3} with hidden states 0, 1, 1", draft["agreement"]["as read"])
+    assert main(["inspect", "--model", folder, "--draft", head]) == 0
+    assert re.search(r"agreement, as read +0\.\d{3} with hidden states 0, 1, 1\n", capsys.readouterr().out)
+
+
+def test_inspect_warns_of_layers_that_are_counted_otherwise(
+    folder: str, head: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hits = torch.arange(100) % 2 == 0
+    measured = [Convention("as read", (0, 1, 1), hits), Convention("as read, + 1", (1, 2, 2), torch.ones_like(hits))]
+    monkeypatch.setattr(inspection, "one_step_agreement", lambda *_: measured)
+    assert main(["inspect", "--model", folder, "--draft", head]) == 0
+    assert capsys.readouterr().err == (
+        "specengine: warning: the draft agrees with the target more often (1.000 instead of 0.500) when it reads "
+        "hidden states 1, 2, 2 instead of 0, 1, 1; pass --draft-option layer_ids=1,2,2\n"
+    )
+
+
+def test_inspect_shows_a_head_of_another_model_without_measuring_it(folder: str, head: str, capsys: Any) -> None:
+    assert main(["inspect", "--model", folder, "--draft", head, "--draft-option", "layer_ids=2,16,29"]) == 0
+    out, err = capsys.readouterr()
+    assert "fc.weight" in out
+    assert "agreement" not in out
+    assert "hidden states 2, 16, 29; a target of 2 layers has 0 to 1 before its final norm; its agreement" in err
+
+
+def test_inspect_refuses_what_is_no_head(folder: str, capsys: Any) -> None:
+    assert main(["inspect", "--model", folder, "--draft", folder]) == 2
+    assert "is no folder or Hub id of an EAGLE head" in capsys.readouterr().err
+
+
+def test_generate_drafts_with_a_head(folder: str, head: str, capsys: Any) -> None:
+    answers = []
+    for draft in (["--draft", head], ["--policy", "plain"]):
+        assert main(["generate", "--model", folder, *draft, "--max-new-tokens", "12", PROMPT]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
 
 
 # ---- check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from specengine import policies
 from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step
+from specengine.models.eagle_head import EagleConfig, EagleHead, head_from, make_head
 from specengine.policies import TreePolicy
 from specengine.targets import Target
 from specengine.tree import TokenTree
@@ -97,7 +98,7 @@ class ToyTarget(Target):
     def reserve(self, tokens: int, scratch: int) -> None:
         self.reserved = (tokens, scratch)
 
-    def prefill(self, tokens: list[int]) -> None:
+    def prefill(self, tokens: list[int], keep: int | None = None) -> None:
         self.tokens = list(tokens)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
@@ -336,3 +337,43 @@ class RecordingStreamer:
 def hooked(module: torch.nn.Module, change: Callable[[Tensor], Tensor]) -> Any:
     """Pass the module's output through `change`; a context manager, as torch's hook handles are."""
     return module.register_forward_hook(lambda _module, _inputs, output: change(output))
+
+
+# ---------------------------------------------------------------------------------------------------- draft heads
+
+
+def head_config(version: Literal[1, 3] = 3, model: PreTrainedModel | None = None, **changes: Any) -> EagleConfig:
+    """The config of a small head for `model`, by default one of `tiny`'s; an EAGLE-3 head drafts 200 of its tokens."""
+    hidden_size = 32 if model is None else model.config.hidden_size
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 40,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "target_hidden_size": hidden_size,
+        "vocab_size": VOCABULARY,
+        "draft_vocab_size": VOCABULARY if version == 1 else 200,
+    }
+    return EagleConfig(version=version, **(sizes | changes))
+
+
+def random_state(config: EagleConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Random float32 weights with which attention matters, and a random map of the vocabulary."""
+    random = torch.Generator().manual_seed(seed)
+    gain = 0.7 if config.version == 1 else 1.5  # nothing normalises EAGLE-1's states as they are fed back
+    state = make_head(config).state_dict()
+    for name, tensor in state.items():
+        if name == "d2t":
+            ids = torch.randperm(config.vocab_size, generator=random)[: len(tensor)].sort().values
+            state[name] = ids - torch.arange(len(tensor))
+        elif "norm" in name:
+            state[name] = 0.5 + torch.rand(tensor.shape, generator=random)
+        else:
+            state[name] = torch.randn(tensor.shape, generator=random) * gain / tensor.shape[-1] ** 0.5
+    return state
+
+
+def tiny_head(config: EagleConfig, seed: int = 0) -> EagleHead:
+    """A random float32 head."""
+    return head_from(config, random_state(config, seed), torch.float32, CPU)

@@ -55,10 +55,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_draft_arguments(parser: argparse.ArgumentParser, *, several_policies: bool = False) -> None:
     group = parser.add_argument_group("draft and policy")
-    group.add_argument("--draft", help="ngram, none, or the id or path of a smaller model with the same tokenizer")
     group.add_argument(
-        "--draft-option", type=key_value, action="append", default=[], metavar="KEY=VALUE", help="repeatable"
+        "--draft", help="ngram, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer"
     )
+    add_draft_option(group)
     known = ", ".join(policies.names())
     if several_policies:
         group.add_argument("--policy", action="append", help=f"{known} (default: the draft's); repeatable")
@@ -72,6 +72,12 @@ def add_draft_arguments(parser: argparse.ArgumentParser, *, several_policies: bo
         default=[],
         metavar="KEY=VALUE",
         help="option of the policy named by --policy, repeatable; `specengine inspect` lists them",
+    )
+
+
+def add_draft_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--draft-option", type=key_value, action="append", default=[], metavar="KEY=VALUE", help="repeatable"
     )
 
 

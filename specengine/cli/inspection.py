@@ -10,7 +10,7 @@ import json
 import platform
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,17 +18,38 @@ import specengine
 from specengine import drafters, models, ops, policies, registry
 from specengine.checking import huggingface_target
 from specengine.cli import arguments as shared
+from specengine.cli.terminal import say
 from specengine.drafters import Drafter
+from specengine.drafters.eagle import require_fit
 from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.loading import HeadOptions, head_folder
 from specengine.models import store
+from specengine.models.agreement import Convention, one_step_agreement
+from specengine.models.checkpoints import load_head
+from specengine.models.dialects import listed
+from specengine.models.eagle_head import head_from
 from specengine.policies import TreePolicy
 
-HELP = "show versions, devices, backends, policies, drafts and, with --model, a model"
+HELP = "show versions, devices, backends, policies, drafts and, with --model and --draft, a model and an EAGLE head"
+# What the target continues, so that a head's agreement with it is measured on text of the target's own.
+OPENINGS = (
+    "Explain why the sky is blue and why sunsets are red.",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "How do I sort a list of names by last name in Python?",
+)
+OPENING_TOKENS = 64  # new tokens per opening
 PACKAGES = ("torch", "transformers", "triton", "flash-attn")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--draft",
+        metavar="PATH",
+        help="an EAGLE head: its layout, its tensors, and how often its first guess is the next token of --model",
+    )
+    shared.add_draft_option(parser)
     shared.add_model_arguments(parser)
 
 
@@ -42,8 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
         "policies": _variants(policies, TreePolicy, "policy"),
         "drafters": _variants(drafters, Drafter, "draft"),
     }
-    if arguments.model is not None:
-        found["model"] = _model(arguments)
+    engine = None
+    if arguments.model is not None or arguments.draft is not None:
+        engine = Engine.from_pretrained(arguments.model, policy="plain", **shared.load_options(arguments))
+        found["model"] = _model(arguments.model or models.embedded.NAME, engine)
+    if arguments.draft is not None and engine is not None:
+        found["draft"] = _draft(arguments, engine)
     print(json.dumps(found, ensure_ascii=False, default=str) if arguments.json else "\n".join(_lines(found)))
     return 0
 
@@ -106,11 +131,10 @@ def _default_policy(cls: type) -> dict[str, Any] | None:
     return {"name": name, **options}
 
 
-def _model(arguments: argparse.Namespace) -> dict[str, Any]:
-    engine = Engine.from_pretrained(arguments.model, policy="plain", **shared.load_options(arguments))
+def _model(name: str, engine: Engine) -> dict[str, Any]:
     target = huggingface_target(engine.target)
     return {
-        "name": arguments.model,
+        "name": name,
         "type": target.model.config.model_type,
         "parameters": sum(weights.numel() for weights in target.model.parameters()),
         "dtype": str(target.model.dtype).removeprefix("torch."),
@@ -122,6 +146,56 @@ def _model(arguments: argparse.Namespace) -> dict[str, Any]:
         "packed weights": target.lm.packed,
         "chat template": bool(getattr(engine.tokenizer, "chat_template", None)),
     }
+
+
+def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    folder = head_folder(arguments.draft, offline=arguments.offline)
+    if folder is None:
+        raise InputError(f"draft: {arguments.draft} is no folder or Hub id of an EAGLE head")
+    options = registry.build(HeadOptions, dict(arguments.draft_option), "draft_options")
+    config, state, dialect = load_head(folder, producer=cast(Any, options.producer), layer_ids=options.layer_ids)
+    described = {
+        "name": arguments.draft,
+        "dialect": str(dialect),
+        "notes": list(dialect.notes),
+        "parameters": sum(tensor.numel() for name, tensor in state.items() if name != "d2t"),
+        "tensors": [
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in state.items()
+        ],
+        "config": [f"{name}={value}" for name, value in dataclasses.asdict(config).items()],
+    }
+    target = huggingface_target(engine.target)
+    try:
+        require_fit(config, target.lm)
+    except InputError as error:
+        say(
+            f"specengine: warning: {error}; its agreement with {arguments.model or 'the default model'} is not measured"
+        )
+        return described
+    head = head_from(config, state, target.model.dtype, target.device)
+    measured = one_step_agreement(head, target.lm, _texts(engine))
+    _warn(measured)
+    layers = {one.name: f"{one.agreement:.3f} with hidden states {listed(one.layer_ids)}" for one in measured}
+    return described | {"agreement": layers}
+
+
+def _texts(engine: Engine) -> list[list[int]]:
+    """Token ids of the openings and of what the target makes of them."""
+    texts = []
+    for opening in OPENINGS:
+        answer = engine.stream(opening, max_new_tokens=OPENING_TOKENS, temperature=0.0)
+        texts.append([*answer.prompt, *answer.run().token_ids])
+    return texts
+
+
+def _warn(measured: list[Convention]) -> None:
+    read, best = measured[0], max(measured, key=lambda one: one.agreement)
+    if best.surely_better_than(read):
+        say(
+            f"specengine: warning: the draft agrees with the target more often ({best.agreement:.3f} instead of "
+            f"{read.agreement:.3f}) when it reads hidden states {listed(best.layer_ids)} instead of "
+            f"{listed(read.layer_ids)}; pass --draft-option layer_ids={','.join(map(str, best.layer_ids))}"
+        )
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
@@ -138,6 +212,12 @@ def _entry(name: str, value: Any) -> Iterator[str]:
             yield f"  {'':<22}{_assignments(value['options'])}"
         if value["default policy"]:
             yield f"  {'':<22}default policy: {_assignments(value['default policy'])}"
+    elif isinstance(value, list):
+        for index, line in enumerate(value):
+            yield f"  {'' if index else name:<22}{line}"
+    elif isinstance(value, dict) and name == "agreement":
+        for convention, line in value.items():
+            yield f"  {name + ', ' + convention:<28}{line}"
     elif isinstance(value, dict):
         for op, backend in value.items():
             others = ", ".join(backend["available"])

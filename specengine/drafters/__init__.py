@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from specengine import ops, registry
@@ -48,10 +49,18 @@ class Drafter(ABC):
     name: str
     default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("eagle", {})
     model_seconds: float = 0.0  # spent in model forwards, ever
+    features: tuple[int, ...] = ()  # the target's hidden states that it reads, numbered as in transformers
+
+    def cached(self, tokens: list[int]) -> int:
+        """Of how many of the first `tokens` it needs no features (again)."""
+        return len(tokens)
 
     @abstractmethod
-    def begin(self, prompt: list[int], features: Any = None) -> None:
-        """Take in a prompt; state of an earlier one is reused as far as its tokens agree."""
+    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
+        """Take in a prompt; state of an earlier one is reused as far as its tokens agree.
+
+        features: of the prompt's last tokens, [rows, features * hidden size]; at least of those beyond `cached`.
+        """
 
     @abstractmethod
     def step(self, tree: TokenTree, nodes: Tensor) -> Step:
@@ -67,6 +76,16 @@ class Drafter(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget everything."""
+
+
+def scratch_mask(tree: TokenTree, nodes: Tensor, slots: Tensor, committed: int) -> Tensor:
+    """What nodes see of a draft's cache: the committed slots and, of the scratch, their ancestors and themselves.
+
+    nodes: int64 [rows]; slots: int64 [m], the node in each scratch slot. Returns bool [rows, committed + m].
+    """
+    mask = torch.ones(nodes.shape[0], committed + slots.shape[0], dtype=torch.bool, device=nodes.device)
+    mask[:, committed:] = ops.tree_mask(tree.ancestors[nodes], tree.size)[:, slots]
+    return mask
 
 
 def names() -> list[str]:

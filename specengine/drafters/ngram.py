@@ -44,7 +44,7 @@ class NGram(Drafter):
                 f"draft ngram.shortest, longest: got {self.shortest}, {self.longest}, accepted 1 <= shortest <= longest"
             )
 
-    def begin(self, prompt: list[int], features: Any = None) -> None:
+    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         if common_prefix(self._tokens, prompt) < len(self._tokens):
             self.reset()
         self._extend(prompt[len(self._tokens) :])

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine import ops
 from specengine.causal_lm import CausalLM, Visibility
 from specengine.cycle import Cycle
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter, Step, scratch_mask
 from specengine.errors import TokenizerMismatchError, UnsupportedModelError
 from specengine.targets import common_prefix
 from specengine.tree import TokenTree
@@ -42,7 +41,7 @@ class SmallModel(Drafter):
     def model_seconds(self) -> float:  # type: ignore[override]
         return self.lm.seconds
 
-    def begin(self, prompt: list[int], features: Any = None) -> None:
+    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         self.lm.refresh()
         kept = min(common_prefix(self._tokens, prompt), self.cache.length)
         self.cache.crop(kept)
@@ -69,7 +68,7 @@ class SmallModel(Drafter):
         self.cache.reserve(self.cache.length + len(pending) + 1 + tree.capacity)
         # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.
         known = [min(token, self.lm.vocab_size - 1) for token in (*pending, int(tree.tokens[0]))]
-        logits = self.lm.extend(self.cache, known)
+        logits, _ = self.lm.extend(self.cache, known)
         assert logits is not None
         self.cache.length -= 1  # the root is not committed yet: its slot is the first of the scratch
         return logits[None]
@@ -77,11 +76,11 @@ class SmallModel(Drafter):
     def _step_nodes(self, tree: TokenTree, nodes: Tensor) -> Tensor:
         length, used = self.cache.length, self._slots.shape[0]
         self._slots = torch.cat([self._slots, nodes])
-        mask = torch.ones(nodes.shape[0], length + self._slots.shape[0], dtype=torch.bool, device=nodes.device)
-        mask[:, length:] = ops.tree_mask(tree.ancestors[nodes], tree.size)[:, self._slots]
-        return self.lm.forward(
-            tree.tokens[nodes], tree.depths[nodes] + length, self.cache, length + used, Visibility(mask)
+        visibility = Visibility(scratch_mask(tree, nodes, self._slots, length))
+        logits, _ = self.lm.forward(
+            tree.tokens[nodes], tree.depths[nodes] + length, self.cache, length + used, visibility
         )
+        return logits
 
     def _accepted_slots(self, tokens: list[int]) -> list[int]:
         """Scratch slots of the root and of the committed tokens that were drafted from."""

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specengine.errors import UnsupportedModelError
 from specengine.tree import TokenTree
 
 
 class Target(ABC):
     """The model whose tokens are committed. It owns its KV cache; `tokens` are those the cache holds.
 
-    `features` in the results are the hidden states that trained drafts read, None where no draft asks for them.
+    `features` in the results are the hidden states that a trained draft reads, float [rows, features * hidden size];
+    None where none are wanted.
     """
 
     tokens: list[int]
@@ -32,16 +34,22 @@ class Target(ABC):
         """How many of `tokens` the cache holds already."""
         return common_prefix(self.tokens, tokens)
 
-    @abstractmethod
-    def prefill(self, tokens: list[int]) -> Any:
-        """Make the cache hold `tokens`, reusing what it holds of them; returns their features.
+    def want_features(self, ids: tuple[int, ...]) -> None:
+        """Give these hidden states from now on, numbered as in transformers' `hidden_states`; () is none."""
+        if ids:
+            raise UnsupportedModelError(f"{type(self).__name__}: gives no hidden states, and this draft reads them")
 
+    @abstractmethod
+    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
+        """Make the cache hold `tokens`; returns the features of those that were run.
+
+        The first `keep` tokens, which the cache must hold, are not run again; by default all that it holds are not.
         No logits: the engine leaves out the prompt's last token, which becomes the root of the first tree.
         """
 
     @abstractmethod
-    def verify(self, tree: TokenTree) -> tuple[Tensor, Any]:
-        """Logits of every node given its own path, [nodes, vocabulary]."""
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        """Logits of every node given its own path, [nodes, vocabulary], and the nodes' features."""
 
     @abstractmethod
     def commit(self, tree: TokenTree, path: list[int]) -> None:

@@ -21,6 +21,7 @@ class HuggingFaceTarget(Target):
         self.lm = CausalLM(model, pack=pack)
         self.cache = self.lm.new_cache(1)
         self.tokens: list[int] = []
+        self._features: tuple[int, ...] = ()
         self.max_context = self.lm.max_context
         self.vocab_size = self.lm.vocab_size
 
@@ -43,15 +44,21 @@ class HuggingFaceTarget(Target):
     def reserve(self, tokens: int, scratch: int) -> None:
         self.cache.reserve(tokens + scratch)
 
-    def prefill(self, tokens: list[int]) -> None:
+    def want_features(self, ids: tuple[int, ...]) -> None:
+        if ids and ids != self._features:
+            self.lm.prepare_features(ids)
+        self._features = ids
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         self.lm.refresh()
-        kept = self.cached(tokens)
+        kept = self.cached(tokens) if keep is None else keep
         self.cache.crop(kept)
         self.tokens = tokens[:kept]
-        self.lm.extend(self.cache, tokens[kept:])
+        _, features = self.lm.extend(self.cache, tokens[kept:], self._features)
         self.tokens = list(tokens)
+        return features
 
-    def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         length = self.cache.length
         self.cache.reserve(length + tree.size)
         visibility = Visibility()
@@ -59,7 +66,9 @@ class HuggingFaceTarget(Target):
             mask = torch.ones(tree.size, length + tree.size, dtype=torch.bool, device=self.device)
             mask[:, length:] = ops.tree_mask(tree.ancestors, tree.size)
             visibility = Visibility(mask)
-        return self.lm.forward(tree.tokens, tree.depths + length, self.cache, length, visibility), None
+        return self.lm.forward(
+            tree.tokens, tree.depths + length, self.cache, length, visibility, features=self._features
+        )
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         tokens = tree.tokens[path].tolist()

@@ -1,0 +1,317 @@
+"""The networks of EAGLE drafts: one decoder layer that predicts the target's hidden states, and so its tokens.
+
+Serving, training and measuring run these modules; they differ in the attention function that they hand in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# query [..., heads, rows, head size], key and value [..., KV heads, rows, head size] of the rows at hand, rotated by
+# their positions; returns [..., heads, rows, head size]. Keys and values of earlier rows are the function's own.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the length
+DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Sizes and variants of an EAGLE draft head.
+
+    version              1 (EAGLE-1 and -2, HASS: one hidden state, the target's own head) or 3 (EAGLE-3)
+    target_hidden_size   channels of each hidden state of the target that is read
+    vocab_size           of the target; `draft_vocab_size` is that of the draft's own head
+    rope                 as transformers' `rope_parameters`: rope_type, rope_theta, what the type needs
+    layer_ids            hidden states read by EAGLE-3, numbered as transformers does; None: `default_layer_ids`
+    own_embeddings       the head brings token embeddings, else it reads the target's
+    fc_bias              of the fusion layer
+    qkv_bias, o_bias     of the attention's projections
+    qk_norm              RMSNorm of queries and keys per head, as in Qwen3
+    fusion_norm          RMSNorm before EAGLE-3's fusion layer: of each hidden state, or of the whole of them
+    norm_before_residual the residual is the normalised input instead of the input itself
+    norm_logits          logits are read behind the final norm
+    norm_recurrent       what a node hands to its children is the state behind the final norm
+
+    The two last differ by producer: `norm_output` of SpecForge is the former, that of speculators the latter.
+    Sources: Li et al. 2024 (EAGLE, EAGLE-2), 2025 (EAGLE-3); their code and that of SpecForge and speculators.
+    """
+
+    version: Literal[1, 3]
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": DEFAULT_THETA})
+    max_position_embeddings: int = 2048
+    layer_ids: tuple[int, ...] | None = None
+    own_embeddings: bool = False
+    fc_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    fusion_norm: Literal["none", "each", "whole"] = "none"
+    norm_before_residual: bool = False
+    norm_logits: bool = True
+    norm_recurrent: bool = False
+
+    @property
+    def num_features(self) -> int:
+        """Hidden states of the target that are read."""
+        if self.version == 1:
+            return 1
+        return 3 if self.layer_ids is None else len(self.layer_ids)
+
+    def feature_ids(self, layers: int) -> tuple[int, ...]:
+        """The hidden states read of a target with so many layers; EAGLE-1 reads the one behind the final norm."""
+        if self.version == 1:
+            return (layers,)
+        return default_layer_ids(layers) if self.layer_ids is None else self.layer_ids
+
+
+def default_layer_ids(layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's low, middle and high hidden state: what layers 2, L/2 and L - 3 (0-based) read."""
+    return 2, layers // 2, layers - 3
+
+
+def make_head(config: EagleConfig) -> EagleHead:
+    """The network, with freshly initialised weights."""
+    return Eagle1Head(config) if config.version == 1 else Eagle3Head(config)
+
+
+def head_from(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> EagleHead:
+    """The network with these weights (see models.checkpoints), ready to serve."""
+    with torch.device("meta"):
+        head = make_head(config)
+    head.load_state_dict(dict(state), assign=True)
+    return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of a whole sequence: each row sees itself and the rows before it."""
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+class EagleHead(nn.Module, ABC):
+    """A draft head. Row i pairs the target's hidden state at position i with token i + 1 and predicts token i + 2.
+
+    Tensors may carry any leading dimensions. A row's `hidden` is `fuse` of the target's features where they are
+    known, and the parent's recurrent state, which `forward` returns, where they are not.
+    """
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.rope = Rope(config)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype  # type: ignore[union-attr,return-value]
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features, [..., rows, features * target hidden size], as `hidden`."""
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Recurrent states [..., rows, hidden size] of rows.
+
+        hidden, embeddings: [..., rows, hidden size], of the row's feature and of its token; positions: int64
+        [..., rows], those of the features.
+        """
+
+    @abstractmethod
+    def logits(self, recurrent: Tensor) -> Tensor | None:
+        """Logits [..., rows, draft vocabulary]; None where the target's head reads the recurrent states."""
+
+    def target_ids(self) -> Tensor | None:
+        """int64 [draft vocabulary]: the target's token of each column; None where they are the same."""
+        return None
+
+
+class Eagle1Head(EagleHead):
+    """EAGLE-1 and -2, HASS and TALF: predicts the state behind the target's final norm; the target's head reads it."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList([DecoderLayer(config, config.hidden_size)])
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        fused = self.fc(torch.cat([embeddings, hidden], dim=-1))
+        return self.layers[0](fused, fused, self.rope(positions, fused.dtype), attend)
+
+    def logits(self, recurrent: Tensor) -> None:
+        return None
+
+
+class Eagle3Head(EagleHead):
+    """EAGLE-3: fuses several hidden states of the target, and reads logits over a vocabulary of its own."""
+
+    d2t: Tensor | None
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        width = config.num_features * config.target_hidden_size
+        self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias)
+        if config.fusion_norm == "whole":
+            self.input_norm = _norm(width, config)
+        elif config.fusion_norm == "each":
+            self.fc_norm = nn.ModuleList(_norm(config.target_hidden_size, config) for _ in range(config.num_features))
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.norm = _norm(config.hidden_size, config)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        # Offsets, not ids: column d stands for target token d + d2t[d].
+        part = config.draft_vocab_size < config.vocab_size
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if part else None)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if self.config.fusion_norm == "whole":
+            features = self.input_norm(features)
+        elif self.config.fusion_norm == "each":
+            parts = features.chunk(self.config.num_features, dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(features)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        out = self.layers[0](hidden, embeddings, self.rope(positions, hidden.dtype), attend)
+        return self.norm(out) if self.config.norm_recurrent else out
+
+    def logits(self, recurrent: Tensor) -> Tensor:
+        normed = self.config.norm_recurrent or not self.config.norm_logits
+        return self.lm_head(recurrent if normed else self.norm(recurrent))
+
+    def target_ids(self) -> Tensor | None:
+        return None if self.d2t is None else self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+
+
+class DecoderLayer(nn.Module):
+    """Llama's decoder layer without its input norm."""
+
+    def __init__(self, config: EagleConfig, width: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, width)
+        self.post_attention_layernorm = _norm(config.hidden_size, config)
+        self.mlp = Mlp(config)
+
+    def forward(self, inputs: Tensor, residual: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """inputs: [..., rows, width]; residual, and what is returned: [..., rows, hidden size]."""
+        out = residual + self.self_attn(inputs, rotation, attend)
+        return out + self.mlp(self.post_attention_layernorm(out))
+
+
+class Eagle3Layer(DecoderLayer):
+    """Attends over the normalised embedding and hidden state side by side."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = _norm(config.hidden_size, config)
+        self.hidden_norm = _norm(config.hidden_size, config)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        return super().forward(inputs, normed if self.norm_before_residual else hidden, rotation, attend)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; who sees whom is up to `attend`."""
+
+    def __init__(self, config: EagleConfig, width: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.o_bias)
+        self.q_norm = _norm(config.head_dim, config) if config.qk_norm else nn.Identity()
+        self.k_norm = _norm(config.head_dim, config) if config.qk_norm else nn.Identity()
+
+    def forward(self, inputs: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        query = _rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation)
+        key = _rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation)
+        out = attend(query, key, self._heads(self.v_proj(inputs)))
+        return self.o_proj(out.transpose(-3, -2).flatten(-2))
+
+    def _heads(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(states)) * self.up_proj(states))
+
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [..., 1, rows, head size]
+
+
+class Rope:
+    """Rotary positions with the draft's own parameters, never the target's; frequencies stay float32 in any model."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        self._config = config
+        self._frequencies: Tensor | None = None
+        self._scale = 1.0
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            frequencies, self._scale = _rope_frequencies(self._config)
+            self._frequencies = frequencies.to(positions.device)
+        half = positions[..., None].float() * self._frequencies
+        angles = torch.cat([half, half], dim=-1).unsqueeze(-3)
+        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+
+
+def _rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
+    """Radians per position, float32 [head size / 2], and the factor on cosines and sines."""
+    if config.rope["rope_type"] == "default":
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return 1.0 / config.rope["rope_theta"] ** exponents, 1.0
+    as_llama = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope),
+    )
+    return ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](as_llama, torch.device("cpu"))
+
+
+def _rotate(states: Tensor, rotation: Rotation) -> Tensor:
+    cosines, sines = rotation
+    first, second = states.chunk(2, dim=-1)
+    return states * cosines + torch.cat([-second, first], dim=-1) * sines
+
+
+def _norm(size: int, config: EagleConfig) -> nn.RMSNorm:
+    return nn.RMSNorm(size, eps=config.rms_norm_eps)

@@ -1,0 +1,456 @@
+"""EAGLE heads as drafts: each tree node's logits, what a cycle leaves behind, and answers equal to plain decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specengine import policies
+from specengine.causal_lm import CausalLM
+from specengine.cycle import Cycle, Seconds
+from specengine.drafters import Step
+from specengine.drafters.eagle import Eagle
+from specengine.engine import Engine
+from specengine.errors import InputError, UnsupportedModelError
+from specengine.models.agreement import Convention, conventions, one_step_agreement
+from specengine.models.eagle_head import EagleConfig, EagleHead, Rope, causal, default_layer_ids, head_from, make_head
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.tree import TokenTree
+from tests.toy import (
+    CPU,
+    VOCABULARY,
+    RandomShape,
+    Tables,
+    ToyTarget,
+    byte_tokenizer,
+    head_config,
+    policy_for,
+    random_state,
+    tiny,
+    tiny_head,
+)
+
+PROMPT = [*range(40, 52)]
+LAYERS = 6
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+VARIANTS: dict[str, EagleConfig] = {
+    "eagle-1": head_config(1),
+    "eagle-1 fc bias": head_config(1, fc_bias=True, own_embeddings=True),
+    "eagle-1 qkv bias": head_config(1, qkv_bias=True, num_kv_heads=4),
+    "eagle-3": head_config(),
+    "eagle-3 whole vocabulary": head_config(draft_vocab_size=VOCABULARY),
+    "eagle-3 llama3": head_config(rope=LLAMA3, layer_ids=(0, 1, 4)),
+    "eagle-3 yarn": head_config(rope=YARN, head_dim=16, num_kv_heads=1),
+    "eagle-3 qwen3 layer": head_config(qk_norm=True, norm_before_residual=True, qkv_bias=True, o_bias=True),
+    "eagle-3.1": head_config(fusion_norm="each", norm_recurrent=True, own_embeddings=True),
+    "eagle-3 norm before fc": head_config(fusion_norm="whole", layer_ids=(1, 3)),
+    "eagle-3 bare logits": head_config(norm_logits=False),
+    "eagle-3 own width": head_config(hidden_size=24, own_embeddings=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def deep(family: str = "llama", **changes: Any) -> PreTrainedModel:
+    """A tiny model with layers enough for EAGLE-3."""
+    return tiny(family, num_hidden_layers=LAYERS, **changes)
+
+
+def drafter_for(target: HuggingFaceTarget, config: EagleConfig, seed: int = 0) -> Eagle:
+    return Eagle(tiny_head(config, seed), target.lm)
+
+
+# ---------------------------------------------------------------------------------------------------- tree nodes
+
+
+@torch.inference_mode()
+def dense_logits(head: EagleHead, model: PreTrainedModel, tokens: list[int], below: int) -> Tensor:
+    """The head's logits after `tokens`, of which the last `below` stand below the root; nothing is cached.
+
+    Rows whose token stands below the root have no feature of the target's: each is run again with all rows before
+    it, on the recurrent state of the row before (algorithms: EAGLE, section 4).
+    """
+    known = len(tokens) - below - 1  # tokens before the root
+    states = model(input_ids=torch.tensor([tokens[:known]]), output_hidden_states=True).hidden_states
+    features = torch.cat([states[i][0] for i in head.config.feature_ids(len(states) - 1)], dim=-1)
+    hidden = head.fuse(features)
+    table = head.embed_tokens if head.config.own_embeddings else model.get_input_embeddings()
+    embeddings = embedding(torch.tensor(tokens[1:]), table.weight)
+    while True:
+        rows = len(hidden)
+        recurrent = head(hidden[None], embeddings[None, :rows], torch.arange(rows)[None], causal)[0, -1:]
+        if rows == len(tokens) - 1:
+            break
+        hidden = torch.cat([hidden, recurrent])
+    logits = head.logits(recurrent)
+    return (model.get_output_embeddings()(recurrent) if logits is None else logits)[0]
+
+
+class Checking(Eagle):
+    """Compares each node's logits with the dense ones, and offers what the target will choose, to be accepted."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.worst, self.checked, self.depths = 0.0, 0, set[int]()
+
+    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
+        stable = self.cache.slab[:, :, :, : self.cache.length].clone()
+        step = super().step(tree, nodes)
+        assert torch.equal(self.cache.slab[:, :, :, : stable.shape[3]], stable)
+        if step.normalized:
+            return step
+        self.depths.add(len(set(tree.depths[nodes].tolist())))
+        model = self.target.model
+        rows = []
+        for row, node in enumerate(nodes.tolist()):
+            path = tree.path_tokens(node)
+            tokens = [*self._tokens, int(tree.tokens[0]), *path]
+            expected = dense_logits(self.head, model, tokens, len(path))
+            error = (step.logits[row] - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+            self.worst = max(self.worst, float(error))
+            self.checked += 1
+            rows.append(model(torch.tensor([tokens])).logits[0, -1] * 0.5)
+        return Step(torch.stack(rows))  # often right, so that paths of all lengths are accepted
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_nodes_logits_equal_a_dense_recomputation_of_its_path(variant: str) -> None:
+    """Nodes of mixed depth, over many cycles in which paths of all lengths are committed."""
+    target = HuggingFaceTarget(deep())
+    draft = Checking(tiny_head(VARIANTS[variant]), target.lm)
+    result = Engine(target, draft, RandomShape(seed=1, most=3)).generate(PROMPT, max_new_tokens=28)
+    assert result.token_ids == Engine(target, None, None).generate(PROMPT, max_new_tokens=28).token_ids
+    assert draft.worst < 1e-4
+    assert draft.checked > 40
+    assert max(draft.depths) > 1
+    assert len(result.stats.acceptance_histogram) > 2
+    assert draft.cache.length + len(draft._pending) == len(draft._tokens) == len(target.tokens)
+
+
+@torch.inference_mode()
+def test_drafting_leaves_the_stable_rows_bit_identical_whatever_the_scratch_holds() -> None:
+    target = HuggingFaceTarget(deep())
+    answers = []
+    for poison in (0.0, float("nan")):
+        draft = drafter_for(target, head_config())
+        target.want_features(draft.features)
+        target.reset()
+        target.reserve(64, 32)
+        draft.begin(PROMPT, target.prefill(PROMPT))
+        draft.cache.reserve(256)
+        draft.cache.slab[:, :, :, draft.cache.length :] = poison
+        rows = []
+        for cycle in range(3):
+            tree = TokenTree.root(7 + cycle, 32)
+            for passes in range(4):
+                frontier = torch.arange(max(passes > 0, tree.size - 3), tree.size)
+                step = draft.step(tree, frontier)
+                rows.append(step.logits.clone())
+                step.add_best_children(tree, frontier, 2)
+                tree.passes += 1
+            stable = draft.cache.slab[:, :, :, : draft.cache.length].clone()
+            _, features = target.verify(tree)
+            target.commit(tree, [0, 1])
+            draft.observe(Cycle(tree, [0, 1], [int(tree.tokens[1]), 9], Seconds(), features=features))
+            assert torch.equal(draft.cache.slab[:, :, :, : stable.shape[3]], stable)
+        answers.append(torch.cat(rows))
+    assert torch.equal(*answers)
+
+
+def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = HuggingFaceTarget(deep())
+    prompt = [(7 * i) % VOCABULARY for i in range(40)]
+    logits = []
+    for rows in (1024, 7):
+        monkeypatch.setattr("specengine.causal_lm.PREFILL_ROWS", rows)
+        draft = drafter_for(target, head_config())
+        target.want_features(draft.features)
+        target.reset()
+        with torch.inference_mode():
+            draft.begin(prompt, target.prefill(prompt))
+            logits.append(draft.step(TokenTree.root(3, 4), torch.tensor([0])).logits)
+    assert (logits[0] - logits[1]).abs().max() < 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("policy", [*sorted(set(policies.names()) - {"plain"}), "random"])
+@pytest.mark.parametrize("version", [1, 3])
+def test_answers_equal_plain_decoding(policy: str, version: Any) -> None:
+    target = HuggingFaceTarget(deep())
+    engine = Engine(target, drafter_for(target, head_config(version)), policy_for(policy))
+    plain = Engine(HuggingFaceTarget(deep()), None, None)
+    for options in ({}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 5}):
+        expected = plain.generate(PROMPT, max_new_tokens=20, **options)
+        assert engine.generate(PROMPT, max_new_tokens=20, **options).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gpt2", "gpt_neox", "phi", "gemma"])
+def test_any_family_gives_its_hidden_states(family: str) -> None:
+    model = deep(family)
+    target = HuggingFaceTarget(model)
+    engine = Engine(target, drafter_for(target, head_config(3, model)), policies.make("fixed", branching=(2, 2)))
+    plain = Engine(HuggingFaceTarget(deep(family)), None, None).generate(PROMPT, max_new_tokens=12)
+    assert engine.generate(PROMPT, max_new_tokens=12).token_ids == plain.token_ids
+    with torch.inference_mode():
+        states = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+        target.want_features((1, LAYERS))
+        target.reset()
+        features = target.prefill(PROMPT)
+    assert (features - torch.cat([states[1][0], states[LAYERS][0]], -1)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("prompt", [[5], [5, 6]])
+@pytest.mark.parametrize("version", [1, 3])
+def test_the_shortest_prompts(prompt: list[int], version: Any) -> None:
+    target = HuggingFaceTarget(deep())
+    engine = Engine(
+        target, drafter_for(target, head_config(version)), policies.make("eagle", width=2, expansions=1, budget=6)
+    )
+    plain = Engine(target, None, None).generate(prompt, max_new_tokens=10)
+    assert engine.generate(prompt, max_new_tokens=10).token_ids == plain.token_ids
+
+
+def test_turns_reuse_what_target_and_draft_both_hold() -> None:
+    target = HuggingFaceTarget(deep())
+    draft = Checking(tiny_head(head_config()), target.lm)
+    tokenizer = byte_tokenizer()
+    session = Engine(target, draft, RandomShape(seed=3), tokenizer).session()
+    for turn, text in enumerate(("Hi", "And now?", "Bye")):
+        expected_messages = [*session.messages, {"role": "user", "content": text}]
+        result = session.generate(text, max_new_tokens=7)
+        fresh = Engine(HuggingFaceTarget(deep()), None, None, tokenizer).generate(expected_messages, max_new_tokens=7)
+        assert result.token_ids == fresh.token_ids
+        assert (result.stats.num_cached_prompt_tokens > 0) == (turn > 0)
+    assert draft.worst < 1e-4
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 11, 12, 14])
+@torch.inference_mode()
+def test_a_prompt_that_leaves_the_last_one_is_run_again_from_there(cut: int) -> None:
+    """`cut` tokens agree; the row before them was run with a token that is gone."""
+    target = HuggingFaceTarget(deep())
+    draft = drafter_for(target, head_config())
+    engine = Engine(target, draft, policies.make("fixed", branching=(2, 1)))
+    engine.generate(PROMPT, max_new_tokens=3)
+    held = list(target.tokens)
+    prompt = [*held[:cut], 99, 98, 97]
+    kept = min(target.cached(prompt), draft.cached(prompt))
+    assert kept >= cut - 1
+    draft.begin(prompt, target.prefill(prompt, kept))
+    logits = draft.step(TokenTree.root(3, 8), torch.tensor([0])).logits[0]
+    assert (logits - dense_logits(draft.head, target.model, [*prompt, 3], 0)).abs().max() < 1e-4
+
+
+def test_packed_targets_and_heads_draft_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 on this machine")
+    for version in (1, 3):
+        config = head_config(version)  # type: ignore[arg-type]
+        answers, drafted = [], []
+        for pack in (False, True):
+            target = HuggingFaceTarget(deep().to(torch.bfloat16), pack=pack)
+            head = head_from(config, random_state(config), torch.bfloat16, CPU)
+            draft = Eagle(head, target.lm, pack=pack)
+            engine = Engine(target, draft, policies.make("eagle", width=3, expansions=2, budget=12))
+            result = engine.generate(PROMPT, max_new_tokens=16)
+            answers.append(result.token_ids)
+            drafted.append(result.stats.acceptance_histogram)
+            states = target.model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+            assert len(states) == LAYERS + 1  # the hooks that give them stand on the shared layers once
+        assert answers[0] == answers[1]
+        assert drafted[0] == drafted[1]
+
+
+def test_a_draft_without_features_asks_for_none() -> None:
+    model = deep()
+    engine = Engine.from_pretrained(model, "ngram")
+    asked: list[bool] = []
+    model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: asked.append(bool(kwargs.get("output_hidden_states"))), with_kwargs=True
+    )
+    cycles = [piece.cycle for piece in engine.stream(PROMPT, max_new_tokens=8)]
+    assert asked
+    assert not any(asked)
+    assert all(cycle.features is None for cycle in cycles)
+
+
+def test_engines_may_share_a_target() -> None:
+    target = HuggingFaceTarget(deep())
+    plain = Engine(target, None, None)
+    engine = Engine(target, drafter_for(target, head_config()), policies.make("chain", length=3))
+    expected = plain.generate(PROMPT, max_new_tokens=12).token_ids
+    for _ in range(2):
+        assert engine.generate(PROMPT, max_new_tokens=12).token_ids == expected
+        assert plain.generate(PROMPT, max_new_tokens=12).token_ids == expected
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+def test_targets_that_give_no_hidden_states_are_refused() -> None:
+    target = HuggingFaceTarget(deep())
+    engine = Engine(ToyTarget(Tables(VOCABULARY)), drafter_for(target, head_config()), policies.make("chain", length=2))
+    with pytest.raises(UnsupportedModelError, match="ToyTarget: gives no hidden states, and this draft reads them"):
+        engine.generate(PROMPT)
+    with pytest.raises(UnsupportedModelError, match="hidden states 9 were asked for, it gives 7"):
+        target.want_features((9,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_hidden_size": 48}, "made for a target with hidden size 48, this one has 32"),
+        ({"vocab_size": 300}, "made for a target with vocabulary 300, this one has 260"),
+        (
+            {"layer_ids": (1, 3, 6)},
+            "reads hidden states 1, 3, 6; a target of 6 layers has 0 to 5 before its final norm",
+        ),
+    ],
+)
+def test_heads_of_other_targets_are_refused(changes: dict[str, Any], message: str) -> None:
+    config = head_config(**changes)
+    with pytest.raises(InputError, match=message):
+        Eagle(tiny_head(config), CausalLM(deep()))
+
+
+def test_features_must_be_given() -> None:
+    target = HuggingFaceTarget(deep())
+    draft = drafter_for(target, head_config())
+    with pytest.raises(InputError, match="features: of 0 of 12 tokens they are known, got 12"):
+        draft.begin(PROMPT)
+    with pytest.raises(InputError, match="features: an EAGLE draft needs a target that gives its hidden states"):
+        draft.observe(Cycle(TokenTree.root(1), [0], [2], Seconds()))
+
+
+# ---------------------------------------------------------------------------------------------------- the network
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN, {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, None])
+def test_rotary_positions_are_those_of_transformers(rope: dict[str, Any] | None) -> None:
+    rope = rope or {"rope_type": "default", "rope_theta": 20000.0}
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=32, num_attention_heads=4, head_dim=8, max_position_embeddings=256, rope_parameters=rope
+        )
+    )
+    positions = torch.arange(0, 200, 7)[None]
+    expected = theirs(torch.zeros(1), positions)
+    ours = Rope(head_config(rope=rope, max_position_embeddings=256))(positions, torch.float32)
+    for mine, reference in zip(ours, expected, strict=True):
+        assert torch.equal(mine[:, 0], reference)
+
+
+@torch.inference_mode()
+def test_wrong_parameters_change_the_logits() -> None:
+    """What a loader could get wrong without an error of the network's own."""
+    config, model = head_config(), deep()
+    right = dense_logits(tiny_head(config), model, [*PROMPT, 3], 0)
+    for changes in (
+        {"rope": {"rope_type": "default", "rope_theta": 500000.0}},
+        {"rope": LLAMA3},
+        {"layer_ids": tuple(i + 1 for i in default_layer_ids(LAYERS))},
+        {"norm_logits": False},
+        {"norm_before_residual": True},
+        {"rms_norm_eps": 1e-1},
+    ):
+        wrong = head_from(replace(config, **changes), random_state(config), torch.float32, CPU)  # type: ignore[arg-type]
+        assert (dense_logits(wrong, model, [*PROMPT, 3], 0) - right).abs().max() > 1e-3
+    recurrent = head_from(replace(config, norm_recurrent=True), random_state(config), torch.float32, CPU)
+    below = [dense_logits(head, model, [*PROMPT, 3, 4], 1) for head in (tiny_head(config), recurrent)]
+    assert (below[0] - below[1]).abs().max() > 1e-3
+
+
+def test_a_head_trains() -> None:
+    """The serving module takes gradients and batches."""
+    for version in (1, 3):
+        config = head_config(version)  # type: ignore[arg-type]
+        head = make_head(config)
+        features = torch.randn(2, 9, config.num_features * 32)
+        states = head(head.fuse(features), torch.randn(2, 9, 32), torch.arange(9).expand(2, 9), causal)
+        logits = head.logits(states)
+        (states if logits is None else logits).sum().backward()
+        assert all(parameter.grad is not None for parameter in head.parameters() if logits is not None)
+        assert head.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+
+
+# ---------------------------------------------------------------------------------------------------- agreement
+
+
+def test_conventions_are_distinct_and_possible() -> None:
+    assert conventions(head_config(), 32) == {
+        "as read": (2, 16, 29),
+        "as read, + 1": (3, 17, 30),
+        "as read, - 1": (1, 15, 28),
+    }
+    found = conventions(head_config(layer_ids=(1, 15, 28)), 32)
+    assert found["as read, + 1"] == (2, 16, 29)
+    assert found["EAGLE, + 1"] == (3, 17, 30)
+    assert (0, 14, 27) in found.values()
+    assert conventions(head_config(layer_ids=(0, 5)), 6) == {"as read": (0, 5)}
+    assert conventions(head_config(1), 6) == {"as read": (6,)}
+
+
+def trained_head(model: PreTrainedModel, ids: tuple[int, ...], tokens: list[int]) -> EagleHead:
+    """A head fitted to say the target's next token after each of `tokens` from these hidden states."""
+    config = head_config(3, model, draft_vocab_size=VOCABULARY, layer_ids=ids)
+    head = make_head(config)
+    torch.manual_seed(0)
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    out = model(torch.tensor([tokens]), output_hidden_states=True)
+    features = torch.cat([out.hidden_states[i][0] for i in ids], -1).detach()
+    wanted = out.logits[0, 1:].argmax(-1)
+    embeddings = model.get_input_embeddings()(torch.tensor(tokens[1:])).detach()
+    optimizer = torch.optim.Adam(head.parameters(), 0.01)
+    for _ in range(60):
+        states = head(head.fuse(features[:-1])[None], embeddings[None], torch.arange(len(wanted))[None], causal)
+        loss = torch.nn.functional.cross_entropy(head.logits(states)[0], wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head.eval()
+
+
+def test_agreement_finds_the_right_layers() -> None:
+    model = deep()
+    tokens = torch.randint(VOCABULARY, (80,), generator=torch.Generator().manual_seed(2)).tolist()
+    head = trained_head(model, (2, 3, 4), tokens)
+    head.config = replace(head.config, layer_ids=(1, 2, 3))  # as if the ids counted otherwise
+    measured = {found.name: found for found in one_step_agreement(head, CausalLM(model), [tokens])}
+    read, right = measured["as read"], measured["as read, + 1"]
+    assert right.layer_ids == (2, 3, 4)
+    assert right.agreement > 0.9 > read.agreement
+    assert right.surely_better_than(read)
+    assert not read.surely_better_than(right)
+    assert not right.surely_better_than(right)
+
+
+def test_a_lucky_row_is_no_better_convention() -> None:
+    some = torch.zeros(50, dtype=torch.bool)
+    other = some.clone()
+    other[3] = True
+    assert not Convention("b", (1,), other).surely_better_than(Convention("a", (0,), some))
