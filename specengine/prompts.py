@@ -99,8 +99,3 @@ class TextStream:
             return ""
         self._start, self._end = self._end, len(self._tokens)
         return now[len(before) :]
-
-    def finish(self) -> str:
-        """What is still held back."""
-        before = self._decode(self._tokens[self._start : self._end])
-        return self._decode(self._tokens[self._start :])[len(before) :]

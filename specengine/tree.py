@@ -118,8 +118,6 @@ class TokenTree:
 
         nodes: int64 [m], ascending, with the root first and closed under parent; ValueError otherwise.
         """
-        if nodes.shape[0] == self.size == self.capacity:
-            return self
         parents = self._parents[nodes]
         renumbered = torch.full((self.size + 1,), -1, dtype=torch.int64, device=self.device)
         renumbered[nodes] = torch.arange(nodes.shape[0], device=self.device)
