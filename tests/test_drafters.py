@@ -25,12 +25,7 @@ from tests.toy import VOCABULARY, RandomShape, Tables, ToyTarget, byte_tokenizer
 PROMPT = [*range(40, 52)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def proposed(draft: Drafter, root: int, path: Sequence[int] = ()) -> dict[int, float]:

@@ -64,12 +64,7 @@ VARIANTS: dict[str, EagleConfig] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def deep(family: str = "llama", **changes: Any) -> PreTrainedModel:

@@ -39,13 +39,7 @@ POLICIES = [*(name for name in policies.names() if name != "plain"), "random"]
 PROMPT = [*range(40, 56), *range(40, 50)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Tiny models only lose by more, and the real one does where other work runs beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

@@ -43,12 +43,7 @@ PROMPT = [*range(40, 56)]
 POLICIES = [*(name for name in policies.names() if name != "plain"), "random"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache
