@@ -103,9 +103,13 @@ def test_subtree_refuses_another_order(nodes: list[int]) -> None:
         tree.subtree(torch.tensor(nodes))
 
 
-def test_the_whole_of_a_full_tree_is_the_tree_itself() -> None:
+def test_the_whole_of_a_full_tree_is_checked_like_any_other_subtree() -> None:
     tree = random_tree(0, 9, vocabulary=20)
-    assert tree.subtree(torch.arange(9)) is tree
+    whole = tree.subtree(torch.arange(9))
+    for name in ("tokens", "parents", "depths", "log_probs", "path_log_probs", "ancestors"):
+        assert torch.equal(getattr(whole, name), getattr(tree, name))
+    with pytest.raises(ValueError, match="ascending"):
+        tree.subtree(torch.tensor([0, 1, 1, 2, 3, 4, 5, 6, 7]))
 
 
 def test_capacity_is_an_error_not_a_truncation() -> None:
