@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from transformers.utils import logging
 
 import specengine
-from specengine.cli import chat, check, demo, generate, inspection
+from specengine.cli import chat, check, demo, generate, inspection, train
 from specengine.cli.terminal import say
 from specengine.errors import SpecEngineError
 
-COMMANDS = {"generate": generate, "chat": chat, "check": check, "inspect": inspection, "demo": demo}
+COMMANDS = {"generate": generate, "chat": chat, "check": check, "inspect": inspection, "demo": demo, "train": train}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,5 +48,6 @@ def make_parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        if hasattr(module, "run"):  # one with subcommands sets theirs
+            command.set_defaults(run=module.run)
     return parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from specengine import policies
 from specengine.checking import Certificate, certify, huggingface_tokens
 from specengine.cli import arguments as shared
+from specengine.cli.prompt_files import FORMATS, Turns, read_prompts
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.errors import InputError
@@ -28,8 +29,6 @@ PROMPTS = (
     "Translate to French: I would like a table by the window for two people, please.",
 )
 
-Turns = Sequence[str]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="default: a few built-in prompts")
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='.txt: a prompt per line; .jsonl: per line a string, {"prompt": ...} or {"turns": [...]}',
+        help=FORMATS,
     )
     parser.add_argument("--limit", type=int, metavar="N", help="take the first N prompts")
     parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
@@ -150,36 +149,11 @@ def _conversations(arguments: argparse.Namespace) -> list[Turns]:
         raise InputError("prompts: give prompts or a file of them, not both")
     if arguments.limit is not None and arguments.limit < 1:
         raise InputError(f"limit: got {arguments.limit}, accepted 1 or more")
-    found = _read(arguments.prompts) if arguments.prompts else ([text] for text in arguments.prompt or PROMPTS)
+    found = read_prompts(arguments.prompts) if arguments.prompts else ([text] for text in arguments.prompt or PROMPTS)
     conversations = list(islice(found, arguments.limit))
     if not conversations:
         raise InputError(f"prompts: {arguments.prompts} holds none")
     return conversations
-
-
-def _read(file: Path) -> Iterator[Turns]:
-    if file.suffix not in (".txt", ".jsonl"):
-        raise InputError(f"prompts: got {file}, accepted a .txt or a .jsonl file")
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"prompts: {file} cannot be read ({error})") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield [line] if file.suffix == ".txt" else _turns(line, f"{file}, line {number}")
-
-
-def _turns(line: str, where: str) -> Turns:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"prompts: {where} is no JSON ({error})") from error
-    if isinstance(entry, dict):
-        entry = entry.get("turns", entry.get("prompt"))
-    turns = [entry] if isinstance(entry, str) else entry
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise InputError(f'prompts: {where} is neither a string nor an object with "prompt" or "turns"')
-    return turns
 
 
 def _write_file(file: Path, text: str) -> None:

@@ -7,6 +7,7 @@ import time
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
+from transformers import PreTrainedModel
 
 from specengine import causal_lm, ops
 from specengine.cache import KVCache
@@ -140,7 +141,7 @@ class Eagle(Drafter):
     def _run(self, hidden: Tensor, tokens: Tensor, positions: Tensor, start: int, visibility: Visibility) -> Tensor:
         """Recurrent states [rows, hidden size]; keys and values go to slots start to start + rows."""
         attend = _SlabAttention(self.cache, start, visibility)
-        return self._runs(hidden[None], embed(self.head, self.target, tokens)[None], positions[None], attend)[0]
+        return self._runs(hidden[None], embed(self.head, self.target.model, tokens)[None], positions[None], attend)[0]
 
 
 class _SlabAttention:
@@ -159,9 +160,9 @@ class _SlabAttention:
         return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
 
 
-def embed(head: EagleHead, target: CausalLM, tokens: Tensor) -> Tensor:
+def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Token embeddings as the head reads them, [..., hidden size], without a scale that the target may have."""
-    table = head.embed_tokens if head.config.own_embeddings else target.model.get_input_embeddings()
+    table = head.embed_tokens if head.config.own_embeddings else target.get_input_embeddings()
     return embedding(tokens, table.weight).to(head.dtype)
 
 

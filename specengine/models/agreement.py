@@ -82,7 +82,7 @@ def _hits(head: EagleHead, target: CausalLM, text: list[int], candidates: list[t
     logits, features = target.forward(tokens, positions, target.new_cache(count), 0, visibility, features=read)
     assert features is not None
     state_of = dict(zip(read, features.chunk(len(read), dim=-1), strict=True))
-    embeddings = embed(head, target, tokens[1:])
+    embeddings = embed(head, target.model, tokens[1:])
     side_by_side = (torch.cat([state_of[i] for i in ids], dim=-1) for ids in candidates)
     return torch.stack([_guesses(head, target, states, embeddings) for states in side_by_side]) == logits[1:].argmax(-1)
 

@@ -115,6 +115,10 @@ class EagleHead(nn.Module, ABC):
     known, and the parent's recurrent state, which `forward` returns, where they are not.
     """
 
+    fc: nn.Linear
+    layers: nn.ModuleList
+    embed_tokens: nn.Embedding
+
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
@@ -124,7 +128,7 @@ class EagleHead(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype  # type: ignore[union-attr,return-value]
+        return self.fc.weight.dtype
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -138,9 +142,18 @@ class EagleHead(nn.Module, ABC):
         [..., rows], those of the features.
         """
 
-    @abstractmethod
+    def readout(self, recurrent: Tensor) -> Tensor:
+        """What the vocabulary head reads of recurrent states."""
+        return recurrent
+
+    def vocabulary_head(self) -> nn.Linear | None:
+        """The draft's own, [draft vocabulary, hidden size]; None where the target's takes its place."""
+        return None
+
     def logits(self, recurrent: Tensor) -> Tensor | None:
         """Logits [..., rows, draft vocabulary]; None where the target's head reads the recurrent states."""
+        layer = self.vocabulary_head()
+        return None if layer is None else layer(self.readout(recurrent))
 
     def target_ids(self) -> Tensor | None:
         """int64 [draft vocabulary]: the target's token of each column; None where they are the same."""
@@ -161,9 +174,6 @@ class Eagle1Head(EagleHead):
     def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         fused = self.fc(torch.cat([embeddings, hidden], dim=-1))
         return self.layers[0](fused, fused, self.rope(positions, fused.dtype), attend)
-
-    def logits(self, recurrent: Tensor) -> None:
-        return None
 
 
 class Eagle3Head(EagleHead):
@@ -198,9 +208,12 @@ class Eagle3Head(EagleHead):
         out = self.layers[0](hidden, embeddings, self.rope(positions, hidden.dtype), attend)
         return self.norm(out) if self.config.norm_recurrent else out
 
-    def logits(self, recurrent: Tensor) -> Tensor:
+    def readout(self, recurrent: Tensor) -> Tensor:
         normed = self.config.norm_recurrent or not self.config.norm_logits
-        return self.lm_head(recurrent if normed else self.norm(recurrent))
+        return recurrent if normed else self.norm(recurrent)
+
+    def vocabulary_head(self) -> nn.Linear:
+        return self.lm_head
 
     def target_ids(self) -> Tensor | None:
         return None if self.d2t is None else self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)

@@ -1,0 +1,165 @@
+"""Losses against each other: heads of one shape, trained for the same time under each loss, and what they are worth.
+
+`train` makes the heads one after the other; `measure` writes the table: speed-up over plain decoding and acceptance
+length with each tree, accuracy and calibration behind the n-th ranked token, and the share of tree nodes by rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench import provenance, workloads
+from specengine import Engine, models
+from specengine.cycle import Cycle
+from specengine.models.checkpoints import load_head
+from specengine.models.eagle_head import head_from
+from specengine.train.corpus import Corpus
+from specengine.train.diagnostics import by_rank
+from specengine.train.draft import CURVE, LOG, MEASURE_EVERY, STATE, Epochs, TrainOptions, train_draft
+from specengine.train.losses import make_loss
+from specengine.train.teacher import Teacher
+
+# Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.
+LOSSES = {
+    "eagle": make_loss("eagle"),
+    "hass": make_loss("hass", anchors=0.25),
+    "ttt": make_loss("ttt", anchors=0.25),
+    "talf": make_loss("talf", anchors=0.1),
+}
+TREES = {"beam": ("eagle", {"width": 10, "expansions": 6, "budget": 60})}
+OPTIONS = TrainOptions(
+    head="eagle1", intermediate_size=512, batch_tokens=1024, lengths=(512,), keep_gib=0.0, validate_every=10**6
+)
+TRIAL_STEPS = MEASURE_EVERY + 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["train", "measure"])
+    parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--data", type=Path, required=True, help="folder of training text, which holds texts back")
+    parser.add_argument("--heads", type=Path, required=True, help="folder for a head per loss")
+    parser.add_argument("--minutes", type=float, default=10, help="of training, for each loss")
+    parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
+    parser.add_argument("--per-set", type=int, default=5)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
+    if args.what == "train":
+        for name in LOSSES:
+            train(name, model, Corpus.open(args.data), args.heads, args.minutes * 60)
+    else:
+        rows = measure(model, args)
+        for row in rows:
+            print(json.dumps(row))
+        if args.out:
+            provenance.write(args.out, rows)
+
+
+def train(name: str, model: Any, corpus: Corpus, heads: Path, seconds: float) -> None:
+    """Train with as many steps as fit into the time, by the pace of a trial."""
+    with tempfile.TemporaryDirectory() as trial:
+        train_draft(model, corpus, Path(trial), replace(OPTIONS, steps=TRIAL_STEPS), LOSSES[name])
+        began, ended = (entry["seconds"] for entry in _log(Path(trial))[:2])
+    steps = max(1, round(seconds / (ended - began) * (MEASURE_EVERY)))
+    print(f"{name}: {steps} steps", flush=True)
+    options = replace(OPTIONS, steps=steps, save_every=max(1, steps // 10))
+    train_draft(model, corpus, heads / name, options, LOSSES[name], name=models.embedded.NAME, progress=print)
+    final = [entry for entry in _log(heads / name) if "loss" in entry][-1]
+    record = {"steps": steps, "seconds": final["seconds"], "settings": asdict(LOSSES[name])}
+    (heads / name / "training.json").write_text(json.dumps(record) + "\n")
+    for file in (STATE, LOG, CURVE):
+        (heads / name / file).unlink()
+
+
+def _log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+
+
+def measure(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    held_back = Epochs(Corpus.open(args.data), OPTIONS).held_back
+    prompts = workloads.read(args.prompts, args.per_set)
+    plain = Engine.from_pretrained(model, policy="plain")
+    engines: dict[tuple[str, str], Engine] = {}
+    rows: list[dict[str, Any]] = []
+    for name in LOSSES:
+        folder = args.heads / name
+        config, state, _ = load_head(folder)
+        head = head_from(config, state, model.dtype, model.device)
+        teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
+        training = json.loads((folder / "training.json").read_text())
+        ranks = [report.to_dict() for report in by_rank(head, teacher, held_back)]
+        rows.append({"record": "head", "loss": name, **training, "by_rank": ranks})
+        for tree, (policy, options) in TREES.items():
+            engines[name, tree] = Engine.from_pretrained(model, str(folder), policy, policy_options=options)
+    cells = {key: _Cell() for key in engines}
+    for item in prompts:
+        prompt = plain.stream(item.text, max_new_tokens=1).prompt
+        base = _timed(plain, prompt, args.max_new_tokens, None)
+        for key, engine in engines.items():
+            cells[key].add(base, _timed(engine, prompt, args.max_new_tokens, cells[key].ranks))
+    rows += [{"record": "cell", "loss": key[0], "tree": key[1], **cell.summary()} for key, cell in cells.items()]
+    return rows
+
+
+class _Cell:
+    """One loss with one tree, over all prompts."""
+
+    def __init__(self) -> None:
+        self.tokens = self.cycles = 0
+        self.speedups: list[float] = []
+        self.ranks: Counter[int] = Counter()
+
+    def add(self, plain: tuple[float, int, int], timed: tuple[float, int, int]) -> None:
+        seconds, tokens, cycles = timed
+        self.tokens, self.cycles = self.tokens + tokens, self.cycles + cycles
+        self.speedups.append((tokens / seconds) / (plain[1] / plain[0]))
+
+    def summary(self) -> dict[str, Any]:
+        nodes = self.ranks.total()
+        return {
+            "prompts": len(self.speedups),
+            "speedup_over_plain": round(statistics.mean(self.speedups), 3),
+            "mean_acceptance_length": round(self.tokens / self.cycles, 3),
+            "share_of_nodes_by_rank": {rank: round(self.ranks[rank] / nodes, 4) for rank in sorted(self.ranks)},
+        }
+
+
+def _timed(engine: Engine, prompt: list[int], length: int, ranks: Counter[int] | None) -> tuple[float, int, int]:
+    """Seconds, new tokens and cycles of one greedy answer; the drafted nodes' ranks are counted into `ranks`."""
+    began = time.perf_counter()
+    turn = engine.stream(prompt, max_new_tokens=length, temperature=0.0)
+    pieces = list(turn)
+    seconds = time.perf_counter() - began
+    if ranks is not None:
+        for piece in pieces:
+            ranks.update(_ranks(piece.cycle))
+    return seconds, turn.stats.num_generated_tokens, turn.stats.num_spec_steps
+
+
+def _ranks(cycle: Cycle) -> list[int]:
+    """Each drafted node's rank among what was proposed behind its parent, from 1; the tree keeps them in order, and a
+    node is never kept without those that rank before it."""
+    seen: Counter[int] = Counter()
+    ranks = []
+    for parent in cycle.tree.parents[1:].tolist():
+        seen[parent] += 1
+        ranks.append(seen[parent])
+    return ranks
+
+
+if __name__ == "__main__":
+    main()

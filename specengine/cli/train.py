@@ -1,0 +1,184 @@
+"""specengine train: text written by a model, and drafts trained on it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specengine.cli import arguments as shared
+from specengine.cli.prompt_files import FORMATS, read_prompts
+from specengine.cli.terminal import say
+from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.registry import build
+from specengine.train.corpus import Corpus
+from specengine.train.draft import TrainOptions, train_draft
+from specengine.train.losses import LOSSES, Loss
+from specengine.train.recipes import RECIPES, find_recipe
+from specengine.train.synthesis import SynthesisOptions, write_corpus
+
+HELP = "train a draft for a model, on text that the model writes itself"
+POLL_SECONDS = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="WHAT")
+    data = commands.add_parser("data", help="let the target write training text", allow_abbrev=False)
+    _add_text_arguments(data)
+    data.set_defaults(run=run_data)
+    draft = commands.add_parser("draft", help="train an EAGLE head", allow_abbrev=False)
+    _add_draft_arguments(draft)
+    draft.set_defaults(run=run_draft)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    recipes = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
+    parser.add_argument("--recipe", default="cpu-small", help=f"{recipes} (default: cpu-small)")
+    parser.add_argument("--target", metavar="MODEL", help="a Hugging Face id or a local path (default: the embedded)")
+    parser.add_argument("--dtype", default="auto", help="auto (as stored), bfloat16, float16 or float32")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument("--offline", action="store_true", help="never use a network")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
+
+
+def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="goes on where it stopped if there is text already")
+    _add_common(parser)
+    parser.add_argument(
+        "-o", "--option", type=shared.key_value, action="append", default=[], metavar="KEY=VALUE",
+        help=f"of {', '.join(asdict(SynthesisOptions()))}; repeatable",
+    )  # fmt: skip
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own to mix in. {FORMATS}")
+    parser.add_argument(
+        "--part", type=_part, default=(0, 1), metavar="I/N", help="write the I-th of N parts, N such commands at a time"
+    )
+
+
+def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the head; goes on if a training stopped there")
+    _add_common(parser)
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="text to train on (default: it is written meanwhile)"
+    )
+    parser.add_argument("--loss", help=f"{', '.join(LOSSES)} (default: the recipe's)")
+    for short, name, of in (("-o", "option", TrainOptions()), ("-l", "loss-option", LOSSES["ttt"])):
+        known = [key for key in asdict(of) if key != "name"]
+        parser.add_argument(
+            short, f"--{name}", type=shared.key_value, action="append", default=[], metavar="KEY=VALUE",
+            help=f"of {', '.join(known)}; repeatable",
+        )  # fmt: skip
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected I/N with I from 1 to N")
+    return int(index) - 1, int(count)
+
+
+def run_data(arguments: argparse.Namespace) -> int:
+    recipe = find_recipe(arguments.recipe)
+    options: SynthesisOptions = build(SynthesisOptions, asdict(recipe.text) | dict(arguments.option), "option")
+    prompts = list(read_prompts(arguments.prompts)) if arguments.prompts else []
+    engine = _load(arguments)
+    write_corpus(
+        engine.target.model,  # type: ignore[attr-defined]
+        engine.tokenizer,
+        arguments.folder,
+        options,
+        name=_name(engine),
+        prompts=prompts,
+        part=arguments.part,
+        progress=say,
+    )
+    print(arguments.folder)
+    return 0
+
+
+def run_draft(arguments: argparse.Namespace) -> int:
+    recipe = find_recipe(arguments.recipe)
+    options: TrainOptions = build(TrainOptions, asdict(recipe.training) | dict(arguments.option), "option")
+    loss = recipe.loss if arguments.loss is None else _loss(arguments.loss)
+    loss = build(Loss, asdict(loss) | dict(arguments.loss_option), "loss_option")
+    if arguments.data is not None:
+        return _train(arguments, options, loss, Corpus.open(arguments.data))
+    data = arguments.folder / "data"
+    with _writer(arguments, data) as writer:
+        corpus = _wait_for(data, recipe.first, writer)
+        return _train(arguments, options, loss, corpus)
+
+
+def _loss(name: str) -> Loss:
+    if name not in LOSSES:
+        raise InputError(f"loss: got {name!r}, accepted {', '.join(LOSSES)}")
+    return LOSSES[name]
+
+
+def _train(arguments: argparse.Namespace, options: TrainOptions, loss: Loss, corpus: Corpus) -> int:
+    engine = _load(arguments)
+    train_draft(
+        engine.target.model,  # type: ignore[attr-defined]
+        corpus,
+        arguments.folder,
+        options,
+        loss,
+        name=_name(engine),
+        progress=say,
+    )
+    print(arguments.folder)
+    return 0
+
+
+def _load(arguments: argparse.Namespace) -> Engine:
+    names = ("dtype", "device", "offline", "trust_remote_code")
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    return Engine.from_pretrained(arguments.target, None, "plain", pack=False, **given)
+
+
+def _name(engine: Engine) -> str:
+    """The target's name as it is recorded, without the folders of this machine."""
+    name = engine.target.model.config._name_or_path  # type: ignore[attr-defined]
+    return Path(name).name if Path(name).is_dir() else name
+
+
+@contextmanager
+def _writer(arguments: argparse.Namespace, data: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The command that writes the text, beside this one; each takes half of the cores."""
+    threads = max(1, torch.get_num_threads() // 2)
+    command = [sys.executable, "-m", "specengine", "train", "data", str(data), "--recipe", arguments.recipe]
+    for name in ("target", "dtype", "device"):
+        if getattr(arguments, name) is not None:
+            command += [f"--{name}", getattr(arguments, name)]
+    command += [shared.flag(name) for name in ("offline", "trust_remote_code") if getattr(arguments, name)]
+    writer = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.DEVNULL)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield writer
+    finally:
+        torch.set_num_threads(before)
+        writer.terminate()
+        writer.wait()
+
+
+def _wait_for(data: Path, tokens: int, writer: subprocess.Popen[bytes]) -> Corpus:
+    """The corpus, once it has this many tokens or the writer is done; InputError where the writer failed."""
+    while True:
+        status = writer.poll()
+        if status not in (None, 0):
+            raise InputError(f"data: writing the text failed (exit status {status})")
+        if (data / "corpus.json").is_file():
+            corpus = Corpus.open(data)
+            if status == 0 or sum(len(text.tokens) for text in corpus) >= tokens:
+                return corpus
+        time.sleep(POLL_SECONDS)

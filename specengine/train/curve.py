@@ -1,0 +1,46 @@
+"""The curve of a training run, drawn from its log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from specengine.train.corpus import atomic
+
+
+def plot(log: Path, file: Path) -> bool:
+    """Draw the losses and the agreement on held-back text of `log` into an SVG file; False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _losses(left, [entry for entry in entries if "loss" in entry])
+    _agreement(right, [entry for entry in entries if "held_back" in entry])
+    with atomic(file) as part:
+        figure.savefig(part, format="svg")
+    return True
+
+
+def _losses(axes: Any, entries: list[dict[str, Any]]) -> None:
+    steps, losses = [entry["step"] for entry in entries], [entry["loss"] for entry in entries]
+    axes.plot(steps, losses, linewidth=0.6, alpha=0.5)
+    window = max(1, len(losses) // 50)
+    axes.plot(steps, [fmean(losses[max(0, i - window) : i + 1]) for i in range(len(losses))])
+    axes.set(xlabel="step", ylabel="training loss")
+
+
+def _agreement(axes: Any, entries: list[dict[str, Any]]) -> None:
+    steps = [entry["step"] for entry in entries]
+    for ahead, hits in enumerate(zip(*(entry["held_back"]["hits"] for entry in entries), strict=True), start=1):
+        axes.plot(steps, hits, marker=".", label=f"{ahead} ahead")
+    axes.set(xlabel="step", ylabel="agreement on held-back text", ylim=(0, 1))
+    if entries:
+        axes.legend()
+    lengths = axes.twinx()
+    lengths.plot(steps, [entry["held_back"]["acceptance_length"] for entry in entries], "k--")
+    lengths.set(ylabel="acceptance length (dashed)")

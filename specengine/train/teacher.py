@@ -1,0 +1,183 @@
+"""The target as a teacher: its hidden states, its distributions, and the trees that it would draft itself."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from specengine.errors import UnsupportedModelError
+
+
+def _as_stored(method: Any) -> Any:
+    """Run a method of the target without gradients and in the dtype of its weights, whatever the draft runs in."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            return method(self, *arguments, **options)
+
+    return wrapped
+
+
+class Reading(NamedTuple):
+    """One pass of the target over a batch of sequences.
+
+    tokens    int64 [batch, length]
+    features  [batch, length, features * hidden size], the hidden states that the draft reads
+    states    [batch, length, hidden size], behind the final norm
+    cache     keys and values, if they were wanted
+    """
+
+    tokens: Tensor
+    features: Tensor
+    states: Tensor
+    cache: DynamicCache | None
+
+    def to(self, device: torch.device) -> Reading:
+        """Without the cache."""
+        return Reading(self.tokens.to(device), self.features.to(device), self.states.to(device), None)
+
+
+class Layer(NamedTuple):
+    """Tree nodes of one depth, `width` for each anchor.
+
+    tokens   int64 [batch, anchors, width]
+    parents  int64 [batch, anchors, width], the parent's place among the anchor's nodes one depth above
+    states   [batch, anchors, width, hidden size] of the target at the nodes, behind the final norm
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    states: Tensor
+
+
+class Teacher:
+    """A frozen target. feature_ids: which of transformers' `hidden_states` the draft reads."""
+
+    def __init__(self, model: PreTrainedModel, feature_ids: tuple[int, ...]) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.decoder = model.get_decoder()  # the model without its language-model head
+        self.feature_ids = feature_ids
+        self.layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self._check_head()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def head(self) -> torch.nn.Linear:
+        """The language-model head, which reads states behind the final norm."""
+        return self.model.get_output_embeddings()
+
+    @_as_stored
+    def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:
+        """Run whole sequences without padding, int64 [batch, length]."""
+        cache = DynamicCache(config=self.model.config) if keep_cache else None
+        out = self.decoder(input_ids=tokens, past_key_values=cache, use_cache=keep_cache, output_hidden_states=True)
+        features = torch.cat([out.hidden_states[i] for i in self.feature_ids], dim=-1)
+        return Reading(tokens, features, out.hidden_states[-1], cache)
+
+    @_as_stored
+    def grow(self, reading: Reading, anchors: Tensor, *, width: int, depths: int) -> list[Layer]:
+        """The target's own beam tree behind each anchor, one Layer for each depth from 1 on (SALF & TALF, Alg. 1).
+
+        anchors: int64 [batch, anchors], positions of root tokens. Every depth keeps the `width` nodes with the
+        largest path probability among the children of the depth above. The cache of `reading` is used up.
+        """
+        rows = torch.arange(anchors.shape[0], device=anchors.device)[:, None]
+        states = reading.states[rows, anchors][:, :, None]
+        scores = states.new_zeros(*anchors.shape, 1, dtype=torch.float32)
+        branches = Branches(self, reading, anchors)
+        layers: list[Layer] = []
+        for _ in range(depths):
+            parents, tokens, scores = self._best_children(states, scores, width)
+            states = branches.extend(tokens, parents)
+            layers.append(Layer(tokens, parents, states))
+        return layers
+
+    def _best_children(self, states: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Parents, tokens and log path probabilities [batch, anchors, width] of the likeliest children."""
+        found = [_top(self.head(part).float(), width) for part in states.flatten(0, 2).split(256)]
+        log_probabilities, tokens = (
+            torch.cat(list(parts)).view(*states.shape[:3], width) for parts in zip(*found, strict=True)
+        )
+        joint = (scores[..., None] + log_probabilities).flatten(2)
+        best = joint.topk(width, dim=-1)
+        return best.indices // width, tokens.flatten(2).gather(2, best.indices), best.values
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Refuse models whose logits are not their head's output: the losses read the head's."""
+        token = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        out, logits = self.decoder(input_ids=token, output_hidden_states=True), self.model(input_ids=token).logits
+        if len(out.hidden_states) != self.layers + 1 or not all(0 <= i <= self.layers for i in self.feature_ids):
+            raise UnsupportedModelError(
+                f"target: it gives {len(out.hidden_states)} hidden states, {self.layers + 1} are needed, and the draft "
+                f"reads {', '.join(map(str, self.feature_ids))}"
+            )
+        if not torch.allclose(self.head(out.hidden_states[-1]).float(), logits.float(), rtol=1e-2, atol=1e-2):
+            raise UnsupportedModelError(
+                "target: its logits are not those of its head on the last hidden state (a soft cap or a scale); "
+                "training a draft for such a model is not supported"
+            )
+
+
+class Branches:
+    """Tokens behind many positions of one text, run by the target one depth at a time.
+
+    A node sees the text up to its anchor, its own ancestors and itself. The cache of `reading` is used up.
+    """
+
+    def __init__(self, teacher: Teacher, reading: Reading, anchors: Tensor) -> None:
+        """anchors: int64 [batch, anchors], positions of the roots."""
+        assert reading.cache is not None
+        self._teacher, self._cache, self._anchors = teacher, reading.cache, anchors
+        # bool [batch, anchors, 1, length]: the text that an anchor's nodes see
+        self._text = (torch.arange(reading.tokens.shape[1], device=anchors.device) <= anchors[..., None])[:, :, None]
+        self._lineage: Tensor | None = None  # bool [batch, anchors, width, depth, width]: who is whose ancestor
+
+    @_as_stored
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """States behind the final norm, [batch, anchors, width, hidden size], of nodes one depth further.
+
+        tokens, parents: int64 [batch, anchors, width], of one width at every depth; parents are places among the
+        anchor's last nodes.
+        """
+        batch, count, width = tokens.shape
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device)[:, None].expand(batch, count, width, 1, width)
+        if self._lineage is not None:
+            above = parents[..., None, None].expand(-1, -1, -1, *self._lineage.shape[3:])
+            own = torch.cat([self._lineage.gather(2, above), own], dim=3)
+        self._lineage = own
+        depth = own.shape[3]
+        # Columns behind the text: depth by depth, anchor by anchor. A node sees columns of its own anchor alone.
+        mine = torch.eye(count, dtype=torch.bool, device=tokens.device)[None, :, None, None, :, None]
+        nodes = (own[:, :, :, :, None] & mine).reshape(batch, count * width, depth * count * width)
+        text = self._text.expand(-1, -1, width, -1).reshape(batch, count * width, -1)
+        mask = torch.cat([text, nodes], dim=-1)[:, None]
+        dtype = self._teacher.model.dtype
+        additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+        out = self._teacher.decoder(
+            input_ids=tokens.flatten(1),
+            position_ids=(self._anchors + depth)[:, :, None].expand(-1, -1, width).flatten(1),
+            attention_mask=additive,
+            past_key_values=self._cache,
+            use_cache=True,
+            output_hidden_states=True,
+        )
+        return out.hidden_states[-1].view(batch, count, width, -1)
+
+    @property
+    def device(self) -> torch.device:
+        return self._teacher.device
+
+
+def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    best = logits.topk(count, dim=-1)
+    return best.values - logits.logsumexp(dim=-1, keepdim=True), best.indices
