@@ -20,7 +20,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from specengine import Engine, models
+from specengine import Engine, models, policies
+from specengine.cycle import Cycle
+
+VERIFIED = (1, 4, 8, 16, 24, 32, 48, 60)  # nodes
+DRAFTED = (1, 4, 10)  # nodes per pass, at most
 
 Way = Callable[[list[int]], tuple[int, float]]  # prompt -> new tokens, mean acceptance length
 
@@ -36,6 +40,14 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--draft", default=None, help="default: the model's best")
     parser.add_argument("--policy", action="append", help="repeatable; default: the draft's own")
+    parser.add_argument(
+        "--tree",
+        type=_tree,
+        action="append",
+        default=[],
+        metavar="WIDTHxEXPANSIONSxBUDGET",
+        help="the eagle policy with this tree, repeatable; also measures what verifying and drafting cost",
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -47,16 +59,45 @@ def main() -> None:
         "huggingface prompt lookup": _huggingface(model, args.max_new_tokens, prompt_lookup_num_tokens=10),
         "plain": _engine(plain, args.max_new_tokens),
     }
-    for policy in args.policy or [None]:
-        engine = Engine.from_pretrained(model, args.draft, policy)
-        ways[f"{engine.drafter.name}, {engine.policy!r}"] = _engine(engine, args.max_new_tokens)  # type: ignore[union-attr]
-    rows = [_measure(plain, ways, item, args.rounds) for item in workloads.read(args.prompts, args.per_set)]
-    result = [*_summaries(rows), *rows]
+    shapes: list[tuple[str | None, dict[str, Any]]] = [("eagle", tree) for tree in args.tree]
+    shapes += [(policy, {}) for policy in args.policy or ([] if shapes else [None])]
+    first = Engine.from_pretrained(model, args.draft)
+    for policy, options in shapes:
+        shaped = policies.make(policy, **options) if policy else first.policy
+        engine = Engine(plain.target, first.drafter, shaped, plain.tokenizer)
+        ways[f"{first.drafter.name}, {shaped!r}"] = _engine(engine, args.max_new_tokens)  # type: ignore[union-attr]
+    items = workloads.read(args.prompts, args.per_set)
+    costs = _costs(plain, first.drafter, items[0].text) if args.tree else []
+    rows = [_measure(plain, ways, item, args.rounds) for item in items]
+    result = [*costs, *_summaries(rows), *rows]
     for row in result:
-        if row["record"] == "summary":
+        if row["record"] != "row":
             print(json.dumps(row, indent=1))
     if args.out:
         provenance.write(args.out, result)
+
+
+def _tree(text: str) -> dict[str, int]:
+    width, expansions, budget = map(int, text.split("x"))
+    return {"width": width, "expansions": expansions, "budget": budget}
+
+
+def _costs(plain: Engine, drafter: Any, prompt: str) -> list[dict[str, Any]]:
+    """Median milliseconds per cycle of verifying n nodes, and per pass of drafting from n nodes, on one prompt."""
+    verify, draft = {}, {}
+    for budget in VERIFIED:
+        cycles = _cycles(plain, drafter, prompt, policies.make("eagle", width=10, expansions=2, budget=budget))
+        verify[budget] = statistics.median(cycle.seconds.verify for cycle in cycles)
+    for width in DRAFTED:
+        cycles = _cycles(plain, drafter, prompt, policies.make("eagle", width=width, expansions=6, budget=8))
+        draft[width] = statistics.median(cycle.seconds.draft / cycle.tree.passes for cycle in cycles)
+    as_ms = {name: {n: round(1e3 * s, 2) for n, s in found.items()} for name, found in (("v", verify), ("d", draft))}
+    return [{"record": "costs", "verify_ms_by_nodes": as_ms["v"], "draft_pass_ms_by_width": as_ms["d"]}]
+
+
+def _cycles(plain: Engine, drafter: Any, prompt: str, policy: Any) -> list[Cycle]:
+    engine = Engine(plain.target, drafter, policy, plain.tokenizer)
+    return [piece.cycle for piece in engine.stream(prompt, max_new_tokens=48, temperature=0.0)][1:]
 
 
 def _huggingface(model: Any, length: int, **options: Any) -> Way:

@@ -26,8 +26,10 @@ from specengine.models.checkpoints import load_head
 from specengine.models.eagle_head import head_from
 from specengine.train.corpus import Corpus
 from specengine.train.diagnostics import by_rank
-from specengine.train.draft import CURVE, LOG, MEASURE_EVERY, STATE, Epochs, TrainOptions, train_draft
+from specengine.train.draft import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
+from specengine.train.epochs import Epochs
 from specengine.train.losses import make_loss
+from specengine.train.options import TrainOptions
 from specengine.train.teacher import Teacher
 
 # Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.

@@ -166,6 +166,10 @@ def _drafter(draft: Any, target: HuggingFaceTarget, tokenizer: Any, options: Loa
         return None
     if isinstance(draft, Drafter):
         return draft
+    if draft is None:
+        folder = models.embedded.draft_head(target.model.config._name_or_path)
+        if folder is not None:
+            return load_eagle(folder, target.lm, HeadOptions(), pack=options.pack)
     if draft is None or draft == "ngram":
         cls = registry.find(drafters, Drafter, "ngram", "draft")  # type: ignore[type-abstract]
         return registry.build(cls, options.draft_options, "draft ngram")

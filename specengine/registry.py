@@ -57,6 +57,10 @@ def _convert(value: Any, wanted: Any, field: str) -> Any:
             return None
         wanted = next(argument for argument in arguments if argument is not type(None))
         return _convert(value, wanted, field)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise InputError(f"{field}: got {value!r}, accepted {', '.join(map(str, arguments))}")
+        return value
     try:
         if origin is tuple:
             parts = value.split(",") if isinstance(value, str) else value

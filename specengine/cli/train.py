@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from specengine.cli import arguments as shared
 from specengine.cli.prompt_files import FORMATS, read_prompts
@@ -22,13 +14,13 @@ from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.registry import build
 from specengine.train.corpus import Corpus
-from specengine.train.draft import TrainOptions, train_draft
+from specengine.train.draft import train_draft
 from specengine.train.losses import LOSSES, Loss
+from specengine.train.options import TrainOptions
 from specengine.train.recipes import RECIPES, find_recipe
 from specengine.train.synthesis import SynthesisOptions, write_corpus
 
 HELP = "train a draft for a model, on text that the model writes itself"
-POLL_SECONDS = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +60,7 @@ def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the head; goes on if a training stopped there")
     _add_common(parser)
     parser.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="text to train on (default: it is written meanwhile)"
+        "--data", type=Path, metavar="FOLDER", help="text to train on (default: the recipe's is written first)"
     )
     parser.add_argument("--loss", help=f"{', '.join(LOSSES)} (default: the recipe's)")
     for short, name, of in (("-o", "option", TrainOptions()), ("-l", "loss-option", LOSSES["ttt"])):
@@ -90,17 +82,7 @@ def run_data(arguments: argparse.Namespace) -> int:
     recipe = find_recipe(arguments.recipe)
     options: SynthesisOptions = build(SynthesisOptions, asdict(recipe.text) | dict(arguments.option), "option")
     prompts = list(read_prompts(arguments.prompts)) if arguments.prompts else []
-    engine = _load(arguments)
-    write_corpus(
-        engine.target.model,  # type: ignore[attr-defined]
-        engine.tokenizer,
-        arguments.folder,
-        options,
-        name=_name(engine),
-        prompts=prompts,
-        part=arguments.part,
-        progress=say,
-    )
+    _write_text(_load(arguments), arguments.folder, options, prompts=prompts, part=arguments.part)
     print(arguments.folder)
     return 0
 
@@ -110,12 +92,16 @@ def run_draft(arguments: argparse.Namespace) -> int:
     options: TrainOptions = build(TrainOptions, asdict(recipe.training) | dict(arguments.option), "option")
     loss = recipe.loss if arguments.loss is None else _loss(arguments.loss)
     loss = build(Loss, asdict(loss) | dict(arguments.loss_option), "loss_option")
-    if arguments.data is not None:
-        return _train(arguments, options, loss, Corpus.open(arguments.data))
-    data = arguments.folder / "data"
-    with _writer(arguments, data) as writer:
-        corpus = _wait_for(data, recipe.first, writer)
-        return _train(arguments, options, loss, corpus)
+    engine = _load(arguments)
+    data = arguments.data
+    if data is None:
+        data = arguments.folder / "data"
+        _write_text(engine, data, recipe.text)
+    corpus = Corpus.open(data)
+    model = engine.target.model  # type: ignore[attr-defined]
+    train_draft(model, corpus, arguments.folder, options, loss, name=_name(engine), progress=say)
+    print(arguments.folder)
+    return 0
 
 
 def _loss(name: str) -> Loss:
@@ -124,19 +110,9 @@ def _loss(name: str) -> Loss:
     return LOSSES[name]
 
 
-def _train(arguments: argparse.Namespace, options: TrainOptions, loss: Loss, corpus: Corpus) -> int:
-    engine = _load(arguments)
-    train_draft(
-        engine.target.model,  # type: ignore[attr-defined]
-        corpus,
-        arguments.folder,
-        options,
-        loss,
-        name=_name(engine),
-        progress=say,
-    )
-    print(arguments.folder)
-    return 0
+def _write_text(engine: Engine, folder: Path, options: SynthesisOptions, **more: Any) -> None:
+    model = engine.target.model  # type: ignore[attr-defined]
+    write_corpus(model, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more)
 
 
 def _load(arguments: argparse.Namespace) -> Engine:
@@ -149,36 +125,3 @@ def _name(engine: Engine) -> str:
     """The target's name as it is recorded, without the folders of this machine."""
     name = engine.target.model.config._name_or_path  # type: ignore[attr-defined]
     return Path(name).name if Path(name).is_dir() else name
-
-
-@contextmanager
-def _writer(arguments: argparse.Namespace, data: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The command that writes the text, beside this one; each takes half of the cores."""
-    threads = max(1, torch.get_num_threads() // 2)
-    command = [sys.executable, "-m", "specengine", "train", "data", str(data), "--recipe", arguments.recipe]
-    for name in ("target", "dtype", "device"):
-        if getattr(arguments, name) is not None:
-            command += [f"--{name}", getattr(arguments, name)]
-    command += [shared.flag(name) for name in ("offline", "trust_remote_code") if getattr(arguments, name)]
-    writer = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.DEVNULL)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield writer
-    finally:
-        torch.set_num_threads(before)
-        writer.terminate()
-        writer.wait()
-
-
-def _wait_for(data: Path, tokens: int, writer: subprocess.Popen[bytes]) -> Corpus:
-    """The corpus, once it has this many tokens or the writer is done; InputError where the writer failed."""
-    while True:
-        status = writer.poll()
-        if status not in (None, 0):
-            raise InputError(f"data: writing the text failed (exit status {status})")
-        if (data / "corpus.json").is_file():
-            corpus = Corpus.open(data)
-            if status == 0 or sum(len(text.tokens) for text in corpus) >= tokens:
-                return corpus
-        time.sleep(POLL_SECONDS)

@@ -57,6 +57,12 @@ def path(*, cache_dir: Path | None = None, offline: bool = False, progress: Prog
     return model
 
 
+def draft_head(name_or_path: str) -> Path | None:
+    """The folder of the EAGLE head that ships for the model with this name or path; None for any other model."""
+    folder = Path(__file__).parent / "heads" / NAME
+    return folder if Path(name_or_path).name.lower() == NAME and folder.is_dir() else None
+
+
 def _print_to_stderr(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 

@@ -140,8 +140,7 @@ def loss_of(
     for number, step in enumerate(steps):
         chosen = step.labels >= 0
         index = step.labels[chosen]
-        # A step's positions: every row for the first, the anchors for those after it.
-        positions = max(int((chosen[..., 0] if number == 0 else chosen.any(dim=-1)).sum()), 1)
+        positions = max(int(chosen.any(dim=-1).sum()), 1)
         found = labels.cross_entropy(step.states[chosen], index, loss, measure=measure)
         total = found.loss / positions
         if loss.regression:

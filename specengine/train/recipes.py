@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specengine.errors import InputError
-from specengine.train.draft import TrainOptions
 from specengine.train.losses import Loss, make_loss
+from specengine.train.options import TrainOptions
 from specengine.train.synthesis import SynthesisOptions
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """first: tokens of text after which training begins; the rest is written while it runs."""
-
     about: str
     text: SynthesisOptions
     training: TrainOptions
     loss: Loss
-    first: int
 
 
 RECIPES = {
@@ -27,7 +24,6 @@ RECIPES = {
         SynthesisOptions(tokens=1_000_000, rows=128, length=512),
         TrainOptions(steps=1400, learning_rate=1e-3, validate_every=100, save_every=50),
         make_loss("ttt", steps=3, anchors=0.5),
-        first=500_000,
     ),
     "gpu": Recipe(
         "one large GPU, tens of minutes for small models; not measured",
@@ -36,7 +32,6 @@ RECIPES = {
             steps=12_000, batch_tokens=8192, lengths=(1024, 2048), learning_rate=5e-4, keep_gib=0.0, validate_every=1000
         ),
         make_loss("ttt", steps=5),
-        first=30_000_000,
     ),
 }
 

@@ -121,7 +121,8 @@ def write_corpus(
     if not form.chat and len(form.before) + 1 >= options.length:
         raise InputError(f"length: got {options.length}, the beginning of a text alone has {len(form.before)} tokens")
     manifest = {"target": name, "vocab_size": model.get_input_embeddings().weight.shape[0], "prompts": len(given)}
-    corpus = Corpus.create(folder, manifest | asdict(options))
+    settings = {field: value for field, value in asdict(options).items() if field != "tokens"}  # there may be more
+    corpus = Corpus.create(folder, manifest | settings)
     writer = _Writer(model, form, options, tokenizer)
     number, have, began = index, 0, time.perf_counter()
     written = 0

@@ -1,0 +1,67 @@
+"""How a draft is trained."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from specengine.errors import InputError
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a draft is trained.
+
+    head              eagle1 or eagle3; auto: what the loss is made for
+    steps             optimiser steps
+    batch_tokens      of a step; a sequence at least
+    lengths           of the sequences, in tokens, taken in turn: whole texts one behind the other, so that a draft of
+                      short texts knows long contexts too
+    learning_rate     at its peak, after `warmup` (a share of the steps); falls to 0 on a cosine
+    clip              norm that the gradient is scaled down to
+    draft_vocab_size  of an EAGLE-3 head: the most frequent tokens of the answers; 0: all of the target's
+    kv_heads          of the draft's attention; 0: as many as the target has
+    intermediate_size of the draft's MLP; 0: the target's
+    start             target: from the target's head, final norm and last layer; random; or the path of a head
+    autocast          run in bfloat16 where the weights are kept in float32
+    held_back         share of the texts that nothing is learnt from
+    keep_gib          GiB of main memory for the target's hidden states, which later epochs need not compute again
+    validate_every, save_every   steps
+    """
+
+    head: Literal["auto", "eagle1", "eagle3"] = "auto"
+    steps: int = 2000
+    batch_tokens: int = 2048
+    lengths: tuple[int, ...] = (512, 1024, 512, 2048)
+    learning_rate: float = 1e-3
+    warmup: float = 0.03
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    draft_vocab_size: int = 8192
+    kv_heads: int = 0
+    intermediate_size: int = 0
+    start: str = "target"
+    autocast: bool = True
+    held_back: float = 0.02
+    keep_gib: float = 6.0
+    validate_every: int = 200
+    save_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "batch_tokens": 8, "draft_vocab_size": 0, "kv_heads": 0, "intermediate_size": 0}
+        for name, value in (least | {"validate_every": 1, "save_every": 1, "seed": 0}).items():
+            if getattr(self, name) < value:
+                raise InputError(f"{name}: got {getattr(self, name)}, accepted {value} or more")
+        if not self.lengths or min(self.lengths) < 8 or max(self.lengths) > self.batch_tokens:
+            raise InputError(f"lengths: got {self.lengths}, accepted 8 to batch_tokens = {self.batch_tokens} each")
+        if self.head not in ("auto", "eagle1", "eagle3"):
+            raise InputError(f"head: got {self.head!r}, accepted auto, eagle1, eagle3")
+        for name, low in {"learning_rate": True, "clip": True, "weight_decay": False, "keep_gib": False}.items():
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0 or (low and value == 0):
+                raise InputError(f"{name}: got {value}, accepted {'above 0' if low else '0 or more'}")
+        for name in ("warmup", "held_back"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name}: got {getattr(self, name)}, accepted 0 to below 1")

@@ -1,0 +1,281 @@
+"""Training a draft from nothing: it learns, resumes to the same curve, and what it saves serves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.models.checkpoints import load_head
+from specengine.train.corpus import Corpus, Text
+from specengine.train.draft import CURVE, LOG, STATE, train_draft
+from specengine.train.epochs import Epochs, pack
+from specengine.train.losses import make_loss
+from specengine.train.new_heads import new_head
+from specengine.train.options import TrainOptions
+from specengine.train.synthesis import SynthesisOptions, write_corpus
+from specengine.train.teacher import Teacher
+from specengine.train.validation import agreement
+from tests.toy import VOCABULARY, byte_tokenizer, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYERS = 6
+OPTIONS = TrainOptions(
+    steps=12,
+    batch_tokens=96,
+    lengths=(32, 48),
+    learning_rate=3e-3,
+    draft_vocab_size=100,
+    autocast=False,
+    validate_every=6,
+    save_every=4,
+)
+LOSS = make_loss("ttt", steps=3, anchors=0.5)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny("qwen3", num_hidden_layers=LAYERS)
+
+
+def random_texts(count: int, seed: int = 0) -> list[Text]:
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(10, 60, (count,), generator=random).tolist()
+    return [
+        Text(torch.randint(VOCABULARY, (length,), generator=random, dtype=torch.int32), torch.arange(length) > 4)
+        for length in lengths
+    ]
+
+
+def corpus_of(folder: Path, *shards: list[Text]) -> Corpus:
+    corpus = Corpus.create(folder, {"target": "tiny", "vocab_size": VOCABULARY})
+    for number, texts in enumerate(shards):
+        corpus.add(number, texts)
+    return corpus
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in entries]
+
+
+# ---------------------------------------------------------------------------------------------------- batches
+
+
+def test_batches_hold_every_text_once() -> None:
+    """Whole texts one behind the other; what a sequence cuts off begins the next one."""
+    texts = [
+        Text(torch.full((n,), i, dtype=torch.int32), torch.ones(n, dtype=torch.bool)) for i, n in enumerate([20] * 9)
+    ]
+    batches = pack(texts, OPTIONS)
+    assert [tuple(batch.tokens.shape) for batch in batches] == [(3, 32), (2, 48), (3, 32)]
+    rows = [row.tolist() for batch in batches for row in batch.tokens]
+    whole = {token for row in rows for token in row if row.count(token) == 20}
+    assert whole == set(range(9))
+    for row in rows:
+        assert row.count(row[0]) == 20, "a sequence begins with a whole text"
+
+
+def test_texts_longer_than_a_sequence_are_cut() -> None:
+    text = Text(torch.arange(100, dtype=torch.int32), torch.ones(100, dtype=torch.bool))
+    batch = pack([text], replace(OPTIONS, lengths=(32,)))[0]
+    assert batch.tokens.tolist() == [list(range(32))] * 3
+
+
+def test_epochs_take_in_new_text_and_shuffle(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, random_texts(12))
+    epochs = Epochs(corpus, replace(OPTIONS, held_back=0.1))
+    assert len(epochs.held_back) == 2
+    stream = iter(epochs)
+    size = len(epochs.batches)
+    first = [next(stream)[0] for _ in range(size)]
+    corpus.add(1, random_texts(8, seed=1))
+    second = [next(stream)[0] for _ in range(len(pack(random_texts(8, seed=1), OPTIONS)) + size)]
+    assert sorted(first) == list(range(size))
+    assert sorted(second) == list(range(len(epochs.batches)))
+    assert len(epochs.batches) > size
+    assert epochs.shards == [[0], [1]]
+    assert first != second[:size]
+    corpus.add(2, random_texts(8, seed=2))
+    again = Epochs(corpus, replace(OPTIONS, held_back=0.1), epochs.shards)
+    stream = iter(again)
+    assert [next(stream)[0] for _ in range(len(first) + len(second))] == first + second
+
+
+def test_corpora_without_answers_are_refused(tmp_path: Path) -> None:
+    silent = [Text(torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([False] * 3))]
+    with pytest.raises(InputError, match="no text with an answer"):
+        Epochs(corpus_of(tmp_path, silent), OPTIONS)
+
+
+# ---------------------------------------------------------------------------------------------------- new heads
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_new_heads_begin_with_what_the_target_knows(model: PreTrainedModel, kind: Any) -> None:
+    counts = torch.arange(VOCABULARY)
+    options = replace(OPTIONS, head=kind)
+    head = new_head(model, options, LOSS, counts)
+    assert torch.isfinite(torch.cat([p.flatten() for p in head.parameters()])).all()
+    assert all(p.requires_grad for p in head.parameters())
+    noise = head.fc.weight[:, -32:] - torch.eye(32)
+    assert float(noise.detach().std()) < 0.03
+    if kind == "eagle3":
+        ids = head.target_ids()
+        assert ids is not None
+        assert ids.tolist() == list(range(VOCABULARY - 100, VOCABULARY))  # the most frequent ones
+        assert torch.equal(head.lm_head.weight, model.lm_head.weight[ids])
+        assert torch.equal(head.norm.weight, model.model.norm.weight)
+        assert torch.equal(head.layers[0].mlp.up_proj.weight, model.model.layers[-1].mlp.up_proj.weight)
+        assert torch.equal(
+            head.layers[0].self_attn.q_proj.weight[:, 32:], model.model.layers[-1].self_attn.q_proj.weight
+        )
+    blank = new_head(model, replace(options, start="random"), LOSS, counts)
+    assert float(blank.fc.weight.detach().std()) < 0.03
+
+
+def test_the_kind_of_head_follows_the_loss(model: PreTrainedModel) -> None:
+    for name, version in {"eagle": 1, "hass": 1, "ttt": 3, "talf": 3}.items():
+        assert new_head(model, OPTIONS, make_loss(name), torch.ones(VOCABULARY)).config.version == version
+
+
+def test_training_goes_on_from_a_head(model: PreTrainedModel, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "data", random_texts(12))
+    first = train_draft(model, corpus, tmp_path / "first", OPTIONS, LOSS)
+    options = replace(OPTIONS, start=str(first), learning_rate=1e-9, steps=1)
+    second = train_draft(model, corpus, tmp_path / "second", options, LOSS)
+    for name, tensor in load_head(first).state.items():
+        torch.testing.assert_close(load_head(second).state[name], tensor, rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------- the loop
+
+
+def test_from_nothing_to_a_head_that_serves(tmp_path: Path) -> None:
+    """A random Qwen3 of two layers writes its text, and a draft learns from it: agreement on text that was held back
+    rises well above that of an untrained head, and the engine drafts with it without changing the answer."""
+    target = tiny("qwen3")
+    with torch.no_grad():  # a random target's attention is noise, which nothing could learn from so little text
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight *= 0.05
+    tokenizer = byte_tokenizer()
+    text = write_corpus(
+        target, tokenizer, tmp_path / "data", SynthesisOptions(tokens=6000, rows=16, length=64), name="tiny"
+    )
+    options = replace(
+        OPTIONS, head="eagle1", steps=150, lengths=(64,), batch_tokens=512, learning_rate=5e-3, held_back=0.1,
+        validate_every=150, save_every=150,
+    )  # fmt: skip
+    loss = make_loss("talf", width=2, steps=2, anchors=0.3)
+    out = train_draft(target, text, tmp_path / "head", options, loss, name="tiny")
+    config, _, _ = load_head(out)
+    teacher = Teacher(target, config.feature_ids(2))
+    texts = Epochs(text, options).held_back
+    untrained = new_head(target, options, loss, torch.ones(VOCABULARY))
+    before, _ = agreement(untrained, teacher, texts, autocast=False)
+    after = log(out)[-1]["held_back"]
+    assert after["hits"][0] > before[0] + 0.15
+    assert after["acceptance_length"] > 1.2
+    assert (out / CURVE).read_text().startswith("<?xml")
+    plain = Engine.from_pretrained(target, policy="plain", tokenizer=tokenizer)
+    engine = Engine.from_pretrained(target, str(out), tokenizer=tokenizer)
+    answer = engine.generate("abc", max_new_tokens=40)
+    assert answer.token_ids == plain.generate("abc", max_new_tokens=40).token_ids
+    assert answer.stats.mean_acceptance_length > 1.2
+
+
+def test_a_killed_training_resumes_to_the_same_curve(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between two savings, with a log that is ahead of the last one, and text that has grown since."""
+    texts = random_texts(30)
+    whole = train_draft(model, corpus_of(tmp_path / "a", texts), tmp_path / "whole", OPTIONS, LOSS)
+    corpus, lines = corpus_of(tmp_path / "b", texts), []
+    step = torch.optim.AdamW.step
+
+    def dies(self: Any, *arguments: Any, **options: Any) -> Any:
+        lines.append(0)
+        if len(lines) == 7:
+            raise KeyboardInterrupt
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(model, corpus, tmp_path / "cut", OPTIONS, LOSS)
+    monkeypatch.undo()
+    (tmp_path / "cut" / LOG).open("a").write('{"step": 7, "loss"')  # the rest of the line was not written any more
+    said: list[str] = []
+    resumed = train_draft(model, corpus, tmp_path / "cut", replace(OPTIONS, keep_gib=0.0), LOSS, progress=said.append)
+    assert "going on at step 4 of 12" in said
+    assert log(resumed) == log(whole)
+    states = [torch.load(folder / STATE, weights_only=True)["head"] for folder in (resumed, whole)]
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
+def test_the_kept_readings_change_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "data", random_texts(6))
+    kept, again = (
+        train_draft(model, corpus, tmp_path / name, replace(OPTIONS, keep_gib=gib), LOSS)
+        for name, gib in (("kept", 1.0), ("again", 0.0))
+    )
+    assert log(kept) == log(again)
+
+
+def test_a_training_begun_otherwise_is_left_alone(model: PreTrainedModel, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "data", random_texts(20))
+    out = train_draft(model, corpus, tmp_path / "head", OPTIONS, LOSS, stop_after=4)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    for options, loss in ((replace(OPTIONS, learning_rate=1e-3), LOSS), (OPTIONS, make_loss("ttt", steps=2))):
+        with pytest.raises(InputError, match="begun with"):
+            train_draft(model, corpus, out, options, loss)
+    other = corpus_of(tmp_path / "other", random_texts(20, seed=9))
+    with pytest.raises(InputError, match="begun with text"):
+        train_draft(model, other, out, OPTIONS, LOSS)
+    (out / STATE).write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"training\.pt is damaged"):
+        train_draft(model, corpus, out, OPTIONS, LOSS)
+    (out / STATE).write_bytes(before[STATE])
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+def test_text_of_another_target_is_refused(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, random_texts(4))
+    with pytest.raises(InputError, match="vocabulary of 260; this target has 100"):
+        train_draft(tiny(vocab_size=100, num_hidden_layers=LAYERS), corpus, tmp_path / "head", OPTIONS, LOSS)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(model: PreTrainedModel, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "data", random_texts(20))
+    with pytest.raises(InputError, match="learning_rate: the loss was"):
+        train_draft(model, corpus, tmp_path / "head", replace(OPTIONS, learning_rate=1e30, clip=1e30), LOSS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"lengths": (4096,)}, "lengths"),
+        ({"lengths": ()}, "lengths"),
+        ({"head": "medusa"}, "head"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"clip": float("inf")}, "clip"),
+        ({"warmup": 1.0}, "warmup"),
+        ({"held_back": -0.1}, "held_back"),
+    ],
+)
+def test_options_out_of_range_are_named(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=f"^{field}: got"):
+        replace(OPTIONS, **changes)
+
+
+def test_key_value_heads_must_divide_the_heads(model: PreTrainedModel) -> None:
+    with pytest.raises(InputError, match="kv_heads: got 3, accepted divisors of the 4 heads"):
+        new_head(model, replace(OPTIONS, kv_heads=3), LOSS, torch.ones(VOCABULARY))

@@ -1,0 +1,282 @@
+"""Text that a model writes itself: its form, its origin, and that an interrupted writer ends with the same text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from specengine.errors import InputError
+from specengine.train import synthesis
+from specengine.train.corpus import Corpus, Text
+from specengine.train.synthesis import Format, SynthesisOptions, write_corpus
+from tests.toy import byte_tokenizer, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENIZER = byte_tokenizer()
+OPTIONS = SynthesisOptions(tokens=900, rows=6, length=48, seed=3)
+USER, ASSISTANT, SYSTEM, END = TOKENIZER.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"])
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """Ends a turn now and then."""
+    made = tiny(initializer_range=0.15)
+    made.generation_config.eos_token_id = END
+    with torch.no_grad():
+        made.lm_head.weight[END] *= 2
+    return made
+
+
+def write(model: PreTrainedModel, folder: Path, options: SynthesisOptions = OPTIONS, **more: Any) -> Corpus:
+    return write_corpus(model, more.pop("tokenizer", TOKENIZER), folder, options, name="tiny", **more)
+
+
+def texts(corpus: Corpus) -> list[tuple[list[int], list[bool]]]:
+    return [(text.tokens.tolist(), text.answers.tolist()) for text in corpus]
+
+
+# ---------------------------------------------------------------------------------------------------- form
+
+
+def test_the_template_is_read_off_the_tokenizer() -> None:
+    form = Format.of(TOKENIZER, frozenset({END}))
+    assert (form.before, form.to_answer, form.to_user) == ([USER], [END, ASSISTANT], [END, USER])
+    assert form.stops == {END}
+
+
+def test_templates_that_hide_what_was_said_are_refused() -> None:
+    with pytest.raises(InputError, match="chat template"):
+        Format.of(byte_tokenizer("{{ 'nothing' }}"), frozenset())
+
+
+def test_conversations_have_the_form_of_the_template(model: PreTrainedModel, tmp_path: Path) -> None:
+    corpus = write(model, tmp_path)
+    found = texts(corpus)
+    assert sum(len(tokens) for tokens, _ in found) >= OPTIONS.tokens
+    turns = 0
+    for tokens, answers in found:
+        assert len(tokens) <= OPTIONS.length
+        assert tokens[0] == USER
+        assert any(answers)
+        asks = True
+        for place in range(1, len(tokens)):
+            token, before = tokens[place], tokens[place - 1]
+            if asks:
+                assert not answers[place]
+                if token == END:
+                    assert before != USER, "a question has at least one word"
+                    asks = place + 1 < len(tokens) and tokens[place + 1] != ASSISTANT
+                assert token not in (USER, SYSTEM)
+            elif token == USER and before == END:
+                asks = True
+                turns += 1
+            else:
+                assert answers[place] == (token != ASSISTANT or before != END)
+    assert turns > 3, "some conversations have a second turn"
+
+
+def test_questions_end_in_time(tmp_path: Path) -> None:
+    """A model that never ends a turn is made to: each of its conversations comes to an answer."""
+    endless = tiny()
+    with torch.no_grad():
+        endless.lm_head.weight[END] = 0
+    for tokens, answers in texts(write(endless, tmp_path)):
+        assert tokens.index(END) <= OPTIONS.length * synthesis.LONGEST_QUESTION + 2
+        assert len(tokens) == OPTIONS.length
+        assert answers[-1]
+
+
+def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Rows of temperature 0 hold the best token everywhere in the answers; the sampled rows do not."""
+    writer = synthesis._Writer(model, Format.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
+    hits: dict[bool, list[bool]] = {True: [], False: []}
+    for shard in range(4):
+        rows = [writer._row(number, shard, [], torch.Generator()) for number in range(OPTIONS.rows)]
+        kept = _all_rows(writer, shard)
+        assert len(kept) == len(rows)
+        for row, text in zip(rows, kept, strict=True):
+            with torch.no_grad():
+                best = model(text.tokens.long()[None]).logits[0].argmax(-1)
+            chosen = text.answers[1:]
+            hits[row.temperature == 0].extend((best[:-1] == text.tokens[1:])[chosen].tolist())
+    assert all(hits[True])
+    assert len(hits[True]) > 100
+    assert 0.05 < sum(hits[False]) / len(hits[False]) < 0.95
+
+
+def _all_rows(writer: Any, shard: int) -> list[Text]:
+    """Also the conversations without an answer, so that rows and texts can be matched."""
+    found: list[Text] = []
+    original = synthesis._Row.text
+
+    def noted(self: Any) -> Text:
+        found.append(original(self))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthesis._Row, "text", noted)
+        writer.write(shard, [])
+    return found
+
+
+def test_base_models_continue_single_tokens(tmp_path: Path) -> None:
+    found = texts(write(tiny(), tmp_path, tokenizer=byte_tokenizer(None)))
+    assert all(answers == [False] + [True] * (len(tokens) - 1) for tokens, answers in found)
+    assert len({tokens[0] for tokens, _ in found}) > 5
+    assert all(len(tokens) == OPTIONS.length for tokens, _ in found)
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Frequencies of 20,000 draws within five standard errors; tokens below the cut never come."""
+    logits = torch.tensor([0.0, 1.0, 2.0, -4.0, float("-inf")])
+    for temperature in (0.7, 1.0):
+        expected = (logits / temperature).softmax(-1)
+        expected[expected < synthesis.MIN_P * expected.max()] = 0
+        expected /= expected.sum()
+        count = 20_000
+        rows, heat = logits.expand(count, -1), torch.full((count,), temperature)
+        drawn = synthesis._sample(rows, heat, torch.Generator().manual_seed(1))
+        found = drawn.bincount(minlength=5) / count
+        error = (expected * (1 - expected) / count).sqrt()
+        assert ((found - expected).abs() <= 5 * error).all()
+        assert found[expected == 0].sum() == 0
+
+
+# ---------------------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_are_mixed_in(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Half of the rows begin with a given question; its later turns follow in order, and nobody else asks."""
+    options = replace(OPTIONS, prompt_share=0.5)
+    given = [["abc", "de"], ["xyz"]]
+    found = texts(write(model, tmp_path, options, prompts=given))
+    begin = {text: [USER, *TOKENIZER(text)["input_ids"], END, ASSISTANT] for text in ("abc", "de", "xyz")}
+    first = [tokens for tokens, _ in found if tokens[: len(begin["abc"])] == begin["abc"]]
+    second = [tokens for tokens, _ in found if tokens[: len(begin["xyz"])] == begin["xyz"]]
+    assert first
+    assert second
+    assert 0.3 < (len(first) + len(second)) / len(found) < 0.7
+    assert all(tokens.count(USER) == 1 for tokens in second)
+    longer = [tokens for tokens in first if tokens.count(USER) == 2]
+    assert longer
+    for tokens in longer:
+        place = tokens.index(USER, 1)
+        assert tokens[place : place + len(begin["de"])] == begin["de"][: len(tokens) - place]
+
+
+def test_prompts_that_are_too_long_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="prompts: each is longer"):
+        write(model, tmp_path, prompts=[["a" * 100]])
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------- on disk
+
+
+def test_an_interrupted_writer_ends_with_the_same_text(model: PreTrainedModel, tmp_path: Path) -> None:
+    whole = write(model, tmp_path / "whole")
+    lines: list[str] = []
+
+    def stop(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(model, tmp_path / "cut", progress=stop)
+    assert 0 < len(Corpus.open(tmp_path / "cut").shards()) < len(whole.shards())
+    assert texts(write(model, tmp_path / "cut")) == texts(whole)
+    assert "per second" in lines[0]
+
+
+def test_parts_write_the_same_text_together(model: PreTrainedModel, tmp_path: Path) -> None:
+    options = replace(OPTIONS, tokens=1800)
+    for index in (1, 0):
+        together = write(model, tmp_path / "parts", options, part=(index, 2))
+    alone = write(model, tmp_path / "alone", options)
+    shared = min(len(alone.shards()), len(together.shards()))
+    assert shared > 3
+    for number in range(shared):
+        assert [t.tokens.tolist() for t in alone.read(number)] == [t.tokens.tolist() for t in together.read(number)]
+    with pytest.raises(InputError, match="part: got 2 of 2"):
+        write(model, tmp_path / "parts", options, part=(2, 2))
+
+
+def test_another_seed_writes_other_text(model: PreTrainedModel, tmp_path: Path) -> None:
+    first = write(model, tmp_path / "a")
+    second = write(model, tmp_path / "b", replace(OPTIONS, seed=4))
+    assert texts(first) != texts(second)
+
+
+def test_a_folder_begun_otherwise_is_left_alone(model: PreTrainedModel, tmp_path: Path) -> None:
+    write(model, tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(InputError, match=r"^length: the text in .* was begun with 48, got 40"):
+        write(model, tmp_path, replace(OPTIONS, length=40))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = Corpus.create(tmp_path, {"target": "tiny", "vocab_size": 9})
+
+    def fails(tensors: Any, file: Path) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("specengine.train.corpus.save_file", fails)
+    with pytest.raises(OSError, match="disk full"):
+        corpus.add(0, [Text(torch.tensor([1, 2]), torch.tensor([False, True]))])
+    assert [file.name for file in tmp_path.iterdir()] == ["corpus.json"]
+
+
+def test_damaged_corpora_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no folder of training text"):
+        Corpus.open(tmp_path)
+    (tmp_path / "corpus.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(InputError, match="another format"):
+        Corpus.open(tmp_path)
+    corpus = Corpus.create(tmp_path / "new", {"vocab_size": 9})
+    corpus.add(3, [Text(torch.tensor([1, 2]), torch.tensor([False, True]))])
+    assert corpus.numbers() == [3]
+    file = corpus.shard(3)
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(InputError, match=r"00003\.safetensors is damaged"):
+        list(corpus)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"tokens": 0}, "tokens"),
+        ({"rows": 0}, "rows"),
+        ({"length": 3}, "length"),
+        ({"prompt_share": 2.0}, "prompt_share"),
+    ],
+)
+def test_options_out_of_range_are_named(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=f"^{field}: got"):
+        replace(OPTIONS, **changes)
+
+
+# ---------------------------------------------------------------------------------------------------- the cache
+
+
+def test_the_cache_of_the_lockstep_is_transformers_own(model: PreTrainedModel) -> None:
+    """The same logits, token by token, with room beforehand and with concatenation."""
+    tokens = torch.randint(200, (3, 12))
+    roomy, usual = synthesis._lockstep_cache(model, 12), DynamicCache(config=model.config)
+
+    def logits(cache: Any) -> Tensor:
+        return torch.cat([model(part, past_key_values=cache).logits for part in tokens.split([5, 1, 1, 5], dim=1)], 1)
+
+    with torch.no_grad():
+        torch.testing.assert_close(logits(roomy), logits(usual), rtol=0, atol=1e-5)
+    assert roomy.get_seq_length() == usual.get_seq_length() == 12
