@@ -56,7 +56,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_draft_arguments(parser: argparse.ArgumentParser, *, several_policies: bool = False) -> None:
     group = parser.add_argument_group("draft and policy")
     group.add_argument(
-        "--draft", help="ngram, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer"
+        "--draft",
+        help="ngram, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer (default: the "
+        "shipped head for the default model, else ngram)",
     )
     add_draft_option(group)
     known = ", ".join(policies.names())

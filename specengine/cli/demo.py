@@ -18,11 +18,7 @@ from specengine.engine import Engine
 from specengine.errors import InputError
 
 HELP = "generate with and without speculation, and compare speed and tokens"
-PROMPT = """Correct the punctuation of this text:
-
-The harbour opens at six in the morning. The first boats bring herring and mackerel to the market hall. At seven the \
-bell rings and the auction begins. By nine most of the fish has been sold and the trucks leave for the city. In the \
-afternoon the harbour is quiet and the fishermen repair their nets. The harbour closes at eight in the evening."""
+PROMPT = "Explain how a rainbow forms, and why its colours always stand in the same order."
 WARM_UP_TOKENS = 16
 ENOUGH_SECONDS = 40.0  # of timing; no further round is begun after that
 
@@ -49,7 +45,7 @@ class Way:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", default=PROMPT, help="default: a text to correct, whose answer repeats most of it")
+    parser.add_argument("--prompt", default=PROMPT, help="default: a question about rainbows")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to generate at most (default 128)")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts (default 3)")
     shared.add_model_arguments(parser)
@@ -126,8 +122,6 @@ def _print_table(ways: list[Way], plain: Engine, engine: Engine, arguments: argp
         f"\nspeculative decoding: {drafted}\nmedian of {len(ours.seconds)} interleaved rounds, {dtype} on "
         f"{engine.target.device}, {torch.get_num_threads()} threads, prompt processing included"
     )
-    if arguments.prompt == PROMPT:
-        print("This answer repeats most of its prompt, which is what n-gram drafts are good at; others gain less.")
     for line in _differences(ways, plain, engine, arguments):
         print(line)
 

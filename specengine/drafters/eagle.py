@@ -21,6 +21,10 @@ from specengine.targets import common_prefix
 from specengine.tree import TokenTree
 
 
+# On a CPU each node that is verified costs: the best of a few trees by bench.end_to_end on its built-in prompts.
+CPU_TREE = {"width": 4, "expansions": 2, "budget": 12}
+
+
 class Eagle(Drafter):
     """An EAGLE-1, -2 or -3 head: one decoder layer over the target's hidden states.
 
@@ -42,6 +46,8 @@ class Eagle(Drafter):
         self.features = config.feature_ids(target.layers)
         self.head, self.target = head, target
         self.cache = KVCache(1, config.num_kv_heads, config.head_dim, 1, dtype=head.dtype, device=target.device)
+        if target.device.type == "cpu":
+            self.default_policy = ("eagle", dict(CPU_TREE))  # type: ignore[misc]
         self._packed = Packed(head) if (worth_packing(head) if pack is None else pack) else None
         self._runs: EagleHead = head
         self._target_ids = head.target_ids()

@@ -21,8 +21,10 @@ class Recipe:
 RECIPES = {
     "cpu-small": Recipe(
         "two CPU cores, under 100 minutes for a model of 135M parameters, the text included",
-        SynthesisOptions(tokens=1_000_000, rows=128, length=512),
-        TrainOptions(steps=1400, learning_rate=1e-3, validate_every=100, save_every=50),
+        SynthesisOptions(tokens=650_000, rows=128, length=512),
+        TrainOptions(
+            steps=1700, batch_tokens=1024, lengths=(512, 1024), learning_rate=1e-3, validate_every=500, save_every=50
+        ),
         make_loss("ttt", steps=3, anchors=0.5),
     ),
     "gpu": Recipe(
