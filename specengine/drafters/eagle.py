@@ -20,7 +20,6 @@ from specengine.packing import Packed, worth_packing
 from specengine.targets import common_prefix
 from specengine.tree import TokenTree
 
-
 # On a CPU each node that is verified costs: the best of a few trees by bench.end_to_end on its built-in prompts.
 CPU_TREE = {"width": 4, "expansions": 2, "budget": 12}
 
