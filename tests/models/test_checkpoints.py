@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specengine import Engine, loading
+from specengine.drafters.eagle import CPU_TREE, Eagle
 from specengine.errors import CheckpointError, InputError
 from specengine.models import checkpoints
 from specengine.models.checkpoints import is_head, load_head, save_head
 from specengine.models.eagle_head import EagleConfig, causal, head_from
+from specengine.policies.eagle import Eagle as EaglePolicy
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -603,7 +605,8 @@ def test_engines_load_heads_by_their_path(tmp_path: Path, layout: Any, version: 
     result = engine.generate([1, 2, 3, 4], max_new_tokens=12)
     assert result.token_ids == plain.generate([1, 2, 3, 4], max_new_tokens=12).token_ids
     assert result.stats.draft == f"eagle (EAGLE-{version}, my-head)"
-    assert (engine.policy.width, engine.policy.expansions, engine.policy.budget) == (10, 6, 60)  # type: ignore[union-attr]
+    assert engine.policy == EaglePolicy(**CPU_TREE)
+    assert Eagle.default_policy == ("eagle", {"width": 10, "expansions": 6, "budget": 60})
 
 
 def test_draft_options_overrule_the_config(tmp_path: Path) -> None:
