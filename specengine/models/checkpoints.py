@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from specengine.models.dialects import (
     with_prefix,
 )
 from specengine.models.eagle_head import EagleConfig, make_head
+from specengine.models.files import atomic
 
 State = dict[str, Tensor]  # names as of EagleHead.state_dict()
 
@@ -104,9 +105,11 @@ def save_head(
         ids = tensors["d2t"] + torch.arange(config.draft_vocab_size)
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / "model.safetensors", lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+    with atomic(folder / "model.safetensors") as part:
+        save_file(tensors, part, metadata={"format": "pt"})
     text = json.dumps(raw, indent=2) + "\n"
-    _replace(folder / "config.json", lambda file: file.write_text(text, encoding="utf-8"))
+    with atomic(folder / "config.json") as part:
+        part.write_text(text, encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -159,15 +162,6 @@ def _read_tensors(folder: Path) -> State:
             raise CheckpointError(f"{file}: {', '.join(twice)} stand in another file as well")
         tensors |= found
     return tensors
-
-
-def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        write(beside)
-        os.replace(beside, file)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------- reading tensors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specengine.errors import InputError
+from specengine.models.files import atomic
 
 FORMAT = 1
 MANIFEST = "corpus.json"
@@ -63,7 +63,8 @@ class Corpus:
                     )
             return found
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / MANIFEST, (json.dumps(wanted, indent=2) + "\n").encode())
+        with atomic(folder / MANIFEST) as part:
+            part.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
         return cls(folder, wanted)
 
     def shard(self, number: int) -> Path:
@@ -104,24 +105,3 @@ def _read(file: Path) -> list[Text]:
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise InputError(f"data: {file} is damaged ({error}); delete it and write it again") from error
     return [Text(*text) for text in zip(*pieces, strict=True)]
-
-
-class atomic:
-    """`with atomic(file) as part`: what was written to `part` becomes `file` at the end, unless an error came first."""
-
-    def __init__(self, file: Path) -> None:
-        self.file, self.part = file, file.with_name(f".{file.name}.{os.getpid()}.part")
-
-    def __enter__(self) -> Path:
-        return self.part
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            os.replace(self.part, self.file)
-        else:
-            self.part.unlink(missing_ok=True)
-
-
-def replace_file(file: Path, data: bytes) -> None:
-    with atomic(file) as part:
-        part.write_bytes(data)

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specengine.train.corpus import atomic
+from specengine.models.files import atomic
 
 
 def plot(log: Path, file: Path) -> bool:

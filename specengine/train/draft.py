@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from specengine.drafters.eagle import require_fit
 from specengine.errors import InputError
 from specengine.models.checkpoints import save_head
+from specengine.models.files import atomic
 from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.train.corpus import Corpus, Text, atomic, replace_file
+from specengine.train.corpus import Corpus, Text
 from specengine.train.curve import plot
 from specengine.train.epochs import Batch, Epochs
 from specengine.train.losses import Loss, Report, check_fit, loss_of, make_loss
@@ -214,7 +215,8 @@ class _Run:
         self.step, self.seconds = saved["step"], saved["seconds"]
         lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True) if self.log.is_file() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
-        replace_file(self.log, "".join(kept).encode())
+        with atomic(self.log) as part:
+            part.write_text("".join(kept), encoding="utf-8")
         self.progress(f"going on at step {self.step} of {self.options.steps}")
 
     def _log(self, **values: Any) -> None:

@@ -580,6 +580,14 @@ def test_a_failed_save_leaves_the_old_head(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_a_saved_head_has_the_permissions_of_any_file(tmp_path: Path) -> None:
+    config = head_config()
+    save_head(config, random_state(config), tmp_path / "head")
+    (tmp_path / "any").touch()
+    usual = (tmp_path / "any").stat().st_mode
+    assert {file.stat().st_mode for file in (tmp_path / "head").iterdir()} == {usual}
+
+
 def test_only_a_whole_head_is_saved(tmp_path: Path) -> None:
     config = head_config()
     state = random_state(config)
