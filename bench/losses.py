@@ -62,7 +62,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
     if args.what == "train":
         for name in LOSSES:
-            train(name, model, Corpus.open(args.data), args.heads, args.minutes * 60)
+            train(
+                name, model, Corpus.open(args.data), args.heads, args.minutes * 60, args.model or models.embedded.NAME
+            )
     else:
         rows = measure(model, args)
         for row in rows:
@@ -71,7 +73,7 @@ def main() -> None:
             provenance.write(args.out, rows)
 
 
-def train(name: str, model: Any, corpus: Corpus, heads: Path, seconds: float) -> None:
+def train(name: str, model: Any, corpus: Corpus, heads: Path, seconds: float, target: str) -> None:
     """Train with as many steps as fit into the time, by the pace of a trial."""
     with tempfile.TemporaryDirectory() as trial:
         train_draft(model, corpus, Path(trial), replace(OPTIONS, steps=TRIAL_STEPS), LOSSES[name])
@@ -79,7 +81,7 @@ def train(name: str, model: Any, corpus: Corpus, heads: Path, seconds: float) ->
     steps = max(1, round(seconds / (ended - began) * (MEASURE_EVERY)))
     print(f"{name}: {steps} steps", flush=True)
     options = replace(OPTIONS, steps=steps, save_every=max(1, steps // 10))
-    train_draft(model, corpus, heads / name, options, LOSSES[name], name=models.embedded.NAME, progress=print)
+    train_draft(model, corpus, heads / name, options, LOSSES[name], name=target, progress=print)
     final = [entry for entry in _log(heads / name) if "loss" in entry][-1]
     record = {"steps": steps, "seconds": final["seconds"], "settings": asdict(LOSSES[name])}
     (heads / name / "training.json").write_text(json.dumps(record) + "\n")

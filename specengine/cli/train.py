@@ -11,11 +11,10 @@ from specengine.cli import arguments as shared
 from specengine.cli.prompt_files import FORMATS, read_prompts
 from specengine.cli.terminal import say
 from specengine.engine import Engine
-from specengine.errors import InputError
 from specengine.registry import build
 from specengine.train.corpus import Corpus
 from specengine.train.draft import train_draft
-from specengine.train.losses import LOSSES, Loss
+from specengine.train.losses import LOSSES, Loss, make_loss
 from specengine.train.options import TrainOptions
 from specengine.train.recipes import RECIPES, find_recipe
 from specengine.train.synthesis import SynthesisOptions, write_corpus
@@ -90,29 +89,21 @@ def run_data(arguments: argparse.Namespace) -> int:
 def run_draft(arguments: argparse.Namespace) -> int:
     recipe = find_recipe(arguments.recipe)
     options: TrainOptions = build(TrainOptions, asdict(recipe.training) | dict(arguments.option), "option")
-    loss = recipe.loss if arguments.loss is None else _loss(arguments.loss)
+    loss = recipe.loss if arguments.loss is None else make_loss(arguments.loss)
     loss = build(Loss, asdict(loss) | dict(arguments.loss_option), "loss_option")
+    corpus = None if arguments.data is None else Corpus.open(arguments.data)
     engine = _load(arguments)
-    data = arguments.data
-    if data is None:
-        data = arguments.folder / "data"
-        _write_text(engine, data, recipe.text)
-    corpus = Corpus.open(data)
+    if corpus is None:
+        corpus = _write_text(engine, arguments.folder / "data", recipe.text)
     model = engine.target.model  # type: ignore[attr-defined]
     train_draft(model, corpus, arguments.folder, options, loss, name=_name(engine), progress=say)
     print(arguments.folder)
     return 0
 
 
-def _loss(name: str) -> Loss:
-    if name not in LOSSES:
-        raise InputError(f"loss: got {name!r}, accepted {', '.join(LOSSES)}")
-    return LOSSES[name]
-
-
-def _write_text(engine: Engine, folder: Path, options: SynthesisOptions, **more: Any) -> None:
+def _write_text(engine: Engine, folder: Path, options: SynthesisOptions, **more: Any) -> Corpus:
     model = engine.target.model  # type: ignore[attr-defined]
-    write_corpus(model, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more)
+    return write_corpus(model, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more)
 
 
 def _load(arguments: argparse.Namespace) -> Engine:

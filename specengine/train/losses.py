@@ -135,7 +135,7 @@ def loss_of(
         raise InputError("answers: none has a token that a draft could predict")
     anchors = _anchors(rows, loss.anchors, generator)
     labels = Labels(teacher, head)
-    steps = (_tree_steps if loss.width else _text_steps)(loss, head, teacher, reading, rows, anchors, labels, generator)
+    steps = _steps(loss, head, teacher, reading, rows, anchors, labels, generator)
     totals, hits, overlap = [], [], []
     for number, step in enumerate(steps):
         chosen = step.labels >= 0
@@ -163,7 +163,7 @@ def _anchors(rows: Tensor, share: float, generator: torch.Generator | None) -> T
     return order.masked_fill(missing, rows.shape[1]).sort(dim=1).values.masked_fill(missing, -1)
 
 
-def _text_steps(
+def _steps(
     loss: Loss,
     head: EagleHead,
     teacher: Teacher,
@@ -173,11 +173,20 @@ def _text_steps(
     labels: Labels,
     generator: torch.Generator | None,
 ) -> Iterator[Step]:
-    """Steps along the text: EAGLE, HASS and the training-time test."""
-    batch, length = reading.tokens.shape
+    """The first step is that of every row; the later ones follow the text, or the tree that the target grows."""
     where = _text_labels(labels, reading, rows)
-    unrolling = Unrolling(head, teacher, _with_noise(reading.features, loss.noise, generator), reading.tokens, anchors)
+    features = _with_noise(reading.features, loss.noise, generator)
+    unrolling = Unrolling(head, teacher, features, reading.tokens, anchors)
     yield Step(unrolling.first()[:, :, None], where[:, 1:, None])
+    if loss.width:
+        yield from _along_tree(loss, teacher, reading, anchors, labels, unrolling)
+    else:
+        yield from _along_text(loss, reading, anchors, where, unrolling)
+
+
+def _along_text(loss: Loss, reading: Reading, anchors: Tensor, where: Tensor, unrolling: Unrolling) -> Iterator[Step]:
+    """Later steps of EAGLE, HASS and the training-time test."""
+    batch, length = reading.tokens.shape
     sequence = torch.arange(batch, device=anchors.device)[:, None]
     for depth in range(1, loss.steps):
         positions = anchors + 1 + depth
@@ -188,20 +197,10 @@ def _text_steps(
         yield Step(unrolling.next(tokens, torch.zeros_like(tokens), detach=loss.detach), here[..., None])
 
 
-def _tree_steps(
-    loss: Loss,
-    head: EagleHead,
-    teacher: Teacher,
-    reading: Reading,
-    rows: Tensor,
-    anchors: Tensor,
-    labels: Labels,
-    generator: torch.Generator | None,
+def _along_tree(
+    loss: Loss, teacher: Teacher, reading: Reading, anchors: Tensor, labels: Labels, unrolling: Unrolling
 ) -> Iterator[Step]:
-    """Steps through the target's own tree: TALF. Every node of it carries the target's distribution behind its path."""
-    where = _text_labels(labels, reading, rows)
-    unrolling = Unrolling(head, teacher, _with_noise(reading.features, loss.noise, generator), reading.tokens, anchors)
-    yield Step(unrolling.first()[:, :, None], where[:, 1:, None])
+    """Later steps of TALF: every node of the target's own tree carries the target's distribution behind its path."""
     roots = anchors.clamp(min=0) + 1  # positions of the root tokens
     for layer in teacher.grow(reading, roots, width=loss.width, depths=loss.steps - 1):
         index = labels.add(layer.states.flatten(0, 2)).view(layer.tokens.shape)
