@@ -1,4 +1,4 @@
-// specengine._expander: the functions of csrc/spec over raw addresses. Their only caller is specengine/ops.py, which
+// specengine._expander: the functions of csrc/spec over raw addresses. Their only caller is specengine/native.py, which
 // has checked device, dtype, shape and contiguity; an address as an integer costs the least per call.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "spec/best_first.hpp"
+#include "spec/candidates.hpp"
 #include "spec/compaction.hpp"
+#include "spec/entropy.hpp"
 #include "spec/gumbel.hpp"
 #include "spec/top_children.hpp"
 #include "spec/tree.hpp"
@@ -20,11 +23,34 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+void write(const std::vector<spec::Candidate>& found, int64_t* rows, int64_t* columns, float* log_probs,
+           float* scores) {
+  for (size_t i = 0; i < found.size(); ++i) {
+    rows[i] = found[i].row;
+    columns[i] = found[i].column;
+    log_probs[i] = found[i].log_prob;
+    scores[i] = found[i].score;
+  }
+}
+
+// (nodes, those of them to draft from, their mass)
+py::tuple draw(spec::BestFirst& queue, int64_t count, bool expands, uintptr_t parents, uintptr_t tokens,
+               uintptr_t log_probs, uintptr_t expand) {
+  const spec::Drawn drawn = spec::draw(queue.state, count, expands, at<int64_t>(parents), at<int64_t>(tokens),
+                                       at<float>(log_probs), at<int64_t>(expand));
+  return py::make_tuple(drawn.nodes, drawn.expanded, drawn.mass);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_expander, module) {
   module.def("ancestor_words", [](uintptr_t parents, int64_t nodes, uintptr_t out) {
     return spec::ancestor_words(at<const int64_t>(parents), nodes, at<uint64_t>(out));
+  });
+  module.def("subtree", [](uintptr_t parents, int64_t size, uintptr_t nodes, int64_t count, uintptr_t new_parents,
+                           uintptr_t ancestors) {
+    return spec::subtree(at<const int64_t>(parents), size, at<const int64_t>(nodes), count, at<int64_t>(new_parents),
+                         at<uint64_t>(ancestors));
   });
   module.def("tree_mask", [](uintptr_t ancestors, int64_t nodes, int64_t words, int64_t columns, uintptr_t out) {
     spec::tree_mask(at<const uint64_t>(ancestors), nodes, words, columns, at<uint8_t>(out));
@@ -49,6 +75,39 @@ PYBIND11_MODULE(_expander, module) {
       spec::top_children(at<const float>(logits), rows, columns, row_stride, k, normalized, at<float>(log_probs),
                          at<int64_t>(best));
   });
+  module.def("best_candidates", [](uintptr_t logits, bool bfloat16, int64_t rows, int64_t columns, int64_t row_stride,
+                                   uintptr_t scores, int64_t count, float log_gate, float bound, bool normalized,
+                                   uintptr_t out_rows, uintptr_t out_columns, uintptr_t log_probs,
+                                   uintptr_t out_scores) {
+    py::gil_scoped_release release;
+    const auto* paths = at<const float>(scores);
+    const auto found = bfloat16 ? spec::best_candidates(at<const uint16_t>(logits), rows, columns, row_stride, paths,
+                                                        count, log_gate, bound, normalized)
+                                : spec::best_candidates(at<const float>(logits), rows, columns, row_stride, paths,
+                                                        count, log_gate, bound, normalized);
+    write(found, at<int64_t>(out_rows), at<int64_t>(out_columns), at<float>(log_probs), at<float>(out_scores));
+    return found.size();
+  });
+  module.def("top_entropy", [](uintptr_t logits, bool bfloat16, int64_t rows, int64_t columns, int64_t row_stride,
+                               int64_t top, bool normalized, uintptr_t out) {
+    py::gil_scoped_release release;
+    if (bfloat16)
+      spec::top_entropy(at<const uint16_t>(logits), rows, columns, row_stride, top, normalized, at<float>(out));
+    else
+      spec::top_entropy(at<const float>(logits), rows, columns, row_stride, top, normalized, at<float>(out));
+  });
+  py::class_<spec::BestFirst>(module, "BestFirst")
+      .def(py::init<int64_t, int64_t, int64_t>())
+      .def_property_readonly("bound", [](const spec::BestFirst& queue) { return spec::best_first_bound(queue.state); })
+      .def("pop_count", [](const spec::BestFirst& queue) { return spec::pop_count(queue.state); })
+      .def("fill_count", [](const spec::BestFirst& queue) { return spec::fill_count(queue.state); })
+      .def("push",
+           [](spec::BestFirst& queue, uintptr_t parents, uintptr_t depths_of_parents, uintptr_t tokens,
+              uintptr_t log_probs, uintptr_t scores, int64_t count) {
+             return spec::push(queue.state, at<const int64_t>(parents), at<const int64_t>(depths_of_parents),
+                               at<const int64_t>(tokens), at<const float>(log_probs), at<const float>(scores), count);
+           })
+      .def("draw", &draw);
   module.def("keyed_gumbel_argmax", [](uintptr_t scores, int64_t size, uint64_t seed, uint64_t position) {
     py::gil_scoped_release release;
     return spec::keyed_gumbel_argmax(at<const float>(scores), size, seed, position);

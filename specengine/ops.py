@@ -1,8 +1,9 @@
 """ops: the only door to the compiled parts (csrc/, kernels/); every op also exists in plain torch.
 
-Backends: `reference` is torch, on any device; `cpp` is the extension built from csrc/, for CPU tensors. The best
-available one is taken, or the one that the environment variable SPECENGINE_BACKEND names; `backends` says which and
-why. Shapes and dtypes are checked here, once, by attribute comparisons only: most ops run several times per cycle.
+Backends: `reference` is torch, on any device (reference.py); `cpp` is the extension built from csrc/, for CPU tensors
+(native.py). The best available one is taken, or the one that the environment variable SPECENGINE_BACKEND names;
+`backends` says which and why. Shapes and dtypes are checked here, once, by attribute comparisons only: most ops run
+several times per cycle.
 """
 
 from __future__ import annotations
@@ -17,14 +18,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from specengine import reference
 from specengine.errors import BackendError, InputError
+from specengine.reference import LARGEST, MASK64, WORD_BITS, Candidates, Popped, philox4x32, philox_uniform
+
+__all__ = [
+    "LARGEST",
+    "MASK64",
+    "VARIABLE",
+    "WORD_BITS",
+    "Backend",
+    "BestFirst",
+    "Candidates",
+    "Popped",
+    "ancestor_words",
+    "backends",
+    "best_candidates",
+    "best_first",
+    "compact_kv",
+    "keyed_gumbel_argmax",
+    "pack_mask",
+    "philox4x32",
+    "philox_uniform",
+    "select_best",
+    "subtree",
+    "top_children",
+    "top_entropy",
+    "tree_attention",
+    "tree_mask",
+    "walk",
+]
 
 VARIABLE = "SPECENGINE_BACKEND"
-WORD_BITS = 64
-LARGEST = 3e38  # what +inf counts as: finite in float32, so that differences of scores stay defined
-MASK64 = (1 << 64) - 1
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # ---------------------------------------------------------------------------------------------------- ops
@@ -39,6 +66,17 @@ def ancestor_words(parents: Tensor) -> Tensor:
     if parents.dtype is not torch.int64 or parents.dim() != 1:
         raise InputError(f"parents: int64 [n] is needed, got {_describe(parents)}")
     return _implementation("ancestor_words", parents.device.type)(parents)
+
+
+def subtree(parents: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """The parents of `nodes`, renumbered in their order, and their ancestor words (as `ancestor_words` gives them).
+
+    parents: int64 [n], of the whole tree; nodes: int64 [m], ascending, with the root first and closed under parent.
+    Returns int64 [m] and int64 [m, ceil(m / 64)]. InputError otherwise (on a CUDA device: an asynchronous assertion).
+    """
+    if not parents.dtype is nodes.dtype is torch.int64 or parents.dim() != 1 or nodes.dim() != 1:
+        raise InputError(f"parents, nodes: int64 [n], [m] are needed, got {_describe(parents, nodes)}")
+    return _implementation("subtree", parents.device.type)(parents, nodes)
 
 
 def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
@@ -79,6 +117,103 @@ def top_children(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tens
     if k < 1 or logits.shape[1] < 1:
         raise InputError(f"k: got {k} of {logits.shape[1]} columns, at least 1 of 1 is needed")
     return _implementation("top_children", logits.device.type)(logits, min(k, logits.shape[1]), normalized)
+
+
+def best_candidates(
+    logits: Tensor,
+    scores: Tensor,
+    count: int,
+    *,
+    log_gate: float = -math.inf,
+    bound: float = -math.inf,
+    normalized: bool = False,
+) -> Candidates:
+    """The `count` best continuations of a whole layer, by path log-probability, as far as they pass gate and bound.
+
+    logits: float32, bfloat16 or float16 [rows, V], read as in `top_children`; scores: float32 [rows], the rows' own
+    path log-probabilities, -inf for a row that is padding. A candidate's score is its row's plus its log-probability.
+    log_gate: with m the layer's best score, only scores of m + log_gate and above pass. bound: only scores above it
+    pass. Ordered by (score descending, row ascending, log-probability descending, column ascending); -inf never passes.
+    Sources: TALON Alg. 2 (gate); SALF Alg. 2 (bounded queue).
+    """
+    if logits.dtype not in _FLOATS or logits.dim() != 2:
+        raise InputError(f"logits: float32, bfloat16 or float16 [rows, V] is needed, got {_describe(logits)}")
+    if scores.dtype is not torch.float32 or scores.shape != logits.shape[:1]:
+        raise InputError(f"scores: float32 [{logits.shape[0]}] is needed, got {_describe(scores)}")
+    if count < 0 or log_gate > 0 or math.isnan(log_gate) or math.isnan(bound):
+        raise InputError(
+            f"count, log_gate, bound: got {count}, {log_gate}, {bound}, accepted 0 or more, 0 or less, not NaN"
+        )
+    run = _implementation("best_candidates", logits.device.type)
+    return run(logits, scores, count, log_gate, bound, normalized)
+
+
+def top_entropy(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
+    """-sum p log p over the `top` most likely columns of each row, in nats; p over the whole row, not renormalised.
+
+    logits: as in `top_children`. Returns float32 [rows]; 0 for a row of -inf alone. Source: C2T App. C.
+    """
+    if logits.dtype not in _FLOATS or logits.dim() != 2:
+        raise InputError(f"logits: float32, bfloat16 or float16 [rows, V] is needed, got {_describe(logits)}")
+    if top < 1 or logits.shape[1] < 1:
+        raise InputError(f"top: got {top} of {logits.shape[1]} columns, at least 1 of 1 is needed")
+    return _implementation("top_entropy", logits.device.type)(logits, min(top, logits.shape[1]), normalized)
+
+
+def best_first(budget: int, batch: int, max_depth: int | None = None, device: torch.device | str = "cpu") -> BestFirst:
+    """The bounded queues of a best-first search (SALF Alg. 2) over one tree: see BestFirst."""
+    for name, value in {"budget": budget, "batch": batch, "max_depth": 1 if max_depth is None else max_depth}.items():
+        if value < 1:
+            raise InputError(f"{name}: got {value}, accepted 1 or more")
+    make = _implementation("best_first", torch.device(device).type)
+    return BestFirst(make(budget, batch, budget if max_depth is None else max_depth, device))
+
+
+class BestFirst:
+    """The queue Q of scored, not yet drawn nodes and the scores of the accepted set G, each the best `budget` of all.
+
+    Ranked by (path log-probability descending, order of creation ascending). The root is in G from the start.
+    Made by `best_first`.
+    """
+
+    __slots__ = ("_queues",)
+
+    def __init__(self, queues: Any) -> None:
+        self._queues = queues
+
+    @property
+    def bound(self) -> float:
+        """No candidate at or below this path log-probability can come to anything; -inf while there is room."""
+        return self._queues.bound
+
+    def push(
+        self, parents: Tensor, depth_of_parents: Tensor, tokens: Tensor, log_probs: Tensor, scores: Tensor
+    ) -> None:
+        """Add candidates, in order of creation. int64 [m] x 3, float32 [m] x 2 (edge, path).
+
+        A path log-probability of -inf is passed over, NaN is refused (InputError, nothing is added).
+        """
+        given = parents, depth_of_parents, tokens, log_probs, scores
+        if (
+            not parents.shape == depth_of_parents.shape == tokens.shape == log_probs.shape == scores.shape
+            or not parents.dtype is depth_of_parents.dtype is tokens.dtype is torch.int64
+            or not log_probs.dtype is scores.dtype is torch.float32
+            or scores.dim() != 1
+        ):
+            raise InputError(f"candidates: int64 [m] x 3, float32 [m] x 2 are needed, got {_describe(*given)}")
+        self._queues.push(*given)
+
+    def pop(self) -> Popped:
+        """Move the best `batch` of Q above the greatest depth into G, and all that rank before the last of them.
+
+        Not drafted from: the worst of a full G, and nodes at the greatest depth. What was driven out of G again does
+        not become a node.
+        """
+        return self._queues.pop()
+
+    def fill(self) -> Popped:
+        """Move the best of Q into G while there is room; none of them is drafted from."""
+        return self._queues.fill()
 
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
@@ -152,142 +287,6 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
     return _implementation("tree_attention", query.device.type)(query, key, value, mask, scale)
 
 
-# ---------------------------------------------------------------------------------------------------- references
-
-
-def _ancestor_words(parents: Tensor) -> Tensor:
-    # Pointer doubling: after round r a row knows its 2**r nearest ancestors. Row n stands for "above the root".
-    n, device = parents.shape[0], parents.device
-    nodes = torch.arange(n, device=device)
-    _require((parents < nodes).all() & (parents[1:] >= 0).all() & (parents[:1] == -1).all(), "parents: " + _PARENTS)
-    words = torch.zeros(n + 1, -(-n // WORD_BITS), dtype=torch.int64, device=device)
-    words[nodes, nodes // WORD_BITS] = torch.ones_like(nodes) << (nodes % WORD_BITS)
-    jump = torch.cat([parents, parents.new_tensor([n])])
-    jump[:1] = n
-    for _ in range((n - 1).bit_length()):
-        words |= words[jump]
-        jump = jump[jump]
-    return words[:n]
-
-
-def _tree_mask(ancestors: Tensor, columns: int) -> Tensor:
-    column = torch.arange(columns, device=ancestors.device)
-    return ((ancestors[:, column // WORD_BITS] >> (column % WORD_BITS)) & 1).bool()
-
-
-def _select_best(log_probs: Tensor, count: int) -> Tensor:
-    _require(~log_probs.isnan().any(), "log_probs: " + _NAN)
-    best = _order_keys(log_probs).topk(min(count, log_probs.shape[0])).indices.sort().values
-    return best[log_probs[best] > -math.inf]
-
-
-def _top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    values = _defined(logits.float())
-    columns = _order_keys(values).topk(k).indices
-    best = values.gather(1, columns)
-    if normalized:
-        return best, columns
-    peak = best[:, :1].clamp(min=torch.finfo(torch.float32).min)  # finite also in rows of -inf alone
-    return (best - peak) - (values - peak).exp().sum(1, keepdim=True).log().clamp(min=0.0), columns
-
-
-def _keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
-    values = _defined(scores).double()
-    if not bool((values > -math.inf).any()):
-        return -1
-    noise = -torch.log(-torch.log(philox_uniform(seed, position, scores.shape[0]).to(scores.device)))
-    return int((values + noise).argmax())
-
-
-def _walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
-    # One pass is enough, as children come after their parents.
-    choice = chosen.tolist()
-    path, wanted, last = [0], choice[0], 0
-    for node, (parent, token) in enumerate(zip(parents.tolist(), tokens.tolist(), strict=True)):
-        if parent == last and token == wanted:
-            path.append(node)
-            last, wanted = node, choice[node]
-    return path
-
-
-def _compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
-    first = next((j for j, slot in enumerate(path) if slot != j), len(path))
-    if first < len(path):
-        moved = torch.tensor(path[first:], device=slab.device) + prefix
-        slab[:, :, :, prefix + first : prefix + len(path)] = slab.index_select(3, moved)
-
-
-def _tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
-    heads, rows, size = query.shape
-    packed = query.reshape(1, key.shape[0], -1, size)
-    one_row = packed.shape[2] == 1 and packed.dtype is torch.bfloat16
-    if packed.device.type == "cpu" and (one_row or packed.dtype is torch.float16):
-        # Here torch's CPU kernel takes 2 to 4 times as long as float32 with the conversions, and is less exact.
-        packed, key, value = packed.float(), key.float(), value.float()
-    if mask is not None and mask.dtype not in (torch.bool, packed.dtype):
-        mask = mask.to(packed.dtype)
-    out = scaled_dot_product_attention(packed, key[None], value[None], mask, scale=scale)
-    return out.to(query.dtype).view(heads, rows, size)
-
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PARENTS = "the root's must be -1, every other's an earlier node"
-_NAN = "contains NaN"
-
-
-def _defined(values: Tensor) -> Tensor:
-    return values.nan_to_num(nan=-math.inf, posinf=LARGEST, neginf=-math.inf).clamp(max=LARGEST)
-
-
-def _order_keys(values: Tensor) -> Tensor:
-    """int64 keys of the order (value descending, index along the last axis ascending): larger is better, none equal.
-
-    values: float32 without NaN. topk itself leaves open which of two equal values it takes.
-    """
-    bits = (values + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0, its equal
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (
-        0xFFFFFFFF - torch.arange(values.shape[-1], device=values.device)
-    )
-
-
-def _require(holds: Tensor, message: str) -> None:
-    if holds.device.type == "cpu":
-        if not holds:
-            raise InputError(message)
-    else:
-        torch._assert_async(holds, message)  # the same without making the host wait
-
-
-def philox_uniform(seed: int, position: int, n: int) -> Tensor:
-    """The uniforms behind `keyed_gumbel_argmax`: float64 [n], on the CPU, in the open interval (0, 1)."""
-    index = torch.arange(-(-n // 4))
-    position &= MASK64
-    counter = (index, index.new_tensor(position & 0xFFFFFFFF), index.new_tensor(position >> 32), index.new_tensor(0))
-    words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))), 1)
-    return (words.reshape(-1)[:n].double() + 0.5) / 2.0**32
-
-
-def philox4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 of four counter words (int64 tensors of values below 2**32); four tensors of the same kind."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        high0, low0 = _multiply(c0, 0xD2511F53)
-        high1, low1 = _multiply(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c0, c1, c2, c3
-
-
-def _multiply(a: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a * factor, both below 2**32; in halves, as the product exceeds a signed 64-bit word."""
-    upper = a * (factor >> 16)
-    lower = a * (factor & 0xFFFF)
-    total = (upper >> 16) + (((upper & 0xFFFF) << 16) + lower >> 32)
-    return total, ((upper << 16) + lower) & 0xFFFFFFFF
-
-
 # ---------------------------------------------------------------------------------------------------- backends
 
 
@@ -311,93 +310,36 @@ class _Provider:
 
 def _load_reference() -> dict[str, Callable[..., Any]]:
     return {
-        "ancestor_words": _ancestor_words,
-        "tree_mask": _tree_mask,
-        "select_best": _select_best,
-        "top_children": _top_children,
-        "keyed_gumbel_argmax": _keyed_gumbel_argmax,
-        "walk": _walk,
-        "compact_kv": _compact_kv,
-        "tree_attention": _tree_attention,
+        "ancestor_words": reference.ancestor_words,
+        "subtree": reference.subtree,
+        "tree_mask": reference.tree_mask,
+        "select_best": reference.select_best,
+        "top_children": reference.top_children,
+        "best_candidates": reference.best_candidates,
+        "top_entropy": reference.top_entropy,
+        "best_first": reference.BestFirst,
+        "keyed_gumbel_argmax": reference.keyed_gumbel_argmax,
+        "walk": reference.walk,
+        "compact_kv": reference.compact_kv,
+        "tree_attention": reference.tree_attention,
     }
 
 
 def _load_cpp() -> dict[str, Callable[..., Any]]:
-    from specengine._expander import (
-        ancestor_words,
-        compact_rows,
-        keyed_gumbel_argmax,
-        select_best,
-        top_children,
-        tree_mask,
-        walk,
-    )
-
-    def cpp_ancestor_words(parents: Tensor) -> Tensor:
-        n, parents = parents.shape[0], parents.contiguous()
-        out = torch.empty(n, -(-n // WORD_BITS), dtype=torch.int64)
-        if not ancestor_words(parents.data_ptr(), n, out.data_ptr()):
-            raise InputError("parents: " + _PARENTS)
-        return out
-
-    def cpp_tree_mask(ancestors: Tensor, columns: int) -> Tensor:
-        (n, words), ancestors = ancestors.shape, ancestors.contiguous()
-        out = torch.empty(n, columns, dtype=torch.bool)
-        tree_mask(ancestors.data_ptr(), n, words, columns, out.data_ptr())
-        return out
-
-    def cpp_select_best(log_probs: Tensor, count: int) -> Tensor:
-        size, log_probs = log_probs.shape[0], log_probs.contiguous()
-        out = torch.empty(min(count, size), dtype=torch.int64)
-        kept = select_best(log_probs.data_ptr(), size, count, out.data_ptr())
-        if kept < 0:
-            raise InputError("log_probs: " + _NAN)
-        return out if kept == out.shape[0] else out[:kept]
-
-    def cpp_top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
-        if logits.dtype is torch.float16:
-            logits = logits.float()
-        elif logits.stride(1) != 1:
-            logits = logits.contiguous()
-        rows, columns = logits.shape
-        log_probs, best = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
-        top_children(
-            logits.data_ptr(),
-            logits.dtype is torch.bfloat16,
-            rows,
-            columns,
-            logits.stride(0),
-            k,
-            normalized,
-            log_probs.data_ptr(),
-            best.data_ptr(),
-        )
-        return log_probs, best
-
-    def cpp_keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
-        scores = scores.contiguous()
-        return keyed_gumbel_argmax(scores.data_ptr(), scores.shape[0], seed, position)
-
-    def cpp_walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
-        tokens, parents, chosen = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
-        return walk(tokens.data_ptr(), parents.data_ptr(), chosen.data_ptr(), tokens.shape[0])
-
-    def cpp_compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
-        if not slab.is_contiguous():
-            return _compact_kv(slab, prefix, path)
-        layers, two, heads, capacity, size = slab.shape
-        row_bytes = size * slab.element_size()
-        compact_rows(slab.data_ptr(), layers * two * heads, capacity * row_bytes, row_bytes, prefix, path)
-        return None
+    from specengine import native  # here, as it raises ImportError where the extension is missing
 
     return {
-        "ancestor_words": cpp_ancestor_words,
-        "tree_mask": cpp_tree_mask,
-        "select_best": cpp_select_best,
-        "top_children": cpp_top_children,
-        "keyed_gumbel_argmax": cpp_keyed_gumbel_argmax,
-        "walk": cpp_walk,
-        "compact_kv": cpp_compact_kv,
+        "ancestor_words": native.ancestor_words,
+        "subtree": native.subtree,
+        "tree_mask": native.tree_mask,
+        "select_best": native.select_best,
+        "top_children": native.top_children,
+        "best_candidates": native.best_candidates,
+        "top_entropy": native.top_entropy,
+        "best_first": native.BestFirst,
+        "keyed_gumbel_argmax": native.keyed_gumbel_argmax,
+        "walk": native.walk,
+        "compact_kv": native.compact_kv,
     }
 
 

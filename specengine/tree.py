@@ -118,21 +118,10 @@ class TokenTree:
 
         nodes: int64 [m], ascending, with the root first and closed under parent; ValueError otherwise.
         """
-        parents = self._parents[nodes]
-        renumbered = torch.full((self.size + 1,), -1, dtype=torch.int64, device=self.device)
-        renumbered[nodes] = torch.arange(nodes.shape[0], device=self.device)
-        new_parents = renumbered[parents]  # the root's parent -1 reads the spare last entry, which stays -1
-        closed = (new_parents[1:] >= 0).all() & (nodes[0] == 0) & (nodes[1:] > nodes[:-1]).all()
-        if self.device.type == "cpu":
-            if not closed:
-                raise ValueError("nodes: must be ascending, start with the root and contain every node's parent")
-        else:
-            torch._assert_async(closed)  # the same check without making the host wait
-
-        tree = TokenTree(nodes.shape[0], self.device)
-        tree._tokens, tree._parents, tree._depths = self._tokens[nodes], new_parents, self._depths[nodes]
+        tree = TokenTree.__new__(TokenTree)
+        tree._parents, tree._ancestors = ops.subtree(self.parents, nodes)
+        tree._tokens, tree._depths = self._tokens[nodes], self._depths[nodes]
         tree._log_probs, tree._path_log_probs = self._log_probs[nodes], self._path_log_probs[nodes]
-        tree._ancestors = ops.ancestor_words(new_parents)
         tree.size, tree.passes = nodes.shape[0], self.passes
         return tree
 

@@ -138,6 +138,45 @@ class TestAncestorWordsAndTreeMask:
                 ops.tree_mask(torch.zeros(2, 1, dtype=torch.int64), columns)
 
 
+class TestSubtree:
+    @given(trees(), st.data())
+    @thorough
+    def test_against_ancestors_among_the_nodes(self, parents, data):
+        size = len(parents)
+        leaves = data.draw(st.sets(st.integers(0, size - 1), max_size=8))
+        nodes = sorted({0}.union(*(ancestors_or_self(parents, leaf) for leaf in leaves)))
+        new_parents, words = ops.subtree(torch.tensor(parents), torch.tensor(nodes))
+        assert new_parents.dtype == words.dtype == torch.int64
+        assert words.shape == (len(nodes), -(-len(nodes) // 64))
+        assert new_parents.tolist() == [-1, *(nodes.index(parents[node]) for node in nodes[1:])]
+        mask = ops.tree_mask(words, 64 * words.shape[1])
+        for place, node in enumerate(nodes):
+            seen = {nodes[column] for column in mask[place].nonzero()[:, 0].tolist()}
+            assert seen == ancestors_or_self(parents, node)
+
+    @given(trees(max_size=20), st.lists(st.integers(-2, 22), max_size=8))
+    @thorough
+    def test_refuses_exactly_what_is_no_subtree(self, parents, nodes):
+        closed = nodes[:1] == [0] and sorted(set(nodes)) == nodes and nodes[-1] < len(parents)
+        if closed and all(parents[node] in nodes for node in nodes[1:]):
+            assert len(ops.subtree(torch.tensor(parents), torch.tensor(nodes))[0]) == len(nodes)
+        else:
+            with pytest.raises(InputError, match="nodes: must be ascending, start with the root and contain every"):
+                ops.subtree(torch.tensor(parents), torch.tensor(nodes, dtype=torch.int64))
+
+    def test_strided_inputs(self):
+        parents = torch.stack([torch.tensor(random_parents(70, 5)), torch.full((70,), 99)], 1)[:, 0]
+        nodes = torch.stack([torch.arange(40), torch.full((40,), 99)], 1)[:, 0]
+        expected = ops.subtree(parents.contiguous(), nodes.contiguous())
+        assert all(map(torch.equal, ops.subtree(parents, nodes), expected))
+
+    def test_refuses_other_dtypes_and_shapes(self):
+        whole = torch.tensor([-1, 0])
+        for parents, nodes in ((whole.int(), whole), (whole, whole.int()), (whole[None], whole), (whole, whole[None])):
+            with pytest.raises(InputError, match="parents, nodes"):
+                ops.subtree(parents, nodes)
+
+
 class TestSelectBest:
     @given(st.lists(scores, max_size=90), st.integers(0, 100))
     @quick
@@ -215,7 +254,7 @@ class TestTopChildren:
 
     def test_strided_rows_and_columns(self):
         wide = torch.randn(6, 600, generator=torch.Generator().manual_seed(0))
-        for view in (wide[:, 17:400], wide[::2], wide.T, wide.bfloat16()[1::2, 5:]):
+        for view in (wide[:, 17:400], wide[::2], wide.T, wide.half().T, wide.bfloat16()[1::2, 5:]):
             log_probs, columns = ops.top_children(view, 5)
             expected_log_probs, expected_columns = ops.top_children(view.contiguous(), 5)
             assert torch.equal(columns, expected_columns)

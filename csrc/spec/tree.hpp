@@ -33,6 +33,23 @@ inline bool ancestor_words(const int64_t* parents, int64_t nodes, uint64_t* out)
   return true;
 }
 
+// The tree of `count` nodes alone, renumbered in their order; parents: [size]. Writes new_parents [count] and ancestors
+// [count, words_for(count)]. False unless nodes ascend from the root and hold every node's parent; outputs are
+// undefined then.
+inline bool subtree(const int64_t* parents, int64_t size, const int64_t* nodes, int64_t count, int64_t* new_parents,
+                    uint64_t* ancestors) {
+  if (count < 1 || nodes[0] != 0 || nodes[count - 1] >= size) return false;
+  new_parents[0] = -1;
+  for (int64_t i = 1; i < count; ++i) {
+    if (nodes[i] <= nodes[i - 1] || nodes[i] >= size) return false;
+    const int64_t parent = parents[nodes[i]];
+    const int64_t* found = std::lower_bound(nodes, nodes + i, parent);
+    if (found == nodes + i || *found != parent) return false;
+    new_parents[i] = found - nodes;
+  }
+  return ancestor_words(new_parents, count, ancestors);
+}
+
 // The first `columns` bits of each word row as bytes of 0 or 1; out: [nodes, columns].
 inline void tree_mask(const uint64_t* ancestors, int64_t nodes, int64_t words, int64_t columns, uint8_t* out) {
   for (int64_t node = 0; node < nodes; ++node)

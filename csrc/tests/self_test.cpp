@@ -3,11 +3,15 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <vector>
 
+#include "spec/best_first.hpp"
+#include "spec/candidates.hpp"
 #include "spec/compaction.hpp"
+#include "spec/entropy.hpp"
 #include "spec/gumbel.hpp"
 #include "spec/top_children.hpp"
 #include "spec/tree.hpp"
@@ -92,6 +96,36 @@ void test_gumbel() {
   check(spec::keyed_gumbel_argmax(nothing.data(), 70, 1, 1) == -1, "keyed_gumbel_argmax of nothing", 70);
 }
 
+void test_subtree(const std::vector<int64_t>& parents, std::vector<int64_t> kept,
+                  const std::vector<uint64_t>& ancestors, int64_t words) {
+  const auto nodes = static_cast<int64_t>(parents.size()), count = static_cast<int64_t>(kept.size());
+  const int64_t kept_words = spec::words_for(count);
+  std::vector<int64_t> renumbered(kept.size(), 7);
+  std::vector<uint64_t> rows(static_cast<size_t>(count * kept_words), ~uint64_t{0});
+  const auto run = [&] {
+    return spec::subtree(parents.data(), nodes, kept.data(), count, renumbered.data(), rows.data());
+  };
+  check(run(), "subtree accepts", nodes);
+  for (int64_t i = 0; i < count; ++i) {
+    check(i == 0 ? renumbered[i] == -1 : kept[renumbered[i]] == parents[kept[i]], "subtree parents", nodes);
+    for (int64_t j = 0; j < kept_words * spec::kWordBits; ++j) {
+      const bool bit = rows[i * kept_words + j / 64] >> (j % 64) & 1;
+      const bool expected = j < count && (ancestors[kept[i] * words + kept[j] / 64] >> (kept[j] % 64) & 1);
+      check(bit == expected, "subtree ancestors", nodes);
+    }
+  }
+  const auto refuses = [&](int64_t place, int64_t node) {
+    const int64_t before = kept[place];
+    kept[place] = node;
+    check(!run(), "subtree refuses", nodes);
+    kept[place] = before;
+  };
+  refuses(0, 1);
+  refuses(count - 1, nodes);
+  refuses(count - 1, -1);
+  if (count > 2) refuses(1, kept[2]);
+}
+
 void test_tree() {
   for (const int64_t nodes : {1, 2, 63, 64, 65, 128, 129, 256}) {
     std::vector<int64_t> parents(static_cast<size_t>(nodes), -1);
@@ -113,6 +147,11 @@ void test_tree() {
     for (int64_t node = below(nodes); node >= 0; node = parents[node]) expected.insert(expected.begin(), node);
     for (size_t j = 1; j < expected.size(); ++j) chosen[expected[j - 1]] = tokens[expected[j]];
     check(spec::walk(tokens.data(), parents.data(), chosen.data(), nodes) == expected, "walk", nodes);
+
+    std::vector<int64_t> kept;
+    for (int64_t node = 0; node < nodes; ++node)
+      if (node == 0 || (below(3) != 0 && std::count(kept.begin(), kept.end(), parents[node]))) kept.push_back(node);
+    test_subtree(parents, kept, ancestors, words);
 
     parents.back() = nodes;
     check(!spec::ancestor_words(parents.data(), nodes, ancestors.data()), "ancestor_words refuses", nodes);
@@ -140,6 +179,23 @@ void test_select_best() {
   check(spec::select_best(&nan, 1, 1, &out) == -1, "select_best of NaN", 1);
 }
 
+// The values as T stores them, and what T keeps of them back in `values`.
+template <typename T>
+std::vector<T> stored(std::vector<float>& values) {
+  std::vector<T> raw(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    if constexpr (sizeof(T) == 4) {
+      raw[i] = values[i];
+    } else {
+      uint32_t bits;
+      std::memcpy(&bits, &values[i], sizeof bits);
+      raw[i] = static_cast<uint16_t>(bits >> 16);
+      values[i] = spec::load(raw.data(), static_cast<int64_t>(i));
+    }
+  }
+  return raw;
+}
+
 template <typename T>
 void test_top_children(const char* what) {
   for (const int64_t columns : {1, 2, 15, 255, 256, 257, 1000, 5003})
@@ -148,17 +204,7 @@ void test_top_children(const char* what) {
         if (k > columns) continue;
         const int64_t rows = 3, stride = columns + 2;
         auto values = random_scores((rows - 1) * stride + columns, kind & 1, kind & 2);
-        std::vector<T> raw(values.size());
-        for (size_t i = 0; i < values.size(); ++i) {
-          if constexpr (sizeof(T) == 4) {
-            raw[i] = values[i];
-          } else {
-            uint32_t bits;
-            std::memcpy(&bits, &values[i], sizeof bits);
-            raw[i] = static_cast<uint16_t>(bits >> 16);
-            values[i] = spec::load(raw.data(), static_cast<int64_t>(i));
-          }
-        }
+        const std::vector<T> raw = stored<T>(values);
         std::vector<float> log_probs(static_cast<size_t>(rows * k), NAN);
         std::vector<int64_t> best(static_cast<size_t>(rows * k), -1);
         spec::top_children(raw.data(), rows, columns, stride, k, false, log_probs.data(), best.data());
@@ -178,6 +224,178 @@ void test_top_children(const char* what) {
           }
         }
       }
+}
+
+// Candidates of normalised rows, by sorting all of them; scores are sums of two floats there, so equality is exact.
+std::vector<spec::Candidate> brute_candidates(const std::vector<float>& values, int64_t rows, int64_t columns,
+                                              int64_t stride, const std::vector<float>& scores, int64_t count,
+                                              float log_gate, float bound) {
+  std::vector<spec::Candidate> all;
+  float anchor = -INFINITY;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; ++c) {
+      const float value = spec::defined(values[r * stride + c]), score = spec::defined(scores[r]) + value;
+      anchor = std::max(anchor, score);
+      if (score > bound && score > -INFINITY) all.push_back({score, value, value, r, c});
+    }
+  const auto fails = [&](const spec::Candidate& candidate) {
+    return log_gate > -INFINITY && candidate.score < anchor + log_gate;
+  };
+  all.erase(std::remove_if(all.begin(), all.end(), fails), all.end());
+  std::stable_sort(all.begin(), all.end(), [](const spec::Candidate& a, const spec::Candidate& b) {
+    return a.score > b.score || (a.score == b.score && a.row == b.row && a.value > b.value);
+  });
+  if (static_cast<int64_t>(all.size()) > count) all.resize(static_cast<size_t>(count));
+  return all;
+}
+
+template <typename T>
+void test_best_candidates(const char* what) {
+  for (const int64_t columns : {1, 2, 255, 256, 257, 1000, 5003})
+    for (const int64_t rows : {0, 1, 4})
+      for (const int64_t count : {1, 7, 59, 300, 30000})
+        for (int kind = 0; kind < 16; ++kind) {
+          const int64_t stride = columns + 2;
+          auto values = random_scores(rows ? (rows - 1) * stride + columns : 0, kind & 1, kind & 2);
+          const std::vector<T> raw = stored<T>(values);
+          const auto scores = random_scores(rows, kind & 1, kind & 2);
+          const float log_gate = kind & 4 ? -2.0f : -INFINITY, bound = kind & 8 ? 1.0f : -INFINITY;
+          const auto got = spec::best_candidates(raw.data(), rows, columns, stride, scores.data(), count, log_gate,
+                                                 bound, true);
+          const auto expected = brute_candidates(values, rows, columns, stride, scores, count, log_gate, bound);
+          check(got.size() == expected.size(), what, columns);
+          for (size_t i = 0; i < std::min(got.size(), expected.size()); ++i)
+            check(got[i].score == expected[i].score && got[i].log_prob == expected[i].log_prob &&
+                      got[i].row == expected[i].row && got[i].column == expected[i].column,
+                  what, columns);
+        }
+}
+
+template <typename T>
+void test_top_entropy(const char* what) {
+  for (const int64_t columns : {1, 2, 255, 256, 257, 1000, 5003})
+    for (const int64_t top : {int64_t{1}, int64_t{10}, columns - 1, columns, columns + 5})
+      for (int kind = 0; kind < 16; ++kind) {
+        if (top < 1) continue;
+        const bool normalized = kind & 8;
+        const int64_t rows = 3, stride = columns + 2;
+        auto values = random_scores((rows - 1) * stride + columns, kind & 1, false);
+        for (float& value : values) {
+          if (kind & 4) value *= 30.0f;
+          if (normalized) value = -std::fabs(value);
+          if (kind & 2 && below(4) == 0) value = below(2) ? NAN : -INFINITY;
+        }
+        const std::vector<T> raw = stored<T>(values);
+        std::vector<float> out(static_cast<size_t>(rows), NAN);
+        spec::top_entropy(raw.data(), rows, columns, stride, top, normalized, out.data());
+        for (int64_t r = 0; r < rows; ++r) {
+          const auto row = sorted({values.begin() + r * stride, values.begin() + r * stride + columns});
+          double log_sum = 0.0, entropy = 0.0;
+          if (!normalized && row[0].value > -INFINITY) {
+            double sum = 0.0;
+            for (const auto& scored : row) sum += std::exp(static_cast<double>(scored.value) - row[0].value);
+            log_sum = row[0].value + std::log(sum);
+          }
+          for (int64_t j = 0; j < std::min(top, columns); ++j) {
+            const double log_prob = row[j].value - log_sum;
+            if (row[j].value > -INFINITY) entropy -= std::exp(log_prob) * log_prob;
+          }
+          check(std::fabs(out[r] - entropy) <= 1e-5 + 1e-6 * std::fabs(entropy), what, columns);
+        }
+      }
+}
+
+// Every candidate ever pushed with its number, instead of arrays.
+struct Known {
+  float score, log_prob;
+  int64_t number, parent, token, depth;
+};
+
+bool before(const Known& a, const Known& b) {
+  return a.score > b.score || (a.score == b.score && a.number < b.number);
+}
+
+void keep_best(std::vector<Known>& known, int64_t count) {
+  std::sort(known.begin(), known.end(), before);
+  if (static_cast<int64_t>(known.size()) > count) known.resize(static_cast<size_t>(count));
+}
+
+void test_draw(spec::BestFirst& queue, std::vector<Known>& accepted, std::vector<Known>& queued, bool expands) {
+  spec::BestFirstState& state = queue.state;
+  const int64_t count = expands ? spec::pop_count(state) : spec::fill_count(state);
+  const int64_t room = state.budget - static_cast<int64_t>(accepted.size());
+  int64_t wanted = expands ? 0 : std::min(room, static_cast<int64_t>(queued.size()));
+  for (int64_t inner = 0; expands && wanted < static_cast<int64_t>(queued.size()) && inner < state.batch; ++wanted)
+    inner += queued[static_cast<size_t>(wanted)].depth < state.max_depth;
+  check(count == wanted, "best_first count", state.budget);
+  const auto size = static_cast<size_t>(count);
+  std::vector<int64_t> parents(size, -7), tokens(size, -7), expand(size, -7);
+  std::vector<float> log_probs(size, NAN);
+  const spec::Drawn drawn =
+      spec::draw(state, count, expands, parents.data(), tokens.data(), log_probs.data(), expand.data());
+
+  const std::vector<Known> taken(queued.begin(), queued.begin() + count);
+  queued.erase(queued.begin(), queued.begin() + count);
+  accepted.insert(accepted.end(), taken.begin(), taken.end());
+  keep_best(accepted, state.budget);
+  const bool full = static_cast<int64_t>(accepted.size()) == state.budget;
+  int64_t nodes = 0, expanded = 0;
+  double mass = 0.0;
+  for (const Known& known : taken) {
+    const auto same = [&](const Known& other) { return other.number == known.number; };
+    if (!std::any_of(accepted.begin(), accepted.end(), same)) continue;
+    check(parents[nodes] == known.parent && tokens[nodes] == known.token && log_probs[nodes] == known.log_prob,
+          "best_first nodes", state.budget);
+    if (expands && (full ? known.score > accepted.back().score : known.score > -INFINITY) &&
+        known.depth < state.max_depth) {
+      check(expand[expanded] == nodes, "best_first expand", state.budget);
+      ++expanded;
+      mass += std::exp(static_cast<double>(known.score));
+    }
+    ++nodes;
+  }
+  check(drawn.nodes == nodes && drawn.expanded == expanded, "best_first counts", state.budget);
+  check(std::fabs(drawn.mass - mass) <= 1e-12 * (1.0 + mass), "best_first mass", state.budget);
+}
+
+void test_best_first() {
+  for (const int64_t budget : {1, 2, 3, 10, 60, 256})
+    for (const int64_t batch : {1, 3, 10, 300})
+      for (int kind = 0; kind < 4; ++kind) {
+        spec::BestFirst queue(budget, batch, 4);
+        std::vector<Known> accepted{{0.0f, 0.0f, 0, -1, -1, 0}}, queued;
+        int64_t number = 0;
+        for (int step = 0; step < 25; ++step) {
+          const int64_t count = below(kind & 2 ? 3 * budget + 2 : 5);
+          auto scores = random_scores(count, kind & 1, false);
+          for (float& score : scores) score = below(10) ? -std::fabs(score) : -INFINITY;
+          if (below(2)) std::sort(scores.begin(), scores.end(), std::greater<float>());
+          const auto log_probs = random_scores(count, false, false);
+          std::vector<int64_t> parents(scores.size()), depths(scores.size()), tokens(scores.size());
+          for (int64_t i = 0; i < count; ++i) {
+            parents[i] = below(1000), depths[i] = below(5), tokens[i] = below(1000);
+            ++number;
+            if (scores[i] > -INFINITY)
+              queued.push_back({scores[i], log_probs[i], number, parents[i], tokens[i], depths[i] + 1});
+          }
+          keep_best(queued, budget);
+          check(spec::push(queue.state, parents.data(), depths.data(), tokens.data(), log_probs.data(), scores.data(),
+                           count),
+                "best_first push", budget);
+          std::vector<Known> all = accepted;
+          all.insert(all.end(), queued.begin(), queued.end());
+          std::sort(all.begin(), all.end(), before);
+          const bool full = static_cast<int64_t>(all.size()) >= budget;
+          check(spec::best_first_bound(queue.state) == (full ? all[budget - 1].score : -INFINITY), "best_first bound",
+                budget);
+          if (below(3)) test_draw(queue, accepted, queued, below(8) != 0);
+        }
+      }
+  spec::BestFirst queue(3, 1, 3);
+  const int64_t zeros[] = {0, 0};
+  const float good[] = {-1.0f, -2.0f}, bad[] = {-1.0f, NAN};
+  check(!spec::push(queue.state, zeros, zeros, zeros, good, bad, 2), "best_first refuses NaN", 3);
+  check(queue.state.queue_count == 0, "best_first adds nothing then", 3);
 }
 
 void test_compact_rows() {
@@ -207,6 +425,11 @@ int main() {
   test_select_best();
   test_top_children<float>("top_children float32");
   test_top_children<uint16_t>("top_children bfloat16");
+  test_best_candidates<float>("best_candidates float32");
+  test_best_candidates<uint16_t>("best_candidates bfloat16");
+  test_top_entropy<float>("top_entropy float32");
+  test_top_entropy<uint16_t>("top_entropy bfloat16");
+  test_best_first();
   test_compact_rows();
   if (failures == 0) std::puts("all checks passed");
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

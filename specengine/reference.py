@@ -1,0 +1,259 @@
+"""What each op of `ops` means, in plain torch on any device; the compiled backends are tested against this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from specengine.errors import InputError
+
+WORD_BITS = 64
+LARGEST = 3e38  # what +inf counts as: finite in float32, so that differences of scores stay defined
+MASK64 = (1 << 64) - 1
+
+WRONG_PARENTS = "parents: the root's must be -1, every other's an earlier node"
+WRONG_SUBTREE = "nodes: must be ascending, start with the root and contain every node's parent"
+HAS_NAN = "contains NaN"
+
+
+class Candidates(NamedTuple):
+    """Scored continuations of a layer. rows, columns: int64 [m]; log_probs: float32 [m], of the edge; scores: float32
+    [m], of the path."""
+
+    rows: Tensor
+    columns: Tensor
+    log_probs: Tensor
+    scores: Tensor
+
+
+class Popped(NamedTuple):
+    """Queue entries that become tree nodes, best first. parents, tokens: int64 [m]; log_probs: float32 [m], of the
+    edge; expand: int64 [k], ascending indices into them of the nodes to draft from; mass: the sum of those nodes'
+    path probabilities (S of SALF Alg. 2)."""
+
+    parents: Tensor
+    tokens: Tensor
+    log_probs: Tensor
+    expand: Tensor
+    mass: float
+
+
+def ancestor_words(parents: Tensor) -> Tensor:
+    # Pointer doubling: after round r a row knows its 2**r nearest ancestors. Row n stands for "above the root".
+    n, device = parents.shape[0], parents.device
+    nodes = torch.arange(n, device=device)
+    _require((parents < nodes).all() & (parents[1:] >= 0).all() & (parents[:1] == -1).all(), WRONG_PARENTS)
+    words = torch.zeros(n + 1, -(-n // WORD_BITS), dtype=torch.int64, device=device)
+    words[nodes, nodes // WORD_BITS] = torch.ones_like(nodes) << (nodes % WORD_BITS)
+    jump = torch.cat([parents, parents.new_tensor([n])])
+    jump[:1] = n
+    for _ in range((n - 1).bit_length()):
+        words |= words[jump]
+        jump = jump[jump]
+    return words[:n]
+
+
+def subtree(parents: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    size, kept = parents.shape[0], nodes.shape[0]
+    inside = nodes.clamp(0, max(size - 1, 0))  # what is outside is refused below, and must not be read before
+    renumbered = torch.full((size + 1,), -1, dtype=torch.int64, device=parents.device)
+    renumbered[inside] = torch.arange(kept, device=parents.device)
+    new_parents = renumbered[parents[inside]]  # the root's parent -1 reads the spare last entry, which stays -1
+    rooted = (nodes[:1] == 0).sum() == 1
+    _require(
+        rooted & (new_parents[1:] >= 0).all() & (nodes[1:] > nodes[:-1]).all() & (inside == nodes).all(), WRONG_SUBTREE
+    )
+    return new_parents, ancestor_words(new_parents)
+
+
+def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
+    column = torch.arange(columns, device=ancestors.device)
+    return ((ancestors[:, column // WORD_BITS] >> (column % WORD_BITS)) & 1).bool()
+
+
+def select_best(log_probs: Tensor, count: int) -> Tensor:
+    _require(~log_probs.isnan().any(), "log_probs: " + HAS_NAN)
+    best = _order_keys(log_probs).topk(min(count, log_probs.shape[0])).indices.sort().values
+    return best[log_probs[best] > -math.inf]
+
+
+def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
+    values = _defined(logits.float())
+    columns = _order_keys(values).topk(k).indices
+    best = values.gather(1, columns)
+    if normalized:
+        return best, columns
+    peak = best[:, :1].clamp(min=torch.finfo(torch.float32).min)  # finite also in rows of -inf alone
+    return (best - peak) - (values - peak).exp().sum(1, keepdim=True).log().clamp(min=0.0), columns
+
+
+def best_candidates(
+    logits: Tensor, scores: Tensor, count: int, log_gate: float, bound: float, normalized: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    columns = logits.shape[1]
+    log_probs, best = top_children(logits, min(max(count, 1), columns), normalized)
+    paths = _defined(scores)[:, None] + log_probs
+    passes = (paths > bound) & (paths > -math.inf)
+    if log_gate > -math.inf and paths.numel():
+        passes &= paths >= paths.max() + log_gate
+    row, place = passes.nonzero(as_tuple=True)
+    found = paths[row, place]
+    order = _order_keys(found).argsort(descending=True)[:count]
+    row, place = row[order], place[order]
+    return Candidates(row, best[row, place], log_probs[row, place], found[order])
+
+
+def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
+    log_probs, _ = top_children(logits, top, normalized)
+    log_probs = log_probs.double()
+    return -torch.where(log_probs > -math.inf, log_probs.exp() * log_probs, 0.0).sum(1).float()
+
+
+class BestFirst:
+    """As ops.BestFirst says, in Python lists; best first."""
+
+    def __init__(self, budget: int, batch: int, max_depth: int, device: torch.device | str) -> None:
+        self._budget, self._batch, self._max_depth, self._device = budget, batch, max_depth, device
+        self._accepted: list[tuple[float, int]] = [(-0.0, 0)]  # negated score, creation order
+        self._queue: list[tuple[float, int, int, int, int, float]] = []  # and parent, depth, token, edge
+        self._created = 0
+
+    @property
+    def bound(self) -> float:
+        known = sorted([entry[0] for entry in (*self._accepted, *self._queue)])
+        return -known[self._budget - 1] if len(known) >= self._budget else -math.inf
+
+    def push(
+        self, parents: Tensor, depth_of_parents: Tensor, tokens: Tensor, log_probs: Tensor, scores: Tensor
+    ) -> None:
+        if bool(scores.isnan().any()):
+            raise InputError("scores: " + HAS_NAN)
+        rows = zip(*(values.tolist() for values in (scores, parents, depth_of_parents, tokens, log_probs)), strict=True)
+        for score, parent, depth, token, edge in rows:
+            if score > -math.inf:
+                self._created += 1
+                self._queue.append((-score, self._created, parent, depth + 1, token, edge))
+        self._queue = sorted(self._queue)[: self._budget]
+
+    def pop(self) -> Popped:
+        inner = [place for place, entry in enumerate(self._queue) if entry[3] < self._max_depth]
+        count = inner[self._batch - 1] + 1 if len(inner) >= self._batch else len(self._queue)
+        taken, self._queue = self._queue[:count], self._queue[count:]
+        self._accepted = sorted([*self._accepted, *(entry[:2] for entry in taken)])[: self._budget]
+        within = set(self._accepted)
+        worst = self._accepted[-1][0] if len(self._accepted) == self._budget else math.inf
+        nodes = [entry for entry in taken if entry[:2] in within]
+        expand = [i for i, entry in enumerate(nodes) if entry[0] < worst and entry[3] < self._max_depth]
+        return self._popped(nodes, expand)
+
+    def fill(self) -> Popped:
+        room = self._budget - len(self._accepted)
+        taken, self._queue = self._queue[:room], self._queue[room:]
+        self._accepted = sorted([*self._accepted, *(entry[:2] for entry in taken)])
+        return self._popped(taken, [])
+
+    def _popped(self, nodes: list[tuple[float, int, int, int, int, float]], expand: list[int]) -> Popped:
+        return Popped(
+            torch.tensor([entry[2] for entry in nodes], dtype=torch.int64, device=self._device),
+            torch.tensor([entry[4] for entry in nodes], dtype=torch.int64, device=self._device),
+            torch.tensor([entry[5] for entry in nodes], dtype=torch.float32, device=self._device),
+            torch.tensor(expand, dtype=torch.int64, device=self._device),
+            math.fsum(math.exp(-nodes[i][0]) for i in expand),
+        )
+
+
+def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
+    values = _defined(scores).double()
+    if not bool((values > -math.inf).any()):
+        return -1
+    noise = -torch.log(-torch.log(philox_uniform(seed, position, scores.shape[0]).to(scores.device)))
+    return int((values + noise).argmax())
+
+
+def walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
+    # One pass is enough, as children come after their parents.
+    choice = chosen.tolist()
+    path, wanted, last = [0], choice[0], 0
+    for node, (parent, token) in enumerate(zip(parents.tolist(), tokens.tolist(), strict=True)):
+        if parent == last and token == wanted:
+            path.append(node)
+            last, wanted = node, choice[node]
+    return path
+
+
+def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
+    first = next((j for j, slot in enumerate(path) if slot != j), len(path))
+    if first < len(path):
+        moved = torch.tensor(path[first:], device=slab.device) + prefix
+        slab[:, :, :, prefix + first : prefix + len(path)] = slab.index_select(3, moved)
+
+
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
+    heads, rows, size = query.shape
+    packed = query.reshape(1, key.shape[0], -1, size)
+    one_row = packed.shape[2] == 1 and packed.dtype is torch.bfloat16
+    if packed.device.type == "cpu" and (one_row or packed.dtype is torch.float16):
+        # Here torch's CPU kernel takes 2 to 4 times as long as float32 with the conversions, and is less exact.
+        packed, key, value = packed.float(), key.float(), value.float()
+    if mask is not None and mask.dtype not in (torch.bool, packed.dtype):
+        mask = mask.to(packed.dtype)
+    out = scaled_dot_product_attention(packed, key[None], value[None], mask, scale=scale)
+    return out.to(query.dtype).view(heads, rows, size)
+
+
+def _defined(values: Tensor) -> Tensor:
+    return values.nan_to_num(nan=-math.inf, posinf=LARGEST, neginf=-math.inf).clamp(max=LARGEST)
+
+
+def _order_keys(values: Tensor) -> Tensor:
+    """int64 keys of the order (value descending, index along the last axis ascending): larger is better, none equal.
+
+    values: float32 without NaN. topk itself leaves open which of two equal values it takes.
+    """
+    bits = (values + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0, its equal
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (
+        0xFFFFFFFF - torch.arange(values.shape[-1], device=values.device)
+    )
+
+
+def _require(holds: Tensor, message: str) -> None:
+    if holds.device.type == "cpu":
+        if not holds:
+            raise InputError(message)
+    else:
+        torch._assert_async(holds, message)  # the same without making the host wait
+
+
+def philox_uniform(seed: int, position: int, n: int) -> Tensor:
+    """The uniforms behind `keyed_gumbel_argmax`: float64 [n], on the CPU, in the open interval (0, 1)."""
+    index = torch.arange(-(-n // 4))
+    position &= MASK64
+    counter = (index, index.new_tensor(position & 0xFFFFFFFF), index.new_tensor(position >> 32), index.new_tensor(0))
+    words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))), 1)
+    return (words.reshape(-1)[:n].double() + 0.5) / 2.0**32
+
+
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 of four counter words (int64 tensors of values below 2**32); four tensors of the same kind."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def _multiply(a: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a * factor, both below 2**32; in halves, as the product exceeds a signed 64-bit word."""
+    upper = a * (factor >> 16)
+    lower = a * (factor & 0xFFFF)
+    total = (upper >> 16) + (((upper & 0xFFFF) << 16) + lower >> 32)
+    return total, ((upper << 16) + lower) & 0xFFFFFFFF
