@@ -43,7 +43,7 @@ setup(
     # kernels/ has no __init__.py: with one it would hide Hugging Face's `kernels` wherever the root is on the path
     package_dir={"specengine_kernels": "kernels"},
     package_data={
-        "specengine": ["py.typed", "**/*.safetensors", "**/*.json", "**/*.md"],
+        "specengine": ["py.typed", "**/*.safetensors", "**/*.json", "**/*.md", "trace/page.*"],
         "specengine_kernels": ["README.md"],
     },
     ext_modules=[expander],

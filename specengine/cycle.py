@@ -38,6 +38,8 @@ class Cycle:
     tokens   the committed tokens: those of path[1:], then the bonus token (cut short at a stop)
     drafted  draft nodes proposed before the policy's `keep`, root excluded
     features the target's hidden states of the tree's nodes, [nodes, features * hidden size], where the draft reads them
+    grown    the tree before `keep`, with all `drafted` nodes; None where the cycle was not made by an engine
+    kept     int64 [tree.size], the nodes of `grown` that make up `tree`, in its order; None where those are all
     """
 
     tree: TokenTree
@@ -46,6 +48,8 @@ class Cycle:
     seconds: Seconds
     drafted: int = 0
     features: Tensor | None = field(default=None, repr=False, compare=False)
+    grown: TokenTree | None = field(default=None, repr=False, compare=False)
+    kept: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def accepted(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specengine.cycle import Seconds
 from specengine.drafters import Drafter
@@ -12,15 +14,29 @@ from specengine.policies import TreePolicy
 from specengine.tree import TokenTree
 
 
+class Draft(NamedTuple):
+    """What one cycle proposes."""
+
+    tree: TokenTree  # what the target verifies
+    grown: TokenTree  # all that was drafted
+    kept: Tensor | None = None  # int64 [tree.size], the nodes of `grown` that make up `tree`; None: all of them
+
+    @property
+    def drafted(self) -> int:
+        """Draft nodes proposed, the root excluded."""
+        return self.grown.size - 1
+
+
 def draft_tree(
     token: int, drafter: Drafter | None, policy: TreePolicy | None, seconds: Seconds, device: torch.device
-) -> tuple[TokenTree, int]:
-    """The tree under `token` that the target verifies, and how many draft nodes were proposed for it.
+) -> Draft:
+    """The tree under `token` that the target verifies, and the one that it was taken from.
 
     Without a drafter the tree is its root alone: plain decoding. Adds the time spent to `seconds`.
     """
     if drafter is None or policy is None:
-        return TokenTree.root(token, device=device), 0
+        root = TokenTree.root(token, device=device)
+        return Draft(root, root)
     tree = TokenTree.root(token, policy.capacity, device)
     frontier = torch.zeros(1, dtype=torch.int64, device=device)
     clock = time.perf_counter()
@@ -32,6 +48,8 @@ def draft_tree(
         seconds.draft += drafted - clock
         clock = time.perf_counter()
         seconds.policy += clock - drafted
-    kept = tree.subtree(policy.keep(tree))
+    kept = policy.keep(tree)
+    verified = tree.subtree(kept)
     seconds.policy += time.perf_counter() - clock
-    return kept, tree.size - 1
+    return Draft(verified, tree, kept)
+

@@ -197,7 +197,8 @@ class Engine:
     def _cycle(self, run: _Run) -> Cycle:
         began, model_before = time.perf_counter(), self._model_seconds
         seconds = Seconds()
-        tree, drafted = draft_tree(run.root, self.drafter, self.policy, seconds, self.target.device)
+        draft = draft_tree(run.root, self.drafter, self.policy, seconds, self.target.device)
+        tree = draft.tree
 
         clock = time.perf_counter()
         logits, features = self.target.verify(tree)
@@ -207,7 +208,7 @@ class Engine:
         if not tokens:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")
         self.target.commit(tree, path)
-        cycle = Cycle(tree, path, tokens, seconds, drafted, features)
+        cycle = Cycle(tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept)
         if self.drafter is not None and self.policy is not None:
             self.drafter.observe(cycle)
             self.policy.observe(cycle)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each module may import its own layer and those above it in this list. A new module goes into one of them.
 LAYERS = (
     {"errors", "_expander"},
-    {"ops"},
+    {"ops", "reference", "native"},
     {"tree", "cache", "sampling", "cycle", "registry"},
     {
         "policies",
@@ -31,7 +31,7 @@ LAYERS = (
         "prompts",
     },
     {"drafting", "engine", "loading", "custom_generate"},
-    {"train", "serve", "integrations", "checking", "demo", "inspection", "cli", "__main__"},
+    {"train", "serve", "integrations", "trace", "checking", "demo", "inspection", "cli", "__main__"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 USERS = len(LAYERS) - 1  # bench/ ranks with the layer that uses the engine

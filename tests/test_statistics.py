@@ -79,7 +79,7 @@ class World:
             draft = ToyDrafter(self.draft)
             draft.begin(list(context[:-1]))
             policy = policy_for(self.policy, hash(context) % 1000)
-            tree, _ = draft_tree(context[-1], draft, policy, Seconds(), CPU)
+            tree = draft_tree(context[-1], draft, policy, Seconds(), CPU).tree
             rows = [self.scores((*context, *tree.path_tokens(node))) for node in range(tree.size)]
             self._cycles[context] = tree, np.stack(rows)
         return self._cycles[context]

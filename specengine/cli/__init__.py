@@ -13,11 +13,19 @@ from collections.abc import Sequence
 from transformers.utils import logging
 
 import specengine
-from specengine.cli import chat, check, demo, generate, inspection, train
+from specengine.cli import chat, check, demo, generate, inspection, trace, train
 from specengine.cli.terminal import say
 from specengine.errors import SpecEngineError
 
-COMMANDS = {"generate": generate, "chat": chat, "check": check, "inspect": inspection, "demo": demo, "train": train}
+COMMANDS = {
+    "generate": generate,
+    "chat": chat,
+    "check": check,
+    "inspect": inspection,
+    "trace": trace,
+    "demo": demo,
+    "train": train,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from specengine import policies
 from specengine.cli.terminal import say
-from specengine.engine import Engine, TextGeneration
+from specengine.engine import Engine, StreamPiece, TextGeneration
 from specengine.errors import InputError
 from specengine.options import DEFAULT_MAX_NEW_TOKENS
 from specengine.prompts import Prompt
+from specengine.trace import TraceWriter
 
 SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")
 
@@ -61,7 +65,7 @@ def add_draft_arguments(parser: argparse.ArgumentParser, *, several_policies: bo
         "shipped head for the default model, else ngram)",
     )
     add_draft_option(group)
-    known = ", ".join(policies.names())
+    known = ", ".join(policies.names()) + ", or NAME/PRESET"
     if several_policies:
         group.add_argument("--policy", action="append", help=f"{known} (default: the draft's); repeatable")
     else:
@@ -89,6 +93,21 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag(name), type=kind, help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer with this text; repeatable")
     group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
+
+
+def add_trace_argument(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write every cycle's tree, for `specengine trace`")
+
+
+def open_trace(arguments: argparse.Namespace, engine: Engine) -> contextlib.AbstractContextManager[TraceWriter | None]:
+    return TraceWriter(arguments.trace, engine) if arguments.trace else contextlib.nullcontext()
+
+
+def follow(
+    generation: TextGeneration, trace: TraceWriter | None
+) -> contextlib.AbstractContextManager[Iterator[StreamPiece]]:
+    """The pieces of `generation`, which go into the trace as well where there is one."""
+    return contextlib.closing(generation if trace is None else trace.follow(generation))
 
 
 def flag(name: str) -> str:

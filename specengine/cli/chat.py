@@ -9,14 +9,16 @@ from collections.abc import Iterator
 
 from specengine.cli import arguments as shared
 from specengine.cli.terminal import say, write
-from specengine.engine import Session
+from specengine.engine import Engine, Session
 from specengine.errors import SpecEngineError
+from specengine.trace import TraceWriter
 
 HELP = "talk to a model, turn by turn"
 COMMANDS = "/reset starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_trace_argument(parser)
     parser.epilog = f"{COMMANDS}. Where standard input is no terminal, each line is a turn."
     shared.add_model_arguments(parser)
     shared.add_draft_arguments(parser)
@@ -26,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     interactive = sys.stdin.isatty()
     engine = shared.load_engine(arguments)
+    with shared.open_trace(arguments, engine) as trace:
+        _converse(engine, arguments, trace, interactive=interactive)
+    return 0
+
+
+def _converse(engine: Engine, arguments: argparse.Namespace, trace: TraceWriter | None, *, interactive: bool) -> None:
     session = engine.session(shared.messages(arguments))
     if interactive:
         say(COMMANDS)
@@ -39,12 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
             say(f"unknown command {line.split()[0]}: {COMMANDS}")
         elif line:
             try:
-                _answer(session, line, arguments)
+                _answer(session, line, arguments, trace)
             except SpecEngineError as error:
                 if not interactive:
                     raise
                 say(f"specengine: error: {error}")
-    return 0
 
 
 def _typed_lines() -> Iterator[str]:
@@ -61,16 +68,17 @@ def _typed_lines() -> Iterator[str]:
             say(f"\n{COMMANDS}")
 
 
-def _answer(session: Session, text: str, arguments: argparse.Namespace) -> None:
+def _answer(session: Session, text: str, arguments: argparse.Namespace, trace: TraceWriter | None = None) -> None:
     """Stream one answer; Ctrl-C stops it, and what was said so far stays in the conversation."""
     turn = session.stream(text, **shared.generation_options(arguments))
     if len(session.messages) <= 1:
         shared.note_idle_options(arguments, turn)
     said: list[str] = []
     try:
-        for piece in turn:
-            said.append(piece.text)
-            write(piece.text)
+        with shared.follow(turn, trace) as pieces:
+            for piece in pieces:
+                said.append(piece.text)
+                write(piece.text)
     except KeyboardInterrupt:
         turn.close()
         if turn.result is None and any(said):

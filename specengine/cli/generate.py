@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import deque
+from collections.abc import Iterable
 
 from specengine.cli import arguments as shared
 from specengine.cli.terminal import DraftColours, PlainText, say, why_no_colours, write
-from specengine.engine import Engine, GenerationResult, TextGeneration
+from specengine.engine import Engine, GenerationResult, StreamPiece
 
 HELP = "answer one prompt"
 
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--stream", action="store_true", help="print the answer piece by piece")
     output.add_argument("--show-draft", action="store_true", help="colour what the draft proposed, in a terminal")
     output.add_argument("--json", action="store_true", help="print one JSON object: answer, token ids and figures")
+    shared.add_trace_argument(output)
     shared.add_model_arguments(parser)
     shared.add_draft_arguments(parser)
     shared.add_generation_arguments(parser)
@@ -35,11 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
     engine = shared.load_engine(arguments)
     generation = engine.stream(prompt, **shared.generation_options(arguments))
     shared.note_idle_options(arguments, generation)
+    with shared.open_trace(arguments, engine) as trace, shared.follow(generation, trace) as pieces:
+        if arguments.json:
+            deque(pieces, maxlen=0)
+        else:
+            _print_answer(pieces, _view(arguments, engine), stream=arguments.stream)
     if arguments.json:
         print(json.dumps(_as_json(generation.run()), ensure_ascii=False, allow_nan=False))
-        return 0
-    _print_answer(generation, _view(arguments, engine), stream=arguments.stream)
-    say(generation.stats.report())
+    else:
+        say(generation.stats.report())
     return 0
 
 
@@ -64,9 +71,9 @@ def _view(arguments: argparse.Namespace, engine: Engine) -> PlainText | DraftCol
     return DraftColours(engine)
 
 
-def _print_answer(generation: TextGeneration, view: PlainText | DraftColours, *, stream: bool) -> None:
+def _print_answer(pieces: Iterable[StreamPiece], view: PlainText | DraftColours, *, stream: bool) -> None:
     texts = []
-    for piece in generation:
+    for piece in pieces:
         texts.append(view.paint(piece))
         if stream:
             write(texts.pop())

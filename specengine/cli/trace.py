@@ -1,0 +1,93 @@
+"""specengine trace: look at what `--trace` wrote."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specengine.cli.terminal import DRAFTED, RESET, why_no_colours
+from specengine.errors import InputError
+from specengine.models.files import atomic
+from specengine.trace import Trace, read_trace
+from specengine.trace.page import page
+from specengine.trace.text import MARKS, cycle_lines, summary
+
+HELP = "show the trees that `specengine generate --trace` wrote"
+FAINT = "\x1b[2m"
+COLOURS = {MARKS["accepted"]: DRAFTED, MARKS["pruned"]: FAINT}
+ASCII = str.maketrans("├└│✓×·", "|`|vx.")
+MARK_COLUMN = 17  # of the lines of a tree
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="+", type=Path, metavar="FILE", help="traces; their queries are counted through")
+    parser.add_argument("--query", type=int, metavar="N", help="show a cycle of the N-th query (default 1)")
+    parser.add_argument("--cycle", type=int, metavar="N", help="show the N-th cycle (default 1)")
+    parser.add_argument("--pruned", action="store_true", help="give every pruned node a line of its own")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that steps through the cycles")
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="DIR",
+        help="draw acceptance by depth and rank, its length, and drafting effort",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    traces = [read_trace(file) for file in arguments.file]
+    if arguments.html:
+        _write_page(traces, arguments.html)
+    if arguments.pictures:
+        from specengine.trace.pictures import draw
+
+        for file in draw(traces, arguments.pictures):
+            print(file)
+    asked = arguments.query is not None or arguments.cycle is not None
+    if asked or not (arguments.html or arguments.pictures):
+        _show(traces, arguments, with_summary=not asked)
+    return 0
+
+
+def _write_page(traces: Sequence[Trace], file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(file) as part:
+            part.write_text(page(traces), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"html: {file} cannot be written ({error.strerror or error})") from error
+    print(file)
+
+
+def _show(traces: Sequence[Trace], arguments: argparse.Namespace, *, with_summary: bool) -> None:
+    if with_summary:
+        for line in summary(traces):
+            _print(line)
+    queries = [query for trace in traces for query in trace.queries]
+    if with_summary and not (queries and queries[0].cycles):
+        return
+    number, position = arguments.query or 1, arguments.cycle or 1
+    if arguments.query == 0 or not 1 <= number <= len(queries):
+        raise InputError(f"query: got {arguments.query}, accepted {_range(len(queries))}")
+    cycles = queries[number - 1].cycles
+    if arguments.cycle == 0 or not 1 <= position <= len(cycles):
+        raise InputError(f"cycle: got {arguments.cycle}, accepted {_range(len(cycles))} in query {number}")
+    _print(f"\nquery {number} of {len(queries)}, cycle {position} of {len(cycles)}")
+    for line in cycle_lines(cycles[position - 1], pruned=arguments.pruned):
+        _print(line, coloured=why_no_colours() is None)
+
+
+def _range(count: int) -> str:
+    return f"1 to {count}" if count else "none, there is none"
+
+
+def _print(line: str, *, coloured: bool = False) -> None:
+    """A line, in ASCII where the output takes no more, and in the colour of its mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    colour = COLOURS.get(line[MARK_COLUMN : MARK_COLUMN + 1]) if coloured else None
+    try:
+        line.encode(encoding)
+    except UnicodeEncodeError:
+        line = line.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    print(f"{colour}{line}{RESET}" if colour else line)

@@ -1,0 +1,204 @@
+"""The per-run pictures of the papers, from one trace or from several that are compared."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specengine.errors import InputError
+from specengine.models.files import atomic
+from specengine.trace.records import ACCEPTED, PRUNED, Query, Trace
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's
+MARKERS = "osD^vP"
+FEW = 5  # a share of fewer nodes than this is not written into its cell
+LEAST_RANKS, MOST_RANKS = 4, 12  # in a panel
+LABEL_WIDTH = 42
+DOT = 320.0  # square points, of all cycles of a query
+
+
+def draw(traces: Sequence[Trace], folder: Path) -> list[Path]:
+    """Write the three pictures as SVG files into `folder`; their paths. Several traces share each picture.
+
+    Raises InputError without matplotlib, without a cycle, and where the folder cannot be written.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("pictures: matplotlib draws them, run pip install matplotlib") from error
+    traces = [trace for trace in traces if _with_cycles(trace)]
+    runs = list(zip(_labels(traces), map(_with_cycles, traces), strict=True))
+    if not runs:
+        raise InputError("pictures: there is no cycle in these traces")
+    drawings = {
+        "acceptance-by-depth-and-rank": _heat_maps,
+        "acceptance-length": _lengths,
+        "draft-passes-against-length": _effort,
+    }
+    files = []
+    with matplotlib.rc_context({"font.size": 11, "svg.hashsalt": "specengine"}):
+        for name, fill in drawings.items():
+            figure = Figure(layout="constrained")
+            fill(figure, runs)
+            files.append(folder / f"{name}.svg")
+            _save(figure, files[-1])
+    return files
+
+
+Run = tuple[str, list[Query]]
+
+
+def _with_cycles(trace: Trace) -> list[Query]:
+    return [query for query in trace.queries if query.cycles]
+
+
+def _labels(traces: Sequence[Trace]) -> list[str]:
+    """What tells the traces apart: the policy, with the draft or the file where the policy alone does not."""
+    for names in (
+        [trace.policy for trace in traces],
+        [f"{trace.policy}, {trace.draft}" for trace in traces],
+        [f"{trace.policy}, {trace.file.name}" for trace in traces],
+        [f"{trace.policy}, {trace.file}" for trace in traces],
+    ):
+        if len(set(names)) == len(names):
+            break
+    return [_literal(name) for name in names]
+
+
+def _literal(text: str) -> str:
+    """Without letters that cannot be drawn, and with no formula for matplotlib to read."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text).replace("$", r"\$")
+
+
+def _save(figure: Any, file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(file) as part:
+            figure.savefig(part, format="svg", metadata={"Date": None})
+    except OSError as error:
+        raise InputError(f"pictures: {file} cannot be written ({error.strerror or error})") from error
+
+
+# ---- acceptance by depth and rank (TALON, Fig. 3)
+
+
+def acceptance_counts(queries: Sequence[Query]) -> tuple[np.ndarray, np.ndarray]:
+    """Accepted and verified draft nodes, int64 [depths, ranks], both counted from 1; ranks are those among siblings."""
+    counts: dict[bool, Counter[tuple[int, int]]] = {True: Counter(), False: Counter()}
+    for cycle in (cycle for query in queries for cycle in query.cycles):
+        for node, state in enumerate(cycle.states):
+            if node and state != PRUNED:
+                counts[state == ACCEPTED][cycle.depths[node], cycle.ranks[node]] += 1
+    both = counts[True] + counts[False]
+    shape = (max((depth for depth, _ in both), default=0), max((rank for _, rank in both), default=0))
+    return _grid(counts[True], shape), _grid(both, shape)
+
+
+def _grid(counts: Counter[tuple[int, int]], shape: tuple[int, int]) -> np.ndarray:
+    grid = np.zeros(shape, dtype=np.int64)
+    for (depth, rank), count in counts.items():
+        grid[depth - 1, rank - 1] = count
+    return grid
+
+
+def _heat_maps(figure: Any, runs: Sequence[Run]) -> None:
+    grids = [acceptance_counts(queries) for _, queries in runs]
+    ranks = [min(max(LEAST_RANKS, verified.shape[1]), MOST_RANKS) for _, verified in grids]
+    depths = max(1, *(verified.shape[0] for _, verified in grids))
+    best = max((float(share) for grid in grids for share in _share(*grid).flat if share > 0), default=1.0)
+    figure.set_size_inches(1.8 + 0.62 * sum(ranks), 2.0 + 0.42 * max(depths, 3))
+    panels = figure.subplots(1, len(runs), squeeze=False, sharey=True, width_ratios=ranks)[0]
+    for panel, (label, _), (accepted, verified), shown in zip(panels, runs, grids, ranks, strict=True):
+        image = _heat_map(panel, accepted[:, :shown], verified[:, :shown], (depths, shown), best)
+        hidden = int(verified[:, shown:].sum())
+        note = f"\n({hidden} nodes of rank {shown + 1} and above left out)" if hidden else ""
+        panel.set_title(textwrap.fill(label, 8 * shown) + note, fontsize=11)
+    panels[0].set_ylabel("depth in the tree")
+    figure.colorbar(image, ax=list(panels), label="share of verified nodes accepted")
+
+
+def _share(accepted: np.ndarray, verified: np.ndarray) -> np.ndarray:
+    return np.divide(accepted, verified, out=np.full(verified.shape, np.nan), where=verified > 0)
+
+
+def _heat_map(axes: Any, accepted: np.ndarray, verified: np.ndarray, shape: tuple[int, int], best: float) -> Any:
+    """One panel, coloured up to the share `best`; a cell that no node ever stood in stays grey."""
+    share = np.full(shape, np.nan)
+    share[: verified.shape[0], : verified.shape[1]] = _share(accepted, verified)
+    axes.set_facecolor("0.9")
+    image = axes.imshow(share, cmap="viridis", vmin=0, vmax=best, aspect="auto")
+    for (depth, rank), count in np.ndenumerate(verified):
+        if count >= FEW:
+            colour = "black" if share[depth, rank] > 0.6 * best else "white"
+            axes.text(rank, depth, f"{share[depth, rank]:.2f}", ha="center", va="center", color=colour, fontsize=10)
+    axes.set_xticks(range(shape[1]), range(1, shape[1] + 1))
+    axes.set_yticks(range(shape[0]), range(1, shape[0] + 1))
+    axes.set_xlabel("rank among its siblings")
+    return image
+
+
+# ---- acceptance length over queries (TALON, Fig. 4)
+
+
+def _lengths(figure: Any, runs: Sequence[Run]) -> None:
+    most = max(len(queries) for _, queries in runs)
+    figure.set_size_inches(min(14.0, 6.5 + 0.25 * most * len(runs)), 4.6)
+    axes = figure.subplots()
+    for number, (label, queries) in enumerate(runs):
+        colour, marker = _look(number)
+        places = np.arange(1, len(queries) + 1) + (number - (len(runs) - 1) / 2) * 0.7 / len(runs)
+        lengths = [Counter(len(cycle.committed) for cycle in query.cycles) for query in queries]
+        for place, counts in zip(places, lengths, strict=True):
+            sizes = [DOT * count / counts.total() for count in counts.values()]
+            axes.scatter([place] * len(counts), list(counts), s=sizes, color=colour, alpha=0.3, linewidths=0)
+        means = [query.tau for query in queries]
+        label = f"{textwrap.fill(label, LABEL_WIDTH)}\nmean {np.mean(means):.2f}"
+        axes.plot(places, means, marker=marker, color=colour, linewidth=1.2, label=label)
+    axes.set(xlabel="query", ylabel="tokens per verification")
+    axes.set_xlim(0.5, most + 0.5)
+    cycles = (cycle for _, queries in runs for query in queries for cycle in query.cycles)
+    axes.set_ylim(0, max(len(cycle.committed) for cycle in cycles) + 0.6)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_title("Acceptance length. Line: mean of a query; dots: its cycles, by area", fontsize=11)
+    _legend(axes, len(runs))
+
+
+# ---- draft passes against acceptance length (TALON, Fig. 6)
+
+
+def _effort(figure: Any, runs: Sequence[Run]) -> None:
+    figure.set_size_inches(7.2, 5.4)
+    axes = figure.subplots()
+    points = [(query.tau, query.delta) for _, queries in runs for query in queries]
+    top = 1.08 * max(max(pair) for pair in points)
+    axes.plot([0, top], [0, top], "--", color="0.4", label="oracle: τ = δ")
+    for number, (label, queries) in enumerate(runs):
+        colour, marker = _look(number)
+        taus, deltas = [query.tau for query in queries], [query.delta for query in queries]
+        label = textwrap.fill(label, LABEL_WIDTH)
+        axes.scatter(
+            taus, deltas, color=colour, marker=marker, s=42, alpha=0.8, label=textwrap.fill(label, LABEL_WIDTH)
+        )
+    axes.set(xlim=(0, max(tau for tau, _ in points) * 1.15), ylim=(0, top))
+    axes.set_xlabel("acceptance length τ (tokens per verification)")
+    axes.set_ylabel("draft passes δ per verification")
+    axes.grid(alpha=0.3)
+    axes.set_title("One point per query; above the line, draft passes are wasted", fontsize=11)
+    _legend(axes, len(runs) + 1)
+
+
+def _look(number: int) -> tuple[str, str]:
+    return COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+
+
+def _legend(axes: Any, entries: int) -> None:
+    """Beneath the picture, where it hides no point."""
+    axes.figure.legend(loc="outside lower center", ncols=min(2, entries), fontsize=10, frameon=False)

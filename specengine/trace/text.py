@@ -1,0 +1,97 @@
+"""A trace in the terminal: a table of its queries, and a cycle as a tree. Token texts are shown with escapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT, Query, Trace, TracedCycle
+
+MARKS = {ROOT: " ", ACCEPTED: "✓", REJECTED: "×", PRUNED: "·"}
+OWN = "+"  # the mark of the target's own token
+LEGEND = "✓ accepted   × verified, not accepted   · pruned before verification   + the target's own token"
+TITLE_WIDTH = 44
+
+
+def summary(traces: Sequence[Trace]) -> Iterator[str]:
+    """One line per query of all traces, numbered from 1."""
+    number = 0
+    for trace in traces:
+        yield f"{trace.file}: {_plain(trace.model)}, draft {_plain(trace.draft)}, policy {_plain(trace.policy)}"
+        if trace.truncated:
+            yield "  its last line is incomplete and was left out; the run was killed"
+        yield (
+            f"  {'query':>5}{'cycles':>8}{'tokens':>8}{'tau':>7}{'delta':>7}{'verified':>10}{'drafted':>9}"
+            f"  {'end':<10}prompt"
+        )
+        for query in trace.queries:
+            number += 1
+            yield f"  {number:>5}{_figures(query)}  {_plain(query.finish_reason or '-'):<10}{_title(query)}"
+
+
+def _figures(query: Query) -> str:
+    tokens = sum(len(cycle.committed) for cycle in query.cycles)
+    return (
+        f"{len(query.cycles):>8}{tokens:>8}{query.tau:>7.2f}{query.delta:>7.2f}{query.verified:>10.1f}"
+        f"{query.drafted:>9.1f}"
+    )
+
+
+def _title(query: Query) -> str:
+    text = repr(query.title)
+    return text if len(text) <= TITLE_WIDTH else text[: TITLE_WIDTH - 3] + "..."
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey."""
+    return repr(text)[1:-1]
+
+
+def cycle_lines(cycle: TracedCycle, *, pruned: bool = False) -> Iterator[str]:
+    """The tree of a cycle, a node per line: probability of the edge and of the path, mark, branches, text.
+
+    Where a node has several pruned children, they share a line unless `pruned`.
+    """
+    yield (
+        f"{len(cycle.tokens) - 1} drafted in {cycle.passes} passes, {len(cycle.kept)} verified with the root, "
+        f"{len(cycle.accepted) - 1} accepted; committed {cycle.text!r}"
+    )
+    yield f"{'edge':>6}{'path':>9}"
+    stack = [(0, "", "")]  # node, its branch, what stands before its children; no recursion: a chain can be long
+    while stack:
+        node, branch, before = stack.pop()
+        if node < 0:
+            yield branch
+            continue
+        probabilities = _probabilities(cycle, node) if node else " " * 15
+        yield f"{probabilities}  {MARKS[cycle.states[node]]} {branch}{cycle.texts[node]!r} {cycle.tokens[node]}"
+        stack.extend(reversed(list(_below(cycle, node, before, pruned))))
+    yield LEGEND
+
+
+def _probabilities(cycle: TracedCycle, node: int) -> str:
+    edge, path = cycle.probabilities[node], cycle.path_probabilities[node]
+    return f"{edge:>6.3f}{path:>9.3f}" if path >= 0.001 else f"{edge:>6.3f}{path:>9.0e}"
+
+
+def _below(cycle: TracedCycle, node: int, before: str, pruned: bool) -> Iterator[tuple[int, str, str]]:
+    """What stands under `node`, in the form of the stack; a line that is no node has the number -1."""
+    hidden = [child for child in cycle.children[node] if cycle.states[child] == PRUNED]
+    folded = len(hidden) > 1 and not pruned
+    shown = [child for child in cycle.children[node] if not (folded and child in hidden)]
+    own = node == cycle.accepted[-1]
+    lines = len(shown) + own + folded
+    if own:
+        lines -= 1
+        missed = any(cycle.tokens[child] == cycle.committed[-1] for child in hidden)
+        text = f"{cycle.committed_texts[-1]!r} {cycle.committed[-1]}{', drafted but pruned' if missed else ''}"
+        yield -1, f"{'':15}  {OWN} {before}{_branch(lines)}{text}", ""
+    for child in shown:
+        lines -= 1
+        yield child, before + _branch(lines), before + ("│ " if lines else "  ")
+    if folded:
+        best = f"{cycle.texts[hidden[0]]!r} {cycle.probabilities[hidden[0]]:.3f}"
+        yield -1, f"{'':15}  {MARKS[PRUNED]} {before}└ {len(hidden)} pruned, the best {best}", ""
+
+
+def _branch(lines_after: int) -> str:
+    return "├ " if lines_after else "└ "

@@ -1,0 +1,129 @@
+"""Writing a trace while an engine generates."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Generator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import specengine
+from specengine.cycle import Cycle
+from specengine.engine import Engine, StreamPiece, TextGeneration
+from specengine.errors import InputError
+from specengine.trace.records import FORMAT, TracedCycle
+
+DIGITS = 6  # of a probability
+
+
+class TraceWriter:
+    """Writes what an engine does to `file`, a record at a time; a file that was there is replaced.
+
+    Each record reaches the file whole before the generation goes on, so what a killed run leaves can be read.
+    """
+
+    def __init__(self, file: Path, engine: Engine) -> None:
+        self._tokenizer = engine.tokenizer
+        self._texts: dict[int, str] = {}
+        self._name = file
+        try:
+            self._file = file.open("w", encoding="ascii", newline="\n")
+        except OSError as error:
+            raise _unwritable(file, error) from error
+        self._write("trace", format=FORMAT, **_described(engine))
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def follow(self, generation: TextGeneration) -> Generator[StreamPiece, None, None]:
+        """The pieces of `generation`, each written down before it is passed on.
+
+        Closing this iterator, or an error, ends the query in the file with no finish reason.
+        """
+        self._write(
+            "query",
+            prompt=self._decode(generation.prompt),
+            prompt_tokens=generation.prompt,
+            seed=generation.options.seed,
+        )
+        try:
+            for piece in generation:
+                self._write("cycle", **vars(self._traced(piece.cycle, piece.text)))
+                yield piece
+        finally:
+            reason = generation.result.finish_reason if generation.result else None
+            self._write("end", finish_reason=reason, stats=generation.stats.to_dict())
+
+    def _traced(self, cycle: Cycle, text: str) -> TracedCycle:
+        grown = cycle.tree if cycle.grown is None else cycle.grown
+        kept = list(range(grown.size)) if cycle.kept is None else cycle.kept.tolist()
+        tokens = grown.tokens.tolist()
+        return TracedCycle(
+            tokens=tokens,
+            texts=[self._text(token) for token in tokens],
+            parents=grown.parents.tolist(),
+            probabilities=_probabilities(grown.log_probs),
+            path_probabilities=_probabilities(grown.path_log_probs),
+            kept=kept,
+            accepted=[kept[node] for node in cycle.path],
+            committed=cycle.tokens,
+            committed_texts=[self._text(token) for token in cycle.tokens],
+            text=text,
+            passes=grown.passes,
+            seconds={part: round(seconds, 7) for part, seconds in asdict(cycle.seconds).items()},
+        )
+
+    def _text(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = self._decode([token])
+        return self._texts[token]
+
+    def _decode(self, tokens: list[int]) -> str:
+        """With special tokens, unlike answers: they are nodes like any other."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def _write(self, record: str, **fields: Any) -> None:
+        line = json.dumps({"record": record, **fields}, allow_nan=False, separators=(",", ":"))
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self._name, error) from error
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    config = getattr(getattr(engine.target, "model", None), "config", None)
+    name = str(getattr(config, "_name_or_path", "") or type(engine.target).__name__)
+    return {
+        "model": Path(name).name if Path(name).is_dir() else name,  # without the folders of this machine
+        "draft": engine.drafter.name if engine.drafter is not None else "none",
+        "policy": repr(engine.policy) if engine.policy is not None else "plain",
+        "versions": {
+            "specengine": specengine.__version__,
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _probabilities(log_probs: torch.Tensor) -> list[float]:
+    """Rounded to DIGITS significant digits. NaN counts as zero, as in ops; rounding in float32 may not exceed 1."""
+    finite = (-math.inf if math.isnan(value) else min(value, 0.0) for value in log_probs.tolist())
+    return [float(f"{math.exp(value):.{DIGITS}g}") for value in finite]
+
+
+def _unwritable(file: Path, error: OSError) -> InputError:
+    return InputError(f"trace: {file} cannot be written ({error.strerror or error})")
