@@ -2,7 +2,11 @@
 
 import dataclasses
 import importlib
+import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 
 from specengine import policies, registry
 from specengine.cycle import Seconds
+from specengine.drafters import Step
 from specengine.drafting import draft_tree
 from specengine.errors import InputError
 from specengine.policies import TreePolicy
@@ -22,6 +27,7 @@ from specengine.tree import TokenTree
 from tests.test_tree import check_structure
 from tests.toy import CPU, RandomShape, Tables, ToyDrafter, ToyTarget, policy_for
 
+ROOT = Path(__file__).parents[1]
 NAMES = [name for name in policies.names() if name != "plain"]
 CONTRACT = [*NAMES, "random"]
 
@@ -33,7 +39,8 @@ def drafter(vocabulary: int, seed: int, *, concentration: float = 0.3, exact: fl
 
 
 def grown(policy: TreePolicy, draft: ToyDrafter, token: int = 0) -> tuple[TokenTree, int]:
-    return draft_tree(token, draft, policy, Seconds(), CPU)
+    found = draft_tree(token, draft, policy, Seconds(), CPU)
+    return found.tree, found.drafted
 
 
 # ---------------------------------------------------------------------------------------------------- the contract
@@ -114,6 +121,65 @@ def test_equal_instances_shape_equal_trees_over_a_whole_generation(name: str) ->
         return [piece.cycle.tree.tokens.tolist() for piece in engine.stream([0, 1], max_new_tokens=24)]
 
     assert trees() == trees()
+
+
+class PaddedDrafter(ToyDrafter):
+    """Its rows end in columns of -inf, as those of a vocabulary that is padded to a round size."""
+
+    def step(self, tree: TokenTree, nodes: torch.Tensor) -> Step:
+        step = super().step(tree, nodes)
+        padding = torch.full((len(nodes), 7), -math.inf)
+        return dataclasses.replace(step, logits=torch.cat([step.logits, padding], 1))
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+@settings(deadline=None, max_examples=12)
+@given(draft=settings_of_a_draft)
+def test_padded_rows_shape_the_same_tree(name: str, draft: dict[str, Any]) -> None:
+    draft = {**draft, "normalized": True}
+    padded = PaddedDrafter(drafter(**draft).tables, normalized=True)
+    padded.begin(drafter(**draft).tokens)
+    ragged, _ = grown(policy_for(name, draft["seed"]), drafter(**draft))
+    same, _ = grown(policy_for(name, draft["seed"]), padded)
+    for array in ("tokens", "parents", "log_probs"):
+        assert torch.equal(getattr(ragged, array), getattr(same, array))
+
+
+NEW_POLICY = """
+from dataclasses import dataclass
+from specengine.policies import TreePolicy
+
+@dataclass
+class Pair(TreePolicy):
+    "Two children of the root."
+    capacity = 3
+
+    def grow(self, tree, frontier, step):
+        return step.add_best_children(tree, frontier, 2)[:0]
+"""
+FIND_IT = """
+import specengine.policies
+specengine.policies.__path__.append({folder!r})
+"""
+
+
+def test_a_new_file_is_a_policy_of_the_command_line_and_of_the_contract(tmp_path: Path) -> None:
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "policies" / "pair.py").write_text(NEW_POLICY)
+    (tmp_path / "finds_it.py").write_text(FIND_IT.format(folder=str(tmp_path / "policies")))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    listed = run("-c", "import finds_it; from specengine.cli import main; main(['inspect', '--json'])")
+    assert json.loads(listed)["policies"]["pair"]["about"] == "Two children of the root."
+    tests = ["tests/test_policies.py", "-k", "pair and (contract or same or nothing)", "-q", "-p", "no:cacheprovider"]
+    assert " passed" in run("-m", "pytest", "-p", "finds_it", *tests)
 
 
 # ---------------------------------------------------------------------------------------------------- eagle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step
 from specengine.models.eagle_head import EagleConfig, EagleHead, head_from, make_head
 from specengine.policies import TreePolicy
+from specengine.policies.specdecpp import Specdecpp
 from specengine.targets import Target
 from specengine.tree import TokenTree
 
@@ -139,13 +140,31 @@ class ToyDrafter(Drafter):
         logits = torch.stack(rows)
         if self.columns is not None:
             logits = logits[:, self.columns]
-        return Step(logits, self.columns, self.normalized)
+        return Step(logits, self.columns, self.normalized, hidden_states(logits))
 
     def observe(self, cycle: Cycle) -> None:
         self.tokens += [int(cycle.tree.tokens[0]), *cycle.tokens[:-1]]
 
     def reset(self) -> None:
         self.tokens = []
+
+
+HIDDEN_SIZE = 576  # of the states that the shipped SpecDec++ head reads
+
+
+def hidden_states(logits: Tensor) -> Tensor:
+    """float32 [rows, HIDDEN_SIZE], made of the distributions."""
+    probabilities = logits.float().softmax(-1).nan_to_num()
+    return probabilities[:, torch.arange(HIDDEN_SIZE) % logits.shape[1]]
+
+
+class AnyDraftSpecdecpp(Specdecpp):
+    """SpecDec++ for drafts that give no hidden states, or those of another width."""
+
+    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
+        if step.hidden is None or step.hidden.shape[1] != HIDDEN_SIZE:
+            step = replace(step, hidden=hidden_states(step.logits))
+        return super().grow(tree, frontier, step)
 
 
 @dataclass
@@ -199,10 +218,23 @@ def policy_for(name: str, seed: int = 0) -> TreePolicy:
     """A small instance of any policy: `random` is RandomShape, the others are made by name."""
     if name == "random":
         return RandomShape(seed)
+    if name == "specdecpp":
+        return AnyDraftSpecdecpp(width=3, expansions=4, budget=10)
     small: dict[str, dict[str, Any]] = {
         "chain": {"length": 4},
         "eagle": {"width": 3, "expansions": 3, "budget": 10},
         "fixed": {"branching": (3, 2, 1)},
+        "talon": {"budget": 10, "width": 3},
+        "salf": {"budget": 10, "batch": 3},
+        "opt_tree": {"nodes": 7, "threshold": 0.1, "max_depth": 4},
+        "dynatree": {"base_depth": 2, "max_depth": 4, "nodes": 20},
+        "ddd": {"width": 3, "expansions": 4, "budget": 10, "checks": (1, 2, 3)},
+        "svip": {"width": 3, "expansions": 4, "budget": 10},
+        "gammatune": {"width": 3, "expansions": 4, "budget": 10, "height": 3},
+        "disco": {"width": 3, "expansions": 4, "budget": 10},
+        "c2t": {"children": 3, "layer": 4, "max_depth": 4, "hard_cap": 12, "beta": 0.05},
+        "dymax": {"length": 5},
+        "dyjoint": {"length": 5},
     }
     return policies.make(name, **small.get(name, {}))
 

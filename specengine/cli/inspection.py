@@ -114,6 +114,8 @@ def _variants(package: ModuleType, base: type, field: str) -> dict[str, dict[str
         cls: type = registry.find(package, base, name, field)
         about = (inspect.getdoc(cls) or "").partition("\n")[0]
         found[name] = {"about": about, "options": dict(_options(cls)), "default policy": _default_policy(cls)}
+        if issubclass(cls, TreePolicy):
+            found[name]["presets"] = cls.presets
     return found
 
 
@@ -210,6 +212,8 @@ def _entry(name: str, value: Any) -> Iterator[str]:
         yield f"  {name:<22}{value['about']}"
         if value["options"]:
             yield f"  {'':<22}{_assignments(value['options'])}"
+        for preset, options in value.get("presets", {}).items():
+            yield f"  {'':<22}{name}/{preset}: {_assignments(options) or 'the defaults'}"
         if value["default policy"]:
             yield f"  {'':<22}default policy: {_assignments(value['default policy'])}"
     elif isinstance(value, list):

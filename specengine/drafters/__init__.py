@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,16 @@ from torch import Tensor
 from specengine import ops, registry
 from specengine.cycle import Cycle
 from specengine.tree import TokenTree
+
+
+class Children(NamedTuple):
+    """Proposed tree nodes. parents, tokens: int64 [m], a node and a target id; log_probs: float32 [m], of the edge;
+    path_log_probs: float32 [m]."""
+
+    parents: Tensor
+    tokens: Tensor
+    log_probs: Tensor
+    path_log_probs: Tensor
 
 
 @dataclass(frozen=True)
@@ -31,11 +42,41 @@ class Step:
     normalized: bool = False
     hidden: Tensor | None = None
 
+    def best_children(self, count: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row;
+        -inf where a continuation was not proposed."""
+        log_probs, columns = ops.top_children(self.logits, count, normalized=self.normalized)
+        return log_probs, columns if self.token_ids is None else self.token_ids[columns]
+
+    def best_of_layer(
+        self, tree: TokenTree, frontier: Tensor, count: int, *, log_gate: float = -math.inf, bound: float = -math.inf
+    ) -> Children:
+        """The `count` best children of all frontier nodes together, best path first; see ops.best_candidates."""
+        found = ops.best_candidates(
+            self.logits,
+            tree.path_log_probs[frontier],
+            count,
+            log_gate=log_gate,
+            bound=bound,
+            normalized=self.normalized,
+        )
+        tokens = found.columns if self.token_ids is None else self.token_ids[found.columns]
+        return Children(frontier[found.rows], tokens, found.log_probs, found.scores)
+
+    def row(self, index: int) -> Step:
+        """The step of one of the nodes alone."""
+        rows = slice(index, index + 1)
+        hidden = None if self.hidden is None else self.hidden[rows]
+        return Step(self.logits[rows], self.token_ids, self.normalized, hidden)
+
+    def entropy(self, top: int | None = None) -> Tensor:
+        """Of each row's distribution, float32 [rows], in nats; over its `top` likeliest tokens where that is given."""
+        return ops.top_entropy(self.logits, top or self.logits.shape[1], normalized=self.normalized)
+
     def add_best_children(self, tree: TokenTree, frontier: Tensor, count: int) -> Tensor:
         """Hang the `count` most likely children under each frontier node; the new nodes, in creation order."""
-        log_probs, columns = ops.top_children(self.logits, count, normalized=self.normalized)
-        tokens = columns if self.token_ids is None else self.token_ids[columns]
-        parents = frontier[:, None].expand_as(columns).reshape(-1)
+        log_probs, tokens = self.best_children(count)
+        parents = frontier[:, None].expand_as(tokens).reshape(-1)
         log_probs, tokens = log_probs.reshape(-1), tokens.reshape(-1)
         if self.normalized:  # only such rows are sparse: a full softmax gives every column some probability
             proposed = log_probs > float("-inf")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ class TreePolicy:
     """Shapes the draft tree. A subclass is a dataclass whose fields are its options.
 
     `capacity` is the most nodes that `grow` can create, `budget` the most that `keep` returns, both with the root.
+    `presets` are named settings: `make("eagle/talon-table1")` is the policy with these options.
     """
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
 
     @property
     def capacity(self) -> int:
@@ -51,10 +54,24 @@ def names() -> list[str]:
     return [*registry.names(sys.modules[__name__]), "plain"]
 
 
+def presets() -> dict[str, dict[str, Any]]:
+    """The options of all named settings, by `policy/preset`."""
+    classes = {name: find(name) for name in registry.names(sys.modules[__name__])}
+    return {f"{name}/{key}": dict(options) for name, cls in classes.items() for key, options in cls.presets.items()}
+
+
+def find(name: str) -> type[TreePolicy]:
+    """The class of the policy `name`; InputError for an unknown one."""
+    return registry.find(sys.modules[__name__], TreePolicy, name, "policy")
+
+
 def make(name: str, **options: Any) -> TreePolicy:
-    """The policy `name` with these options; unknown names, options and values raise InputError."""
-    cls = registry.find(sys.modules[__name__], TreePolicy, name, "policy")
-    return registry.build(cls, options, f"policy {name}")
+    """The policy `name`, or `name/preset`, with these options; unknown names, options and values raise InputError."""
+    name, _, preset = name.partition("/")
+    cls = find(name)
+    if preset and preset not in cls.presets:
+        raise InputError(f"policy {name}: unknown preset {preset!r}, known are {', '.join(cls.presets) or '(none)'}")
+    return registry.build(cls, {**cls.presets.get(preset, {}), **options}, f"policy {name}")
 
 
 def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from torch import Tensor
-
-from specengine import ops
-from specengine.drafters import Step
-from specengine.policies import TreePolicy, require
-from specengine.tree import TokenTree
+from specengine.policies._beam import Beam
 
 
 @dataclass
-class Eagle(TreePolicy):
+class Eagle(Beam):
     """Beam of `width` nodes, each with its `width` best children, grown `expansions` times below level 1.
 
     All scored nodes compete for the `budget` by path probability (the rerank of EAGLE-2); height is expansions + 1.
@@ -23,24 +19,14 @@ class Eagle(TreePolicy):
     budget      nodes verified, the root included (EAGLE's `total_tokens`)
     """
 
-    width: int = 10
     expansions: int = 7
     budget: int = 60
 
-    def __post_init__(self) -> None:
-        require("eagle", "width", self.width, "1 or more", self.width >= 1)
-        require("eagle", "expansions", self.expansions, "0 or more", self.expansions >= 0)
-        require("eagle", "budget", self.budget, "1 or more", self.budget >= 1)
-
-    @property
-    def capacity(self) -> int:
-        return 1 + self.width + self.expansions * self.width**2
-
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
-        nodes = step.add_best_children(tree, frontier, self.width)
-        if tree.passes > self.expansions:
-            return nodes[:0]
-        return nodes[ops.select_best(tree.path_log_probs[nodes], self.width)]
-
-    def keep(self, tree: TokenTree) -> Tensor:
-        return ops.select_best(tree.path_log_probs, self.budget)
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "talon-table1": {"expansions": 8},
+        "ltd-table1": {"expansions": 8},
+        "salf-table2": {},
+        "c2t-data": {"expansions": 10, "budget": 1011},
+        "qwen3-script": {"width": 4, "expansions": 8, "budget": 32},
+        "cpu": {"width": 4, "expansions": 2, "budget": 12},
+    }

@@ -1,0 +1,43 @@
+"""DDD: the EAGLE beam, ended when the probability that it still holds the answer is low."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from specengine.drafters import Step
+from specengine.policies import require
+from specengine.policies._beam import Beam
+from specengine.tree import TokenTree
+
+
+@dataclass
+class Ddd(Beam):
+    """After some expansions, stop if the log of the beam's summed path probabilities is below `threshold`.
+
+    checks     expansions after which the rule is asked
+    threshold  in nats
+
+    Source: Dynamic Depth Decoding, Brown et al. 2024; settings as in Learning to Draft, A.1.
+    """
+
+    checks: tuple[int, ...] = (5, 7, 9)
+    threshold: float = -0.3
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "original": {"expansions": 11},
+        "cpu": {"width": 4, "expansions": 4, "budget": 12, "checks": (1, 2, 3)},
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("ddd", "checks", self.checks, "expansions of 0 or more", all(check >= 0 for check in self.checks))
+        require("ddd", "threshold", self.threshold, "a number", not math.isnan(self.threshold))
+
+    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
+        if tree.passes - 1 not in self.checks:
+            return False
+        return float(tree.path_log_probs[beam].logsumexp(0)) < self.threshold

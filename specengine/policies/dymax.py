@@ -1,0 +1,23 @@
+"""DyMax: a chain that ends where the draft's best token is improbable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from specengine.policies._chain import StoppedChain
+
+
+@dataclass
+class DyMax(StoppedChain):
+    """Greedy draft tokens while each has a probability of `threshold` or more; the first is always proposed.
+
+    Source: C2T, Table 7.
+    """
+
+    threshold: float = 0.3
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"c2t-table7": {}}
+
+    def score(self, edge: float, path: float) -> float:
+        return edge

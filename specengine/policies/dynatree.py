@@ -1,0 +1,164 @@
+"""DynaTree: children by confidence, depth by path probability, both adjusted to the history of acceptance."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from specengine.cycle import Cycle
+from specengine.drafters import Step
+from specengine.policies import TreePolicy, require
+from specengine.tree import TokenTree
+
+LEAST_HISTORY = 5  # cycles
+DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE = 2, (0.5, 0.95), (0.3, 0.8)  # where the history may move its three settings
+
+
+@dataclass
+class DynaTree(TreePolicy):
+    """A sure draft gets one child, an unsure one three; improbable paths end early, probable ones go on for longer.
+
+    A node has `branch_min` children if the draft's largest probability behind it is `high` or more, `branch_max` if
+    it is below `low`, else `branch_mid`. It is drafted from only while its path probability is `stop` or more, and
+    beyond `base_depth` only while it is `deep` or more. Depths count as in the paper, where the first drafted token
+    has depth 0.
+
+    nodes          drafted nodes, at most (N_max)
+    prune          leaf: no nodes below the path probability `least`; expand: they stay, as leaves; none
+    root           known: the tree branches at the known last token; paper: it hangs from the draft's best guess of
+                   the next token, which alone has depth 0
+    history        move base_depth, high and deep by the mean of accepted tokens / tree height of the last `window`
+                   cycles, at most once per window, when it is more than `band` from `target`
+    step           by which `high` and `deep` move; base_depth moves by 1
+    law            banded, as in the published code, or proportional to the distance, as in the paper's supplement
+
+    Source: DynaTree, section 3 and appendices A and D; what the text leaves open as in algorithms of its code.
+    """
+
+    base_depth: int = 5
+    max_depth: int = 8
+    branch_min: int = 1
+    branch_mid: int = 2
+    branch_max: int = 3
+    high: float = 0.9
+    low: float = 0.4
+    stop: float = 0.1
+    deep: float = 0.5
+    least: float = 0.05
+    nodes: int = 256
+    root: Literal["known", "paper"] = "known"
+    prune: Literal["leaf", "expand", "none"] = "leaf"
+    history: bool = True
+    window: int = 10
+    target: float = 0.7
+    band: float = 0.1
+    step: float = 0.05
+    law: Literal["banded", "proportional"] = "banded"
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {"root": "paper"},
+        "pg19": {"max_depth": 9},
+        "breadth": {"history": False, "stop": 0.0, "deep": 0.0, "max_depth": 6},
+        "breadth-depth": {"history": False},
+        "cpu": {"base_depth": 2, "max_depth": 4, "nodes": 11, "stop": 0.2},
+    }
+
+    _base_depth: float = field(init=False, repr=False, compare=False)
+    _high: float = field(init=False, repr=False, compare=False)
+    _deep: float = field(init=False, repr=False, compare=False)
+    _rates: deque[float] = field(init=False, repr=False, compare=False)
+    _since: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check()
+        self._base_depth, self._high, self._deep = float(self.base_depth), self.high, self.deep
+        self._rates = deque(maxlen=self.window)
+
+    def _check(self) -> None:
+        depths = 1 <= self.base_depth < self.max_depth
+        require("dynatree", "base_depth, max_depth", (self.base_depth, self.max_depth), "1 <= base < max", depths)
+        branches = (self.branch_min, self.branch_mid, self.branch_max)
+        require(
+            "dynatree", "branch_min, _mid, _max", branches, "1 or more, ascending", branches[0] >= 1 and _up(branches)
+        )
+        require("dynatree", "low, high", (self.low, self.high), "0 < low < high < 1", 0 < self.low < self.high < 1)
+        # Both 0 gives the ablation without dynamic depth.
+        gates = 0 <= self.stop < self.deep <= 1 or self.stop == self.deep == 0
+        require("dynatree", "stop, deep", (self.stop, self.deep), "0 <= stop < deep <= 1, or both 0", gates)
+        require("dynatree", "least", self.least, "0 to below 1", 0 <= self.least < 1)
+        require("dynatree", "nodes", self.nodes, "1 or more", self.nodes >= 1)
+        require("dynatree", "window", self.window, f"{LEAST_HISTORY} or more", self.window >= LEAST_HISTORY)
+        for name in ("target", "band", "step"):
+            value = getattr(self, name)
+            require("dynatree", name, value, "0 to 1", 0 <= value <= 1)
+
+    @property
+    def capacity(self) -> int:
+        return 1 + self.nodes
+
+    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
+        log_probs, tokens = step.best_children(self.branch_max)
+        paths = tree.path_log_probs[frontier][:, None] + log_probs
+        chosen = self._within_branch(tree, log_probs) & (log_probs > -math.inf)
+        if self.prune == "leaf":
+            likely = paths >= _log(self.least)
+            if tree.passes == 1:
+                likely[:, 0] = True
+            chosen &= likely
+        row, place = chosen.nonzero(as_tuple=True)  # by parent, best first: the order of the paper's queue
+        room = self.capacity - tree.size
+        row, place = row[:room], place[:room]
+        nodes = tree.add(frontier[row], tokens[row, place], log_probs[row, place])
+        return nodes[self._expandable(tree, nodes)] if tree.size < self.capacity else nodes[:0]
+
+    def observe(self, cycle: Cycle) -> None:
+        height = int(cycle.tree.depths.max())
+        if not self.history or not height:
+            return
+        self._rates.append(cycle.accepted / height)
+        self._since += 1
+        if self._since >= self.window and len(self._rates) >= LEAST_HISTORY:
+            self._since = 0
+            self._adjust(sum(self._rates) / len(self._rates) - self.target)
+
+    def _within_branch(self, tree: TokenTree, log_probs: Tensor) -> Tensor:
+        """Which of the best children belong to the node's branches, bool [rows, places]."""
+        if tree.passes == 1 and self.root == "paper":
+            return (torch.arange(log_probs.shape[1], device=log_probs.device) < 1)[None].expand_as(log_probs)
+        sure, unsure = log_probs[:, :1] >= math.log(self._high), log_probs[:, :1] < math.log(self.low)
+        counts = torch.full_like(sure, self.branch_mid, dtype=torch.int64)
+        counts = counts.masked_fill(sure, self.branch_min).masked_fill(unsure, self.branch_max)
+        return torch.arange(log_probs.shape[1], device=log_probs.device) < counts
+
+    def _expandable(self, tree: TokenTree, nodes: Tensor) -> Tensor:
+        depths, paths = tree.depths[nodes] - 1, tree.path_log_probs[nodes]
+        lowest = max(self.stop, self.least) if self.prune == "expand" else self.stop
+        shallow = (depths < round(self._base_depth)) | (paths >= _log(self._deep))
+        return (depths < self.max_depth) & (paths >= _log(lowest)) & shallow
+
+    def _adjust(self, excess: float) -> None:
+        if self.law == "banded":
+            sign = 0 if abs(excess) <= self.band else int(math.copysign(1, excess))
+            by_depth, by_threshold = float(sign), sign * self.step
+        else:
+            by_depth, by_threshold = excess, 0.1 * excess  # the supplement gives no step sizes
+        self._base_depth = _clip(self._base_depth + by_depth, DEPTH_FLOOR, self.max_depth - 1)
+        self._high = _clip(self._high - by_threshold, *HIGH_RANGE)
+        self._deep = _clip(self._deep - by_threshold, *DEEP_RANGE)
+
+
+def _up(values: tuple[int, ...]) -> bool:
+    return list(values) == sorted(values)
+
+
+def _log(probability: float) -> float:
+    return math.log(probability) if probability else -math.inf
+
+
+def _clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), max(high, low))

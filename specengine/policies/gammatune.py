@@ -1,0 +1,58 @@
+"""Gammatune: the EAGLE beam, as deep as recent answers were accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from specengine.cycle import Cycle
+from specengine.drafters import Step
+from specengine.policies import require
+from specengine.policies._beam import Beam
+from specengine.tree import TokenTree
+
+
+@dataclass
+class Gammatune(Beam):
+    """The height of the next tree follows a moving average of the accepted length.
+
+    After a cycle that accepted a whole path of the tree's height the next tree is one level higher, else its height
+    is the average, rounded, plus one; always within half and one and a half times `height`.
+
+    height  of the first tree, in levels
+    rate    weight of the newest accepted length in the average
+
+    Source: Gammatune, Gautam et al. 2025, reconstructed from its description in Learning to Draft, A.1.
+    """
+
+    height: int = 8
+    rate: float = 0.2
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "chain": {"width": 1, "budget": 14, "height": 5},
+        "cpu": {"width": 4, "expansions": 4, "budget": 12, "height": 3},
+    }
+
+    _mean: float = field(init=False, repr=False, compare=False)
+    _height: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = self.expansions + 1
+        require("gammatune", "height", self.height, f"1 to expansions + 1 = {most}", 1 <= self.height <= most)
+        require("gammatune", "rate", self.rate, "above 0, up to 1", 0 < self.rate <= 1)
+        self._mean, self._height = float(self.height), self.height
+
+    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
+        return tree.passes >= self._height
+
+    def observe(self, cycle: Cycle) -> None:
+        height = int(cycle.tree.depths.max())
+        if not height:
+            return
+        self._mean += self.rate * (cycle.accepted - self._mean)
+        wanted = self._height + 1 if cycle.accepted >= height else round(self._mean) + 1
+        most = min(int(1.5 * self.height), self.expansions + 1)
+        self._height = min(max(wanted, -(-self.height // 2)), most)

@@ -1,0 +1,42 @@
+"""SVIP: the EAGLE beam, or a chain, ended where the draft's distribution is too flat."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from specengine.drafters import Step
+from specengine.policies import require
+from specengine.policies._beam import Beam
+from specengine.tree import TokenTree
+
+
+@dataclass
+class Svip(Beam):
+    """Stop once sqrt(factor * H) is above `threshold`, with H the entropy in nats behind the best node drafted from.
+
+    The uncertain token itself is still proposed. With a width of 1 this is the published rule for chains.
+
+    Source: SVIP, Zhang et al. 2024; settings as in Learning to Draft, A.1.
+    """
+
+    factor: float = 0.15
+    threshold: float = 0.3
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "chain": {"width": 1, "expansions": 11, "budget": 13},
+        "cpu": {"width": 4, "expansions": 4, "budget": 12},
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("svip", "factor", self.factor, "above 0", 0 < self.factor < math.inf)
+        require("svip", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf)
+
+    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
+        best = int(tree.path_log_probs[frontier].argmax())
+        entropy = float(step.row(best).entropy())
+        return math.sqrt(self.factor * max(entropy, 0.0)) > self.threshold
