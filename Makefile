@@ -26,6 +26,9 @@ bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine'
 	$(RUN) -m bench.overhead --out build/results/overhead.jsonl
 	$(RUN) -m bench.end_to_end --out build/results/end-to-end.jsonl
 	$(RUN) -m bench.exactness --out build/results/exactness.jsonl
+	$(RUN) -m bench.tree_construction --out build/results/tree-construction.jsonl
+	$(RUN) -m bench.policies --per-set 3 --max-new-tokens 64 --out build/results/policies.jsonl
+	$(RUN) -m bench.report build/results/policies.jsonl build/results/tree-construction.jsonl
 
 test-gpu: $(VENV)/.installed-gpu  ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu
@@ -34,6 +37,8 @@ bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, into bench/resu
 	$(RUN) -m bench.overhead --device cuda --out bench/results/overhead-gpu.jsonl
 	$(RUN) -m bench.end_to_end --device cuda --out bench/results/end-to-end-gpu.jsonl
 	$(RUN) -m bench.exactness --device cuda --out bench/results/exactness-gpu.jsonl
+	$(RUN) -m bench.tree_construction --device cuda --out bench/results/tree-construction-gpu.jsonl
+	$(RUN) -m bench.policies --device cuda --rounds 3 --out bench/results/policies-gpu.jsonl
 
 clean:  ## remove what was built and cached here; .venv stays, its next use installs again
 	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis

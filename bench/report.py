@@ -1,0 +1,290 @@
+"""Tables in markdown from result files, so that a figure in the docs is one that a committed file holds.
+
+python -m bench.report bench/results/policies.jsonl [--only policies] [--set gsm8k]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+ALL = "all"
+NOTHING = "–"
+TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. `kind` is what --only picks."""
+
+    kind: str
+    title: str
+    header: tuple[str, ...]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        widths = [max(len(row[i]) for row in (self.header, *self.rows)) for i in range(len(self.header))]
+        lines = [self.header, ["-" * width for width in widths], *self.rows]
+        text = "\n".join(
+            "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in lines
+        )
+        return f"**{self.title}**\n\n{text}"
+
+
+# ---------------------------------------------------------------------------------------------------- summaries
+
+
+def summaries(records: Iterable[Record]) -> list[Record]:
+    """From the rows of bench.policies: a record per way and set, and per way over all sets.
+
+    tau: tokens per verification, the bonus token included; delta: draft passes per verification; verified and
+    drafted: nodes per cycle, the former with the root; gamma: verified nodes in all. Milliseconds are medians over
+    prompts of the prompts' medians over cycles, policy_share is the mean over prompts. speed_mean is the mean over
+    prompts of tokens per second over plain decoding's, speed_total the ratio of tokens per second over all prompts.
+    """
+    records = list(records)
+    rows = [record for record in records if record["record"] == "row"]
+    dropped = {record["way"] for record in records if record["record"] == "not run"}
+    plain = {(row["set"], row["id"]): row for row in rows if row["way"] == "plain"}
+    found = []
+    for way in dict.fromkeys(row["way"] for row in rows if row["way"] not in dropped):
+        own = [row for row in rows if row["way"] == way and (row["set"], row["id"]) in plain]
+        for name in (*dict.fromkeys(row["set"] for row in own), ALL):
+            members = own if name == ALL else [row for row in own if row["set"] == name]
+            base = [plain[row["set"], row["id"]] for row in members]
+            found.append({"record": "summary", "way": way, "set": name, **_counters(members), **_times(members, base)})
+    return found
+
+
+def _counters(rows: list[Record]) -> Record:
+    total = {name: sum(row[name] for row in rows) for name in ("emitted", "passes", "verified", "drafted", "cycles")}
+    return {
+        "prompts": len(rows),
+        "new_tokens": sum(row["new_tokens"] for row in rows),
+        "cycles": total["cycles"],
+        "tau": round(total["emitted"] / total["cycles"], 4),
+        "delta": round(total["passes"] / total["cycles"], 4),
+        "verified": round(total["verified"] / total["cycles"], 3),
+        "drafted": round(total["drafted"] / total["cycles"], 3),
+        "gamma": total["verified"],
+        "diverging": sum(row["diverges_at"] is not None for row in rows),
+    }
+
+
+def _times(rows: list[Record], plain: list[Record]) -> Record:
+    if any("seconds" not in row for row in (*rows, *plain)):
+        return {}
+    speeds = [_rate([row]) / _rate([base]) for row, base in zip(rows, plain, strict=True)]
+    return {
+        "tokens_per_second": round(_rate(rows), 3),
+        "speed_mean": round(statistics.mean(speeds), 4),
+        "speed_total": round(_rate(rows) / _rate(plain), 4),
+        "median_ms": {
+            part: round(statistics.median(row["median_ms"][part] for row in rows), 4) for part in rows[0]["median_ms"]
+        },
+        "policy_share": round(statistics.mean(row["policy_share"] for row in rows), 5),
+    }
+
+
+def _rate(rows: list[Record]) -> float:
+    return sum(row["new_tokens"] for row in rows) / sum(statistics.median(row["seconds"]) for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
+    """All tables that the records of one file have rows for; summaries are made where a run was cut short."""
+    records = list(records)
+    if any(r["record"] == "row" and "way" in r for r in records) and not any(r["record"] == "summary" for r in records):
+        records += summaries(records)
+    made = [
+        *policy_tables(records, set_),
+        *sweep_tables(records, set_),
+        *set_tables(records),
+        *not_run_tables(records),
+        *loss_tables(records),
+        *construction_tables(records),
+    ]
+    return [table for table in made if table.rows]
+
+
+Column = tuple[str, Callable[[Record], str]]
+COUNTERS: list[Column] = [
+    ("tau", lambda r: _number(r, "tau", 2)),
+    ("delta", lambda r: _number(r, "delta", 2)),
+    ("verified", lambda r: _number(r, "verified", 1)),
+    ("drafted", lambda r: _number(r, "drafted", 1)),
+    ("gamma", lambda r: f"{r['gamma']:,}"),
+]
+SPEEDS: list[Column] = [
+    ("speed, mean", lambda r: _number(r, "speed_mean", 2)),
+    ("speed, total", lambda r: _number(r, "speed_total", 2)),
+]
+COLUMNS: list[Column] = [
+    *COUNTERS,
+    ("draft ms", lambda r: _number(r.get("median_ms", {}), "draft", 2)),
+    ("policy ms", lambda r: _number(r.get("median_ms", {}), "policy", 2)),
+    ("verify ms", lambda r: _number(r.get("median_ms", {}), "verify", 1)),
+    ("policy share", lambda r: f"{100 * r['policy_share']:.1f} %" if "policy_share" in r else NOTHING),
+    *SPEEDS,
+    ("diverging", lambda r: f"{r['diverging']} of {r['prompts']}"),
+]
+
+
+def policy_tables(records: list[Record], set_: str = ALL) -> list[Table]:
+    """A row per way: counters, times, speed over plain decoding, answers that differ from plain decoding's."""
+    ways = _places(records).get("policies", [])
+    picked = _picked(records, set_)
+    rows = [[way, *(show(picked[way]) for _, show in COLUMNS)] for way, _ in ways if way in picked]
+    if len(rows) < 2:  # plain decoding alone
+        return []
+    return [Table("policies", _title("Policies", records, set_), ("policy", *(name for name, _ in COLUMNS)), rows)]
+
+
+def sweep_tables(records: list[Record], set_: str = ALL) -> list[Table]:
+    """A table per sweep, a row per value."""
+    picked = _picked(records, set_)
+    columns = [*COLUMNS[:-3], *SPEEDS, COLUMNS[-1]]
+    made = []
+    for group, members in _places(records).items():
+        if group != "policies":
+            rows = [[value, *(show(picked[way]) for _, show in columns)] for way, value in members if way in picked]
+            made.append(
+                Table(
+                    "sweeps", _title(f"Sweep {group}", records, set_), ("value", *(name for name, _ in columns)), rows
+                )
+            )
+    return made
+
+
+def set_tables(records: list[Record]) -> list[Table]:
+    """Speed over plain decoding (mean over prompts) and acceptance length of every way by set."""
+    found = {(r["way"], r["set"]): r for r in records if r["record"] == "summary" and "way" in r}
+    names = list(dict.fromkeys(name for _, name in found))
+    if len(names) <= 2:  # one set and all of them
+        return []
+    rows = [
+        [way, *(_cell(found[way, name], "speed_mean", "tau") if (way, name) in found else NOTHING for name in names)]
+        for way in dict.fromkeys(way for way, _ in found)
+    ]
+    return [Table("sets", "By set: speed over plain decoding, mean of prompts (tau)", ("policy", *names), rows)]
+
+
+def not_run_tables(records: list[Record]) -> list[Table]:
+    """What took no part, and why."""
+    rows = [
+        [r["way"], "fault" if r["fault"] else "cannot run", r["reason"].replace("|", "/").replace("\n", " ")]
+        for r in records
+        if r["record"] == "not run"
+    ]
+    return [Table("not-run", "Not run", ("policy", "", "reason"), rows)]
+
+
+def loss_tables(records: list[Record]) -> list[Table]:
+    """From bench.losses: a row per loss, a column per tree, each speed over plain decoding and acceptance length."""
+    cells = {(r["loss"], r["tree"]): r for r in records if r["record"] == "cell"}
+    trees = list(dict.fromkeys(tree for _, tree in cells))
+    rows = [
+        [
+            loss,
+            *(
+                _cell(cells[loss, tree], "speedup_over_plain", "mean_acceptance_length")
+                if (loss, tree) in cells
+                else NOTHING
+                for tree in trees
+            ),
+        ]
+        for loss in dict.fromkeys(loss for loss, _ in cells)
+    ]
+    return [Table("losses", "Loss x tree: speed over plain decoding (tau)", ("loss", *trees), rows)]
+
+
+def construction_tables(records: list[Record]) -> list[Table]:
+    """From bench.tree_construction: median milliseconds and, in brackets, relative to the baseline, by input form."""
+    cases = [r for r in records if r["record"] == "case"]
+    made = []
+    for given in dict.fromkeys(case["given"] for case in cases):
+        own = [case for case in cases if case["given"] == given]
+        header = ("V", "alpha", "parents", "repeats", *own[0]["median_ms"])
+        rows = [
+            [f"{case['vocabulary']:,}", str(case["alpha"]), str(case["parents"]), str(case["repeats"])]
+            + [f"{ms:.3f} ({case['median_relative'][way]:.2f})" for way, ms in case["median_ms"].items()]
+            for case in own
+        ]
+        title = f"One layer from {given}: median ms (relative to the first rule)"
+        made.append(Table("construction", title, header, rows))
+    return made
+
+
+def _places(records: list[Record]) -> dict[str, list[tuple[str, str]]]:
+    """Per group the (way, value) pairs in it."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for record in records:
+        if record["record"] == "way":
+            for group, value in record["places"]:
+                found.setdefault(group, []).append((record["way"], value))
+    return found
+
+
+def _picked(records: list[Record], set_: str) -> dict[str, Record]:
+    return {r["way"]: r for r in records if r["record"] == "summary" and "way" in r and r["set"] == set_}
+
+
+def _title(what: str, records: list[Record], set_: str) -> str:
+    settings = next((record for record in records if record["record"] == "settings"), {})
+    return f"{what}, {'all sets' if set_ == ALL else set_}" + (
+        f"; {settings['draft']}, {settings['dtype']}, temperature {settings['temperature']:g}, "
+        f"{settings['max_new_tokens']} tokens"
+        if settings
+        else ""
+    )
+
+
+def _number(record: Record, name: str, digits: int) -> str:
+    return f"{record[name]:.{digits}f}" if name in record else NOTHING
+
+
+def _cell(record: Record, speed: str, length: str) -> str:
+    return f"{_number(record, speed, 2)} ({_number(record, length, 2)})"
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+", help="of bench.policies, bench.losses, bench.tree_construction")
+    kinds = ["policies", "sweeps", "sets", "not-run", "losses", "construction"]
+    parser.add_argument("--only", choices=kinds, action="append", help="repeatable")
+    parser.add_argument("--set", default=ALL, help="the prompt set of the policies' and the sweeps' tables")
+    args = parser.parse_args(argv)
+    for path in args.files:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        found = [table for table in tables(records, args.set) if not args.only or table.kind in args.only]
+        if not found:
+            print(f"{path}: no table is to be made of it", file=sys.stderr)
+            return 1
+        print(_source(path, records), end="\n\n")
+        for table in found:
+            print(table.markdown(), end="\n\n")
+    return 0
+
+
+def _source(path: Path, records: list[Record]) -> str:
+    origin = next((record for record in records if record["record"] == "provenance"), None)
+    if origin is None:
+        return f"`{path.name}`"
+    return f"`{path.name}`: `{origin['command']}` at {origin['commit']}, {origin['date']}, on {origin['device']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

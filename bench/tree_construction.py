@@ -1,0 +1,410 @@
+"""Tree construction: what choosing one layer of the draft tree costs under each policy's rule, without any model.
+
+Next-token distributions are Zipf's, P(r) ~ 1/r^alpha, under an independent permutation for each parent; the parents'
+own scores are those of the best nodes below such a distribution. The ways of a case take turns, so that whatever else
+the machine does falls on all of them. The rules differ in what they choose and in what they spare: only times within
+a row compare, and they say nothing about the acceptance that the choice leads to. Source: TALON App. E.6.
+
+    python -m bench.tree_construction --out FILE                   the table, with provenance
+    python -m pytest bench/tree_construction.py --benchmark-only   the same cases under pytest-benchmark
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench import provenance
+from specengine import ops
+from specengine.policies._classifier import Mlp, c2t_features
+
+VOCABULARIES = (32768, 128256, 151936)
+ALPHAS = (0.7, 1.35, 5.0)  # creative text, natural language, a nearly certain continuation
+PARENTS = (1, 10, 60)
+GIVEN = ("float32 log-probs", "float32 logits", "bfloat16 logits")  # logits: the softmax is part of the time
+WARM_UPS, REPEATS = 20, 100
+BASELINE = "eagle (torch)"
+
+WIDTH = 10  # EAGLE's K and the children per parent that C2T classifies
+BUDGET = 60  # with the root
+BATCH = 10  # SALF's nodes per draft pass
+LOG_MU = math.log(0.03)  # TALON's gate
+ENTROPY_TOP, BETA = 1000, 0.5  # C2T
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer: `parents` distributions over `vocabulary` tokens with exponent `alpha`, in the form `given`."""
+
+    vocabulary: int
+    alpha: float
+    parents: int
+    given: str
+
+
+CASES = [
+    Case(vocabulary, alpha, parents, given)
+    for vocabulary, alpha, parents, given in product(VOCABULARIES, ALPHAS, PARENTS, GIVEN)
+]
+
+
+class Layer(NamedTuple):
+    """What a rule is given. logits: [parents, V]; scores: float32 [parents], path log-probabilities of the parents;
+    normalized: the logits are log-probabilities already; below_root: float32 [BUDGET - 1], what the root's pass found,
+    best first."""
+
+    logits: Tensor
+    scores: Tensor
+    normalized: bool
+    below_root: Tensor
+
+
+class Selected(NamedTuple):
+    """What a rule takes. rows, columns: int64 [m], parent and token; scores: float32 [m], of the path (the edge for
+    SALF, whose queue keeps the paths to itself); padding, if any, has -inf."""
+
+    rows: Tensor
+    columns: Tensor
+    scores: Tensor
+
+
+Rule = Callable[[], Selected]
+
+# ---------------------------------------------------------------------------------------------------- rules
+
+
+def eagle_torch(layer: Layer) -> Rule:
+    """Two top-K in plain torch: the best of each parent, then the best of those."""
+
+    def run() -> Selected:
+        best = _log_probs(layer).topk(WIDTH, dim=1)
+        paths = (layer.scores[:, None] + best.values).view(-1)
+        chosen = paths.topk(min(WIDTH, paths.shape[0])).indices
+        return Selected(chosen // WIDTH, best.indices.view(-1)[chosen], paths[chosen])
+
+    return run
+
+
+def eagle_fused(layer: Layer) -> Rule:
+    """The same through this package's ops."""
+
+    def run() -> Selected:
+        log_probs, columns = ops.top_children(layer.logits, WIDTH, layer.normalized)
+        paths = (layer.scores[:, None] + log_probs).view(-1)
+        chosen = ops.select_best(paths, WIDTH)
+        return Selected(chosen // WIDTH, columns.view(-1)[chosen], paths[chosen])
+
+    return run
+
+
+def talon_torch(layer: Layer) -> Rule:
+    """The gate as the paper describes it: add the parents' scores, maximum, mask, nonzero, cut to the budget."""
+
+    def run() -> Selected:
+        paths = layer.scores[:, None] + _log_probs(layer)
+        rows, columns = (paths >= paths.max() + LOG_MU).nonzero(as_tuple=True)
+        found = paths[rows, columns]
+        if len(found) > BUDGET - 1:
+            best = found.topk(BUDGET - 1).indices
+            rows, columns, found = rows[best], columns[best], found[best]
+        return Selected(rows, columns, found)
+
+    return run
+
+
+def talon_torch_without_sync(layer: Layer) -> Rule:
+    """The gate without nonzero, whose result's size the host must wait for: the budget's best, those below masked."""
+
+    def run() -> Selected:
+        paths = (layer.scores[:, None] + _log_probs(layer)).view(-1)
+        best = paths.topk(BUDGET - 1)
+        vocabulary = layer.logits.shape[1]
+        scores = best.values.masked_fill(best.values < best.values[0] + LOG_MU, -math.inf)
+        return Selected(best.indices // vocabulary, best.indices % vocabulary, scores)
+
+    return run
+
+
+def talon_fused(layer: Layer) -> Rule:
+    """The gate through this package's op."""
+
+    def run() -> Selected:
+        found = ops.best_candidates(
+            layer.logits, layer.scores, BUDGET - 1, log_gate=LOG_MU, normalized=layer.normalized
+        )
+        return Selected(found.rows, found.columns, found.scores)
+
+    return run
+
+
+def salf(layer: Layer) -> Rule:
+    """A push into the bounded queue and a pop from it, on the queue that the root's pass has left.
+
+    SALF expands at most `BATCH` nodes at once; a layer of more parents meets the queue of a layer of `BATCH`.
+    """
+    device = layer.logits.device
+    queue = ops.best_first(BUDGET, BATCH, device=device)
+    parents = len(layer.scores)
+    depths = torch.zeros(parents, dtype=torch.int64, device=device)
+    if parents > 1:
+        found = layer.below_root
+        root = torch.zeros(len(found), dtype=torch.int64, device=device)
+        queue.push(root, root, torch.arange(len(found), device=device), found, found)
+        queue.pop()
+        depths += 1
+
+    def run() -> Selected:
+        found = ops.best_candidates(
+            layer.logits, layer.scores, BUDGET - 1, bound=queue.bound, normalized=layer.normalized
+        )
+        queue.push(found.rows, depths[found.rows], found.columns, found.log_probs, found.scores)
+        popped = queue.pop()
+        return Selected(popped.parents, popped.tokens, popped.log_probs)
+
+    return run
+
+
+def c2t(layer: Layer) -> Rule:
+    """Entropy of each parent, and the classifier's verdict on its best children."""
+    classifier = _classifier().to(layer.logits.device)
+    depths = torch.full((len(layer.scores), WIDTH), 2, device=layer.logits.device)
+
+    def run() -> Selected:
+        entropy = ops.top_entropy(layer.logits, ENTROPY_TOP, layer.normalized)
+        log_probs, columns = ops.top_children(layer.logits, WIDTH, layer.normalized)
+        paths = layer.scores[:, None] + log_probs
+        confidence = classifier(c2t_features(paths, entropy[:, None], depths, 0)).view(-1)
+        order = _best_of(confidence, BETA)
+        return Selected(order // WIDTH, columns.view(-1)[order], paths.view(-1)[order])
+
+    return run
+
+
+RULES: dict[str, Callable[[Layer], Rule]] = {
+    BASELINE: eagle_torch,
+    "eagle (ops)": eagle_fused,
+    "talon (torch)": talon_torch,
+    "talon (ops)": talon_fused,
+    "salf (ops)": salf,
+    "c2t (ops)": c2t,
+}
+CUDA_RULES = {"talon (torch, no host sync)": talon_torch_without_sync}
+
+
+def rules(device: torch.device) -> dict[str, Callable[[Layer], Rule]]:
+    """The ways of a case on that device."""
+    return RULES | (CUDA_RULES if device.type == "cuda" else {})
+
+
+def _log_probs(layer: Layer) -> Tensor:
+    return layer.logits if layer.normalized else layer.logits.log_softmax(1, dtype=torch.float32)
+
+
+def _best_of(confidence: Tensor, threshold: float) -> Tensor:
+    passing = torch.where(confidence >= threshold, confidence, -math.inf)
+    return ops.select_best(passing, WIDTH)
+
+
+@lru_cache(maxsize=1)
+def _classifier() -> Mlp:
+    """Of C2T's shape (241 parameters), with random weights: what it decides does not matter to its cost."""
+    torch.manual_seed(0)
+    return Mlp(3, 48).requires_grad_(False).eval()
+
+
+# ---------------------------------------------------------------------------------------------------- data
+
+
+def layer_of(case: Case, device: torch.device) -> Layer:
+    """The tensors of a case; the same case always gets the same."""
+    ranks = _permuted_ranks(case.vocabulary, max(case.parents, *PARENTS))[: case.parents]
+    log_probs = _zipf_log_probs(case.vocabulary, case.alpha)
+    scores = log_probs[: case.parents] if case.parents > 1 else torch.zeros(1)
+    dtype, kind = case.given.split()
+    values = log_probs[ranks].to(getattr(torch, dtype))
+    return Layer(values.to(device), scores.to(device), kind == "log-probs", log_probs[: BUDGET - 1].to(device))
+
+
+def _zipf_log_probs(vocabulary: int, alpha: float) -> Tensor:
+    """Natural-log probabilities by rank: float32 [vocabulary]."""
+    powers = -alpha * torch.arange(1, vocabulary + 1, dtype=torch.float64).log()
+    return powers.log_softmax(0).float()
+
+
+@lru_cache(maxsize=1)
+def _permuted_ranks(vocabulary: int, rows: int) -> Tensor:
+    random = torch.Generator().manual_seed(vocabulary)
+    return torch.stack([torch.randperm(vocabulary, generator=random) for _ in range(rows)])
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+class Times(NamedTuple):
+    """Milliseconds of one call: on a CUDA device between events, and for the host until the result is there."""
+
+    device: float
+    host: float
+
+
+@torch.inference_mode()
+def measure(case: Case, device: torch.device, warm_ups: int, repeats: int, seconds: float) -> dict[str, Any]:
+    """The case's record. Fewer calls are made than asked for where they would take longer than `seconds`."""
+    layer = layer_of(case, device)
+    ways = rules(device)
+    found = {name: prepare(layer)() for name, prepare in ways.items()}
+    began = time.perf_counter()
+    for prepare in ways.values():
+        _call(prepare(layer), device)
+    share = min(1.0, seconds / ((time.perf_counter() - began) * (warm_ups + repeats)))
+    warm_ups, repeats = max(min(warm_ups, 2), round(warm_ups * share)), max(min(repeats, 10), round(repeats * share))
+    taken: dict[str, list[Times]] = {name: [] for name in ways}
+    for turn in range(warm_ups + repeats):
+        for name in _rotated(list(ways), turn):
+            times = _call(ways[name](layer), device)
+            if turn >= warm_ups:
+                taken[name].append(times)
+    return {
+        "record": "case",
+        **asdict(case),
+        "warm_ups": warm_ups,
+        "repeats": repeats,
+        "selected": {name: int((chosen.scores > -math.inf).sum()) for name, chosen in found.items()},
+        **_statistics(taken, device),
+    }
+
+
+def _call(run: Rule, device: torch.device) -> Times:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        taken = 1e3 * (time.perf_counter() - began)
+        return Times(taken, taken)
+    torch.cuda.synchronize(device)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    began = time.perf_counter()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return Times(start.elapsed_time(end), 1e3 * (time.perf_counter() - began))
+
+
+def _rotated(names: list[str], turn: int) -> list[str]:
+    turn %= len(names)
+    return names[turn:] + names[:turn]
+
+
+def _statistics(taken: dict[str, list[Times]], device: torch.device) -> dict[str, Any]:
+    clocks = {"": "device", "host_": "host"} if device.type == "cuda" else {"": "device"}
+    rows: dict[str, Any] = {}
+    for prefix, clock in clocks.items():
+        by_name = {name: [getattr(call, clock) for call in calls] for name, calls in taken.items()}
+        for what, summarise in (("mean", statistics.mean), ("median", statistics.median)):
+            values = {name: summarise(times) for name, times in by_name.items()}
+            rows[f"{prefix}{what}_ms"] = {name: round(value, 4) for name, value in values.items()}
+            rows[f"{prefix}{what}_relative"] = {
+                name: round(value / values[BASELINE], 3) for name, value in values.items()
+            }
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES))
+    parser.add_argument("--alphas", type=float, nargs="+", default=list(ALPHAS))
+    parser.add_argument("--parents", type=int, nargs="+", default=list(PARENTS))
+    parser.add_argument("--given", nargs="+", choices=GIVEN, default=list(GIVEN))
+    parser.add_argument("--warm-ups", type=int, default=WARM_UPS)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--seconds", type=float, default=4.0, help="per case, for which slow ones get fewer repeats")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    rows = [_settings(device)]
+    for case in _cases(args):
+        rows.append(measure(case, device, args.warm_ups, args.repeats, args.seconds))
+        print(_line(rows[-1]), flush=True)
+    if args.out:
+        provenance.write(args.out, rows)
+    return 0
+
+
+def _cases(args: argparse.Namespace) -> Iterator[Case]:
+    for vocabulary, alpha, parents, given in product(args.vocabularies, args.alphas, args.parents, args.given):
+        yield Case(vocabulary, alpha, parents, given)
+
+
+def _settings(device: torch.device) -> dict[str, Any]:
+    return {
+        "record": "settings",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "backends": {op: backend.name for op, backend in ops.backends(device).items()},
+        "width": WIDTH,
+        "budget": BUDGET,
+        "batch": BATCH,
+        "mu": round(math.exp(LOG_MU), 6),
+        "entropy_top": ENTROPY_TOP,
+        "classifier": "3-48-1, random weights",
+        "baseline": BASELINE,
+        "clock": "CUDA events" if device.type == "cuda" else "host; not measured on a GPU",
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = "  ".join(
+        f"{name} {value:.3f} ({row['median_relative'][name]:.2f})" for name, value in row["median_ms"].items()
+    )
+    head = f"V {row['vocabulary']:>6}  alpha {row['alpha']:<4}  parents {row['parents']:>2}  {row['given']:<17}"
+    return f"{head}  median ms (relative) of {row['repeats']}:  {times}"
+
+
+# ---------------------------------------------------------------------------------------------------- pytest-benchmark
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    """Every way of every case, without importing pytest: the command line does not need it."""
+    if "case" in metafunc.fixturenames:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        both = [(case, way) for case in CASES for way in rules(device)]
+        ids = [f"{way}-{case.given}-V{case.vocabulary}-alpha{case.alpha}-parents{case.parents}" for case, way in both]
+        metafunc.parametrize(("case", "way"), both, ids=ids)
+
+
+@torch.inference_mode()
+def test_layer(benchmark: Any, case: Case, way: str) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layer = layer_of(case, device)
+    benchmark.group = f"{case.given}, V {case.vocabulary}, alpha {case.alpha}, parents {case.parents}"
+
+    def run(rule: Rule) -> Selected:
+        selected = rule()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return selected
+
+    def fresh() -> tuple[tuple[Rule], dict[str, Any]]:
+        return (rules(device)[way](layer),), {}
+
+    repeats, warm_ups = (REPEATS, WARM_UPS) if case.parents <= BATCH else (REPEATS // 5, WARM_UPS // 5)
+    benchmark.pedantic(run, setup=fresh, rounds=repeats, warmup_rounds=warm_ups)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

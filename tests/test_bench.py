@@ -1,0 +1,359 @@
+"""The benchmarks work and count right; what they measure is not tested here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import policies as bench_policies
+from bench import report, tree_construction
+from bench.tree_construction import Case, Layer, layer_of
+from specengine import policies
+from specengine.errors import InputError
+from tests.toy import byte_tokenizer, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+GIVEN = tree_construction.GIVEN
+
+
+# ---------------------------------------------------------------------------------------------------- tree construction
+
+
+@pytest.fixture(params=[(alpha, parents, given) for alpha in (0.7, 5.0) for parents in (1, 12) for given in GIVEN])
+def layer(request: pytest.FixtureRequest) -> Layer:
+    alpha, parents, given = request.param
+    return layer_of(Case(1000, alpha, parents, given), CPU)
+
+
+def path_scores(layer: Layer) -> torch.Tensor:
+    """float64 [parents, V], from the definition."""
+    log_probs = layer.logits.double() if layer.normalized else layer.logits.double().log_softmax(1)
+    return layer.scores.double()[:, None] + log_probs
+
+
+def test_layers_are_zipfs(layer: Layer) -> None:
+    log_probs = path_scores(layer) - layer.scores.double()[:, None]
+    tolerance = 0.1 if layer.logits.dtype is torch.bfloat16 else 1e-3
+    ranked = log_probs.sort(dim=1, descending=True).values
+    assert torch.allclose(ranked.exp().sum(1), torch.ones(1, dtype=torch.float64), atol=1e-4)
+    assert torch.allclose(ranked, ranked[:1].expand_as(ranked), atol=1e-9)
+    assert torch.allclose(
+        (ranked[0, 0] - ranked[0, 1]) / (ranked[0, 0] - ranked[0, 3]), torch.tensor(0.5).double(), atol=tolerance
+    )
+    if len(layer.logits) > 1:
+        assert not torch.equal(layer.logits[0], layer.logits[1])
+
+
+def test_both_beams_take_the_same(layer: Layer) -> None:
+    torch_ = tree_construction.eagle_torch(layer)()
+    fused = tree_construction.eagle_fused(layer)()
+    assert len(torch_.scores) == len(fused.scores) == tree_construction.WIDTH
+    assert_same_scores(torch_, fused)
+    assert_pairs_score(layer, torch_)
+    assert_pairs_score(layer, fused)
+
+
+def test_all_gates_take_the_same(layer: Layer) -> None:
+    reference = tree_construction.talon_torch(layer)()
+    padded = tree_construction.talon_torch_without_sync(layer)()
+    real = padded.scores > -torch.inf
+    fused = tree_construction.talon_fused(layer)()
+    assert len(padded.scores) == tree_construction.BUDGET - 1
+    assert_same_scores(reference, fused)
+    assert_same_scores(reference, tree_construction.Selected(*(values[real] for values in padded)))
+    assert_pairs_score(layer, reference)
+    assert_pairs_score(layer, fused)
+    best = path_scores(layer).max()
+    assert bool((fused.scores >= best + tree_construction.LOG_MU - 1e-4).all())
+
+
+def test_salf_pops_the_best_of_the_first_layer(layer: Layer) -> None:
+    popped = tree_construction.salf(layer)()
+    assert len(popped.rows) <= tree_construction.BATCH
+    if len(layer.scores) == 1:
+        assert_same_scores(popped, tree_construction.eagle_torch(layer)())
+
+
+def test_c2t_takes_children_of_its_parents(layer: Layer) -> None:
+    taken = tree_construction.c2t(layer)()
+    assert len(taken.rows) <= tree_construction.WIDTH
+    assert_pairs_score(layer, taken)
+
+
+def assert_same_scores(one: tree_construction.Selected, other: tree_construction.Selected) -> None:
+    """Which of several equal candidates is taken is free."""
+    assert torch.allclose(one.scores.sort().values, other.scores.sort().values, atol=1e-4)
+
+
+def assert_pairs_score(layer: Layer, taken: tree_construction.Selected) -> None:
+    """Rows and columns are those of the scores, and no pair is taken twice."""
+    expected = path_scores(layer)[taken.rows, taken.columns].float()
+    assert torch.allclose(expected, taken.scores, atol=1e-4)
+    assert len({*zip(taken.rows.tolist(), taken.columns.tolist(), strict=True)}) == len(taken.rows)
+
+
+def test_the_cases_are_the_papers_times_parents_and_forms() -> None:
+    assert len(tree_construction.CASES) == len(set(tree_construction.CASES)) == 3 * 3 * 3 * 3
+
+
+def test_tree_construction_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "construction.jsonl"
+    command = ["--vocabularies", "500", "--alphas", "1.35", "--parents", "1", "3", "--repeats", "3", "--warm-ups", "1"]
+    assert tree_construction.main([*command, "--device", "cpu", "--out", str(out)]) == 0
+    provenance, settings, *cases = read(out)
+    assert (provenance["record"], settings["record"]) == ("provenance", "settings")
+    assert "not measured on a GPU" in settings["clock"]
+    assert len(cases) == 2 * len(GIVEN)
+    for case in cases:
+        assert case["repeats"] == 3
+        assert set(case["mean_ms"]) == set(case["median_ms"]) == set(tree_construction.RULES)
+        assert case["median_relative"][tree_construction.BASELINE] == 1.0
+    capsys.readouterr()
+    assert report.main([str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("One layer from") == len(GIVEN)
+    assert "eagle (torch)" in printed
+
+
+def test_a_slow_case_gets_fewer_repeats() -> None:
+    row = tree_construction.measure(Case(500, 1.35, 3, GIVEN[0]), CPU, warm_ups=20, repeats=100, seconds=0.0)
+    assert (row["warm_ups"], row["repeats"]) == (2, 10)
+
+
+# ---------------------------------------------------------------------------------------------------- what to compare
+
+
+def test_without_a_wish_every_policy_takes_part() -> None:
+    specs = [way.spec for way in bench_policies.ways([], [])]
+    assert specs[0] == "plain"
+    assert set(policies.names()) <= set(specs)
+    assert {name for name in policies.presets() if name.endswith("/cpu")} <= set(specs)
+    assert len(specs) == len(set(specs))
+
+
+def test_values_may_hold_commas() -> None:
+    assert bench_policies.parse("fixed,branching=2,2,1") == ("fixed", {"branching": "2,2,1"})
+    assert bench_policies.parse("eagle/cpu,width=3,budget=9") == ("eagle/cpu", {"width": "3", "budget": "9"})
+    (_, way) = bench_policies.ways(["fixed,branching=2,2,1"], [])
+    assert repr(way.make()) == "Fixed(branching=(2, 2, 1))"
+
+
+def test_sweeps_take_a_preset_and_options() -> None:
+    group, points = bench_policies.sweep_points("salf-threshold/cpu,fill=false")
+    assert group == "salf-threshold/cpu,fill=false"
+    assert points["0.3"] == "salf/cpu,fill=false,threshold=0.3"
+    assert len(points) == 10
+    _, steps = bench_policies.sweep_points("dynatree,nodes=20")
+    assert list(steps.values()) == [
+        "fixed,branching=2,2,2,2,2",
+        "dynatree/breadth,nodes=20",
+        "dynatree/breadth-depth,nodes=20",
+        "dynatree,nodes=20",
+    ]
+
+
+def test_a_policy_in_two_tables_runs_once() -> None:
+    found = bench_policies.ways(["talon,mu=0.05"], ["talon-mu"])
+    (both,) = [way for way in found if way.spec == "talon,mu=0.05"]
+    assert both.places == [("policies", ""), ("talon-mu", "0.05")]
+
+
+@pytest.mark.parametrize(
+    ("given", "sweeps", "named"),
+    [
+        (["nonsense"], [], "nonsense"),
+        (["chain,nonsense=1"], [], "nonsense"),
+        (["chain,3"], [], "'3'"),
+        (["chain/nonsense"], [], "nonsense"),
+        ([], ["nonsense"], "salf-threshold"),
+        ([], ["talon-mu,nonsense=1"], "nonsense"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_by_name(given: list[str], sweeps: list[str], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        bench_policies.ways(given, sweeps)
+
+
+def test_a_sweep_of_a_policy_that_is_missing_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(bench_policies.SWEEPS, "absent", bench_policies.Sweep("absent", "x", (1, 2)))
+    with pytest.raises(SystemExit):
+        bench_policies.main(["--sweep", "absent"])
+    assert "unknown name 'absent'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- the table
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with its tokenizer, and two prompt sets."""
+    folder = tmp_path_factory.mktemp("bench")
+    tiny().save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    (folder / "prompts").mkdir()
+    for name in ("one", "two"):
+        line = json.dumps({"question_id": 7, "turns": [f"{name} and {name} and {name}"]})
+        (folder / "prompts" / f"{name}.jsonl").write_text(line + "\n")
+    return folder
+
+
+def run(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    out = folder / "out.jsonl"
+    command = ["--model", str(folder / "model"), "--draft", "ngram", "--prompts", str(folder / "prompts")]
+    status = bench_policies.main(
+        [*command, "--per-set", "1", "--max-new-tokens", "8", "--dtype", "float32", "--out", str(out), *options]
+    )
+    assert not out.with_suffix(".rows").exists()
+    return status, read(out)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record for record in records if record["record"] == kind]
+
+
+WAYS = ("--policy", "chain,length=3", "--policy", "eagle,width=2,expansions=2,budget=6")
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_the_table_counts(folder: Path, temperature: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, records = run(folder, *WAYS, "--rounds", "2", "--temperature", temperature)
+    assert status == 0
+    assert records[0]["record"] == "provenance"
+    names = ["plain", *WAYS[1::2]]
+    assert [record["way"] for record in of(records, "way")] == names
+    rows, sums = of(records, "row"), of(records, "summary")
+    assert [(row["way"], row["set"]) for row in rows] == [(name, set_) for set_ in ("one", "two") for name in names]
+    for row in rows:
+        assert row["new_tokens"] == row["emitted"] == 8
+        assert len(row["seconds"]) == 2
+        assert row["diverges_at"] is None
+        assert row["cycles"] <= row["verified"] <= row["cycles"] * 6
+    by_way = {record["way"]: record for record in sums if record["set"] == "all"}
+    assert len(sums) == 3 * 3
+    plain = by_way["plain"]
+    assert (plain["tau"], plain["delta"], plain["verified"], plain["gamma"]) == (1.0, 0.0, 1.0, 16)
+    assert plain["speed_mean"] == plain["speed_total"] == 1.0
+    for name in names[1:]:
+        assert by_way[name]["delta"] >= 1.0
+        assert by_way[name]["diverging"] == 0
+        assert 0 < by_way[name]["policy_share"] < 1
+    printed = capsys.readouterr().out
+    assert "Policies, all sets" in printed
+    assert "By set" in printed
+
+
+def test_by_default_every_policy_runs_or_is_listed(folder: Path) -> None:
+    status, records = run(folder, "--counters-only", "--max-new-tokens", "4")
+    assert status == 0
+    expected = {way.spec for way in bench_policies.ways([], [])}
+    summarised, dropped = ({record["way"] for record in of(records, kind)} for kind in ("summary", "not run"))
+    assert summarised | dropped == expected
+    assert not summarised & dropped
+    assert {"plain", "eagle", "talon", "salf", "opt_tree", "dynatree"} <= summarised
+
+
+def test_counters_do_not_need_times(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, records = run(folder, *WAYS, "--counters-only", "--rounds", "3")
+    assert status == 0
+    assert of(records, "settings")[0]["rounds"] == 1
+    assert not any(name in row for row in of(records, "row") for name in report.TIMES)
+    assert "speed_mean" not in of(records, "summary")[0]
+    assert report.NOTHING in capsys.readouterr().out
+
+
+class NeedsHidden(policies.TreePolicy):
+    """Refuses a draft without hidden states."""
+
+    capacity = 2
+    error: type[Exception] = InputError
+
+    def grow(self, tree: Any, frontier: Any, step: Any) -> Any:
+        raise self.error("it needs the draft's hidden states")
+
+
+@pytest.mark.parametrize(("error", "status", "verdict"), [(InputError, 0, "cannot run"), (IndexError, 1, "fault")])
+def test_a_policy_that_cannot_run_is_reported(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: type[Exception],
+    status: int,
+    verdict: str,
+) -> None:
+    real = policies.make
+    monkeypatch.setattr(NeedsHidden, "error", error)
+    monkeypatch.setattr(
+        policies, "make", lambda name, **options: NeedsHidden() if name == "fixed" else real(name, **options)
+    )
+    found, records = run(folder, "--policy", "fixed", "--policy", "chain")
+    assert found == status
+    (dropped,) = of(records, "not run")
+    assert (dropped["way"], dropped["fault"]) == ("fixed", bool(status))
+    assert "hidden states" in dropped["reason"]
+    assert {row["way"] for row in of(records, "row")} == {"plain", "chain"}
+    printed = capsys.readouterr().out
+    assert "Not run" in printed
+    assert verdict in printed
+
+
+def test_another_answer_than_plain_decodings_is_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bench_policies._answer
+
+    def broken(engine: Any, prompt: str, options: dict[str, Any]) -> bench_policies.Answer:
+        answer = real(engine, prompt, options)
+        return answer if engine.policy is None else answer._replace(tokens=[*answer.tokens[:5], -1])
+
+    monkeypatch.setattr(bench_policies, "_answer", broken)
+    status, records = run(folder, "--policy", "chain")
+    assert status == 1
+    assert [row["diverges_at"] for row in of(records, "row") if row["way"] == "chain"] == [5, 5]
+    assert [record["diverging"] for record in of(records, "summary") if record["way"] == "chain"] == [1, 1, 2]
+
+
+def test_first_difference() -> None:
+    assert bench_policies._first_difference([1, 2], [1, 2]) is None
+    assert bench_policies._first_difference([1, 2], [1, 3]) == 1
+    assert bench_policies._first_difference([1, 2, 3], [1, 2]) == 2
+
+
+# ---------------------------------------------------------------------------------------------------- report
+
+
+def test_the_report_shows_sweeps_sets_and_rows_of_a_run_cut_short(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, records = run(folder, "--sweep", "talon-robust/cpu,budget=6")
+    cut = tmp_path / "cut.rows"
+    cut.write_text("".join(json.dumps(record) + "\n" for record in records if record["record"] != "summary"))
+    capsys.readouterr()
+    assert report.main([str(folder / "out.jsonl")]) == 0
+    whole = capsys.readouterr().out
+    assert report.main([str(cut)]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == whole.splitlines()[2:]
+    assert "Sweep talon-robust/cpu,budget=6" in whole
+    assert [line.split("|")[1].strip() for line in whole.splitlines() if line.startswith("| ")][2:6] == list("0123")
+    assert report.main([str(cut), "--only", "losses"]) == 1
+
+
+def test_the_report_shows_losses_by_tree() -> None:
+    cells = [
+        {"record": "cell", "loss": loss, "tree": tree, "speedup_over_plain": speed, "mean_acceptance_length": 2.0}
+        for loss, tree, speed in (("hass", "beam", 1.5), ("hass", "salf", 1.6), ("talf", "beam", 1.7))
+    ]
+    (table,) = report.tables(cells)
+    assert table.header == ("loss", "beam", "salf")
+    assert table.rows == [["hass", "1.50 (2.00)", "1.60 (2.00)"], ["talf", "1.70 (2.00)", report.NOTHING]]
+    widths = {len(line) for line in table.markdown().splitlines()[2:]}
+    assert len(widths) == 1
