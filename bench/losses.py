@@ -1,6 +1,7 @@
 """Losses against each other: heads of one shape, trained for the same time under each loss, and what they are worth.
 
-`train` makes the heads one after the other; `measure` writes the table: speed-up over plain decoding and acceptance
+`train` makes the heads one after the other, each with the same processor time (set OMP_NUM_THREADS=1 where other
+work runs beside it); `measure` writes the table: speed-up over plain decoding and acceptance
 length with each tree, accuracy and calibration behind the n-th ranked token, and the share of tree nodes by rank.
 """
 
@@ -12,7 +13,9 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +39,22 @@ from specengine.train.teacher import Teacher
 LOSSES = {
     "eagle": make_loss("eagle"),
     "hass": make_loss("hass", anchors=0.25),
-    "ttt": make_loss("ttt", anchors=0.25),
+    "ttt": make_loss("ttt", steps=3, anchors=0.25),
     "talf": make_loss("talf", anchors=0.1),
 }
-TREES = {"beam": ("eagle", {"width": 10, "expansions": 6, "budget": 60})}
+TREES = {
+    "beam": ("eagle", {"width": 10, "expansions": 6, "budget": 60}),
+    "optimal": ("salf", {"threshold": 0.0}),
+    "salf": ("salf", {"threshold": 0.6, "fill": False}),
+}
 OPTIONS = TrainOptions(
-    head="eagle1", intermediate_size=512, batch_tokens=1024, lengths=(512,), keep_gib=0.0, validate_every=10**6
+    head="eagle1",
+    intermediate_size=512,
+    batch_tokens=1024,
+    lengths=(512,),
+    keep_gib=0.0,
+    validate_every=10**6,
+    learning_rate=5e-4,
 )
 TRIAL_STEPS = MEASURE_EVERY + 1
 
@@ -53,7 +66,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--data", type=Path, required=True, help="folder of training text, which holds texts back")
     parser.add_argument("--heads", type=Path, required=True, help="folder for a head per loss")
-    parser.add_argument("--minutes", type=float, default=10, help="of training, for each loss")
+    parser.add_argument("--minutes", type=float, default=10, help="of training, for each loss: processor time")
+    parser.add_argument("--loss", action="append", choices=list(LOSSES), help="to train; repeatable; default: all")
     parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
     parser.add_argument("--per-set", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -61,10 +75,8 @@ def main() -> None:
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
     if args.what == "train":
-        for name in LOSSES:
-            train(
-                name, model, Corpus.open(args.data), args.heads, args.minutes * 60, args.model or models.embedded.NAME
-            )
+        target = args.model or models.embedded.NAME
+        train(args.loss or list(LOSSES), model, Corpus.open(args.data), args.heads, args.minutes * 60, target)
     else:
         rows = measure(model, args)
         for row in rows:
@@ -73,20 +85,31 @@ def main() -> None:
             provenance.write(args.out, rows)
 
 
-def train(name: str, model: Any, corpus: Corpus, heads: Path, seconds: float, target: str) -> None:
-    """Train with as many steps as fit into the time, by the pace of a trial."""
-    with tempfile.TemporaryDirectory() as trial:
-        train_draft(model, corpus, Path(trial), replace(OPTIONS, steps=TRIAL_STEPS), LOSSES[name])
-        began, ended = (entry["seconds"] for entry in _log(Path(trial))[:2])
-    steps = max(1, round(seconds / (ended - began) * (MEASURE_EVERY)))
-    print(f"{name}: {steps} steps", flush=True)
-    options = replace(OPTIONS, steps=steps, save_every=max(1, steps // 10))
-    train_draft(model, corpus, heads / name, options, LOSSES[name], name=target, progress=print)
-    final = [entry for entry in _log(heads / name) if "loss" in entry][-1]
-    record = {"steps": steps, "seconds": final["seconds"], "settings": asdict(LOSSES[name])}
-    (heads / name / "training.json").write_text(json.dumps(record) + "\n")
-    for file in (STATE, LOG, CURVE):
-        (heads / name / file).unlink()
+def train(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float, target: str) -> None:
+    """Train each head for as many steps as fit into `seconds` of processor time, by the pace of a trial."""
+    for name, steps in _steps(names, model, corpus, seconds).items():
+        print(f"{name}: {steps} steps", flush=True)
+        options = replace(OPTIONS, steps=steps, save_every=max(1, steps // 10))
+        train_draft(model, corpus, heads / name, options, LOSSES[name], name=target, progress=print)
+        entries = [entry for entry in _log(heads / name) if "loss" in entry]
+        took = entries[-1]["cpu_seconds"] - entries[0]["cpu_seconds"]
+        record = {"steps": steps, "cpu_seconds": round(took), "settings": asdict(LOSSES[name])}
+        (heads / name / "training.json").write_text(json.dumps(record) + "\n")
+        for file in (STATE, LOG, CURVE):
+            (heads / name / file).unlink()
+
+
+def _steps(names: Sequence[str], model: Any, corpus: Corpus, seconds: float) -> dict[str, int]:
+    """How many steps of each loss fit; all paces are measured first, close together."""
+    steps = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as trial:
+            options = replace(OPTIONS, steps=TRIAL_STEPS, held_back=0.0, start="random")
+            train_draft(model, corpus, Path(trial), options, LOSSES[name])
+            times = [entry["cpu_seconds"] for entry in _log(Path(trial)) if "loss" in entry]
+        pace = min(later - earlier for earlier, later in pairwise(times)) / MEASURE_EVERY
+        steps[name] = max(1, round(seconds / pace))
+    return steps
 
 
 def _log(folder: Path) -> list[dict[str, Any]]:

@@ -25,13 +25,14 @@ from specengine.train.corpus import Corpus, Text
 from specengine.train.curve import plot
 from specengine.train.epochs import Batch, Epochs
 from specengine.train.losses import Loss, Report, check_fit, loss_of, make_loss
-from specengine.train.new_heads import new_head
+from specengine.train.new_heads import new_head, start_from_text
 from specengine.train.options import TrainOptions
 from specengine.train.teacher import Reading, Teacher
 from specengine.train.validation import Validation, autocasting, validate
 
 STATE, LOG, CURVE = "training.pt", "log.jsonl", "curve.svg"
 MEASURE_EVERY = 10  # steps
+START_BATCHES = 24  # that an EAGLE-1 head's first guess is fitted to
 HOUSEKEEPING = ("keep_gib", "validate_every", "save_every")  # options that do not change what is learnt
 
 Progress = Callable[[str], None]
@@ -97,6 +98,8 @@ class _Run:
         self.coverage = self._coverage(counts)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.teacher = Teacher(model, self.head.config.feature_ids(layers))
+        if saved is None and options.start == "target" and self.head.config.version == 1:
+            start_from_text(self.head, self.teacher, [batch.tokens for batch in self.epochs.batches[:START_BATCHES]])
         self.readings = _Readings(self.teacher, options.keep_gib)
         self.learns = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -221,7 +224,8 @@ class _Run:
 
     def _log(self, **values: Any) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        entry = {"step": self.step, "seconds": round(self.seconds, 1), **values}
+        cpu = round(time.process_time(), 1)  # of this process: what other work on the machine does not stretch
+        entry = {"step": self.step, "seconds": round(self.seconds, 1), "cpu_seconds": cpu, **values}
         with self.log.open("a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")
         if "loss" in values and self.step % 50 == 1:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specengine.drafters.eagle import embed
 from specengine.errors import InputError
 from specengine.models.checkpoints import load_head
 from specengine.models.eagle_head import (
@@ -20,6 +23,9 @@ from specengine.models.eagle_head import (
 )
 from specengine.train.losses import Loss
 from specengine.train.options import TrainOptions
+from specengine.train.teacher import Teacher
+
+RIDGE = 1e-4  # of the mean squared input
 
 
 def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: Tensor) -> EagleHead:
@@ -40,9 +46,34 @@ def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: 
             torch.nn.init.normal_(parameter, std=0.02)
     if isinstance(head, Eagle3Head):
         _choose_vocabulary(head, counts)
-    if options.start == "target":
+    if options.start == "target" and version == 3:
         _start_from_target(head, model)
     return head
+
+
+@torch.no_grad()
+def start_from_text(head: EagleHead, teacher: Teacher, batches: Sequence[Tensor]) -> None:
+    """Let an EAGLE-1 head begin as the best linear guess of the target's next hidden state.
+
+    Its fusion becomes the least-squares solution over `batches` (int64 [sequences, length] each), and its layer adds
+    nothing yet: there is no norm in front of its attention, so a layer of the target would see a wrong scale.
+    """
+    size, device = head.config.hidden_size, head.fc.weight.device
+    products = torch.zeros(2 * size + 1, 3 * size + 1, dtype=torch.float64, device=device)
+    for tokens in batches:
+        features = teacher.read(tokens.to(device)).features.double()
+        embedded = embed(head, teacher.model, tokens[:, 1:].to(device)).double()
+        ones = torch.ones_like(features[:, 1:, :1])
+        rows = torch.cat([embedded, features[:, :-1], ones, features[:, 1:]], -1).flatten(0, 1)
+        products += rows[:, : 2 * size + 1].T @ rows
+    normal, wanted = products.split([2 * size + 1, size], dim=1)
+    normal.diagonal().add_(RIDGE * normal.diagonal().mean())
+    solution = torch.linalg.solve(normal, wanted).T.float()
+    head.fc.weight.copy_(solution[:, :-1])
+    head.fc.bias.copy_(solution[:, -1])
+    for name, parameter in head.layers.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.zero_()
 
 
 def new_config(model: PreTrainedModel, version: int, options: TrainOptions) -> EagleConfig:
@@ -87,17 +118,16 @@ def _choose_vocabulary(head: Eagle3Head, counts: Tensor) -> None:
 def _start_from_target(head: EagleHead, model: PreTrainedModel) -> None:
     """Copy what the target already knows wherever a weight of the same shape and meaning is found.
 
-    The fusion starts as the highest hidden state. In an EAGLE-3 head the target's last layer becomes the head's,
-    reading the hidden state alone at first, and its final norm and its head's rows become those of the head. An
-    EAGLE-1 head has no norm in front of its attention, so a layer of the target would see inputs of a wrong scale.
+    The fusion starts as the highest hidden state. The target's last layer becomes the head's, reading the hidden
+    state alone at first, and its final norm and its head's rows become those of the head.
     """
-    config, size = head.config, head.config.hidden_size
+    size = head.config.hidden_size
     ids = head.target_ids()
     vocabulary = head.vocabulary_head()
     if vocabulary is not None:
         rows = model.get_output_embeddings().weight
         vocabulary.weight.copy_(rows if ids is None else rows[ids])
-    states = dict(model.get_decoder().named_parameters()) if config.version == 3 else {}
+    states = dict(model.get_decoder().named_parameters())
     last = f"layers.{model.config.get_text_config(decoder=True).num_hidden_layers - 1}."
     layer = dict(head.layers.named_parameters())
     for name, parameter in layer.items():
@@ -114,5 +144,3 @@ def _start_from_target(head: EagleHead, model: PreTrainedModel) -> None:
     if norm is not None and final is not None and final.shape == norm.weight.shape:
         norm.weight.copy_(final)
     head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)
-    if config.fc_bias:
-        head.fc.bias.zero_()

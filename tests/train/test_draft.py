@@ -64,7 +64,7 @@ def corpus_of(folder: Path, *shards: list[Text]) -> Corpus:
 
 def log(folder: Path) -> list[dict[str, Any]]:
     entries = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
-    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in entries]
+    return [{key: value for key, value in entry.items() if not key.endswith("seconds")} for entry in entries]
 
 
 # ---------------------------------------------------------------------------------------------------- batches
