@@ -1,4 +1,4 @@
-"""specengine train: text written by a model, and drafts trained on it."""
+"""specengine train: text written by a model, and drafts and classifiers trained on it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine.cli import arguments as shared
+from specengine.cli import train_classifier
 from specengine.cli.prompt_files import FORMATS, read_prompts
 from specengine.cli.terminal import say
 from specengine.engine import Engine
@@ -30,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     draft = commands.add_parser("draft", help="train an EAGLE head", allow_abbrev=False)
     _add_draft_arguments(draft)
     draft.set_defaults(run=run_draft)
+    classifier = commands.add_parser("classifier", help=train_classifier.HELP, allow_abbrev=False)
+    train_classifier.add_arguments(classifier)
+    classifier.set_defaults(run=train_classifier.run)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,199 @@
+"""Small trained networks beside the policies: what they read, how they compute, how they are stored.
+
+A module of policies, none itself. Training imports the same functions, so features exist once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu
+
+from specengine.errors import InputError
+from specengine.models.files import atomic
+
+FORMAT = 1
+METADATA = "specengine"  # of a safetensors file: one entry, as their order would change from file to file
+FOLDER = Path(__file__).parent / "classifiers" / "smollm2-135m-instruct"  # what ships, and for which target
+TOP_PROBS = 10
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Mlp(nn.Module):
+    """Inputs to hidden ReLU units to one probability; float32 [..., inputs] to float32 [...]."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(inputs, hidden)
+        self.output = nn.Linear(hidden, 1)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.output(self.hidden(features).relu())[..., 0]
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.logits(features).sigmoid()
+
+
+class AcceptanceHead(nn.Module):
+    """A draft's hidden state to the probability that its token is accepted once its parent is.
+
+    Each block is x + SiLU(W x + b); where the first one changes the width, its shortcut is cut or filled with zeros.
+    States are scaled to a root mean square of 1 first. [..., hidden_size] in any dtype to float32 [...].
+    Source: SpecDec++, Huang et al. 2025; one block of width 1024 as in Learning to Draft, A.1.
+    """
+
+    def __init__(self, hidden_size: int, width: int = 1024, blocks: int = 1) -> None:
+        super().__init__()
+        self.width = width
+        self.blocks = nn.ModuleList(nn.Linear(hidden_size if i == 0 else width, width) for i in range(blocks))
+        self.output = nn.Linear(width, 1)
+
+    def logits(self, states: Tensor) -> Tensor:
+        states = states.float()
+        states = states * (states.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        for block in self.blocks:
+            states = pad(states, (0, self.width - states.shape[-1])) + silu(block(states))
+        return self.output(states)[..., 0]
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.logits(states).sigmoid()
+
+
+def c2t_features(path_log_probs: Tensor, entropies: Tensor, depths: Tensor, depth_base: int) -> Tensor:
+    """float32 [..., 3]: path probability, entropy in nats of the parent's distribution, depth.
+
+    path_log_probs, entropies: float32; depths: of the nodes, 1 for the root's children, which count as `depth_base`.
+    The three broadcast. Source: C2T, section 4.1 and Algorithm 1.
+    """
+    parts = (path_log_probs.exp(), entropies, (depths + (depth_base - 1)).float())
+    return torch.stack(torch.broadcast_tensors(*parts), -1)
+
+
+def disco_features(top_probs: Tensor, entropies: Tensor, depths: Tensor, depth_base: int) -> Tensor:
+    """float32 [rows, 12]: the 10 largest probabilities of a draft distribution, its entropy in nats, the depth.
+
+    top_probs: float32 [rows, <= 10], descending, filled up with 0; depths: int64 [rows], of the children proposed, 1
+    for the root's, which count as `depth_base`. Source: Disco, Mamou et al. 2024; as in Learning to Draft, A.1.
+    """
+    probs = pad(top_probs, (0, TOP_PROBS - top_probs.shape[1]))
+    return torch.cat([probs, entropies[:, None], (depths + (depth_base - 1)).float()[:, None]], 1)
+
+
+class Kind(NamedTuple):
+    """features: their names, in order; make: the network, from the file's facts; sizes: facts that `make` reads."""
+
+    features: tuple[str, ...]
+    make: Callable[[Mapping[str, Any]], nn.Module]
+    sizes: tuple[str, ...] = ()
+
+
+KINDS = {
+    "c2t": Kind(("path probability", "entropy", "depth"), lambda facts: Mlp(3, 48)),
+    "disco": Kind(
+        (*(f"probability {rank}" for rank in range(1, TOP_PROBS + 1)), "entropy", "depth"), lambda facts: Mlp(12, 128)
+    ),
+    "specdecpp": Kind(
+        ("hidden state",),
+        lambda facts: AcceptanceHead(facts["hidden_size"], facts["width"], facts["blocks"]),
+        ("hidden_size", "width", "blocks"),
+    ),
+}
+
+
+class Classifier(NamedTuple):
+    """A trained network and what its file says about it.
+
+    facts: `depth_base`, `top` (tokens that entropies are summed over), `beta` (calibrated threshold), sizes, and the
+    record of its training.
+    """
+
+    net: Any
+    facts: Mapping[str, Any]
+
+    def on(self, device: torch.device) -> Classifier:
+        """On that device; itself where it is there."""
+        if self.net.output.weight.device != device:
+            self.net.to(device)
+        return self
+
+
+def save(file: Path, kind: str, net: nn.Module, facts: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:
+    """Write a classifier; `facts` are JSON values and hold at least depth_base, top, beta and the kind's sizes."""
+    stored = {"format": FORMAT, "kind": kind, "features": list(KINDS[kind].features), "log_base": "e", **facts}
+    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in net.state_dict().items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(file) as part:
+        save_file(state, part, metadata={METADATA: json.dumps(stored)})
+
+
+def load(kind: str, classifier: str) -> Classifier:
+    """The classifier of policy `kind`: `auto`, the one that ships, or a file's path.
+
+    InputError naming the option where the file is missing, damaged, of another kind, or has other tensors.
+    """
+    file = FOLDER / f"{kind}.safetensors" if classifier == "auto" else Path(classifier).expanduser()
+    where = f"policy {kind}.classifier: {file}"
+    if not file.is_file():
+        raise InputError(f"{where} is no file; train one with: {training_command(kind)}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            facts = dict(json.loads((opened.metadata() or {})[METADATA]))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{where} cannot be read ({error!r}); train it again with: {training_command(kind)}"
+        ) from error
+    _check_facts(kind, facts, where)
+    net = KINDS[kind].make(facts)
+    _check_state(net, state, where)
+    net.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return Classifier(net.eval().requires_grad_(False), facts)
+
+
+def training_command(kind: str) -> str:
+    return f"specengine train classifier FOLDER --kind {kind} --data TEXT"
+
+
+def _check_facts(kind: str, facts: Mapping[str, Any], where: str) -> None:
+    def whole(least: int) -> Callable[[Any], bool]:
+        return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    holds: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "format": (f"{FORMAT}", lambda value: value == FORMAT),
+        "kind": (kind, lambda value: value == kind),
+        "features": (", ".join(KINDS[kind].features), lambda value: value == list(KINDS[kind].features)),
+        "log_base": ("e", lambda value: value == "e"),
+        "depth_base": ("0 or more", whole(0)),
+        "top": ("1 or more", whole(1)),
+        "beta": ("0 to 1", lambda value: isinstance(value, int | float) and 0 <= value <= 1),
+        **{name: ("1 or more", whole(1)) for name in KINDS[kind].sizes},
+    }
+    for name, (accepted, test) in holds.items():
+        if not test(facts.get(name)):
+            raise InputError(f"{where} records {name} {facts.get(name)!r}, accepted {accepted}")
+
+
+def _check_state(net: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
+    expected = net.state_dict()
+    wrong = {
+        "unused": [name for name in state if name not in expected],
+        "missing": [name for name in expected if name not in state],
+        "mis-shaped": [
+            f"{name} {list(state[name].shape)} instead of {list(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in state and state[name].shape != tensor.shape
+        ],
+        "not float32, bfloat16 or float16": [name for name, tensor in state.items() if tensor.dtype not in FLOATS],
+    }
+    if not any(wrong.values()):
+        wrong["not finite"] = [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]
+    found = [f"{what}: {', '.join(names)}" for what, names in wrong.items() if names]
+    if found:
+        raise InputError(f"{where} holds other tensors than this policy's network; {'; '.join(found)}")

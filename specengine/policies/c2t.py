@@ -1,0 +1,105 @@
+"""C2T: a classifier of 241 parameters decides, layer by layer, which candidates enter the tree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specengine import ops
+from specengine.drafters import Step
+from specengine.policies import TreePolicy, _classifier, require
+from specengine.policies._classifier import Classifier, c2t_features
+from specengine.tree import TokenTree
+
+
+@dataclass
+class C2t(TreePolicy):
+    """Each parent's best `children` are classified by path probability, entropy of the parent's distribution and depth.
+
+    Candidates with a confidence of at least `beta` enter the tree, of these the `layer` most confident per layer; all
+    of them are drafted from next and verified. With `children` 1 the tree is a chain that ends before the first token
+    of low confidence.
+
+    classifier  `auto`: the one that ships; or the path of a file that `specengine train classifier` wrote
+    beta        confidence in 0 to 1; none: the one that the classifier's file was calibrated to
+    children    candidates per parent (the paper's first top-K)
+    layer       nodes per layer (its second top-K); none: as many as are confident
+    max_depth   greatest depth of a node
+    top         likeliest tokens that the entropy is summed over (M)
+    min_level1  nodes at depth 1 that stay even if none is confident; 0 is the paper's rule
+    hard_cap    nodes in all, the root included; a layer that would pass it keeps its most confident
+
+    Source: C2T, section 4 and Algorithm 1. What beta means depends on how the classifier was trained: the file says.
+    """
+
+    classifier: str = "auto"
+    beta: float | None = None
+    children: int = 10
+    layer: int | None = 10
+    max_depth: int = 10
+    top: int = 1000
+    min_level1: int = 1
+    hard_cap: int = 256
+
+    _learned: Classifier = field(init=False, repr=False, compare=False)
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {"beta": 0.5, "min_level1": 0},
+        "beta-0.65": {"beta": 0.65, "max_depth": 6},
+        "beta-0.85": {"beta": 0.85, "max_depth": 6},
+        "chain": {"beta": 0.85, "children": 1, "layer": None},
+        "cpu": {"beta": 0.2, "children": 4, "layer": 6, "max_depth": 2},
+    }
+
+    def __post_init__(self) -> None:
+        beta, layer = self.beta, self.layer
+        require("c2t", "beta", beta, "0 to 1, or none", beta is None or 0 <= beta <= 1)
+        require("c2t", "layer", layer, "1 or more, or none", layer is None or layer >= 1)
+        for name in ("children", "max_depth", "top", "hard_cap"):
+            require("c2t", name, getattr(self, name), "1 or more", getattr(self, name) >= 1)
+        require("c2t", "min_level1", self.min_level1, "0 or more", self.min_level1 >= 0)
+        self._learned = _classifier.load("c2t", self.classifier)
+
+    @property
+    def threshold(self) -> float:
+        """The confidence in use."""
+        return float(self._learned.facts["beta"]) if self.beta is None else self.beta
+
+    @property
+    def capacity(self) -> int:
+        widest, total = 1, 1
+        for _ in range(self.max_depth):
+            widest = min(widest * self.children, self.layer or self.hard_cap)
+            total = min(total + widest, self.hard_cap)
+        return total
+
+    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
+        log_probs, tokens = step.best_children(self.children)
+        paths = tree.path_log_probs[frontier][:, None] + log_probs
+        confidence = self.confidence(paths, step.entropy(self.top)[:, None], tree.depths[frontier][:, None] + 1)
+        proposed = confidence.masked_fill(log_probs == -math.inf, -math.inf).reshape(-1)
+        kept = self.select(proposed, tree.passes, self.hard_cap - tree.size)
+        parents = frontier[kept // log_probs.shape[1]]
+        nodes = tree.add(parents, tokens.reshape(-1)[kept], log_probs.reshape(-1)[kept])
+        return nodes if tree.passes < self.max_depth and tree.size < self.hard_cap else nodes[:0]
+
+    def confidence(self, path_log_probs: Tensor, entropies: Tensor, depths: Tensor) -> Tensor:
+        """float32, of the shape that the three broadcast to, as c2t_features takes them."""
+        net, facts = self._learned.on(path_log_probs.device)
+        return net(c2t_features(path_log_probs, entropies, depths, facts["depth_base"]))
+
+    def select(self, confidence: Tensor, level: int, room: int) -> Tensor:
+        """Which candidates of a layer stay, int64, ascending; among equals the earlier ones.
+
+        confidence: float32 [m], -inf for what was not proposed; level: 1 for the root's children; room: nodes left.
+        """
+        count = min(room, self.layer or room)
+        sure = confidence >= torch.tensor(self.threshold, dtype=torch.float32, device=confidence.device)
+        kept = ops.select_best(confidence.masked_fill(~sure, -math.inf), count)
+        if level == 1 and len(kept) < self.min_level1:
+            return ops.select_best(confidence, min(self.min_level1, count))
+        return kept

@@ -1,0 +1,53 @@
+"""Disco: the EAGLE beam, or a chain, ended by a classifier that looks at the draft's distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from specengine import ops
+from specengine.drafters import Step
+from specengine.policies import _classifier, require
+from specengine.policies._beam import Beam
+from specengine.policies._classifier import TOP_PROBS, Classifier, disco_features
+from specengine.tree import TokenTree
+
+
+@dataclass
+class Disco(Beam):
+    """Go on while the classifier gives the level just scored at least `threshold` to hold an accepted token.
+
+    It reads the distribution that the level's best node came from: its 10 largest probabilities, its entropy and the
+    level's depth. With a width of 1 the level is one token, as in the published rule for chains.
+
+    classifier  `auto`: the one that ships; or the path of a file that `specengine train classifier` wrote
+    threshold   probability, 0 to 1
+
+    Source: Disco, Mamou et al. 2024; features and settings as in Learning to Draft, A.1.
+    """
+
+    classifier: str = "auto"
+    threshold: float = 0.5
+
+    _learned: Classifier = field(init=False, repr=False, compare=False)
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "chain": {"width": 1, "expansions": 11, "budget": 13},
+        "cpu": {"width": 4, "expansions": 4, "budget": 12},
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("disco", "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
+        self._learned = _classifier.load("disco", self.classifier)
+
+    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
+        best = beam[ops.select_best(tree.path_log_probs[beam], 1)]
+        source = step.row(int((frontier == tree.parents[best]).nonzero()[0]))
+        net, facts = self._learned.on(tree.device)
+        top_probs = source.best_children(TOP_PROBS)[0].exp()
+        entropies = source.entropy(facts["top"])
+        features = disco_features(top_probs, entropies, tree.depths[best], facts["depth_base"])
+        return float(net(features)) < self.threshold

@@ -1,0 +1,72 @@
+"""SpecDec++: the EAGLE beam, or a chain, ended when some token on its surest path was probably rejected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specengine.drafters import Step
+from specengine.errors import InputError
+from specengine.policies import _classifier, require
+from specengine.policies._beam import Beam
+from specengine.policies._classifier import Classifier
+from specengine.tree import TokenTree
+
+
+@dataclass
+class Specdecpp(Beam):
+    """Stop once 1 - a_1 * ... * a_i is above `threshold`, a_j being the acceptance of the j-th token of a path.
+
+    A head predicts each a_j, the probability that a token is accepted if its parent is, from the draft's hidden state
+    at the token. Of the paths that were drafted from, the one with the largest product decides; with a width of 1 it
+    is the only one, as in the published rule.
+
+    classifier  `auto`: the one that ships; or the path of a file that `specengine train classifier` wrote
+    threshold   probability of a rejection, 0 to 1 (h)
+    minimum     expansions that are made in any case; `expansions` is the most
+
+    Source: SpecDec++, Huang et al. 2025; head and bounds as in Learning to Draft, A.1.
+    """
+
+    classifier: str = "auto"
+    threshold: float = 0.3
+    minimum: int = 1
+
+    _learned: Classifier = field(init=False, repr=False, compare=False)
+    _reached: Tensor = field(init=False, repr=False, compare=False)  # by node: product of acceptances from the root
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "chain": {"width": 1, "expansions": 19, "budget": 21},
+        "cpu": {"width": 4, "expansions": 4, "budget": 12},
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("specdecpp", "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
+        bounds = f"0 to expansions = {self.expansions}"
+        require("specdecpp", "minimum", self.minimum, bounds, 0 <= self.minimum <= self.expansions)
+        self._learned = _classifier.load("specdecpp", self.classifier)
+
+    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
+        if tree.passes == 1:  # the root is certain
+            self._reached = torch.ones(tree.capacity, device=tree.device)
+            self._states(step)
+            return False
+        acceptance = self._learned.on(tree.device).net(self._states(step))
+        self._reached[frontier] = self._reached[tree.parents[frontier]] * acceptance
+        return tree.passes > self.minimum and float(1 - self._reached[frontier].max()) > self.threshold
+
+    def _states(self, step: Step) -> Tensor:
+        """The step's hidden states; InputError where the draft has none, or those of another draft's width."""
+        size = self._learned.facts["hidden_size"]
+        if step.hidden is None:
+            raise InputError("policy specdecpp: it reads the draft's hidden states, which only EAGLE heads give")
+        if step.hidden.shape[-1] != size:
+            raise InputError(
+                f"policy specdecpp.classifier: it was trained on hidden states of width {size}, this draft's have "
+                f"{step.hidden.shape[-1]}; train one for it with: {_classifier.training_command('specdecpp')}"
+            )
+        return step.hidden
