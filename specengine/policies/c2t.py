@@ -29,7 +29,7 @@ class C2t(TreePolicy):
     children    candidates per parent (the paper's first top-K)
     layer       nodes per layer (its second top-K); none: as many as are confident
     max_depth   greatest depth of a node
-    top         likeliest tokens that the entropy is summed over (M)
+    top         likeliest tokens that the entropy is summed over (M); none: as in the classifier's training
     min_level1  nodes at depth 1 that stay even if none is confident; 0 is the paper's rule
     hard_cap    nodes in all, the root included; a layer that would pass it keeps its most confident
 
@@ -41,7 +41,7 @@ class C2t(TreePolicy):
     children: int = 10
     layer: int | None = 10
     max_depth: int = 10
-    top: int = 1000
+    top: int | None = None
     min_level1: int = 1
     hard_cap: int = 256
 
@@ -59,7 +59,8 @@ class C2t(TreePolicy):
         beta, layer = self.beta, self.layer
         require("c2t", "beta", beta, "0 to 1, or none", beta is None or 0 <= beta <= 1)
         require("c2t", "layer", layer, "1 or more, or none", layer is None or layer >= 1)
-        for name in ("children", "max_depth", "top", "hard_cap"):
+        require("c2t", "top", self.top, "1 or more, or none", self.top is None or self.top >= 1)
+        for name in ("children", "max_depth", "hard_cap"):
             require("c2t", name, getattr(self, name), "1 or more", getattr(self, name) >= 1)
         require("c2t", "min_level1", self.min_level1, "0 or more", self.min_level1 >= 0)
         self._learned = _classifier.load("c2t", self.classifier)
@@ -80,7 +81,7 @@ class C2t(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
         log_probs, tokens = step.best_children(self.children)
         paths = tree.path_log_probs[frontier][:, None] + log_probs
-        confidence = self.confidence(paths, step.entropy(self.top)[:, None], tree.depths[frontier][:, None] + 1)
+        confidence = self.confidence(paths, step.entropy(self.top or self._learned.facts["top"])[:, None], tree.depths[frontier][:, None] + 1)
         proposed = confidence.masked_fill(log_probs == -math.inf, -math.inf).reshape(-1)
         kept = self.select(proposed, tree.passes, self.hard_cap - tree.size)
         parents = frontier[kept // log_probs.shape[1]]
