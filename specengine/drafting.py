@@ -52,4 +52,3 @@ def draft_tree(
     verified = tree.subtree(kept)
     seconds.policy += time.perf_counter() - clock
     return Draft(verified, tree, kept)
-

@@ -81,7 +81,8 @@ class C2t(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
         log_probs, tokens = step.best_children(self.children)
         paths = tree.path_log_probs[frontier][:, None] + log_probs
-        confidence = self.confidence(paths, step.entropy(self.top or self._learned.facts["top"])[:, None], tree.depths[frontier][:, None] + 1)
+        entropies = step.entropy(self.top or self._learned.facts["top"])
+        confidence = self.confidence(paths, entropies[:, None], tree.depths[frontier][:, None] + 1)
         proposed = confidence.masked_fill(log_probs == -math.inf, -math.inf).reshape(-1)
         kept = self.select(proposed, tree.passes, self.hard_cap - tree.size)
         parents = frontier[kept // log_probs.shape[1]]

@@ -5,16 +5,13 @@ What classifiers learn from, and what `bench.replay` evaluates other policies on
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specengine import policies
@@ -22,16 +19,14 @@ from specengine.cycle import Cycle, Stats
 from specengine.drafters import Step
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.models.files import atomic
 from specengine.options import GenerationOptions
 from specengine.policies import TreePolicy
 from specengine.sampling import History, Sampler
 from specengine.train.corpus import Corpus
+from specengine.train.shards import Contents, ShardFolder
 from specengine.tree import TokenTree
 from specengine.verification import walk
 
-FORMAT = 1
-MANIFEST = "trees.json"
 TOP_PROBS = 10  # of each draft distribution
 SHORTEST = 2  # tokens of a prompt: its last is the first root, and an EAGLE head needs one before it
 
@@ -133,48 +128,12 @@ PER_NODE = ("tokens", "parents", "log_probs", "choices", "target_log_probs", "ac
 PER_ROW = ("expanded", "entropies", "top_probs", "hidden", "logits")
 
 
-@dataclass(frozen=True)
-class Trees:
-    """A folder of logged trees: a manifest, and one shard per prompt, written whole or not at all."""
+class Trees(ShardFolder):
+    """Logged trees, one shard per prompt."""
 
-    folder: Path
-    manifest: Mapping[str, Any]
-
-    @classmethod
-    def open(cls, folder: Path) -> Trees:
-        """InputError where `folder` holds no trees, or those of another format."""
-        file = folder / MANIFEST
-        try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"trees: {folder} is no folder of logged trees ({error})") from error
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            raise InputError(f"trees: {file} has another format than {FORMAT}; collect the trees again")
-        return cls(folder, manifest)
-
-    @classmethod
-    def create(cls, folder: Path, manifest: Mapping[str, Any]) -> Trees:
-        """A new folder, or the one that is there if it was begun in the same way; InputError naming what differs."""
-        wanted = {"format": FORMAT, **json.loads(json.dumps(manifest))}
-        if (folder / MANIFEST).is_file():
-            found = cls.open(folder)
-            for name in {**found.manifest, **wanted}:
-                if found.manifest.get(name) != wanted.get(name):
-                    raise InputError(
-                        f"{name}: the trees in {folder} were begun with {found.manifest.get(name)!r}, got "
-                        f"{wanted.get(name)!r}; go on with the same, or take another folder"
-                    )
-            return found
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic(folder / MANIFEST) as part:
-            part.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-        return cls(folder, wanted)
-
-    def shard(self, number: int) -> Path:
-        return self.folder / f"{number:05d}.safetensors"
-
-    def shards(self) -> list[Path]:
-        return sorted(self.folder.glob("[0-9]" * 5 + ".safetensors"))
+    FORMAT = 1
+    MANIFEST = "trees.json"
+    contents = Contents("trees", "logged trees", "the trees in {} were", "collect the trees")
 
     def add(self, number: int, trees: Sequence[LoggedTree], columns: Columns) -> None:
         """Write a shard of at least one tree."""
@@ -185,25 +144,24 @@ class Trees:
         tensors["normalized"] = torch.tensor(columns.normalized)
         if columns.token_ids is not None:
             tensors["token_ids"] = columns.token_ids.cpu()
-        with atomic(self.shard(number)) as part:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
+        self.save(number, tensors)
 
     def read(self, file: Path) -> Shard:
         """InputError where the shard is damaged."""
-        try:
-            tensors = load_file(file)
-            parts = []
-            for names, sizes in ((PER_NODE, tensors["nodes"].tolist()), (PER_ROW, tensors["rows"].tolist())):
-                parts += [_wide(tensors[name]).split(sizes) for name in names]
-            columns = Columns(tensors.get("token_ids"), bool(tensors["normalized"]))
-        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            raise InputError(f"trees: {file} is damaged ({error}); delete it and collect it again") from error
-        return Shard([LoggedTree(*tree) for tree in zip(*parts, strict=True)], columns)
+        return self.load(file, _shard)
 
     def __iter__(self) -> Iterator[LoggedTree]:
         """All trees, shard by shard; InputError for a damaged one."""
         for file in self.shards():
             yield from self.read(file).trees
+
+
+def _shard(tensors: dict[str, Tensor]) -> Shard:
+    parts = []
+    for names, sizes in ((PER_NODE, tensors["nodes"].tolist()), (PER_ROW, tensors["rows"].tolist())):
+        parts += [_wide(tensors[name]).split(sizes) for name in names]
+    columns = Columns(tensors.get("token_ids"), bool(tensors["normalized"]))
+    return Shard([LoggedTree(*tree) for tree in zip(*parts, strict=True)], columns)
 
 
 def collect(

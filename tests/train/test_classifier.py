@@ -126,7 +126,7 @@ def test_too_few_prompts_and_damaged_shards_are_named(tmp_path: Path) -> None:
         list(found)
     with pytest.raises(InputError, match="is no folder of logged trees"):
         Trees.open(tmp_path / "nothing")
-    (tmp_path / collecting.MANIFEST).write_text('{"format": 0}')
+    (tmp_path / Trees.MANIFEST).write_text('{"format": 0}')
     with pytest.raises(InputError, match="has another format"):
         Trees.open(tmp_path)
 
@@ -300,7 +300,7 @@ def test_the_command_trains_from_a_model_alone(tmp_path: Path, capsys: Any) -> N
     printed = capsys.readouterr()
     assert printed.out == f"{out / 'c2t.safetensors'}\n"
     assert "6 trees, " in printed.err
-    assert json.loads((out / "trees" / collecting.MANIFEST).read_text())["target"] == "model"
+    assert json.loads((out / "trees" / Trees.MANIFEST).read_text())["target"] == "model"
     assert main([*given, "--prompts", str(file)]) == 0, "the trees are there already"
     assert "per second" not in capsys.readouterr().err
     asked = ["generate", "abc", "--model", str(model), "--draft", str(model), "--max-new-tokens", "8"]
