@@ -1,0 +1,400 @@
+"""Tree attention: all query rows see one prefix, and of the nodes drafted after it those that their words name.
+
+The rows of the query heads that share a key-value head are packed into one tile, so each key and value is read once
+per tile. Full prefix tiles carry no mask. The prefix is cut into splits that run side by side; a second kernel merges
+them. Their number and the grid are fixed by shapes alone, lengths are read on the device: one captured graph serves
+every length. Nothing is summed atomically, so equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORD_BITS = 64
+MULTIPROCESSORS = 132  # of an H100 or H200; used where there is no device to ask
+MOST_SPLITS = 64
+MERGED_ROWS = 16  # rows per program of the merging kernel
+LOG2_E = math.log2(math.e)
+
+
+# ---- meaning
+
+
+def reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    words: Tensor,
+    prefix_len: Tensor,
+    n_q: Tensor,
+    n_tree: Tensor,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `tree_attention` computes, in plain torch and in the dtype of q: out [B, Nq, Hq, D], lse [B, Nq, Hq]."""
+    groups, size = q.shape[2] // k_cache.shape[1], q.shape[3]
+    slots = torch.arange(k_cache.shape[2], device=q.device)
+    node = slots - prefix_len[:, None].long()  # [B, S]: which node stands in a slot, negative in the prefix
+    word = (node // WORD_BITS).clamp(0, words.shape[2] - 1)
+    bits = words.gather(2, word[:, None].expand(-1, q.shape[1], -1)) >> (node % WORD_BITS)[:, None]
+    named = (bits & 1 == 1) & (node < WORD_BITS * words.shape[2])[:, None]
+    inside = node < n_tree[:, None]
+    live = torch.arange(q.shape[1], device=q.device) < n_q[:, None]
+    seen = ((node < 0)[:, None] | named) & inside[:, None] & live[:, :, None]
+    written = [cache.where(inside[:, None, :, None], 0).to(q.dtype) for cache in (k_cache, v_cache)]
+    keys, values = (cache.repeat_interleave(groups, 1) for cache in written)
+    scores = torch.einsum("bnhd,bhsd->bnhs", q, keys) * (size**-0.5 if scale is None else scale)
+    scores = scores.masked_fill(~seen[:, :, None], -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None])
+    return torch.einsum("bnhs,bhsd->bnhd", weights, values), lse
+
+
+# ---- kernels
+
+
+@triton.jit
+def _absorb(query, keys, values, seen, peak, total, sums, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the online softmax in base 2: scores times `scale` are log2 weights."""
+    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+    shift = new_peak
+    if MASKED:
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
+    weights = tl.exp2(scores * scale - shift[:, None])
+    fade = tl.exp2(peak - shift)
+    total = total * fade + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision=PRECISION)
+    return new_peak, total, sums
+
+
+@triton.jit
+def _tile(base, slots, stride, end, dims, MASKED: tl.constexpr, HEAD: tl.constexpr, UPCAST: tl.constexpr):
+    """Rows `slots` of a cache, [slots, dims]; zero behind `end`, where NaN may be: 0 * NaN is NaN."""
+    at = base + slots[:, None] * stride + dims[None, :]
+    if MASKED:
+        rows = tl.load(at, mask=(slots < end)[:, None] & (dims < HEAD)[None, :], other=0.0)
+    elif dims.shape[0] == HEAD:
+        rows = tl.load(at)
+    else:
+        rows = tl.load(at, mask=(dims < HEAD)[None, :], other=0.0)
+    return rows.to(tl.float32) if UPCAST else rows
+
+
+@triton.jit
+def _window(words, first, n_words, live):
+    """64 visibility bits per row from node `first` on, which may be negative: bit c is node first + c."""
+    index, shift = first >> 6, (first & 63).to(tl.int64)
+    low = tl.load(words + index, mask=live & (index >= 0) & (index < n_words), other=0)
+    high = tl.load(words + index + 1, mask=live & (index + 1 >= 0) & (index + 1 < n_words), other=0)
+    kept = 63 - shift  # in two steps, as a shift by 64 is undefined, and >> copies the sign
+    return ((low >> shift) & ((2 << kept) - 1)) | ((high << kept) << 1)
+
+
+@triton.jit
+def _attend(
+    q,
+    k,
+    v,
+    words,
+    prefix_len,
+    n_q,
+    n_tree,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    q_batch,
+    q_node,
+    q_head,
+    k_batch,
+    k_head,
+    k_slot,
+    v_batch,
+    v_head,
+    v_slot,
+    words_batch,
+    words_node,
+    out_batch,
+    out_node,
+    out_head,
+    scale,
+    kv_heads,
+    rows,
+    n_words,
+    GROUPS: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tl.static_assert(BLOCK_N <= 64, "a tile's columns must fit into one window of words")
+    sequence, kv_head, split = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads, tl.program_id(2)
+    length, live_nodes = tl.load(prefix_len + sequence), tl.minimum(tl.load(n_q + sequence), rows // GROUPS)
+    end = length + tl.load(n_tree + sequence)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    node, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
+    live = node < live_nodes
+    columns, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    sequence = sequence.to(tl.int64)
+    k += sequence * k_batch + kv_head.to(tl.int64) * k_head
+    v += sequence * v_batch + kv_head.to(tl.int64) * v_head
+    words += sequence * words_batch + node * words_node
+    query = tl.load(
+        q + sequence * q_batch + (node * q_node + head * q_head)[:, None] + dims[None, :],
+        mask=live[:, None] & (dims < HEAD)[None, :],
+        other=0.0,
+    )
+    if UPCAST:
+        query = query.to(tl.float32)
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if tl.program_id(0) * BLOCK_M < live_nodes * GROUPS:
+        # Splits are cut by the prefix length alone, so a row's sums are grouped alike in every tree.
+        full = length // BLOCK_N
+        share = tl.cdiv(full, SPLITS)
+        for tile in tl.range(split * share, tl.minimum((split + 1) * share, full), num_stages=STAGES):
+            slots = tile * BLOCK_N + columns
+            keys = _tile(k, slots, k_slot, end, dims, False, HEAD, UPCAST)
+            values = _tile(v, slots, v_slot, end, dims, False, HEAD, UPCAST)
+            peak, total, sums = _absorb(query, keys, values, None, peak, total, sums, scale, False, PRECISION)
+        if split == SPLITS - 1:
+            # what is left of the prefix, and the nodes in the slots behind it
+            for start in tl.range(full * BLOCK_N, end, BLOCK_N, num_stages=STAGES):
+                slots = start + columns
+                window = _window(words, start - length, n_words, live)
+                named = ((window[:, None] >> columns[None, :].to(tl.int64)) & 1) != 0
+                seen = ((slots < length)[None, :] | named) & (slots < end)[None, :]
+                keys = _tile(k, slots, k_slot, end, dims, True, HEAD, UPCAST)
+                values = _tile(v, slots, v_slot, end, dims, True, HEAD, UPCAST)
+                peak, total, sums = _absorb(query, keys, values, seen, peak, total, sums, scale, True, PRECISION)
+
+    sees = live & (total > 0)
+    result = tl.where(sees[:, None], sums / tl.where(sees, total, 1.0)[:, None], 0.0)
+    log2_total = tl.where(sees, peak + tl.log2(tl.where(sees, total, 1.0)), float("-inf"))
+    inside = (row < rows)[:, None] & (dims < HEAD)[None, :]
+    if SPLITS == 1:
+        at = out + sequence * out_batch + (node * out_node + head * out_head)[:, None] + dims[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=inside)
+        if lse is not None:
+            nodes, heads = rows // GROUPS, kv_heads * GROUPS
+            tl.store(lse + (sequence * nodes + node) * heads + head, log2_total * 0.6931471805599453, mask=row < rows)
+    else:
+        place = (split * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * rows + row
+        tl.store(partial_lse + place, log2_total, mask=row < rows)
+        tl.store(partial + place[:, None] * HEAD + dims[None, :], result, mask=inside & sees[:, None])
+
+
+@triton.jit
+def _merge(
+    partial,
+    partial_lse,
+    out,
+    lse,
+    out_batch,
+    out_node,
+    out_head,
+    kv_heads,
+    rows,
+    GROUPS: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    sequence, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
+    row, dims, splits = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    inside = row < rows
+    step = tl.num_programs(1).to(tl.int64) * rows  # from a split to the next
+    partial_lse += tl.program_id(1).to(tl.int64) * rows + row
+    partial += (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * HEAD + dims[None, :]
+    parts = tl.load(
+        partial_lse[None, :] + splits[:, None] * step,
+        mask=(splits < SPLITS)[:, None] & inside[None, :],
+        other=float("-inf"),
+    )
+    peak = tl.max(parts, 0)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.exp2(parts - shift[None, :]), 0)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in tl.range(SPLITS):
+        part = tl.load(partial_lse + split * step, mask=inside, other=float("-inf"))
+        written = (part > float("-inf"))[:, None] & (dims < HEAD)[None, :]
+        sums += tl.exp2(part - shift)[:, None] * tl.load(partial + split * step * HEAD, mask=written, other=0.0)
+    sees = total > 0
+    divisor = tl.where(sees, total, 1.0)
+    node, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
+    at = out + sequence * out_batch + (node * out_node + head * out_head)[:, None] + dims[None, :]
+    tl.store(at, (sums / divisor[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & (dims < HEAD)[None, :])
+    if lse is not None:
+        nodes, heads = rows // GROUPS, kv_heads * GROUPS
+        result = tl.where(sees, (shift + tl.log2(divisor)) * 0.6931471805599453, float("-inf"))
+        tl.store(lse + (sequence * nodes + node) * heads + head, result, mask=inside)
+
+
+# ---- launcher
+
+
+class Tiles(NamedTuple):
+    """How a program is cut: packed rows x slots, warps, pipeline stages."""
+
+    rows: int
+    slots: int
+    warps: int
+    stages: int
+
+
+def tiles_for(rows: int, head_size: int, dtype: torch.dtype) -> Tiles:
+    """The shipped tiles for `rows` packed rows (query rows x query heads per key-value head)."""
+    if dtype is torch.float32:  # multiplied in full precision, without tensor cores: larger tiles spill
+        return Tiles(32, 32, 8, 2) if head_size <= 64 else Tiles(16, 16, 8, 2)
+    if head_size > 128:
+        return Tiles(16, 32, 4, 3) if rows <= 16 else Tiles(32, 32, 4, 3) if rows <= 32 else Tiles(64, 32, 8, 3)
+    if rows <= 16:
+        return Tiles(16, 64, 4, 3)
+    if rows <= 32:
+        return Tiles(32, 64, 4, 3)
+    return Tiles(64, 64, 4, 2) if rows <= 64 else Tiles(128, 64, 8, 3)
+
+
+def splits_for(programs: int, slots: int, tile_slots: int, device: torch.device) -> int:
+    """How often to cut the prefix so that `programs` without cuts fill the device; `slots` bounds its length."""
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
+    )
+    return max(1, min(processors // programs, MOST_SPLITS, slots // tile_slots))
+
+
+def workspace_for(q: Tensor, splits: int) -> Tensor:
+    """Scratch for `tree_attention`, float32, of any content; one may serve all layers."""
+    return torch.empty(splits * q.numel() // q.shape[-1] * (q.shape[-1] + 1), dtype=torch.float32, device=q.device)
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    words: Tensor,
+    prefix_len: Tensor,
+    n_q: Tensor,
+    n_tree: Tensor,
+    *,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    tiles: Tiles | None = None,
+    splits: int | None = None,
+    upcast: bool = False,
+) -> Tensor:
+    """Attention of Nq rows over the first `prefix_len` slots and the nodes behind them that each row's words name.
+
+    q: [B, Nq, Hq, D], already rotated; k_cache, v_cache: [B, Hkv, S, D], Hq a multiple of Hkv, the dtype of q; node j
+    stands in slot prefix_len + j. words: int64 [B, Nq, ceil(nodes / 64)], bit j % 64 of word j // 64 is set where the
+    row sees node j. prefix_len, n_q, n_tree: int32 [B] on the device, prefix_len + n_tree <= S. Last dimensions are
+    contiguous, other strides free. scale: positive, 1 / sqrt(D) unless given.
+    Returns `out` [B, Nq, Hq, D]; `lse` float32 [B, Nq, Hq], contiguous, gets the natural logs of the softmax sums.
+    Rows from n_q on and rows that see nothing give 0 and -inf. Slots from prefix_len + n_tree on are not read.
+    Capturable; allocates nothing where `out` and `workspace` (`workspace_for`) are given. `upcast` multiplies in
+    float32 whatever the inputs are, for the interpreter, whose bfloat16 arithmetic is wrong.
+    """
+    batch, nodes, heads, size = q.shape
+    kv_heads, groups = k_cache.shape[1], heads // k_cache.shape[1]
+    _check(q, k_cache, v_cache, words, (prefix_len, n_q, n_tree), scale)
+    rows = nodes * groups
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    tiles = tiles_for(rows, size, q.dtype) if tiles is None else tiles
+    row_tiles = triton.cdiv(rows, tiles.rows)
+    if splits is None:
+        splits = splits_for(row_tiles * kv_heads * batch, k_cache.shape[2], tiles.slots, q.device)
+    partial = partial_lse = None
+    if splits > 1:
+        workspace = workspace_for(q, splits) if workspace is None else workspace
+        count = splits * batch * heads * nodes
+        partial_lse, partial = workspace[count * size :], workspace
+    block_d = max(16, triton.next_power_of_2(size))
+    _attend[(row_tiles, kv_heads * batch, splits)](
+        q,
+        k_cache,
+        v_cache,
+        words,
+        prefix_len,
+        n_q,
+        n_tree,
+        out,
+        lse,
+        partial,
+        partial_lse,
+        *q.stride()[:3],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        *words.stride()[:2],
+        *out.stride()[:3],
+        (size**-0.5 if scale is None else scale) * LOG2_E,
+        kv_heads,
+        rows,
+        words.shape[2],
+        GROUPS=groups,
+        HEAD=size,
+        BLOCK_D=block_d,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.slots,
+        SPLITS=splits,
+        STAGES=tiles.stages,
+        UPCAST=upcast,
+        PRECISION="ieee",
+        num_warps=tiles.warps,
+    )
+    if splits > 1:
+        _merge[(triton.cdiv(rows, MERGED_ROWS), kv_heads * batch)](
+            partial,
+            partial_lse,
+            out,
+            lse,
+            *out.stride()[:3],
+            kv_heads,
+            rows,
+            GROUPS=groups,
+            HEAD=size,
+            BLOCK_D=block_d,
+            BLOCK_M=MERGED_ROWS,
+            SPLITS=splits,
+            BLOCK_S=triton.next_power_of_2(splits),
+            num_warps=4,
+        )
+    return out
+
+
+def _check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, words: Tensor, lengths: tuple[Tensor, ...], scale: float | None
+) -> None:
+    batch, nodes, heads, size = q.shape
+    if k_cache.shape != v_cache.shape or k_cache.shape[0] != batch or k_cache.shape[3] != size:
+        got = f"{list(k_cache.shape)}, {list(v_cache.shape)}"
+        raise ValueError(f"k_cache, v_cache: [{batch}, Hkv, S, {size}] are needed, got {got}")
+    if heads % k_cache.shape[1]:
+        raise ValueError(f"q: {heads} heads are not a multiple of {k_cache.shape[1]} key-value heads")
+    if not q.dtype is k_cache.dtype is v_cache.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"q, k_cache, v_cache: one of float16, bfloat16, float32, got {q.dtype}, {k_cache.dtype}")
+    if words.dtype is not torch.int64 or words.shape[:2] != (batch, nodes):
+        raise ValueError(f"words: int64 [{batch}, {nodes}, words] is needed, got {words.dtype} {list(words.shape)}")
+    if any(length.dtype is not torch.int32 or length.shape != (batch,) for length in lengths):
+        raise ValueError(f"prefix_len, n_q, n_tree: int32 [{batch}] each are needed")
+    if any(tensor.stride(-1) != 1 for tensor in (q, k_cache, v_cache, words)):
+        raise ValueError("q, k_cache, v_cache, words: the last dimension must be contiguous")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale: got {scale}, a positive number is needed")

@@ -1,0 +1,146 @@
+"""Compiles for sm_90, without a GPU, exactly what the launchers would launch, and reads the result.
+
+Run as `python -m tests.kernels.aot CASE...` in a process of its own (Triton must not be in its interpreter); prints one
+JSON object per launched kernel: what it needs and which instructions it has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from specengine_kernels import candidate_selection, kv_compaction, tree_attention
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGET = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+}
+
+
+class Compiling:
+    """Stands in for a kernel: a launch compiles it, specialised for the arguments as Triton would."""
+
+    def __init__(self, kernel: JITFunction) -> None:
+        self.kernel = kernel
+        self.launched: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.launched.append(self.compile(grid, *args, **kwargs))
+
+    def compile(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+        signature, constants, attributes = {}, {}, {}
+        for index, parameter in enumerate(self.kernel.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+                signature[parameter.name], constants[(index,)] = "constexpr", value
+                continue
+            signature[parameter.name] = type_of(value)
+            if divisible(value):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=TARGET, options=options)
+        return {"kernel": self.kernel.__name__, "grid": grid, **options, **facts(compiled)}
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def divisible(value: Any) -> bool:
+    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    return not isinstance(number, float) and number % 16 == 0
+
+
+def facts(compiled: Any) -> dict[str, Any]:
+    """Registers and spilled bytes of a thread, shared bytes of a program, and counts of instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+        code = subprocess.run([TOOLS / "nvdisasm", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage.stdout + usage.stderr)[1]) for name in ("REG", "STACK"))
+    return {
+        "registers": registers,
+        "stack": stack,
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        "shared": compiled.metadata.shared,
+        "wgmma": len(re.findall(r"\bHGMMA\b", code)),
+        "mma": len(re.findall(r"\bHMMA\b", code)),
+        "async_16_bytes": len(re.findall(r"\bLDGSTS\.E\S*\.128\b", code)),
+        "load_16_bytes": len(re.findall(r"\bLDG\.E\S*\.128\b", code)),
+        "load_narrow": len(re.findall(r"\bLDG\.E(?!\S*\.(?:128|64))", code)),
+    }
+
+
+def attention(
+    nodes: int, groups: int, size: int, dtype: str, splits: int | None = None, tiles: list[int] | None = None
+) -> None:
+    kind, kv_heads = getattr(torch, dtype), 8
+    q = torch.empty(1, nodes, groups * kv_heads, size, dtype=kind)
+    cache = torch.empty(1, kv_heads, 4352, size, dtype=kind)
+    words, one = torch.empty(1, nodes, 4, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    chosen = tree_attention.Tiles(*tiles) if tiles else None
+    tree_attention.tree_attention(q, cache, cache, words, one, one, one, splits=splits, tiles=chosen)
+
+
+def selection(rows: int, columns: int, most: int, dtype: str) -> None:
+    logits = torch.empty(rows, columns, dtype=getattr(torch, dtype))
+    limits = {name: torch.empty(1) for name in ("log_gate", "bound")}
+    budget = torch.empty(1, dtype=torch.int32)
+    candidate_selection.select_candidates(logits, torch.empty(rows), most, budget=budget, **limits)
+
+
+def compaction(layers: int, heads: int, size: int, dtype: str) -> None:
+    slab = torch.empty(layers, 2, heads, 512, size, dtype=getattr(torch, dtype))
+    one = torch.empty(1, dtype=torch.int32)
+    kv_compaction.compact_kv(slab, torch.empty(16, dtype=torch.int32), one, one)
+
+
+CASES = {"attention": attention, "selection": selection, "compaction": compaction}
+
+
+def main() -> None:
+    """Each argument is a JSON list: a name of CASES, then its arguments."""
+    kernels = [
+        (module, name, Compiling(value))
+        for module in (tree_attention, candidate_selection, kv_compaction)
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name in ("_attend", "_merge", "_stats", "_filter", "_rank", "_compact")
+    ]
+    for module, name, compiling in kernels:
+        setattr(module, name, compiling)
+    for argument in sys.argv[1:]:
+        case, *values = json.loads(argument)
+        CASES[case](*values)
+        for _, _, compiling in kernels:
+            for launched in compiling.launched:
+                print(json.dumps({"case": [case, *values], **launched}), flush=True)
+            compiling.launched.clear()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""bench/kernels.py: its cases, its ways against float64 where they run on this machine, and what it prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from bench import kernels as bench
+from bench.kernels import Attention, Case, Compaction, Selection
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+SMALL: list[Case] = [
+    Attention(9, 40, 4, 2, 16),
+    Attention(70, 3, 3, 1, 16),
+    Selection(3, 700, 20, gated=False),
+    Selection(3, 700, 20, gated=True),
+    Compaction(2, 5, 2, 16, 10),
+]
+ON_CPU = [way for way in bench.WAYS if way.needs == "torch" and "efficient" not in way.name and "cudnn" not in way.name]
+
+
+@pytest.mark.parametrize("way", ON_CPU, ids=lambda way: f"{way.kind}: {way.name}")
+def test_baselines_are_right(way: bench.Way) -> None:
+    check(way)
+
+
+@pytest.mark.parametrize("kind", ["selection", "compaction"])  # the interpreter cannot multiply bfloat16
+def test_own_kernels_are_right(kind: str) -> None:
+    pytest.importorskip("triton")
+    check(next(way for way in bench.WAYS if way.kind == kind and way.name == "specengine"))
+
+
+def check(way: bench.Way) -> None:
+    for case in SMALL:
+        if bench.kind_of(case) == way.kind:
+            inputs = bench.INPUTS[way.kind](case, torch.device("cpu"))
+            wanted = bench.truth(case, inputs)
+            reached = way.result(case, way.prepare(case, inputs)())
+            assert bench.error_of(case, reached, wanted) <= bench.MOST_ERROR[way.kind]
+            assert bench.error_of(case, reached + 0.5, wanted) > bench.MOST_ERROR[way.kind]
+
+
+def test_floor_of_llama_8b() -> None:
+    """kernels.md §0:4.2 and 5.5 us on an H200, for 64 nodes behind 4096 slots."""
+    floor = bench.floor_of(Attention(64, 4096))
+    assert floor.bytes / 4.3e12 * 1e6 == pytest.approx(4.2, abs=0.1)
+    assert floor.operations / 790e12 * 1e6 == pytest.approx(5.5, abs=0.1)
+
+
+def test_dry_run_lists_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main(["--dry-run", "--kernel", "selection", "--way", "specengine"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["record"] for row in rows} == {"selection"}
+    assert len(rows) == 2 * sum(isinstance(case, Selection) for case in bench.CASES)
+    assert all(len(row["ways"]) == 1 for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run it")
+def test_needs_a_device() -> None:
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        bench.main([])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main(["--quick", "--way", "specengine"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(row["median"] > 0 for row in rows)

@@ -1,0 +1,84 @@
+"""Every shipped configuration compiled for sm_90 as the launchers launch it: spills, room, tensor cores, loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+pytestmark = pytest.mark.skipif(
+    not all((TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")),
+    reason="needs the CUDA tools of triton's wheel",
+)
+SHARED_BYTES = 227 * 1024  # what a program can have on an H100 or H200
+NODES = (4, 8, 16, 64)  # with four heads in a group: 16, 32, 64 rows and more, one for each of the shipped tiles
+ATTENTION = [["attention", nodes, 4, 128, "bfloat16"] for nodes in NODES]
+REST = [
+    ["attention", 64, 3, 64, "float16"],
+    ["attention", 64, 4, 128, "float32", 1],
+    ["attention", 64, 4, 256, "bfloat16"],
+    ["selection", 10, 128256, 60, "bfloat16"],
+    ["selection", 64, 248320, 256, "bfloat16"],
+    ["selection", 1, 49152, 8, "float32"],
+    ["compaction", 32, 8, 128, "bfloat16"],
+    ["compaction", 30, 3, 64, "float32"],
+]
+SPILLING = ["attention", 64, 4, 128, "bfloat16", 1, [128, 64, 4, 2]]  # 128 rows of 128 do not fit into 4 warps
+FULL = [
+    *(["attention", n, 4, d, t] for n in NODES for d in (64, 80, 96, 256) for t in ("bfloat16", "float16")),
+    *(["attention", 64, 4, size, "float32", splits] for size in (64, 80, 128, 256) for splits in (1, 4)),
+    *(["attention", 64, groups, 128, "bfloat16", splits] for groups in (1, 3, 7, 8) for splits in (1, 16)),
+    *(["selection", w, v, 256, t] for w in (1, 16, 64) for v in (32000, 151936) for t in ("float16", "float32")),
+    *(["compaction", 32, 8, size, t] for size in (80, 256) for t in ("bfloat16", "float32")),
+]
+
+
+def compiled(cases: list[list[Any]], cache: Path) -> list[dict[str, Any]]:
+    """What aot.py says, in a process of its own: this one interprets kernels, or has a device of another kind."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    script = Path(__file__).with_name("aot.py")
+    command = [sys.executable, str(script), *(json.dumps(case) for case in cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(kernels: list[dict[str, Any]], cases: list[list[Any]]) -> None:
+    assert {json.dumps(kernel["case"]) for kernel in kernels} == {json.dumps(case) for case in cases}
+    for kernel in kernels:
+        assert not kernel["spills"], kernel
+        assert not kernel["stack"], kernel
+        assert kernel["shared"] <= SHARED_BYTES, kernel
+        name, half = kernel["kernel"], kernel["case"][4] != "float32"
+        if name == "_attend":
+            _, nodes, groups = kernel["case"][:3]
+            assert kernel["async_16_bytes"], kernel
+            assert not half or (kernel["wgmma"] if nodes * groups > 32 else kernel["mma"]), kernel
+        if name in ("_stats", "_filter", "_compact"):
+            assert kernel["load_16_bytes"], kernel
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return compiled([*ATTENTION, *REST, SPILLING], tmp_path_factory.mktemp("triton"))
+
+
+def test_shipped_configurations(shipped: list[dict[str, Any]]) -> None:
+    check([kernel for kernel in shipped if kernel["case"] != SPILLING], ATTENTION + REST)
+
+
+def test_the_check_sees_spills(shipped: list[dict[str, Any]]) -> None:
+    assert [kernel["spills"] > 0 for kernel in shipped if kernel["case"] == SPILLING] == [True]
+
+
+@pytest.mark.slow
+def test_all_head_sizes_groups_and_types(tmp_path: Path) -> None:
+    check(compiled(FULL, tmp_path), FULL)
