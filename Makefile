@@ -42,7 +42,7 @@ bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, into bench/resu
 
 clean:  ## remove what was built and cached here; .venv stays, its next use installs again
 	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f specengine/_expander*.so specengine/_expander*.pyd $(VENV)/.installed-*
+	rm -f specengine/_expander*.so specengine/_expander*.pyd specengine/_cuda.so $(VENV)/.installed-*
 	find specengine kernels tests bench -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # pip is the last thing that a new environment gets, so an interrupted one is made again
@@ -61,6 +61,7 @@ $(VENV)/.installed-dev: $(INSTALL_FILES) | $(VENV)/bin/pip
 	@$(REPORT_EXTENSION)
 	@touch $@ $(VENV)/.installed-run
 
+$(VENV)/.installed-gpu: export SPECENGINE_CUDA := 1
 $(VENV)/.installed-gpu: $(INSTALL_FILES) | $(VENV)/bin/pip
 	$(PIP_INSTALL) -e '.[dev,kernels]'
 	@$(REPORT_EXTENSION)

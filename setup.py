@@ -1,51 +1,139 @@
-"""What pyproject.toml cannot say: the C++ extension, and kernels/ as the package specengine_kernels."""
+"""What pyproject.toml cannot say: the C++ extension, the CUDA library, and kernels/ as the package specengine_kernels.
 
+The CUDA library specengine/_cuda.so is built where nvcc is found (in CUDA_HOME/bin, else on the path) and somebody
+wants it: SPECENGINE_CUDA=1 or CUDA_HOME is set, or the machine has an NVIDIA device. So an installation for a CPU does
+not wait for it, even where nvcc is on the path. SPECENGINE_CUDA=0 leaves it out.
+"""
+
+import os
+import shutil
+import subprocess
 import sys
 from glob import glob
+from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
 
-NOT_BUILT = """
+EXPANDER, CUDA = "specengine._expander", "specengine._cuda"
+
+NOT_BUILT = {
+    EXPANDER: """
 specengine: the C++ extension specengine._expander was not built:
     {error}
 specengine works without it and gives the same results; building draft trees is slower.
 To have it, install a C++17 compiler (Debian, Ubuntu: apt install g++; macOS: xcode-select --install;
 Windows: the Visual Studio Build Tools) and install specengine again.
-"""
+""",
+    CUDA: """
+specengine: the CUDA library specengine/_cuda.so was not built:
+    {error}
+specengine works without it and gives the same results; on a GPU the host has to steer the search.
+To have it, install the CUDA toolkit 12.4 or later and g++, and install specengine again with SPECENGINE_CUDA=1;
+SPECENGINE_CUDA=0 leaves it out.
+""",
+}
+
+# A100; H100 and H200; and for what comes after them code that the driver compiles
+CUDA_TARGETS = ["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90"]
+
+
+def nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    if home:
+        return shutil.which("nvcc", path=os.path.join(home, "bin"))
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def cuda_is_wanted() -> bool:
+    asked = os.environ.get("SPECENGINE_CUDA", "")
+    if asked not in ("", "0", "1"):
+        raise SystemExit(f"SPECENGINE_CUDA: got {asked!r}, accepted 0, 1 or unset")
+    if asked or not sys.platform.startswith("linux"):
+        return asked == "1"
+    has_device = os.path.exists("/dev/nvidiactl") or os.path.exists("/proc/driver/nvidia/version")
+    return nvcc() is not None and (has_device or bool(os.environ.get("CUDA_HOME")))
+
+
+def nvcc_command(compiler: str, sources: list[str], library: str, include: str = "csrc") -> list[str]:
+    """Builds the library; one thread per core and target. The CUDA runtime is linked in, and no symbol of it shows."""
+    targets = [flag for target in CUDA_TARGETS for flag in ("-gencode", target)]
+    host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra", "-Xlinker", "--exclude-libs,ALL"]
+    return [
+        compiler,
+        "-O3",
+        "-std=c++17",
+        *targets,
+        "-t",
+        "0",
+        *host,
+        "-shared",
+        f"-I{include}",
+        *sources,
+        "-o",
+        library,
+    ]
 
 
 class OptionalBuildExt(build_ext):
-    """Explains a missing compiler; setuptools carries on, because the extension is marked optional."""
+    """Explains a missing compiler; setuptools carries on, because the extensions are marked optional."""
+
+    def get_ext_filename(self, fullname):
+        *folders, name = fullname.split(".")  # setuptools asks with and without the package
+        if name == CUDA.rpartition(".")[2]:
+            return os.path.join(*folders, f"{name}.so")  # no module of Python, so not named like one
+        return super().get_ext_filename(fullname)
 
     def build_extension(self, ext):
         try:
-            super().build_extension(ext)
+            if ext.name == CUDA:
+                self.build_cuda(ext)
+            else:
+                super().build_extension(ext)
         except (CCompilerError, CompileError, ExecError, LinkError, PlatformError) as error:
-            print(NOT_BUILT.format(error=error), file=sys.stderr)
+            print(NOT_BUILT[ext.name].format(error=error), file=sys.stderr)
             raise
 
+    def build_cuda(self, ext):
+        compiler, library = nvcc(), Path(self.get_ext_fullpath(ext.name))
+        if compiler is None:
+            raise ExecError("nvcc was found neither in CUDA_HOME/bin nor on the path")
+        newest = max(os.path.getmtime(file) for file in [*ext.sources, *ext.depends])
+        if not self.force and library.exists() and library.stat().st_mtime > newest:
+            return
+        library.parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(nvcc_command(compiler, ext.sources, str(library)), capture_output=True, text=True)
+        if done.returncode != 0:
+            raise CompileError((done.stdout + done.stderr).strip()[-2000:])
 
-expander = Pybind11Extension(
-    "specengine._expander",
-    ["csrc/expander.cpp"],
-    include_dirs=["csrc"],
-    depends=sorted(glob("csrc/**/*.hpp", recursive=True)),
-    cxx_std=17,
-    extra_compile_args=[] if sys.platform == "win32" else ["-O3"],
-    optional=True,
-)
 
-setup(
-    packages=[*find_packages(include=["specengine", "specengine.*"]), "specengine_kernels"],
-    # kernels/ has no __init__.py: with one it would hide Hugging Face's `kernels` wherever the root is on the path
-    package_dir={"specengine_kernels": "kernels"},
-    package_data={
-        "specengine": ["py.typed", "**/*.safetensors", "**/*.json", "**/*.md", "trace/page.*"],
-        "specengine_kernels": ["README.md"],
-    },
-    ext_modules=[expander],
-    cmdclass={"build_ext": OptionalBuildExt},
-)
+def extensions() -> list[Extension]:
+    from pybind11.setup_helpers import Pybind11Extension  # here, so that tests can read this file without it
+
+    headers = sorted(glob("csrc/**/*.hpp", recursive=True))
+    expander = Pybind11Extension(
+        EXPANDER,
+        ["csrc/expander.cpp"],
+        include_dirs=["csrc"],
+        depends=headers,
+        cxx_std=17,
+        extra_compile_args=[] if sys.platform == "win32" else ["-O3"],
+        optional=True,
+    )
+    cuda = Extension(CUDA, sorted(glob("csrc/*.cu")), depends=headers, optional=True)
+    return [expander, cuda] if cuda_is_wanted() else [expander]
+
+
+if __name__ == "__main__":
+    setup(
+        packages=[*find_packages(include=["specengine", "specengine.*"]), "specengine_kernels"],
+        # kernels/ has no __init__.py: with one it would hide Hugging Face's `kernels` wherever the root is on the path
+        package_dir={"specengine_kernels": "kernels"},
+        package_data={
+            "specengine": ["py.typed", "**/*.safetensors", "**/*.json", "**/*.md", "trace/page.*"],
+            "specengine_kernels": ["README.md"],
+        },
+        ext_modules=extensions(),
+        cmdclass={"build_ext": OptionalBuildExt},
+    )

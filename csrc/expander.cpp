@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "spec/strict_attention.hpp"
 #include "spec/best_first.hpp"
 #include "spec/candidates.hpp"
 #include "spec/compaction.hpp"
@@ -108,6 +109,18 @@ PYBIND11_MODULE(_expander, module) {
                                at<const int64_t>(tokens), at<const float>(log_probs), at<const float>(scores), count);
            })
       .def("draw", &draw);
+  module.def("strict_attention", [](bool bfloat16, const std::vector<int64_t>& shape, float scale, uintptr_t query,
+                                    uintptr_t keys, uintptr_t values, uintptr_t mask, uintptr_t out) {
+    py::gil_scoped_release release;
+    const spec::AttentionShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4],
+                                     shape[5], shape[6], shape[7], shape[8], scale};
+    if (bfloat16)
+      spec::strict_attention(sizes, at<const uint16_t>(query), at<const uint16_t>(keys), at<const uint16_t>(values),
+                             at<const uint8_t>(mask), at<uint16_t>(out));
+    else
+      spec::strict_attention(sizes, at<const float>(query), at<const float>(keys), at<const float>(values),
+                             at<const uint8_t>(mask), at<float>(out));
+  });
   module.def("keyed_gumbel_argmax", [](uintptr_t scores, int64_t size, uint64_t seed, uint64_t position) {
     py::gil_scoped_release release;
     return spec::keyed_gumbel_argmax(at<const float>(scores), size, seed, position);

@@ -34,10 +34,12 @@ class Visibility:
 
     mask    bool [rows, slots], or None where every row sees every slot, or where `causal` says it
     causal  rows are the first tokens of the sequence and see themselves and what stands before
+    strict  a row's attention shall not depend on the rows around it
     """
 
     mask: Tensor | None = None
     causal: bool = False
+    strict: bool = False
     packed: Tensor | None = None  # the mask as ops.tree_attention is fastest with, made once per forward
 
     def for_groups(self, groups: int, dtype: torch.dtype) -> Tensor | None:
@@ -115,7 +117,10 @@ def _tree_attention_forward(
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = ops.tree_attention(query[0], key[0], value[0], tree.for_groups(groups, query.dtype), scale)
+    if tree.strict:
+        out = ops.strict_attention(query[0], key[0], value[0], tree.mask, scale)
+    else:
+        out = ops.tree_attention(query[0], key[0], value[0], tree.for_groups(groups, query.dtype), scale)
     return out.transpose(0, 1)[None], None
 
 

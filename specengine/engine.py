@@ -105,7 +105,8 @@ class Engine:
                 is the head that ships for the default model, and `ngram` for any other model
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
-        options dtype, device, tokenizer, draft_options, policy_options, offline, trust_remote_code
+        options dtype, device, tokenizer, draft_options, policy_options, strict, pack, offline, trust_remote_code,
+                progress: see specengine.loading.LoadOptions
 
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
         """

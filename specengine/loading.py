@@ -46,6 +46,8 @@ class LoadOptions:
     trust_remote_code  run modeling code from a model's repository
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
+    strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
+                       precision is as exact as float32; costs more per node
     progress           called with lines about what takes long; by default they go to stderr
     """
 
@@ -57,6 +59,7 @@ class LoadOptions:
     offline: bool = False
     trust_remote_code: bool = False
     pack: bool | None = None
+    strict: bool = False
     progress: Callable[[str], None] | None = None
 
     @classmethod
@@ -106,7 +109,7 @@ def load(
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
     target_model, tokenizer = _model_and_tokenizer(model, options, options.tokenizer)
-    target = HuggingFaceTarget(target_model, pack=options.pack)
+    target = HuggingFaceTarget(target_model, pack=options.pack, strict=options.strict)
     draft_options = dataclasses.replace(options, device=target_model.device)
     drafter = None if policy == "plain" else _drafter(draft, target, tokenizer, draft_options)
     return Parts(target, drafter, _policy(policy, drafter, options), tokenizer)

@@ -17,6 +17,7 @@ from specengine._expander import best_candidates as _best_candidates
 from specengine._expander import compact_rows as _compact_rows
 from specengine._expander import keyed_gumbel_argmax as _keyed_gumbel_argmax
 from specengine._expander import select_best as _select_best
+from specengine._expander import strict_attention as _strict_attention
 from specengine._expander import subtree as _subtree
 from specengine._expander import top_children as _top_children
 from specengine._expander import top_entropy as _top_entropy
@@ -155,6 +156,32 @@ class BestFirst:
         if expanded < count:
             expand.resize_(expanded)
         return Popped(parents, tokens, log_probs, expand, mass)
+
+
+def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    if query.dtype is torch.float16:
+        whole = strict_attention(query.float(), key.float(), value.float(), mask, scale)
+        return whole.to(torch.float16)
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        key, value = key.contiguous(), value.contiguous()
+    query = query.contiguous()
+    if mask is not None:
+        mask = mask.contiguous()
+    heads, rows, size = query.shape
+    sizes = [key.shape[0], heads // key.shape[0], rows, key.shape[1], size]
+    strides = [key.stride(0), key.stride(1), value.stride(0), value.stride(1)]
+    out = torch.empty_like(query)
+    _strict_attention(
+        query.dtype is torch.bfloat16,
+        sizes + strides,
+        scale,
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
 
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:

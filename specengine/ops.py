@@ -1,7 +1,7 @@
 """ops: the only door to the compiled parts (csrc/, kernels/); every op also exists in plain torch.
 
 Backends: `reference` is torch, on any device (reference.py); `cpp` is the extension built from csrc/, for CPU tensors
-(native.py). The best available one is taken, or the one that the environment variable SPECENGINE_BACKEND names;
+(native.py); `cuda` the library built from csrc/*.cu, for CUDA tensors (cuda.py). The best available one is taken, or the one that the environment variable SPECENGINE_BACKEND names;
 `backends` says which and why. Shapes and dtypes are checked here, once, by attribute comparisons only: most ops run
 several times per cycle.
 """
@@ -42,6 +42,7 @@ __all__ = [
     "philox4x32",
     "philox_uniform",
     "select_best",
+    "strict_attention",
     "subtree",
     "top_children",
     "top_entropy",
@@ -287,6 +288,20 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
     return _implementation("tree_attention", query.device.type)(query, key, value, mask, scale)
 
 
+def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """As `tree_attention`, but a row's result depends on nothing except the keys and values that it sees, in their
+    order: not on other rows, nor on slots that it does not see. So a tree node's bits are those of plain decoding.
+
+    mask: bool [n, L], or None where every row sees every slot.
+    """
+    heads, rows, _ = query.shape
+    if key.shape != value.shape or heads % key.shape[0] or not query.dtype is key.dtype is value.dtype:
+        raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {_describe(query, key, value)}")
+    if mask is not None and (mask.dtype is not torch.bool or mask.shape != (rows, key.shape[1])):
+        raise InputError(f"mask: bool [{rows}, {key.shape[1]}] is needed, got {_describe(mask)}")
+    return _implementation("strict_attention", query.device.type)(query, key, value, mask, scale)
+
+
 # ---------------------------------------------------------------------------------------------------- backends
 
 
@@ -322,6 +337,7 @@ def _load_reference() -> dict[str, Callable[..., Any]]:
         "walk": reference.walk,
         "compact_kv": reference.compact_kv,
         "tree_attention": reference.tree_attention,
+        "strict_attention": reference.strict_attention,
     }
 
 
@@ -340,12 +356,21 @@ def _load_cpp() -> dict[str, Callable[..., Any]]:
         "keyed_gumbel_argmax": native.keyed_gumbel_argmax,
         "walk": native.walk,
         "compact_kv": native.compact_kv,
+        "strict_attention": native.strict_attention,
     }
+
+
+def _load_cuda() -> dict[str, Callable[..., Any]]:
+    from specengine import cuda  # here, as it raises ImportError where the library is not built
+
+    return cuda.implementations()
 
 
 _PROVIDERS = {  # best first; a new backend is a new entry
     "cpp": _Provider(("cpu",), _load_cpp, "pip install -e ."),
     "reference": _Provider((), _load_reference, ""),
+    # last, so on request alone: it has not been run on a device yet
+    "cuda": _Provider(("cuda",), _load_cuda, "SPECENGINE_CUDA=1 pip install -e ."),
 }
 
 

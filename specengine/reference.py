@@ -193,6 +193,20 @@ def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
         slab[:, :, :, prefix + first : prefix + len(path)] = slab.index_select(3, moved)
 
 
+def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    # Row by row over what it sees alone: every call has the shape that it has when the row is decoded by itself.
+    heads, rows, size = query.shape
+    out = torch.zeros_like(query)
+    for row in range(rows):
+        seen = slice(None) if mask is None else mask[row]
+        keys, values = key[:, seen].float(), value[:, seen].float()
+        if keys.shape[1]:
+            grouped = query[:, row].float().view(key.shape[0], -1, size) * scale
+            weights = (grouped[:, :, None] * keys[:, None]).sum(-1).softmax(-1)
+            out[:, row] = (weights[..., None] * values[:, None]).sum(2).view(heads, size).to(query.dtype)
+    return out
+
+
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
     heads, rows, size = query.shape

@@ -53,6 +53,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="on a CPU, keep a second copy of bfloat16 weights that is faster (default: where it helps and fits)",
     )
+    group.add_argument(
+        "--strict",
+        action="store_true",
+        help="the same bits in every tree and in plain decoding, in bfloat16 too; costs more per node",
+    )
     group.add_argument("--offline", action="store_true", help="never use a network")
     group.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
 
@@ -116,7 +121,8 @@ def flag(name: str) -> str:
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of Engine.from_pretrained that say how models are loaded."""
-    return {name: getattr(arguments, name) for name in ("dtype", "device", "pack", "offline", "trust_remote_code")}
+    names = ("dtype", "device", "pack", "strict", "offline", "trust_remote_code")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def load_engine(arguments: argparse.Namespace) -> Engine:
