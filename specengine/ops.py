@@ -1,9 +1,9 @@
 """ops: the only door to the compiled parts (csrc/, kernels/); every op also exists in plain torch.
 
 Backends: `reference` is torch, on any device (reference.py); `cpp` is the extension built from csrc/, for CPU tensors
-(native.py); `cuda` the library built from csrc/*.cu, for CUDA tensors (cuda.py). The best available one is taken, or the one that the environment variable SPECENGINE_BACKEND names;
-`backends` says which and why. Shapes and dtypes are checked here, once, by attribute comparisons only: most ops run
-several times per cycle.
+(native.py); `cuda` is the library built from csrc/*.cu, for CUDA tensors (cuda.py). The best available one is taken, or
+the one that the environment variable SPECENGINE_BACKEND names; `backends` says which and why. Shapes and dtypes are
+checked here, once, by attribute comparisons only: most ops run several times per cycle.
 """
 
 from __future__ import annotations
