@@ -240,13 +240,13 @@ def _picked(records: list[Record], set_: str) -> dict[str, Record]:
 
 
 def _title(what: str, records: list[Record], set_: str) -> str:
-    settings = next((record for record in records if record["record"] == "settings"), {})
-    return f"{what}, {'all sets' if set_ == ALL else set_}" + (
-        f"; {settings['draft']}, {settings['dtype']}, temperature {settings['temperature']:g}, "
-        f"{settings['max_new_tokens']} tokens"
-        if settings
-        else ""
-    )
+    settings = next((record for record in records if record["record"] == "settings"), None)
+    title = f"{what}, {'all sets' if set_ == ALL else set_}"
+    if settings is None:
+        return title
+    precision = settings["dtype"] + (", strict" if settings.get("strict") else "")
+    run = f"temperature {settings['temperature']:g}, {settings['max_new_tokens']} tokens"
+    return f"{title}; {settings['draft']}, {precision}, {run}"
 
 
 def _number(record: Record, name: str, digits: int) -> str:
