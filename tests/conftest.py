@@ -1,8 +1,12 @@
 """What all tests share: the embedded default model, and how many threads torch may take."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401  before anything imports the distutils of Python itself, which setuptools then refuses
 
 import pytest
 import torch
