@@ -214,8 +214,11 @@ class RandomShape(TreePolicy):
         return torch.tensor(kept)
 
 
+POLICIES = [*(name for name in policies.names() if name != "plain"), "random"]
+
+
 def policy_for(name: str, seed: int = 0) -> TreePolicy:
-    """A small instance of any policy: `random` is RandomShape, the others are made by name."""
+    """A small instance of any of POLICIES: `random` is RandomShape, the others are made by name."""
     if name == "random":
         return RandomShape(seed)
     if name == "specdecpp":
@@ -318,6 +321,17 @@ def tiny(family: str = "llama", seed: int = 0, *, name: str | None = None, **cha
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1 and parameter_name.endswith("bias"):
                 parameter.normal_(std=0.1)
+    return model
+
+
+def near_copy(family: str = "llama") -> PreTrainedModel:
+    """A draft that often agrees with `tiny(family)`: the same model with noise on its weights."""
+    model = tiny(family)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter += 0.04 * parameter.std() * torch.randn_like(parameter)
     return model
 
 

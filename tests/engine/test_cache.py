@@ -1,0 +1,84 @@
+"""The key-value cache: compaction, growth, and scratch that is never read before it is written."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specengine.cache import GRANULE, KVCache
+from specengine.tree import TokenTree
+from tests.engine.engines import PROMPT, engine_of, plainly
+from tests.toy import POLICIES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def random_cache(length: int, scratch: int) -> KVCache:
+    cache = KVCache(2, 3, 4, length + scratch, dtype=torch.float32)
+    cache.slab.normal_()
+    cache.length = length
+    return cache
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 300), st.sets(st.integers(1, 80), max_size=12))
+def test_compact_equals_gather(length: int, rest: set[int]) -> None:
+    path = [0, *sorted(rest)]
+    cache = random_cache(length, 81)
+    before = cache.slab.clone()
+    cache.compact(path)
+    assert cache.length == length + len(path)
+    assert torch.equal(cache.slab[:, :, :, :length], before[:, :, :, :length])
+    gathered = before[:, :, :, [length + node for node in path]]
+    assert torch.equal(cache.slab[:, :, :, length : cache.length], gathered)
+
+
+def test_reserve_keeps_what_is_committed() -> None:
+    cache = random_cache(200, 10)
+    before, slab = cache.slab.clone(), cache.slab
+    cache.reserve(GRANULE)
+    assert cache.slab is slab
+    cache.reserve(GRANULE + 1)
+    assert (cache.capacity, cache.length) == (2 * GRANULE, 200)
+    assert torch.equal(cache.slab[:, :, :, :200], before[:, :, :, :200])
+    cache.crop(150)
+    assert cache.length == 150
+    for length in (-1, 151):
+        with pytest.raises(ValueError, match=f"length: got {length}, accepted 0 to 150"):
+            cache.crop(length)
+
+
+def poison(owner: Any, method: str, cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fill all scratch of `cache` with NaN before each call of `method` that starts a cycle; the slabs' addresses."""
+    real, addresses = getattr(owner, method), []
+
+    def poisoned(tree: TokenTree, *rest: Any) -> Any:
+        if method == "verify" or tree.passes == 0:
+            cache.slab[:, :, :, cache.length :] = float("nan")
+        result = real(tree, *rest)
+        addresses.append(cache.slab.data_ptr())
+        return result
+
+    monkeypatch.setattr(owner, method, poisoned)
+    return addresses
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_scratch_is_never_read_before_it_is_written(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("llama", "small_model", policy)
+    addresses = poison(engine.target, "verify", engine.target.cache, monkeypatch)
+    poison(engine.drafter, "step", engine.drafter.cache, monkeypatch)
+    result = engine.generate(PROMPT, max_new_tokens=40)
+    assert result.token_ids == plainly("llama", PROMPT, 40)
+    assert not engine.target.cache.slab[:, :, :, : engine.target.cache.length].isnan().any()
+    assert len(addresses) == result.stats.num_spec_steps
+    assert len(set(addresses)) == 1  # one slab, made before the first cycle
+
+
+def test_the_cache_is_sized_once_for_prompt_answer_and_tree() -> None:
+    engine = engine_of("llama", "small_model", "eagle")
+    engine.generate(PROMPT, max_new_tokens=200)
+    needed = len(PROMPT) + 200 + engine.policy.budget
+    assert needed <= engine.target.cache.capacity <= needed + GRANULE
