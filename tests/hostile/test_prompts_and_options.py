@@ -1,0 +1,179 @@
+"""Prompts, options and arguments that make no sense: the message that a user reads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from specengine import Engine
+from specengine.errors import InputError, UnsupportedModelError
+from specengine.options import GenerationOptions
+from specengine.targets.huggingface import HuggingFaceTarget
+from tests.hostile.engines import PROMPT, check_usable, engine_of, model, toy_engine
+from tests.toy import VOCABULARY, Tables, ToyDrafter, ToyTarget, byte_tokenizer, policy_for
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt: it is empty, at least one token is needed"),
+        ([], "prompt: it is empty, at least one token is needed"),
+        (torch.empty(1, 0, dtype=torch.int64), "prompt: it is empty"),
+        ([1, VOCABULARY], f"prompt: token id {VOCABULARY} is out of range, accepted 0 to {VOCABULARY - 1}"),
+        ([1, -1], "prompt: token id -1 is out of range"),
+        ([1] * 256, r"prompt: it has 256 tokens, accepted at most 255: the model's context is 256"),
+        ([1] * 1000, r"prompt: it has 1000 tokens, accepted at most 255"),
+        ([[1, 2], [3, 4]], "prompt: accepted are a string, a list of chat messages .* or a list of token ids"),
+        ([1.0, 2.0], "prompt: accepted are a string"),
+        ([True, False], "prompt: accepted are a string"),
+        (["a", "b"], "prompt: accepted are a string"),
+        (torch.ones(2, 3, dtype=torch.int64), "prompt: got a batch of 2, this engine serves one sequence"),
+        (torch.ones(1, 2, 3, dtype=torch.int64), r"prompt: got torch.int64 \(1, 2, 3\), accepted int64"),
+        (torch.ones(3), r"prompt: got torch.float32 \(3,\), accepted int64"),
+        ([{"role": "user"}], r"prompt: each message needs role and content, got \['role'\]"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(value)[:20],
+)
+def test_wrong_prompts(prompt: Any, message: str) -> None:
+    engine = engine_of(tokenizer=byte_tokenizer())
+    with pytest.raises(InputError, match=message):
+        engine.generate(prompt)
+
+
+def test_text_needs_a_tokenizer_and_messages_a_template() -> None:
+    engine = engine_of()
+    for prompt, what in (("Hello", "a string prompt"), ([{"role": "user", "content": "Hello"}], "chat messages")):
+        with pytest.raises(InputError, match=f"prompt: {what} needs a tokenizer, pass tokenizer="):
+            engine.generate(prompt)
+    with pytest.raises(InputError, match="stop_strings: they need a tokenizer"):
+        engine.generate(PROMPT, stop_strings="x")
+    engine.tokenizer = byte_tokenizer(template=None)
+    with pytest.raises(InputError, match="this tokenizer has no chat template"):
+        engine.generate([{"role": "user", "content": "Hello"}])
+
+
+def test_a_prompt_of_one_token_and_one_that_leaves_room_for_one() -> None:
+    engine, plain = engine_of(), Engine(HuggingFaceTarget(model()), None, None)
+    for prompt in ([7], [7] * 255):
+        expected = plain.generate(prompt, max_new_tokens=9)
+        result = engine.generate(prompt, max_new_tokens=9)
+        assert result.token_ids == expected.token_ids
+        assert len(result.token_ids) == min(9, 256 - len(prompt))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0, accepted a whole number, 1 or more"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: got 2.5, accepted a whole number"),
+        ({"temperature": -0.1}, r"temperature: got -0.1, accepted 0 \(greedy\) or more"),
+        ({"temperature": float("nan")}, "temperature: got nan, accepted 0"),
+        ({"temperature": float("inf")}, "temperature: got inf, accepted 0"),
+        ({"temperature": "hot"}, "temperature: got 'hot', accepted 0"),
+        ({"temperature": True}, "temperature: got True, accepted 0"),
+        ({"top_p": 0}, "top_p: got 0, accepted above 0, at most 1"),
+        ({"top_p": 1.01}, "top_p: got 1.01, accepted above 0, at most 1"),
+        ({"top_k": -1}, "top_k: got -1, accepted a whole number, 0 or more"),
+        ({"min_p": 1.5}, "min_p: got 1.5, accepted 0 to 1"),
+        ({"typical_p": 0.0}, "typical_p: got 0.0, accepted above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty: got 0, accepted above 0"),
+        ({"presence_penalty": float("nan")}, "presence_penalty: got nan, accepted a finite number"),
+        ({"frequency_penalty": float("-inf")}, "frequency_penalty: got -inf, accepted a finite number"),
+        ({"max_time": 0}, "max_time: got 0, accepted above 0"),
+        ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size: got -2, accepted a whole number"),
+        ({"min_new_tokens": -1}, "min_new_tokens: got -1, accepted a whole number"),
+        ({"seed": -1}, "seed: got -1, accepted a whole number, 0 to 18446744073709551615"),
+        ({"seed": 1 << 64}, "seed: got 18446744073709551616, accepted"),
+        ({"eos_token_id": [3, -1]}, "eos_token_id: got -1, accepted a whole number"),
+        ({"stop_strings": ["a", ""]}, "stop_strings: got '', accepted non-empty strings"),
+        ({"stop_strings": [3]}, "stop_strings: got 3, accepted non-empty strings"),
+        ({"logits_processor": ["softmax"]}, "logits_processor: got 'softmax', accepted callables"),
+        ({"stopping_criteria": [1]}, "stopping_criteria: got 1, accepted callables"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value),
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        toy_engine().generate([0, 1], **options)
+
+
+def test_unknown_options_list_the_known_ones() -> None:
+    with pytest.raises(InputError) as refused:
+        toy_engine().generate([0, 1], temprature=1.0)
+    message = str(refused.value)
+    assert message.startswith("unknown option 'temprature', known are max_new_tokens, do_sample, temperature, ")
+    for name in ("seed", "stop_strings", "logits_processor", "generation_config", "raw"):
+        assert name in message
+    with pytest.raises(InputError, match="unknown option 'dtyp', known are dtype, device, tokenizer, draft_options"):
+        Engine.from_pretrained(model(), dtyp="float32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int8"}, "dtype: got 'int8', accepted auto, bfloat16, float16, float32 or a torch.dtype"),
+        ({"device": "tpu:x"}, "device: got 'tpu:x', accepted cpu, cuda or cuda:N"),
+        ({"device": 1.5}, "device: got 1.5, accepted cpu, cuda or cuda:N"),
+        ({"model": 7}, "model: got int, accepted a name, a path or a loaded transformers model"),
+        ({"policy": "talons"}, "policy: unknown name 'talons', known are .*chain, .*eagle.*fixed"),
+        ({"policy": 3}, "policy: got 3, accepted .*eagle.* or a TreePolicy"),
+        ({"policy": "plain", "draft": "ngram"}, "draft: policy 'plain' decodes without a draft"),
+        ({"policy": "eagle", "policy_options": {"wide": 3}}, "policy eagle: unknown option 'wide', known are width"),
+        ({"policy_options": {"width": 3}}, "policy_options: they need a policy given by name"),
+        ({"draft": "none", "draft_options": {"longest": 3}}, "draft_options: they need a draft given by name"),
+        ({"draft": "ngram", "draft_options": {"long": 3}}, "draft ngram: unknown option 'long', known are longest"),
+        ({"draft": "ngram", "draft_options": {"longest": "x"}}, r"draft ngram\.longest: got 'x', expected int"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value),
+)
+def test_wrong_arguments_of_from_pretrained(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Engine.from_pretrained(**{"model": model(), **arguments})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device() -> None:
+    with pytest.raises(InputError, match="device: cuda was asked for, but torch sees no CUDA device"):
+        Engine.from_pretrained(model(), device="cuda")
+
+
+def test_a_loaded_model_keeps_its_dtype_and_device() -> None:
+    for options in ({"dtype": "bfloat16"}, {"device": "cpu"}):
+        with pytest.raises(InputError, match="dtype, device: the model is loaded already"):
+            Engine.from_pretrained(model(), **options)
+
+
+def test_a_missing_model_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"model '{tmp_path}'"):
+        Engine.from_pretrained(str(tmp_path), offline=True)
+
+
+def test_a_draft_without_a_policy_is_half_an_engine() -> None:
+    target = ToyTarget(Tables(6))
+    with pytest.raises(InputError, match="policy, draft: give both, or neither for plain decoding"):
+        Engine(target, ToyDrafter(Tables(6)), None)
+    with pytest.raises(InputError, match="policy, draft: give both"):
+        Engine(target, None, policy_for("chain"))
+
+
+def test_options_given_to_one_generation_do_not_reach_the_next() -> None:
+    engine = engine_of()
+    engine.generate(PROMPT, max_new_tokens=5, repetition_penalty=1.5, temperature=1.0, seed=1)
+    check_usable(engine)
+    config = GenerationConfig(repetition_penalty=1.5)
+    before = config.to_dict()
+    engine.generate(PROMPT, max_new_tokens=5, generation_config=config)
+    assert config.to_dict() == before
+
+
+def test_the_defaults_are_those_documented() -> None:
+    options = GenerationOptions.of({}, None, 1, 10_000)
+    assert (options.max_new_tokens, options.samples, options.seed) == (256, False, None)
+    assert GenerationOptions.of({}, None, 100, 110).max_new_tokens == 10
+    assert GenerationOptions.of({"temperature": 0}, GenerationConfig(do_sample=True), 1, 99).samples is False
+    assert GenerationOptions.of({"top_p": 0.9}, None, 1, 99).samples is True
+    assert GenerationOptions.of({"top_p": 0.9, "do_sample": False}, None, 1, 99).samples is False
