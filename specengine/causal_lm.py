@@ -33,6 +33,7 @@ class Visibility:
     """Which cache slots each row of a forward sees.
 
     mask    bool [rows, slots], or None where every row sees every slot, or where `causal` says it
+    prefix  how many slots at the start every row of the mask sees, as far as is known
     causal  rows are the first tokens of the sequence and see themselves and what stands before
     strict  a row's attention shall not depend on the rows around it
     """
@@ -40,11 +41,12 @@ class Visibility:
     mask: Tensor | None = None
     causal: bool = False
     strict: bool = False
-    packed: Tensor | None = None  # the mask as ops.tree_attention is fastest with, made once per forward
+    prefix: int = 0
+    packed: Any = None  # the mask as ops.tree_attention is fastest with, made once per forward
 
-    def for_groups(self, groups: int, dtype: torch.dtype) -> Tensor | None:
+    def for_groups(self, groups: int, dtype: torch.dtype) -> Any:
         if self.packed is None and self.mask is not None:
-            self.packed = ops.pack_mask(self.mask, groups, dtype)
+            self.packed = ops.pack_mask(self.mask, groups, dtype, self.prefix)
         return self.packed
 
 
@@ -383,7 +385,7 @@ def causal_rows(rows: int, before: int, device: torch.device) -> Visibility:
     """Visibility of `rows` consecutive tokens behind `before` others."""
     if rows == 1:
         return Visibility()
-    return Visibility(causal=True) if before == 0 else Visibility(_lower_right(rows, before, device))
+    return Visibility(causal=True) if before == 0 else Visibility(_lower_right(rows, before, device), prefix=before)
 
 
 def _lower_right(rows: int, before: int, device: torch.device) -> Tensor:

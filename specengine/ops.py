@@ -1,9 +1,10 @@
 """ops: the only door to the compiled parts (csrc/, kernels/); every op also exists in plain torch.
 
 Backends: `reference` is torch, on any device (reference.py); `cpp` is the extension built from csrc/, for CPU tensors
-(native.py); `cuda` is the library built from csrc/*.cu, for CUDA tensors (cuda.py). The best available one is taken, or
-the one that the environment variable SPECENGINE_BACKEND names; `backends` says which and why. Shapes and dtypes are
-checked here, once, by attribute comparisons only: most ops run several times per cycle.
+(native.py); `triton` is kernels/ (triton_kernels.py) and `cuda` the library built from csrc/*.cu (cuda.py), both for
+CUDA tensors. The best available one is taken, or the one that the environment variable SPECENGINE_BACKEND names;
+`backends` says which and why. Shapes and dtypes are checked here, once, by attribute comparisons only: most ops run
+several times per cycle.
 """
 
 from __future__ import annotations
@@ -260,16 +261,18 @@ def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
     _implementation("compact_kv", slab.device.type)(slab, prefix, path)
 
 
-def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """A visibility mask as `tree_attention` takes it at the least cost: make it once per forward.
+def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int = 0) -> Any:
+    """A visibility mask as `tree_attention` takes it at the least cost there: make it once per forward.
 
-    mask: bool [n, L], True where row sees slot; groups: query heads per key-value head; dtype: that of the queries.
-    Returns [groups * n, L] of that dtype: 0 where seen, -inf where not.
+    mask: bool [n, L], True where row sees slot; groups: query heads per key-value head; dtype: that of the queries;
+    prefix: how many slots at the start every row sees, as far as is known without looking.
     """
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf).repeat(groups, 1)
+    if mask.dtype is not torch.bool or mask.dim() != 2 or not 0 <= prefix <= mask.shape[1]:
+        raise InputError(f"mask: bool [n, L] with L of {prefix} or more is needed, got {_describe(mask)}")
+    return _implementation("pack_mask", mask.device.type)(mask, groups, dtype, prefix)
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float) -> Tensor:
     """Attention of n tree rows over L slots; query head h reads key-value head h // G, with G = Hq / Hkv.
 
     query: [Hq, n, D]; key, value: [Hkv, L, D], one floating dtype, any strides. mask: what `pack_mask` gives, or
@@ -279,7 +282,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
     heads, rows, _ = query.shape
     if key.shape != value.shape or heads % key.shape[0]:
         raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {_describe(query, key, value)}")
-    if mask is not None:
+    if isinstance(mask, Tensor):
         groups = heads // key.shape[0]
         if mask.shape[0] == rows and groups > 1:
             mask = mask.repeat(groups, 1)
@@ -316,11 +319,15 @@ class Backend:
 
 @dataclass(frozen=True)
 class _Provider:
-    """A set of implementations: on which device types (empty: all), how to load them (ImportError), how to build."""
+    """A set of implementations: on which device types (empty: all), how to load them (ImportError), how to build.
+
+    interpreted: on CPU tensors as well, where TRITON_INTERPRET=1 lets Triton run its kernels there.
+    """
 
     devices: tuple[str, ...]
     load: Callable[[], dict[str, Callable[..., Any]]]
     build: str
+    interpreted: bool = False
 
 
 def _load_reference() -> dict[str, Callable[..., Any]]:
@@ -336,6 +343,7 @@ def _load_reference() -> dict[str, Callable[..., Any]]:
         "keyed_gumbel_argmax": reference.keyed_gumbel_argmax,
         "walk": reference.walk,
         "compact_kv": reference.compact_kv,
+        "pack_mask": reference.pack_mask,
         "tree_attention": reference.tree_attention,
         "strict_attention": reference.strict_attention,
     }
@@ -360,6 +368,12 @@ def _load_cpp() -> dict[str, Callable[..., Any]]:
     }
 
 
+def _load_triton() -> dict[str, Callable[..., Any]]:
+    from specengine import triton_kernels  # here, as it raises ImportError where Triton is missing
+
+    return triton_kernels.implementations()
+
+
 def _load_cuda() -> dict[str, Callable[..., Any]]:
     from specengine import cuda  # here, as it raises ImportError where the library is not built
 
@@ -369,7 +383,8 @@ def _load_cuda() -> dict[str, Callable[..., Any]]:
 _PROVIDERS = {  # best first; a new backend is a new entry
     "cpp": _Provider(("cpu",), _load_cpp, "pip install -e ."),
     "reference": _Provider((), _load_reference, ""),
-    # last, so on request alone: it has not been run on a device yet
+    # behind the reference, so on request alone: they have not been run on a device yet
+    "triton": _Provider(("cuda",), _load_triton, "pip install -e '.[kernels]'", interpreted=True),
     "cuda": _Provider(("cuda",), _load_cuda, "SPECENGINE_CUDA=1 pip install -e ."),
 }
 
@@ -412,7 +427,8 @@ def _why_not(name: str, op: str, kind: str) -> str:
 
 
 def _serves(provider: _Provider, kind: str) -> bool:
-    return not provider.devices or kind in provider.devices
+    interpreted = provider.interpreted and kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return not provider.devices or kind in provider.devices or interpreted
 
 
 @cache

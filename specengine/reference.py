@@ -207,6 +207,11 @@ def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     return out
 
 
+def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Tensor:
+    """[groups * n, L]: 0 where seen, -inf where not."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf).repeat(groups, 1)
+
+
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
     heads, rows, size = query.shape

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each module may import its own layer and those above it in this list. A new module goes into one of them.
 LAYERS = (
     {"errors", "_expander"},
-    {"ops", "reference", "native", "cuda"},
+    {"ops", "reference", "native", "cuda", "triton_kernels"},
     {"tree", "cache", "sampling", "cycle", "registry"},
     {
         "policies",

@@ -138,7 +138,7 @@ class Eagle(Drafter):
             tree.tokens[nodes],
             tree.depths[nodes] + (length - 1),
             length + used,
-            Visibility(scratch_mask(tree, nodes, self._slots, length)),
+            Visibility(scratch_mask(tree, nodes, self._slots, length), prefix=length),
         )
         self._states[nodes] = states
         return states

@@ -76,7 +76,7 @@ class SmallModel(Drafter):
     def _step_nodes(self, tree: TokenTree, nodes: Tensor) -> Tensor:
         length, used = self.cache.length, self._slots.shape[0]
         self._slots = torch.cat([self._slots, nodes])
-        visibility = Visibility(scratch_mask(tree, nodes, self._slots, length))
+        visibility = Visibility(scratch_mask(tree, nodes, self._slots, length), prefix=length)
         logits, _ = self.lm.forward(
             tree.tokens[nodes], tree.depths[nodes] + length, self.cache, length + used, visibility
         )

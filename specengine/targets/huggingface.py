@@ -75,7 +75,12 @@ class HuggingFaceTarget(Target):
         if self._strict_rows:
             return self._verify_strictly(tree, mask)
         return self.lm.forward(
-            tree.tokens, tree.depths + length, self.cache, length, Visibility(mask), features=self._features
+            tree.tokens,
+            tree.depths + length,
+            self.cache,
+            length,
+            Visibility(mask, prefix=length),
+            features=self._features,
         )
 
     def _verify_strictly(self, tree: TokenTree, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

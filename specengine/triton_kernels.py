@@ -1,0 +1,102 @@
+"""The ops of kernels/ for CUDA tensors, and for CPU tensors in Triton's interpreter (TRITON_INTERPRET=1).
+
+What a kernel does not take (heads above 256 channels, strided channels, more candidates than it ranks) runs by the
+reference. Importing this raises ImportError where Triton is missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from specengine_kernels import candidate_selection, kv_compaction
+from specengine_kernels import tree_attention as attention_kernel
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specengine import reference
+from specengine.reference import WORD_BITS, Candidates
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_HEAD = 256
+MOST_CANDIDATES = 4096  # of one selection by the kernels; they rank by counting
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it at import, too
+
+
+class Words(NamedTuple):
+    """A mask as the kernel reads it. words: int64 [1, n, w], of the slots behind the prefix; lengths: int32 [1] each
+    of prefix, rows and slots behind the prefix; mask: bool [n, L], the same for what the kernel does not take."""
+
+    words: Tensor
+    lengths: tuple[Tensor, Tensor, Tensor]
+    mask: Tensor
+
+
+def best_candidates(
+    logits: Tensor, scores: Tensor, count: int, log_gate: float, bound: float, normalized: bool
+) -> Candidates:
+    rows, columns = logits.shape
+    most = min(count, rows * columns)
+    if not 0 < most <= MOST_CANDIDATES or not candidate_selection.fits(rows, columns):
+        return Candidates(*reference.best_candidates(logits, scores, count, log_gate, bound, normalized))
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    found = candidate_selection.select_candidates(
+        logits, scores.contiguous(), most, log_gate=log_gate, bound=bound, normalized=normalized
+    )
+    kept = int(found.count)  # the one read by the host
+    return Candidates(found.rows[:kept], found.tokens[:kept], found.log_probs[:kept], found.scores[:kept])
+
+
+def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
+    if path[-1] == len(path) - 1:  # all of them stand right
+        return None
+    if slab.stride(4) != 1:
+        return reference.compact_kv(slab, prefix, path)
+    sent = torch.tensor([len(path), prefix, *path], dtype=torch.int32, device=slab.device)
+    return kv_compaction.compact_kv(slab, sent[2:], sent[:1], sent[1:2])
+
+
+def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Words:
+    rows, slots = mask.shape
+    behind = slots - prefix
+    bits = pad(mask[:, prefix:], (0, max(WORD_BITS, -(-behind // WORD_BITS) * WORD_BITS) - behind))
+    shifts = torch.arange(WORD_BITS, device=mask.device)
+    words = (bits.view(rows, -1, WORD_BITS).long() << shifts).sum(-1)  # bits are distinct, so the sum is their union
+    return Words(words[None], _lengths(prefix, rows, behind, mask.device), mask)
+
+
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Words | Tensor | None, scale: float) -> Tensor:
+    known = query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0
+    if isinstance(mask, Tensor) or not known or not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+        dense = mask.mask.repeat(query.shape[0] // key.shape[0], 1) if isinstance(mask, Words) else mask
+        return reference.tree_attention(query, key, value, dense, scale)
+    seen = _all_seen(query.shape[1], key.shape[1], query.device) if mask is None else mask
+    rows = query.transpose(0, 1)[None]
+    out = attention_kernel.tree_attention(
+        rows, key[None], value[None], seen.words, *seen.lengths, scale=scale, upcast=INTERPRETED
+    )
+    return out[0].transpose(0, 1)
+
+
+@lru_cache(maxsize=8)  # all layers of a forward ask for the same
+def _all_seen(rows: int, slots: int, device: torch.device) -> Words:
+    none = torch.zeros(1, rows, 1, dtype=torch.int64, device=device)
+    return Words(none, _lengths(slots, rows, 0, device), torch.ones(rows, slots, dtype=torch.bool, device=device))
+
+
+def _lengths(prefix: int, rows: int, behind: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    sent = torch.tensor([[prefix], [rows], [behind]], dtype=torch.int32, device=device)
+    return sent[0], sent[1], sent[2]
+
+
+def implementations() -> dict[str, Callable[..., Any]]:
+    """What `ops` finds here."""
+    return {
+        "best_candidates": best_candidates,
+        "compact_kv": compact_kv,
+        "pack_mask": pack_mask,
+        "tree_attention": tree_attention,
+    }

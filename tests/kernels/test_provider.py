@@ -1,0 +1,158 @@
+"""SPECENGINE_BACKEND=triton: the ops that the kernels serve give what the reference gives, through the same door."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+from specengine import Engine, ops, reference
+from specengine.drafters.small_model import SmallModel
+from specengine.errors import BackendError
+from specengine.targets.huggingface import HuggingFaceTarget
+from tests import toy
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SERVED = {"best_candidates", "compact_kv", "pack_mask", "tree_attention"}
+
+
+@pytest.fixture(autouse=True)
+def _asked_for() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ops.VARIABLE, "triton")
+        yield
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3).to(DEVICE)
+
+
+def test_it_is_taken_where_it_is_asked_for() -> None:
+    taken = ops.backends(DEVICE)
+    assert {op for op, backend in taken.items() if backend.name == "triton"} >= SERVED
+    assert all(taken[op].reason == "SPECENGINE_BACKEND=triton" for op in SERVED)
+    assert taken["top_entropy"].name == "reference"
+    assert taken["top_entropy"].reason == f"triton has no top_entropy on {DEVICE}"
+
+
+def test_it_is_not_taken_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ops.VARIABLE, "auto")
+    taken = ops.backends(DEVICE)
+    assert all(taken[op].name != "triton" and "triton" in taken[op].available for op in SERVED)
+
+
+def test_missing_triton_raises_and_names_the_remedy() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from specengine import ops\n"
+        "ops.compact_kv(torch.zeros(1, 2, 1, 4, 8), 0, [0, 2])\n"
+    )
+    environment = {**os.environ, ops.VARIABLE: "triton", "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 1
+    assert "BackendError: SPECENGINE_BACKEND=triton: triton is not built" in run.stderr
+    assert "pip install -e '.[kernels]'" in run.stderr
+
+
+def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ops.VARIABLE, "tritn")
+    with pytest.raises(BackendError, match="accepted are auto, cpp, reference, triton, cuda"):
+        ops.backends(DEVICE)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 300),
+    count=st.integers(0, 40),
+    gate=st.sampled_from([-math.inf, math.log(0.1)]),
+    bound=st.sampled_from([-math.inf, -6.0]),
+    normalized=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_best_candidates(
+    rows: int, columns: int, count: int, gate: float, bound: float, normalized: bool, seed: int
+) -> None:
+    logits, scores = normal(rows, columns, seed=seed), -normal(rows, seed=seed + 1).abs()
+    if normalized:
+        logits = logits.log_softmax(-1)
+    options = {"log_gate": gate, "bound": bound, "normalized": normalized}
+    found = ops.best_candidates(logits, scores, count, **options)  # type: ignore[arg-type]
+    wanted = reference.best_candidates(logits, scores, count, gate, bound, normalized)
+    assert torch.equal(found.rows, wanted[0])
+    assert torch.equal(found.columns, wanted[1])
+    torch.testing.assert_close(found.log_probs, wanted[2], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(found.scores, wanted[3], atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(prefix=st.integers(0, 9), later=st.sets(st.integers(1, 30), max_size=12), dense=st.booleans())
+def test_compact_kv(prefix: int, later: set[int], dense: bool) -> None:
+    slab = normal(2, 2, 2, 40, 8)
+    slab = slab if dense else slab.transpose(3, 4).contiguous().transpose(3, 4)
+    path, wanted = [0, *sorted(later)], slab.clone()
+    reference.compact_kv(wanted, prefix, path)
+    ops.compact_kv(slab, prefix, path)
+    assert torch.equal(slab, wanted)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    prefix=st.integers(0, 90),
+    known=st.booleans(),
+    groups=st.sampled_from([1, 3]),
+    kind=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 99),
+)
+def test_tree_attention(rows: int, prefix: int, known: bool, groups: int, kind: torch.dtype, seed: int) -> None:
+    query = normal(2 * groups, rows, 16, seed=seed).to(kind)
+    key, value = (
+        normal(2, prefix + rows, 16, seed=seed + 1).to(kind),
+        normal(2, prefix + rows, 16, seed=seed + 2).to(kind),
+    )
+    tree = toy.random_tree(seed, rows, 500)
+    mask = torch.ones(rows, prefix + rows, dtype=torch.bool, device=DEVICE)
+    mask[:, prefix:] = ops.tree_mask(tree.ancestors.to(DEVICE), rows)
+    packed = ops.pack_mask(mask, groups, kind, prefix if known else 0)
+    found = ops.tree_attention(query, key, value, packed, 0.25)
+    wanted = reference.tree_attention(query.double(), key.double(), value.double(), mask.repeat(groups, 1), 0.25)
+    assert found.dtype is kind
+    assert (found.double() - wanted).norm() <= (2e-6 if kind is torch.float32 else 1e-3) * wanted.norm()
+
+
+def test_attention_of_rows_that_see_everything() -> None:
+    query, key = normal(4, 3, 16), normal(2, 50, 16, seed=1)
+    found = ops.tree_attention(query, key, key, None, 0.25)
+    torch.testing.assert_close(found, reference.tree_attention(query, key, key, None, 0.25), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["wide heads", "strided channels"])
+def test_what_the_kernel_does_not_take_runs_by_the_reference(wide: bool) -> None:
+    size = 272 if wide else 16
+    query, key = normal(2, 3, size), normal(1, 9, size, seed=1)
+    if not wide:
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    mask = torch.ones(3, 9, dtype=torch.bool, device=DEVICE).tril(6)
+    found = ops.tree_attention(query, key, key, ops.pack_mask(mask, 2, query.dtype, 6), 0.1)
+    wanted = reference.tree_attention(query, key, key, mask.repeat(2, 1), 0.1)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_an_engine_on_the_kernels_answers_as_plain_decoding_does() -> None:
+    model = toy.tiny("llama").to(DEVICE)
+    prompt, count = [7, 3, 9, 7, 3], 5
+    expected = model.generate(torch.tensor([prompt], device=DEVICE), max_new_tokens=count, do_sample=False)
+    drafter = SmallModel(toy.near_copy("llama").to(DEVICE))
+    engine = Engine(HuggingFaceTarget(model), drafter, toy.policy_for("talon"))
+    assert [*prompt, *engine.generate(prompt, max_new_tokens=count).token_ids] == expected[0].tolist()
