@@ -1,0 +1,140 @@
+"""`specengine generate`: the answer alone on stdout, every option passed on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specengine.cli import arguments, main
+from tests.cli.streams import PROMPT, Terminal, expected, pipe_in
+
+
+def test_generate_prints_the_answer_alone(folder: str, capsys: Any) -> None:
+    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "20"]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(folder) + "\n"
+    assert "acceptance length" in err
+    assert "ngram" in err
+
+
+@pytest.mark.parametrize("given", [["-"], []])
+def test_generate_reads_standard_input(folder: str, capsys: Any, monkeypatch: Any, given: list[str]) -> None:
+    pipe_in(monkeypatch, PROMPT + "\n")
+    assert main(["generate", *given, "--model", folder, "--max-new-tokens", "20"]) == 0
+    assert capsys.readouterr().out == expected(folder) + "\n"
+
+
+def test_generate_without_a_prompt_says_so(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert main(["generate", "--model", folder]) == 2
+    assert capsys.readouterr().err.startswith("specengine: error: prompt: none was given")
+
+
+def test_generate_json(folder: str, capsys: Any) -> None:
+    options = ["--temperature", "0.8", "--top-k", "40", "--seed", "7", "--max-new-tokens", "20"]
+    assert main(["generate", PROMPT, "--model", folder, "--json", *options]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found.keys() == {"text", "token_ids", "finish_reason", "seed", "stats"}
+    assert found["text"] == expected(folder, temperature=0.8, top_k=40, seed=7)
+    assert (found["seed"], found["finish_reason"], len(found["token_ids"])) == (7, "length", 20)
+    assert found["stats"]["num_generated_tokens"] == 20
+    assert err == ""
+
+
+@pytest.mark.parametrize("other", ["--stream", "--show-draft"])
+def test_generate_json_goes_with_no_other_output(other: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", PROMPT, "--json", other])
+    assert stop.value.code == 2
+    assert other in capsys.readouterr().err
+
+
+def test_generate_streams_pieces(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    flushes: list[str] = []
+    monkeypatch.setattr("specengine.cli.generate.write", flushes.append)
+    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--stream"]) == 0
+    assert len(flushes) > 2
+    assert "".join(flushes) == expected(folder) + "\n"
+
+
+def test_generate_passes_every_option(folder: str, capsys: Any) -> None:
+    options = {
+        "max_new_tokens": 20,
+        "temperature": 0.9,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "no_repeat_ngram_size": 4,
+        "seed": 3,
+    }
+    assert list(options) == [name for name, _, _ in arguments.GENERATION_OPTIONS]
+    given = [text for name, value in options.items() for text in (arguments.flag(name), str(value))]
+    assert main(["generate", PROMPT, "--model", folder, "--raw", *given]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(folder, raw=True, **options) + "\n"
+    assert "note" not in err
+
+
+def test_generate_stops_at_a_stop_string(folder: str, capsys: Any) -> None:
+    text = expected(folder)
+    stop = next(letter for letter in text[3:] if letter.isprintable() and letter != "\N{REPLACEMENT CHARACTER}")
+    assert main(["generate", PROMPT, "--model", folder, "--stop", "not in there", "--stop", stop]) == 0
+    assert capsys.readouterr().out == expected(folder, stop_strings=[stop]) + "\n"
+
+
+def test_generate_with_a_system_message(folder: str, capsys: Any) -> None:
+    assert main(["generate", PROMPT, "--model", folder, "--system", "be brief", "--max-new-tokens", "20"]) == 0
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}]
+    assert capsys.readouterr().out == expected(folder, messages) + "\n"  # type: ignore[arg-type]
+    assert main(["generate", PROMPT, "--model", folder, "--system", "be brief", "--raw"]) == 2
+
+
+def test_generate_takes_policy_and_draft_options(folder: str, capsys: Any) -> None:
+    policy = ["--policy", "eagle", "-o", "width=2", "--policy-option", "budget=5"]
+    draft = ["--draft", "ngram", "--draft-option", "longest=3"]
+    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", *policy, *draft]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(folder) + "\n"
+    assert "Eagle(width=2, expansions=7, budget=5)" in err
+
+
+def test_generate_takes_a_draft_model(folder: str, capsys: Any) -> None:
+    assert main(["generate", PROMPT, "--model", folder, "--draft", folder, "--max-new-tokens", "20"]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(folder) + "\n"
+    assert "small_model" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        (["--seed", "1"], "--seed changes"),
+        (["--temperature", "0", "--top-p", "0.5", "--seed", "1"], "--top-p, --seed change"),
+    ],
+)
+def test_idle_options_are_noted(folder: str, capsys: Any, given: list[str], idle: str) -> None:
+    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "2", *given]) == 0
+    assert f"greedy, so {idle} nothing" in capsys.readouterr().err
+
+
+def test_generate_drafts_with_a_head(folder: str, head: str, capsys: Any) -> None:
+    answers = []
+    for draft in (["--draft", head], ["--policy", "plain"]):
+        assert main(["generate", "--model", folder, *draft, "--max-new-tokens", "12", PROMPT]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.model
+def test_the_default_model_answers(default_model_path: Path, capsys: Any) -> None:
+    question = "What is the capital of France? Answer in one word."
+    assert main(["generate", question, "--max-new-tokens", "16", "--offline"]) == 0
+    assert "Paris" in capsys.readouterr().out

@@ -1,0 +1,77 @@
+"""`specengine` itself: errors on one line, exit statuses, the version."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specengine
+from specengine import engine
+from specengine.cli import main
+from tests.cli.streams import PROMPT
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--policy", "nonsense"], "unknown name 'nonsense'"),
+        (["--policy", "eagle", "-o", "wdth=3"], "unknown option 'wdth', known are width, expansions, budget"),
+        (["--policy", "eagle", "-o", "width=wide"], "expected int"),
+        (["-o", "width=3"], "policy given by name"),
+        (["--dtype", "int3"], "dtype"),
+        (["--device", "abacus"], "device"),
+        (["--temperature", "-1"], "temperature"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
+    ],
+)
+def test_errors_are_one_line(folder: str, capsys: Any, given: list[str], message: str) -> None:
+    assert main(["generate", PROMPT, "--model", folder, *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("specengine: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_missing_model_is_one_line(capsys: Any) -> None:
+    assert main(["generate", PROMPT, "--model", "/no/such/folder", "--offline"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", [["-o", "width"], ["--max-new", "3"], ["--top-k", "many"]])
+def test_malformed_arguments(capsys: Any, given: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", PROMPT, *given])
+    assert stop.value.code == 2
+
+
+def test_ctrl_c_exits_with_130(folder: str, monkeypatch: Any) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "walk", interrupted)
+    assert main(["generate", PROMPT, "--model", folder]) == 130
+
+
+def test_a_reader_that_has_gone_is_no_traceback(folder: str, monkeypatch: Any, tmp_path: Path) -> None:
+    class Gone(io.StringIO):
+        def fileno(self) -> int:
+            return file.fileno()
+
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with (tmp_path / "out").open("w") as file:
+        monkeypatch.setattr(sys, "stdout", Gone())
+        assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "2"]) == 1
+
+
+def test_version(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"specengine {specengine.__version__}\n"
