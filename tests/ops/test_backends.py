@@ -1,0 +1,66 @@
+"""Which backend an op runs with, and what is said where it is not there."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from specengine import ops
+from specengine.errors import BackendError
+from tests.ops.backends import BACKENDS
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def test_fresh_buffers_are_poisoned():
+    assert torch.empty(4).isnan().all()
+
+
+class TestBackends:
+    def test_the_variable_decides(self, backend):
+        taken = ops.backends("cpu")
+        assert set(taken) >= {"ancestor_words", "select_best", "top_children", "walk", "tree_attention"}
+        assert taken["top_children"].name == backend
+        assert "reference" in taken["top_children"].available
+
+    def test_an_op_that_the_backend_lacks_falls_back_and_says_so(self, backend):
+        attention = ops.backends("cpu")["tree_attention"]
+        assert attention.name == "reference"
+        if backend == "cpp":
+            assert "cpp has no tree_attention" in attention.reason
+
+    def test_devices_that_the_backend_does_not_serve(self, monkeypatch):
+        monkeypatch.setenv(ops.VARIABLE, "auto")
+        on_gpu = ops.backends("cuda")["walk"]
+        assert on_gpu.name == "reference"
+        assert on_gpu.reason == "cpp has no walk on cuda"
+
+    @pytest.mark.parametrize("asked", ["", "auto"])
+    def test_auto_takes_the_extension(self, monkeypatch, asked):
+        monkeypatch.setenv(ops.VARIABLE, asked)
+        assert ops.backends("cpu")["walk"].name == ("cpp" if "cpp" in BACKENDS else "reference")
+
+    def test_unknown_name(self, monkeypatch):
+        monkeypatch.setenv(ops.VARIABLE, "fast")
+        with pytest.raises(BackendError, match="SPECENGINE_BACKEND=fast: unknown, accepted are auto, cpp, reference"):
+            ops.walk(torch.tensor([4]), torch.tensor([-1]), torch.tensor([4]))
+
+    @pytest.mark.parametrize("backend", ["reference"], indirect=True)
+    def test_a_backend_that_is_not_built(self):
+        """Without the extension: auto carries on and says why, asking for it raises and names the build command."""
+        program = (
+            "import sys; sys.modules['specengine._expander'] = None\n"
+            "import torch\n"
+            "from specengine import ops\n"
+            "print(ops.walk(torch.tensor([4]), torch.tensor([-1]), torch.tensor([4])), ops.backends('cpu')['walk'])\n"
+            "import os; os.environ[ops.VARIABLE] = 'cpp'\n"
+            "ops.walk(torch.tensor([4]), torch.tensor([-1]), torch.tensor([4]))\n"
+        )
+        environment = {name: value for name, value in os.environ.items() if name != ops.VARIABLE}
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert "[0] Backend(name='reference', reason='cpp is not built" in run.stdout
+        assert run.returncode == 1
+        assert "BackendError: SPECENGINE_BACKEND=cpp: cpp is not built" in run.stderr
+        assert "pip install -e ." in run.stderr

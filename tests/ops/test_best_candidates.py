@@ -1,0 +1,194 @@
+"""best_candidates: each backend against sorting all, and against each other."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specengine import ops
+from specengine.errors import InputError
+from tests.ops.backends import BACKENDS, each_backend, of_each
+from tests.ops.inputs import INF, NAN, defined, exact_log_probs, many, matrices, path_scores
+
+
+def test_fresh_buffers_are_poisoned_and_both_backends_are_compared():
+    assert torch.empty(4).isnan().all()
+    assert torch.empty(4).resize_(2).isnan().all()
+    if "cpp" not in BACKENDS:
+        pytest.skip("specengine._expander is not built (pip install -e .)")
+
+
+def brute_candidates(logits, scores, count, log_gate, bound):
+    """(score, row, column) of normalised rows by sorting all; scores are sums of two float32 there, hence exact."""
+    found = []
+    for row, (score, values) in enumerate(zip(defined(scores), defined(logits), strict=True)):
+        with np.errstate(over="ignore"):
+            found += [(score + value, row, column, value) for column, value in enumerate(values)]
+    anchor = max((entry[0] for entry in found), default=-INF)
+    with np.errstate(over="ignore"):
+        gate = np.float32(anchor) + np.float32(log_gate) if log_gate > -INF else np.float32(-INF)
+    found = [entry for entry in found if entry[0] > -INF and entry[0] > bound and entry[0] >= gate]
+    found.sort(key=lambda entry: (-entry[0], entry[1], -entry[3], entry[2]))
+    return found[:count]
+
+
+def margin(score):
+    """How far rounding may move a score of float32."""
+    return 1e-5 + 2e-6 * np.abs(score)
+
+
+def check_candidates(logits, scores, count, log_gate, bound, normalized, got):
+    """Every promise that does not depend on how the backend rounds; selection is exact up to `margin`."""
+    assert [tensor.dtype for tensor in got] == [torch.int64, torch.int64, torch.float32, torch.float32]
+    size = len(got.rows)
+    assert {tuple(tensor.shape) for tensor in got} == {(size,)}
+    assert size <= count
+    rows, columns = got.rows.numpy(), got.columns.numpy()
+    values, paths = defined(logits), defined(scores)
+    with np.errstate(over="ignore"):
+        assert np.array_equal(paths[rows] + got.log_probs.numpy(), got.scores.numpy())
+    order = list(zip(-got.scores.numpy(), rows, -values[rows, columns], columns, strict=True))
+    assert order == sorted(order)
+    assert len(set(zip(rows.tolist(), columns.tolist(), strict=True))) == size
+
+    log_probs = exact_log_probs(logits, normalized)
+    exact = np.where(paths[:, None] > -INF, paths[:, None].astype(np.float64) + log_probs, -INF)
+    if np.any(np.isfinite(exact) & (np.abs(exact) > 3.3e38)):
+        return  # float32 says infinite or not as it rounds
+    slack = margin(exact) + 2e-6 * np.abs(paths[:, None])
+    assert np.all(np.abs(log_probs[rows, columns] - got.log_probs.numpy()) <= slack[rows, columns])
+    limit = max(bound, exact.max(initial=-INF) + log_gate)
+    taken = np.zeros(exact.shape, bool)
+    taken[rows, columns] = True
+    assert np.all(exact[taken] >= limit - slack[taken])
+    if size == count:
+        limit = max(limit, float(got.scores[-1])) if count else INF
+    with np.errstate(invalid="ignore"):
+        assert not np.any(~taken & (exact > limit + slack))
+
+
+class TestBestCandidates:
+    gates = st.one_of(st.just(-INF), st.sampled_from([0.0, -1.0, -2.0, math.log(0.03)]), st.floats(-60, 0, width=32))
+    bounds = st.one_of(st.just(-INF), st.sampled_from([0.0, -2.0, -4.0, INF]), st.floats(-60, 5, width=32))
+    counts = st.one_of(st.integers(0, 12), st.sampled_from([59, 255, 10_000, 10**9]))
+
+    @given(st.data(), st.integers(0, 5), counts, gates, bounds)
+    @many
+    def test_of_log_probabilities_exactly(self, data, rows, count, log_gate, bound):
+        logits, scores = data.draw(matrices(st.just(rows))), data.draw(path_scores(rows))
+        expected = brute_candidates(logits, scores, count, log_gate, bound)
+        for got in of_each(
+            lambda: ops.best_candidates(logits, scores, count, log_gate=log_gate, bound=bound, normalized=True)
+        ).values():
+            assert got.rows.tolist() == [row for _, row, _, _ in expected]
+            assert got.columns.tolist() == [column for _, _, column, _ in expected]
+            assert got.scores.tolist() == [float(score) for score, _, _, _ in expected]
+            assert got.log_probs.tolist() == [float(value) for _, _, _, value in expected]
+
+    @given(st.data(), st.integers(0, 5), counts, gates, bounds)
+    @many
+    def test_of_logits_up_to_rounding(self, data, rows, count, log_gate, bound):
+        logits, scores = data.draw(matrices(st.just(rows))), data.draw(path_scores(rows))
+        results = of_each(lambda: ops.best_candidates(logits, scores, count, log_gate=log_gate, bound=bound))
+        for got in results.values():
+            check_candidates(logits, scores, count, log_gate, bound, False, got)
+        ranked = [got.scores.double().numpy() for got in results.values()]
+        common = min(map(len, ranked))
+        assert ranked[0][:common] == pytest.approx(ranked[-1][:common], rel=1e-5, abs=1e-5)
+
+    @given(st.data(), st.integers(0, 4), counts, gates, st.booleans())
+    @many
+    def test_padding_changes_nothing(self, data, rows, count, log_gate, normalized):
+        """Rows of score -inf, and columns of -inf at the end."""
+        logits, scores = data.draw(matrices(st.just(rows))), data.draw(path_scores(rows))
+        padding = data.draw(st.lists(st.booleans(), min_size=rows + 2, max_size=rows + 2))
+        where, rows_of, row = [], [], 0
+        for pad in padding:
+            if not pad and row < rows:
+                rows_of.append(len(where))
+                where.append(row)
+                row += 1
+            else:
+                where.append(-1)
+        for rest in range(row, rows):
+            rows_of.append(len(where))
+            where.append(rest)
+        extra = torch.full((len(where), logits.shape[1] + data.draw(st.integers(0, 300))), -INF, dtype=logits.dtype)
+        extra[:, : logits.shape[1]] = 7.0
+        padded_scores = torch.full((len(where),), data.draw(st.sampled_from([-INF, NAN])))
+        for place, source in enumerate(where):
+            if source >= 0:
+                extra[place, : logits.shape[1]], padded_scores[place] = logits[source], scores[source]
+        arguments = {"log_gate": log_gate, "normalized": normalized}
+        plain = of_each(lambda: ops.best_candidates(logits, scores, count, **arguments))
+        padded = of_each(lambda: ops.best_candidates(extra, padded_scores, count, **arguments))
+        for backend in plain:
+            if normalized or backend == "cpp":  # torch's sums depend on the length of a row
+                assert padded[backend].rows.tolist() == [rows_of[row] for row in plain[backend].rows.tolist()]
+                for name in ("columns", "log_probs", "scores"):
+                    assert torch.equal(getattr(padded[backend], name), getattr(plain[backend], name))
+            else:
+                check_candidates(extra, padded_scores, count, log_gate, -INF, normalized, padded[backend])
+
+    @each_backend
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("columns", [4099, 49157])
+    def test_long_rows(self, backend, dtype, columns):
+        generator = torch.Generator().manual_seed(columns)
+        logits = 3 * torch.randn(10, columns, generator=generator)
+        logits[1] = logits[1].round()
+        logits[2, ::11] = NAN
+        logits[3] = 0.0
+        logits, scores = logits.to(dtype), torch.randn(10, generator=generator) - 2
+        for count in (1, 59, 2000):
+            for log_gate in (-INF, math.log(0.03)):
+                got = ops.best_candidates(logits, scores, count, log_gate=log_gate)
+                check_candidates(logits, scores, count, log_gate, -INF, False, got)
+
+    @each_backend
+    def test_where_all_tie_the_first_ones_win(self, backend):
+        got = ops.best_candidates(torch.zeros(3, 2000), torch.zeros(3), 2100, normalized=True)
+        assert got.rows.tolist() == [0] * 2000 + [1] * 100
+        assert got.columns.tolist() == [*range(2000), *range(100)]
+
+    @each_backend
+    def test_of_columns_that_round_to_one_log_probability_the_larger_logit_wins(self, backend):
+        logits = torch.tensor([[0.0, 1e-7, 2e-7, 30.0]])
+        got = ops.best_candidates(logits, torch.zeros(1), 4)
+        assert got.log_probs[1:].unique().numel() == 1
+        assert got.columns.tolist() == [3, 2, 1, 0]
+
+    @each_backend
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_strided_inputs(self, backend, dtype):
+        generator = torch.Generator().manual_seed(0)
+        wide = torch.randn(600, 600, generator=generator).to(dtype)
+        scores = torch.randn(1200, 2, generator=generator)
+        views = (wide[:6, 17:400], wide[::200], wide[:, :5].T, wide[:6, ::2], wide[:1].expand(6, 600))
+        for view in views:
+            arguments = scores[: 2 * len(view) : 2, 1], 40
+            got = ops.best_candidates(view, *arguments, normalized=True)
+            expected = ops.best_candidates(view.contiguous(), arguments[0].contiguous(), 40, normalized=True)
+            assert all(map(torch.equal, got, expected))
+
+    @each_backend
+    def test_nothing_to_select(self, backend):
+        for logits, count in ((torch.zeros(0, 5), 3), (torch.zeros(2, 0), 3), (torch.zeros(2, 5), 0)):
+            got = ops.best_candidates(logits, torch.zeros(len(logits)), count)
+            assert [len(tensor) for tensor in got] == [0] * 4
+
+    @each_backend
+    def test_refuses(self, backend):
+        logits, scores = torch.zeros(2, 3), torch.zeros(2)
+        for wrong in (torch.zeros(3), torch.zeros(2, 3, dtype=torch.float64)):
+            with pytest.raises(InputError, match="logits"):
+                ops.best_candidates(wrong, scores, 1)
+        for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)):
+            with pytest.raises(InputError, match="scores"):
+                ops.best_candidates(logits, wrong, 1)
+        for count, options in ((-1, {}), (1, {"log_gate": 0.1}), (1, {"log_gate": NAN}), (1, {"bound": NAN})):
+            with pytest.raises(InputError, match="count, log_gate, bound"):
+                ops.best_candidates(logits, scores, count, **options)

@@ -1,0 +1,140 @@
+"""Keyed noise and the draws made with it: each backend against plain Python, and against the softmax."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from specengine import ops
+from specengine.errors import InputError
+from tests.ops.inputs import INF, NAN, any_scores, quick, thorough
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def plain_philox(counter, key):
+    """Philox4x32-10 in Python integers, written from the paper's definition."""
+    counter, key, low = list(counter), list(key), 0xFFFFFFFF
+    for _ in range(10):
+        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [(second >> 32) ^ counter[1] ^ key[0], second & low, (first >> 32) ^ counter[3] ^ key[1], first & low]
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    return counter
+
+
+def plain_gumbel_sums(values, seed, position):
+    sums = []
+    for i, value in enumerate(values):
+        counter = (i // 4, position & 0xFFFFFFFF, position >> 32, 0)
+        uniform = (plain_philox(counter, (seed & 0xFFFFFFFF, seed >> 32))[i % 4] + 0.5) / 2**32
+        value = -INF if math.isnan(value) else min(float(np.float32(value)), float(np.float32(3e38)))
+        sums.append(value - math.log(-math.log(uniform)))
+    return sums
+
+
+words64 = st.integers(0, 2**64 - 1)
+
+
+@pytest.mark.parametrize("backend", ["reference"], indirect=True)
+class TestPhilox:
+    @pytest.mark.parametrize(
+        ("counter", "key", "words"),
+        [  # known answers that come with Random123
+            ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+            ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+            (
+                [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+                [0xA4093822, 0x299F31D0],
+                [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+            ),
+        ],
+    )
+    def test_known_answers(self, counter, key, words):
+        assert plain_philox(counter, key) == words
+        got = ops.philox4x32(tuple(torch.tensor([word]) for word in counter), tuple(key))
+        assert [int(word) for word in got] == words
+
+    @given(words64, words64, st.integers(0, 30))
+    @quick
+    def test_uniforms(self, seed, position, count):
+        expected = []
+        for i in range(count):
+            counter = (i // 4, position & 0xFFFFFFFF, position >> 32, 0)
+            expected.append((plain_philox(counter, (seed & 0xFFFFFFFF, seed >> 32))[i % 4] + 0.5) / 2**32)
+        uniforms = ops.philox_uniform(seed, position, count)
+        assert uniforms.dtype == torch.float64
+        assert uniforms.tolist() == expected
+
+
+class TestKeyedGumbelArgmax:
+    @given(st.lists(any_scores, min_size=1, max_size=70), words64, words64)
+    @thorough
+    def test_against_plain_python(self, values, seed, position):
+        sums = plain_gumbel_sums(values, seed, position)
+        if max(sums) == -INF:
+            with pytest.raises(InputError, match="none is finite"):
+                ops.keyed_gumbel_argmax(torch.tensor(values), seed, position)
+        else:
+            assert ops.keyed_gumbel_argmax(torch.tensor(values), seed, position) == sums.index(max(sums))
+
+    @pytest.mark.parametrize("size", [255, 256, 257, 1023, 5003])
+    @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 40.0, 1e6])
+    def test_long_rows(self, size, spread):
+        generator = torch.Generator().manual_seed(size)
+        for position in range(4):
+            values = spread * torch.randn(size, generator=generator)
+            values[::5] = -INF
+            noise = -(-ops.philox_uniform(7, position, size).log()).log()
+            assert ops.keyed_gumbel_argmax(values, 7, position) == int((values.double() + noise).argmax())
+
+    def test_seed_and_position_are_taken_modulo_two_to_the_64(self):
+        values = torch.zeros(500)
+        draw = ops.keyed_gumbel_argmax(values, 5, 9)
+        assert ops.keyed_gumbel_argmax(values, 5 - 2**64, 9 + 2**64) == draw
+        others = {ops.keyed_gumbel_argmax(values, 5 + (1 << 32), 9), ops.keyed_gumbel_argmax(values, 5, 9 + (1 << 32))}
+        assert draw not in others
+
+    def test_strided_scores(self):
+        wide = torch.randn(300, 2, generator=torch.Generator().manual_seed(2))
+        assert ops.keyed_gumbel_argmax(wide[:, 1], 1, 1) == ops.keyed_gumbel_argmax(wide[:, 1].contiguous(), 1, 1)
+
+    def test_infinite_scores(self):
+        assert ops.keyed_gumbel_argmax(torch.tensor([0.0, INF, NAN, INF]), 1, 1) == 1
+        assert ops.keyed_gumbel_argmax(torch.tensor([-INF, NAN, -9e9, -INF]), 1, 1) == 2
+
+    def test_draws_follow_the_softmax(self):
+        values = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -INF, 0.5])
+        assert chi_square_p_value(values, values) > 1e-3
+
+    def test_the_check_above_sees_another_temperature(self):
+        values = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -INF, 0.5])
+        assert chi_square_p_value(values, values / 1.15) < 1e-6
+
+    def test_neighbouring_positions_are_independent(self):
+        values = torch.zeros(4)
+        draws = [ops.keyed_gumbel_argmax(values, 3, position) for position in range(4001)]
+        pairs = np.zeros((4, 4))
+        np.add.at(pairs, (draws[:-1], draws[1:]), 1)
+        statistic = ((pairs - 250) ** 2 / 250).sum()
+        assert chi2.sf(statistic, 15) > 1e-3
+
+    def test_refuses(self):
+        with pytest.raises(InputError, match="float32"):
+            ops.keyed_gumbel_argmax(torch.zeros(2, dtype=torch.float64), 1, 1)
+        with pytest.raises(ValueError, match="none is finite"):
+            ops.keyed_gumbel_argmax(torch.zeros(0), 1, 1)
+
+
+def chi_square_p_value(values, expected_values, draws=4000):
+    counts = np.bincount(
+        [ops.keyed_gumbel_argmax(values, 11, position) for position in range(draws)], minlength=len(values)
+    )
+    expected = draws * torch.softmax(expected_values.double(), 0).numpy()
+    possible = expected > 0
+    assert not counts[~possible].any()
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    return chi2.sf(statistic, possible.sum() - 1)
