@@ -37,6 +37,7 @@ __all__ = [
     "backends",
     "best_candidates",
     "best_first",
+    "choose_tokens",
     "compact_kv",
     "keyed_gumbel_argmax",
     "pack_mask",
@@ -234,6 +235,24 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     return index
 
 
+def choose_tokens(
+    logits: Tensor, positions: Sequence[int] = (), seed: int | None = None, temperature: float = 1.0
+) -> Tensor:
+    """The choice in each row: its argmax, or with a seed `keyed_gumbel_argmax` of logits / temperature at its position.
+
+    logits: float32, bfloat16 or float16 [n, V]; positions: n of them, where there is a seed. The division is in
+    float32; what is not finite is never chosen, the lowest index wins a tie. Returns int64 [n], -1 for a row without a
+    finite logit.
+    """
+    if logits.dtype not in _FLOATS or logits.dim() != 2 or not logits.shape[1]:
+        raise InputError(f"logits: float32, bfloat16 or float16 [n, V] is needed, got {_describe(logits)}")
+    if seed is not None and (len(positions) != logits.shape[0] or not 0 < temperature < math.inf):
+        raise InputError(
+            f"positions, temperature: got {len(positions)} and {temperature}, accepted {logits.shape[0]}, above 0"
+        )
+    return _implementation("choose_tokens", logits.device.type)(logits, positions, seed, temperature)
+
+
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
     """Node ids from the root down while a child carries the token that the target chose at its parent.
 
@@ -341,6 +360,7 @@ def _load_reference() -> dict[str, Callable[..., Any]]:
         "top_entropy": reference.top_entropy,
         "best_first": reference.BestFirst,
         "keyed_gumbel_argmax": reference.keyed_gumbel_argmax,
+        "choose_tokens": reference.choose_tokens,
         "walk": reference.walk,
         "compact_kv": reference.compact_kv,
         "pack_mask": reference.pack_mask,

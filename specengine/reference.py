@@ -175,6 +175,17 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     return int((values + noise).argmax())
 
 
+def choose_tokens(logits: Tensor, positions: Sequence[int], seed: int | None, temperature: float) -> Tensor:
+    scores = logits.masked_fill(~torch.isfinite(logits), -math.inf)
+    if seed is None:
+        best, ids = scores.max(dim=-1)
+        return torch.where(best > -math.inf, ids, -1)
+    scores = scores.float() / temperature
+    rows = zip(scores, positions, strict=True)
+    chosen = [keyed_gumbel_argmax(row, seed & MASK64, position & MASK64) for row, position in rows]
+    return torch.tensor(chosen, device=logits.device)
+
+
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
     # One pass is enough, as children come after their parents.
     choice = chosen.tolist()

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from specengine_kernels import candidate_selection, kv_compaction
+from specengine_kernels import candidate_selection, kv_compaction, verification
 from specengine_kernels import tree_attention as attention_kernel
 from torch import Tensor
 from torch.nn.functional import pad
@@ -48,6 +48,37 @@ def best_candidates(
     )
     kept = int(found.count)  # the one read by the host
     return Candidates(found.rows[:kept], found.tokens[:kept], found.log_probs[:kept], found.scores[:kept])
+
+
+def choose_tokens(logits: Tensor, positions: Sequence[int], seed: int | None, temperature: float) -> Tensor:
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    if not len(logits) or seed is None:
+        return verification.choose_tokens(logits) if len(logits) else reference.choose_tokens(logits, (), None, 1.0)
+    sent = torch.tensor([_signed(seed), *(_signed(position) for position in positions)], device=logits.device)
+    heat = torch.tensor([temperature], dtype=torch.float32, device=logits.device)
+    return verification.choose_tokens(logits, sent[1:], sent[:1], heat)
+
+
+def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
+    # +inf counts as 3e38 here, and is not finite for the kernel
+    return int(choose_tokens(scores.clamp(max=reference.LARGEST)[None], [position], seed, 1.0))
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of a number modulo 2**64."""
+    return ((value + 2**63) & reference.MASK64) - 2**63
+
+
+def walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
+    n = tokens.shape[0]
+    if n > verification.MOST_NODES:
+        return reference.walk(tokens, parents, chosen)
+    out = torch.zeros(n + 2, dtype=torch.int64, device=tokens.device)  # path, bonus, count: one read
+    size = torch.full((1,), n, dtype=torch.int32, device=tokens.device)
+    given = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
+    verification.walk(*given, size, out[:n], out[n + 1 :].view(torch.int32)[:1], out[n : n + 1])
+    values = out.tolist()
+    return values[: values[n + 1]]
 
 
 def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
@@ -96,6 +127,9 @@ def implementations() -> dict[str, Callable[..., Any]]:
     """What `ops` finds here."""
     return {
         "best_candidates": best_candidates,
+        "choose_tokens": choose_tokens,
+        "keyed_gumbel_argmax": keyed_gumbel_argmax,
+        "walk": walk,
         "compact_kv": compact_kv,
         "pack_mask": pack_mask,
         "tree_attention": tree_attention,

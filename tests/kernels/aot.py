@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import triton
-from specengine_kernels import candidate_selection, kv_compaction, tree_attention
+from specengine_kernels import candidate_selection, frontier, kv_compaction, tree_attention, verification
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -120,16 +121,45 @@ def compaction(layers: int, heads: int, size: int, dtype: str) -> None:
     kv_compaction.compact_kv(slab, torch.empty(16, dtype=torch.int32), one, one)
 
 
-CASES = {"attention": attention, "selection": selection, "compaction": compaction}
+def choice(nodes: int, columns: int, sampled: bool, dtype: str) -> None:
+    logits, whole = torch.empty(nodes, columns, dtype=getattr(torch, dtype)), torch.empty(nodes, dtype=torch.int64)
+    verification.choose_tokens(logits, whole, whole[:1] if sampled else None, torch.empty(1))
+
+
+def walk(nodes: int) -> None:
+    whole, one = torch.empty(nodes, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    verification.walk(whole, whole, whole, one, whole, one, whole[:1])
+
+
+def append(most: int, capacity: int, width: int) -> None:
+    whole, one = torch.empty(capacity, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    tree = frontier.Tree(whole, whole, whole, torch.empty(capacity), torch.empty(capacity), whole[:, None], one)
+    tree = tree._replace(ancestors=torch.empty(capacity, -(-capacity // 64), dtype=torch.int64))
+    drawn = torch.empty(most, dtype=torch.int64), torch.empty(most, dtype=torch.int64), torch.empty(most)
+    room, ids = frontier.frontier_for(width, "cpu"), torch.empty(32000, dtype=torch.int64)
+    options = {"rows_of": room.nodes, "target_ids": ids, "expand": ids[:width], "expanded": one}
+    frontier.append_nodes(tree, *drawn, one, room, one, **options)
+
+
+def gather(width: int, channels: int, dtype: str) -> None:
+    rows, whole = torch.empty(64, channels, dtype=getattr(torch, dtype)), torch.empty(64, dtype=torch.int64)
+    one = torch.empty(1, dtype=torch.int32)
+    tree = frontier.Tree(whole, whole, whole, torch.empty(64), torch.empty(64), whole[:, None], one)
+    frontier.gather_rows(tree, whole[:width], rows, rows, rows[:width], rows[:width])
+
+
+CASES = {"attention": attention, "selection": selection, "compaction": compaction, "choice": choice, "walk": walk}
+CASES |= {"append": append, "gather": gather}
+MODULES = (tree_attention, candidate_selection, kv_compaction, verification, frontier)
 
 
 def main() -> None:
     """Each argument is a JSON list: a name of CASES, then its arguments."""
     kernels = [
         (module, name, Compiling(value))
-        for module in (tree_attention, candidate_selection, kv_compaction)
+        for module in MODULES
         for name, value in vars(module).items()
-        if isinstance(value, JITFunction) and name in ("_attend", "_merge", "_stats", "_filter", "_rank", "_compact")
+        if isinstance(value, JITFunction) and f"{name}[" in Path(module.__file__).read_text()  # it is launched
     ]
     for module, name, compiling in kernels:
         setattr(module, name, compiling)

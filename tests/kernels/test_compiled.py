@@ -29,6 +29,14 @@ REST = [
     ["selection", 1, 49152, 8, "float32"],
     ["compaction", 32, 8, 128, "bfloat16"],
     ["compaction", 30, 3, 64, "float32"],
+    ["choice", 64, 128256, False, "bfloat16"],
+    ["choice", 64, 128256, True, "bfloat16"],
+    ["choice", 1, 49152, True, "float32"],
+    ["walk", 64],
+    ["walk", 1024],
+    ["append", 60, 256, 64],
+    ["append", 1000, 1024, 64],
+    ["gather", 10, 4096, "bfloat16"],
 ]
 SPILLING = ["attention", 64, 4, 128, "bfloat16", 1, [128, 64, 4, 2]]  # 128 rows of 128 do not fit into 4 warps
 FULL = [
@@ -57,7 +65,7 @@ def check(kernels: list[dict[str, Any]], cases: list[list[Any]]) -> None:
         assert not kernel["spills"], kernel
         assert not kernel["stack"], kernel
         assert kernel["shared"] <= SHARED_BYTES, kernel
-        name, half = kernel["kernel"], kernel["case"][4] != "float32"
+        name, half = kernel["kernel"], "float32" not in kernel["case"]
         if name == "_attend":
             _, nodes, groups = kernel["case"][:3]
             assert kernel["async_16_bytes"], kernel

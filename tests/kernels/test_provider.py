@@ -17,13 +17,21 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
 from specengine import Engine, ops, reference
 from specengine.drafters.small_model import SmallModel
-from specengine.errors import BackendError
+from specengine.errors import BackendError, InputError
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SERVED = {"best_candidates", "compact_kv", "pack_mask", "tree_attention"}
+SERVED = {
+    "best_candidates",
+    "choose_tokens",
+    "compact_kv",
+    "keyed_gumbel_argmax",
+    "pack_mask",
+    "tree_attention",
+    "walk",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +137,42 @@ def test_tree_attention(rows: int, prefix: int, known: bool, groups: int, kind: 
     wanted = reference.tree_attention(query.double(), key.double(), value.double(), mask.repeat(groups, 1), 0.25)
     assert found.dtype is kind
     assert (found.double() - wanted).norm() <= (2e-6 if kind is torch.float32 else 1e-3) * wanted.norm()
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    rows=st.integers(0, 4),
+    columns=st.integers(1, 2500),
+    seed=st.one_of(st.none(), st.integers(0, 2**64 - 1)),
+    temperature=st.floats(0.1, 2.0),
+    strided=st.booleans(),
+)
+def test_choose_tokens(rows: int, columns: int, seed: int | None, temperature: float, strided: bool) -> None:
+    logits = normal(rows, columns, seed=columns)
+    if rows:
+        logits[0, columns // 2 :] = math.nan
+    logits = logits.t().contiguous().t() if strided else logits
+    positions = [] if seed is None else [5 * row for row in range(rows)]
+    found = ops.choose_tokens(logits, positions, seed, temperature)
+    assert found.tolist() == reference.choose_tokens(logits, positions, seed, temperature).tolist()
+
+
+def test_keyed_gumbel_argmax() -> None:
+    scores = normal(900)
+    for seed, position in ((3, 4), (2**64 - 1, 2**40), (2**63, 0)):
+        assert ops.keyed_gumbel_argmax(scores, seed, position) == reference.keyed_gumbel_argmax(scores, seed, position)
+    scores[[7, 800]] = math.inf
+    assert ops.keyed_gumbel_argmax(scores, 3, 4) == reference.keyed_gumbel_argmax(scores, 3, 4)
+    with pytest.raises(InputError, match="none is finite"):
+        ops.keyed_gumbel_argmax(torch.full((5,), math.nan, device=DEVICE), 3, 4)
+
+
+def test_walk() -> None:
+    for seed in range(4):
+        tree = toy.random_tree(seed, 30, 5)
+        chosen = torch.randint(0, 5, (30,), generator=torch.Generator().manual_seed(seed))
+        given = [tensor.to(DEVICE) for tensor in (tree.tokens, tree.parents, chosen)]
+        assert ops.walk(*given) == reference.walk(tree.tokens, tree.parents, chosen)
 
 
 def test_attention_of_rows_that_see_everything() -> None:

@@ -1,0 +1,287 @@
+"""Frontier: drafted nodes are hung into the tree, and what the next draft pass reads of them is gathered.
+
+`_append` is one program: the new nodes' parents are in the tree already, so all entries are written side by side, each
+with its parent's ancestor words and its own bit. `_gather` copies, for each node of the frontier, its parent's state
+and its token's embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORD_BITS = 64
+MOST_APPENDED = 1024
+BLOCK_H = 1024  # channels per program of `_gather`
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Tree(NamedTuple):
+    """A tree on the device: tokens, parents, depths int64 [capacity]; log_probs, path_log_probs float32 [capacity];
+    ancestors int64 [capacity, ceil(capacity / 64)]; size int32 [1]. Entries from `size` on are undefined."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    log_probs: Tensor
+    path_log_probs: Tensor
+    ancestors: Tensor
+    size: Tensor
+
+
+class Frontier(NamedTuple):
+    """Nodes to draft from, padded with node 0: nodes, depths int64 [width]; scores float32 [width], of the paths, -inf
+    for padding; count int32 [1]."""
+
+    nodes: Tensor
+    depths: Tensor
+    scores: Tensor
+    count: Tensor
+
+
+# ---- meaning
+
+
+def reference(
+    tree: Tree, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: int, expand: list[int] | None, width: int
+) -> tuple[Tree, Frontier, bool]:
+    """What `append_nodes` leaves: the tree, the frontier, and whether the nodes were refused; in plain torch."""
+    start, capacity = int(tree.size), tree.tokens.shape[0]
+    after = Tree(*(tensor.clone() for tensor in tree))
+    refused = start + count > capacity
+    count = 0 if refused else count
+    for entry in range(count):
+        node, parent = start + entry, int(parents[entry])
+        after.tokens[node], after.parents[node] = tokens[entry], parent
+        after.depths[node], after.log_probs[node] = after.depths[parent] + 1, log_probs[entry]
+        after.path_log_probs[node] = after.path_log_probs[parent] + log_probs[entry]
+        after.ancestors[node] = after.ancestors[parent]
+        after.ancestors[node, node // WORD_BITS] |= torch.tensor(1) << (node % WORD_BITS)
+    after.size[0] = start + count
+    chosen = [start + entry for entry in (range(count) if expand is None else expand) if entry < count][:width]
+    padded = torch.tensor(chosen + [0] * (width - len(chosen)))
+    scores = torch.full((width,), -math.inf)
+    scores[: len(chosen)] = after.path_log_probs[chosen]
+    depths = after.depths[padded]
+    depths[len(chosen) :] = 0
+    return after, Frontier(padded, depths, scores, torch.tensor([len(chosen)], dtype=torch.int32)), refused
+
+
+# ---- kernels
+
+
+@triton.jit
+def _append(
+    tree_tokens,
+    tree_parents,
+    tree_depths,
+    tree_log_probs,
+    tree_paths,
+    ancestors,
+    size,
+    parents,
+    tokens,
+    log_probs,
+    count,
+    rows_of,
+    target_ids,
+    expand,
+    expanded,
+    refused,
+    out_nodes,
+    out_depths,
+    out_scores,
+    out_count,
+    capacity,
+    n_words,
+    most,
+    width,
+    BLOCK: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    start, found = tl.load(size), tl.minimum(tl.load(count), most)
+    full = start + found > capacity
+    found = tl.where(full, 0, found)
+    entry = tl.arange(0, BLOCK)
+    some = entry < found
+    parent = tl.load(parents + entry, mask=some, other=0)
+    if rows_of is not None:
+        parent = tl.load(rows_of + parent, mask=some, other=0)
+    token = tl.load(tokens + entry, mask=some, other=0)
+    if target_ids is not None:
+        token = tl.load(target_ids + token, mask=some, other=0)
+    edge = tl.load(log_probs + entry, mask=some, other=0.0)
+    depth = tl.load(tree_depths + parent, mask=some, other=0) + 1
+    path = tl.load(tree_paths + parent, mask=some, other=0.0) + edge
+    node = start + entry
+    tl.store(tree_tokens + node, token, mask=some)
+    tl.store(tree_parents + node, parent, mask=some)
+    tl.store(tree_depths + node, depth, mask=some)
+    tl.store(tree_log_probs + node, edge, mask=some)
+    tl.store(tree_paths + node, path, mask=some)
+    word = tl.arange(0, BLOCK_A)
+    inside = some[:, None] & (word < n_words)[None, :]
+    words = tl.load(ancestors + parent[:, None] * n_words + word[None, :], mask=inside, other=0)
+    own = tl.where((node >> 6)[:, None] == word[None, :], 1, 0).to(tl.int64) << (node & 63).to(tl.int64)[:, None]
+    tl.store(ancestors + node[:, None] * n_words + word[None, :], words | own, mask=inside)
+    tl.debug_barrier()  # the frontier is read back from what other threads have written
+    place = tl.arange(0, BLOCK_W)
+    if expand is not None:
+        chosen = tl.where(full, 0, tl.minimum(tl.load(expanded), width))
+        index = tl.load(expand + place, mask=place < chosen, other=0)
+    else:
+        chosen = tl.minimum(found, width)
+        index = place.to(tl.int64)
+    drafted = place < chosen
+    at = tl.where(drafted, start + index, 0)
+    tl.store(out_nodes + place, at, mask=place < width)
+    tl.store(out_depths + place, tl.load(tree_depths + at, mask=drafted, other=0), mask=place < width)
+    tl.store(out_scores + place, tl.load(tree_paths + at, mask=drafted, other=float("-inf")), mask=place < width)
+    tl.store(out_count, chosen)
+    tl.store(size, start + found)
+    if full:
+        tl.store(refused, 1)
+
+
+@triton.jit
+def _gather(
+    nodes,
+    tree_tokens,
+    tree_parents,
+    states,
+    embeddings,
+    out_states,
+    out_embeddings,
+    state_stride,
+    embedding_stride,
+    out_stride,
+    channels,
+    BLOCK: tl.constexpr,
+):
+    row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    node, some = tl.load(nodes + row), channel < channels
+    parent = tl.maximum(tl.load(tree_parents + node), 0)  # padding is the root, which has none
+    token = tl.load(tree_tokens + node)
+    state = tl.load(states + parent * state_stride + channel, mask=some)
+    tl.store(out_states + row.to(tl.int64) * out_stride + channel, state, mask=some)
+    embedding = tl.load(embeddings + token * embedding_stride + channel, mask=some)
+    tl.store(out_embeddings + row.to(tl.int64) * out_stride + channel, embedding, mask=some)
+
+
+# ---- launchers
+
+
+def frontier_for(width: int, device: torch.device | str) -> Frontier:
+    """Room for a frontier of up to `width` nodes."""
+    whole = [torch.empty(width, dtype=torch.int64, device=device) for _ in range(2)]
+    scores = torch.empty(width, dtype=torch.float32, device=device)
+    return Frontier(*whole, scores, torch.empty(1, dtype=torch.int32, device=device))
+
+
+def append_nodes(
+    tree: Tree,
+    parents: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    count: Tensor,
+    frontier: Frontier,
+    refused: Tensor,
+    *,
+    rows_of: Tensor | None = None,
+    target_ids: Tensor | None = None,
+    expand: Tensor | None = None,
+    expanded: Tensor | None = None,
+) -> None:
+    """Hang the first `count` entries into the tree, and write those to draft from into `frontier`.
+
+    parents, tokens: int64 [m]; log_probs: float32 [m], of the edges; count: int32 [1]; m up to 1024. Parents are nodes
+    of the tree, or with rows_of, int64 [rows], places in it, as candidate_selection gives them; tokens are the
+    target's, or with target_ids, int64 [draft vocabulary], columns of the draft. expand: int64 [width], indices into
+    the entries, of which the first `expanded` (int32 [1]) are drafted from; without it all are, up to the width.
+    Where the capacity would be exceeded nothing is appended, the frontier is empty and refused (int32 [1]) becomes 1.
+    Capturable; allocates nothing.
+    """
+    most, (capacity, words), width = tokens.shape[0], tree.ancestors.shape, frontier.nodes.shape[0]
+    _check(tree, parents, tokens, log_probs, (count, refused, frontier.count))
+    if (expand is None) != (expanded is None) or (expand is not None and expand.shape[0] < width):
+        raise ValueError(f"expand, expanded: int64 [{width}] and int32 [1], or neither")
+    _append[(1,)](
+        *tree,
+        parents,
+        tokens,
+        log_probs,
+        count,
+        rows_of,
+        target_ids,
+        expand,
+        expanded,
+        refused,
+        *frontier,
+        capacity,
+        words,
+        most,
+        width,
+        BLOCK=triton.next_power_of_2(most),
+        BLOCK_A=triton.next_power_of_2(words),
+        BLOCK_W=triton.next_power_of_2(width),
+        num_warps=max(1, min(8, triton.next_power_of_2(most) * triton.next_power_of_2(words) // 64)),
+    )
+
+
+def gather_rows(
+    tree: Tree, nodes: Tensor, states: Tensor, embeddings: Tensor, out_states: Tensor, out_embeddings: Tensor
+) -> None:
+    """Each node's parent's state and its own token's embedding, bit for bit; the root stands for its own parent.
+
+    nodes: int64 [width]; states: [rows, H], by node; embeddings: [vocabulary, H]; both out: [width, H], dense along H
+    and of their dtypes. Capturable; allocates nothing.
+    """
+    width, channels = out_states.shape
+    if nodes.shape != (width,) or nodes.dtype is not torch.int64 or out_embeddings.shape != out_states.shape:
+        raise ValueError(f"nodes, outputs: int64 [n], [n, H] x 2 are needed, got {list(nodes.shape)}")
+    if states.dtype is not out_states.dtype or embeddings.dtype is not out_embeddings.dtype:
+        raise ValueError("out_states, out_embeddings: the dtypes of states and embeddings are needed")
+    if states.shape[1] != channels or embeddings.shape[1] != channels:
+        raise ValueError(f"states, embeddings: [rows, {channels}] is needed")
+    if any(t.stride(1) != 1 for t in (states, embeddings)) or not out_states.stride() == out_embeddings.stride() == (
+        out_states.stride(0),
+        1,
+    ):
+        raise ValueError("states, embeddings, outputs: rows must be dense")
+    block = min(BLOCK_H, triton.next_power_of_2(channels))
+    _gather[(width, triton.cdiv(channels, block))](
+        nodes,
+        tree.tokens,
+        tree.parents,
+        states.view(_WHOLE[states.element_size()]),  # bits, whatever they mean
+        embeddings.view(_WHOLE[embeddings.element_size()]),
+        out_states.view(_WHOLE[out_states.element_size()]),
+        out_embeddings.view(_WHOLE[out_embeddings.element_size()]),
+        states.stride(0),
+        embeddings.stride(0),
+        out_states.stride(0),
+        channels,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def _check(tree: Tree, parents: Tensor, tokens: Tensor, log_probs: Tensor, counts: tuple[Tensor, ...]) -> None:
+    capacity, words = tree.ancestors.shape
+    if words < triton.cdiv(capacity, WORD_BITS) or not tree.ancestors.is_contiguous():
+        raise ValueError(f"tree.ancestors: [capacity, ceil(capacity / 64)] is needed, got {[capacity, words]}")
+    if any(tensor.shape != (capacity,) for tensor in tree[:5]):
+        raise ValueError(f"tree: arrays of its capacity, {capacity}, are needed")
+    most = tokens.shape[0]
+    if not 1 <= most <= MOST_APPENDED or not parents.shape == tokens.shape == log_probs.shape == (most,):
+        raise ValueError(f"parents, tokens, log_probs: [m] each, 1 <= m <= {MOST_APPENDED}, got {list(tokens.shape)}")
+    if not parents.dtype is tokens.dtype is torch.int64 or log_probs.dtype is not torch.float32:
+        raise ValueError("parents, tokens, log_probs: int64, int64, float32 are needed")
+    if any(number.dtype is not torch.int32 for number in (*counts, tree.size)):
+        raise ValueError("count, refused, frontier.count, tree.size: int32 [1] each is needed")

@@ -1,0 +1,221 @@
+"""choose_tokens and walk against the engine's own rule, and against float64 written apart from the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+from specengine_kernels import verification as kernel
+from transformers.generation import TemperatureLogitsWarper
+
+from specengine import ops, verification
+from specengine.sampling import History, Sampler
+from tests import toy
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def signed(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def choose(logits: Tensor, positions: list[int], seed: int | None, temperature: float = 1.0) -> list[int]:
+    """The choices from poisoned outputs and scratch, twice, the second time on what the first one left."""
+    logits = logits.to(DEVICE)
+    chosen = torch.full((len(logits),), -99, device=DEVICE)
+    workspace = kernel.workspace_for(logits)
+    workspace.values.fill_(math.nan)
+    workspace.columns.fill_(123456789)
+    given_seed = None if seed is None else torch.tensor([signed(seed)], device=DEVICE)
+    places, heat = torch.tensor(positions, device=DEVICE), torch.tensor([temperature], device=DEVICE)
+    found = []
+    for _ in range(2):
+        kernel.choose_tokens(logits, places, given_seed, heat, chosen=chosen, workspace=workspace)
+        found.append(chosen.tolist())
+    assert found[0] == found[1]
+    return found[0]
+
+
+def by_the_sampler(logits: Tensor, positions: list[int], seed: int | None, temperature: float) -> list[int]:
+    """What the engine's own sampler chooses, row by row; -1 for None."""
+    processors = [] if seed is None else [TemperatureLogitsWarper(temperature)]
+    sampler, found = Sampler(processors, seed), []
+    for row, position in zip(logits.cpu(), positions, strict=True):
+        token = sampler.choose(row, History([0] * position, position))
+        found.append(-1 if token is None else token)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [1, 3, 1025, 2048])
+@pytest.mark.parametrize("seed", [None, 7])
+def test_choices_are_the_samplers(columns: int, kind: torch.dtype, seed: int | None) -> None:
+    logits = normal(3, columns, seed=columns).to(kind)
+    positions = [0, 5, 40]
+    assert choose(logits, positions, seed, 0.7) == by_the_sampler(logits, positions, seed, 0.7)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 6),
+    columns=st.integers(1, 3000),
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.floats(0.05, 3.0),
+    ties=st.booleans(),
+    holes=st.floats(0, 1),
+)
+def test_draws_are_the_samplers(
+    rows: int, columns: int, seed: int, temperature: float, ties: bool, holes: float
+) -> None:
+    random = np.random.default_rng([seed, columns])
+    logits = torch.from_numpy(random.normal(size=(rows, columns)) * 4).float()
+    logits = logits.round() if ties else logits
+    odd = torch.tensor([math.nan, math.inf, -math.inf])[torch.from_numpy(random.integers(0, 3, (rows, columns)))]
+    logits = torch.where(torch.from_numpy(random.random((rows, columns)) < holes**4), odd, logits)
+    positions = random.integers(0, 300, rows).tolist()
+    assert choose(logits, positions, seed, temperature) == by_the_sampler(logits, positions, seed, temperature)
+    assert choose(logits, positions, None) == by_the_sampler(logits, positions, None, 1.0)
+
+
+@pytest.mark.parametrize("position", [0, 2**31, 2**32 + 5, 2**40])
+def test_noise_is_philox_of_seed_and_position(position: int) -> None:
+    seeds = np.array([0, 1, 2**32, 2**63 + 11, 2**64 - 1], dtype=np.uint64)
+    wanted = toy.keyed_gumbel(seeds, position, 1300).argmax(1).tolist()
+    flat = torch.zeros(1, 1300)
+    assert [choose(flat, [position], int(seed))[0] for seed in seeds] == wanted
+    assert [int(kernel.reference(flat, torch.tensor([position]), int(seed))) for seed in seeds] == wanted
+    assert [ops.keyed_gumbel_argmax(flat[0], int(seed), position) for seed in seeds] == wanted
+
+
+def test_noise_of_another_position_is_another() -> None:
+    flat = torch.zeros(5, 900)
+    assert len(set(choose(flat, list(range(5)), 3))) > 3
+
+
+@pytest.mark.parametrize("columns", [2000, 70000])
+def test_the_first_of_equals_wins_across_tiles_and_slices(columns: int) -> None:
+    logits = torch.full((2, columns), -1.0)
+    for column in (columns - 1, columns // 2, 1030):
+        logits[:, column] = 5.0
+    assert kernel.slices_for(*logits.shape) > 1
+    assert choose(logits, [0, 1], None) == [min(1030, columns // 2)] * 2
+
+
+def test_skipped_tiles_cannot_win() -> None:
+    """One column stands out by less than the largest noise, so every tile but the hopeless ones has to be drawn."""
+    for seed in range(2):
+        logits = normal(2, 6000, seed=seed, scale=0.5)
+        logits[:, 0] += 12.0
+        logits[1, 4000] = 25.0
+        assert choose(logits, [3, 9], seed) == by_the_sampler(logits, [3, 9], seed, 1.0)
+
+
+def test_rows_without_a_finite_logit_are_flagged() -> None:
+    logits = normal(4, 2500)
+    logits[0], logits[1], logits[2] = math.nan, -math.inf, math.inf
+    logits[3, :-1] = math.nan
+    for seed in (None, 3):
+        assert choose(logits, [1, 2, 3, 4], seed) == [-1, -1, -1, 2499]
+
+
+def test_rows_of_a_larger_buffer() -> None:
+    buffer = normal(4, 900)
+    assert choose(buffer[1:3, 100:700], [4, 4], 11) == by_the_sampler(buffer[1:3, 100:700], [4, 4], 11, 1.0)
+
+
+def test_a_wrong_seed_position_or_temperature_is_seen() -> None:
+    """The checks above can fail: each of the arguments matters."""
+    logits = normal(9, 400, scale=1.0)
+    positions = list(range(9))
+    wanted = by_the_sampler(logits, positions, 5, 0.7)
+    assert choose(logits, positions, 5, 0.7) == wanted
+    assert choose(logits, positions, 6, 0.7) != wanted
+    assert choose(logits, [place + 1 for place in positions], 5, 0.7) != wanted
+    assert choose(logits, positions, 5, 2.0) != wanted
+
+
+# ---- the walk
+
+
+def walked(tokens: Tensor, parents: Tensor, chosen: Tensor, size: int | None = None) -> tuple[list[int], int]:
+    n = len(tokens)
+    path = torch.full((n,), -7, device=DEVICE)
+    count, bonus = torch.full((1,), -7, dtype=torch.int32, device=DEVICE), torch.full((1,), -7, device=DEVICE)
+    nodes = torch.tensor([n if size is None else size], dtype=torch.int32, device=DEVICE)
+    for _ in range(2):
+        kernel.walk(*(given.to(DEVICE) for given in (tokens, parents, chosen)), nodes, path, count, bonus)
+    kept = int(count)
+    assert (path[kept:] == -7).all()
+    return path[:kept].tolist(), int(bonus)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.one_of(st.integers(1, 90), st.sampled_from([64, 65, 128, 256])),
+    undefined=st.sampled_from([0.0, 0.3]),
+)
+def test_the_walk_is_the_engines(seed: int, size: int, undefined: float) -> None:
+    tree = toy.random_tree(seed, size, max(3, size // 8))
+    random = np.random.default_rng(seed)
+    choices = []
+    for node in range(size):
+        children = tree.tokens[tree.parents == node].tolist()
+        choices.append(int(random.choice(children)) if children and random.random() < 0.9 else 99)
+    choices = [choice if random.random() >= undefined else -1 for choice in choices]
+    path, committed = verification.walk(
+        tree, lambda node: None if choices[node] < 0 else choices[node], lambda _: False
+    )
+    chosen = torch.tensor(choices)
+    found, bonus = walked(tree.tokens, tree.parents, chosen)
+    assert kernel.reference_walk(tree.tokens, tree.parents, chosen) == (found, bonus)
+    if choices[0] < 0:
+        assert (found, bonus) == ([], -1)
+        return
+    assert found == path
+    assert [*tree.tokens[found[1:]].tolist(), bonus] == committed
+    if undefined == 0.0:
+        assert found == ops.walk(tree.tokens, tree.parents, chosen)
+
+
+def test_padding_behind_the_tree_is_not_entered() -> None:
+    tokens, parents = torch.tensor([1, 2, 3, 3]), torch.tensor([-1, 0, 1, 1])
+    chosen = torch.tensor([2, 3, 4, 5])
+    assert walked(tokens[:3], parents[:3], chosen[:3]) == ([0, 1, 2], 4)
+    assert walked(tokens, parents, chosen, size=2) == ([0, 1], 3)
+
+
+def test_a_chain_as_deep_as_it_can_be() -> None:
+    n = kernel.MOST_NODES if DEVICE == "cuda" else 200  # the interpreter takes its time
+    tokens = torch.arange(n)
+    assert walked(tokens, tokens - 1, tokens + 1) == (list(range(n)), n)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    ids, one = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.ones(1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="tokens, parents, chosen, path"):
+        kernel.walk(ids, ids[:1], ids, one, ids, one, ids)
+    with pytest.raises(ValueError, match="size, count"):
+        kernel.walk(ids, ids, ids, ids, ids, one, ids)
+    logits = torch.zeros(2, 5, device=DEVICE)
+    with pytest.raises(ValueError, match="logits"):
+        kernel.choose_tokens(logits.double())
+    with pytest.raises(ValueError, match="logits"):
+        kernel.choose_tokens(logits.t())
+    with pytest.raises(ValueError, match="positions"):
+        kernel.choose_tokens(logits, None, ids[:1], torch.ones(1, device=DEVICE))
+    with pytest.raises(ValueError, match="seed, temperature"):
+        kernel.choose_tokens(logits, ids, ids[:1], None)
