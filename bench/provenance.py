@@ -27,7 +27,7 @@ def provenance() -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
     return {
         "record": "provenance",
-        "command": "python -m bench." + Path(sys.argv[0]).stem + " " + shlex.join(_public(sys.argv[1:])),
+        "command": f"python -m bench.{_module()} " + shlex.join(_public(sys.argv[1:])),
         "commit": _git("describe", "--always", "--abbrev=12", "--dirty=+changes", "--exclude=*"),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{device}, {torch.get_num_threads()} threads of {os.cpu_count()} cores",
@@ -45,6 +45,12 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     temporary = path.with_suffix(".partial")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in [provenance(), *rows]))
     temporary.replace(path)
+
+
+def _module() -> str:
+    """What was run: of a package, the program is its `__main__.py`."""
+    program = Path(sys.argv[0])
+    return program.parent.name if program.stem == "__main__" else program.stem
 
 
 def _public(arguments: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import policies as bench_policies
-from bench import report, tree_construction
+from bench import provenance, report, tree_construction
 from bench.tree_construction import Case, Layer, layer_of
 from specengine import policies
 from specengine.errors import InputError
@@ -326,6 +326,15 @@ def test_first_difference() -> None:
     assert bench_policies._first_difference([1, 2], [1, 2]) is None
     assert bench_policies._first_difference([1, 2], [1, 3]) == 1
     assert bench_policies._first_difference([1, 2, 3], [1, 2]) == 2
+
+
+# ---------------------------------------------------------------------------------------------------- provenance
+
+
+@pytest.mark.parametrize(("program", "module"), [("report.py", "report"), ("inflate/__main__.py", "inflate")])
+def test_the_command_names_the_module(program: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [f"/some/folder/bench/{program}", "--out", "/some/other/folder/x.jsonl"])
+    assert provenance.provenance()["command"] == f"python -m bench.{module} --out x.jsonl"
 
 
 # ---------------------------------------------------------------------------------------------------- report

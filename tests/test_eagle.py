@@ -23,8 +23,10 @@ from specengine.models.agreement import Convention, conventions, one_step_agreem
 from specengine.models.eagle_head import EagleConfig, EagleHead, Rope, causal, default_layer_ids, head_from, make_head
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree
+from tests.heads import LAYERS, LLAMA3, YARN, deep, fit
 from tests.toy import (
     CPU,
+    POLICIES,
     VOCABULARY,
     RandomShape,
     Tables,
@@ -33,21 +35,10 @@ from tests.toy import (
     head_config,
     policy_for,
     random_state,
-    tiny,
     tiny_head,
 )
 
 PROMPT = [*range(40, 52)]
-LAYERS = 6
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS: dict[str, EagleConfig] = {
     "eagle-1": head_config(1),
     "eagle-1 fc bias": head_config(1, fc_bias=True, own_embeddings=True),
@@ -65,11 +56,6 @@ VARIANTS: dict[str, EagleConfig] = {
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def deep(family: str = "llama", **changes: Any) -> PreTrainedModel:
-    """A tiny model with layers enough for EAGLE-3."""
-    return tiny(family, num_hidden_layers=LAYERS, **changes)
 
 
 def drafter_for(target: HuggingFaceTarget, config: EagleConfig, seed: int = 0) -> Eagle:
@@ -191,7 +177,7 @@ def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize("policy", [*sorted(set(policies.names()) - {"plain"}), "random"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("version", [1, 3])
 def test_answers_equal_plain_decoding(policy: str, version: Any) -> None:
     target = HuggingFaceTarget(deep())
@@ -420,14 +406,7 @@ def trained_head(model: PreTrainedModel, ids: tuple[int, ...], tokens: list[int]
     features = torch.cat([out.hidden_states[i][0] for i in ids], -1).detach()
     wanted = out.logits[0, 1:].argmax(-1)
     embeddings = model.get_input_embeddings()(torch.tensor(tokens[1:])).detach()
-    optimizer = torch.optim.Adam(head.parameters(), 0.01)
-    for _ in range(60):
-        states = head(head.fuse(features[:-1])[None], embeddings[None], torch.arange(len(wanted))[None], causal)
-        loss = torch.nn.functional.cross_entropy(head.logits(states)[0], wanted)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return head.eval()
+    return fit(head, features[:-1], embeddings, wanted, steps=60)
 
 
 def test_agreement_finds_the_right_layers() -> None:

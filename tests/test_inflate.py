@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, rms_norm
+from torch.nn.functional import rms_norm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from bench import inflate as inflation
-from bench.inflate import SHAPES, AttentionShape, Inflated, Shape, inflate, layer_places, parse_shape, place_heads
+from bench.inflate import Inflated, inflate
+from bench.inflate.__main__ import main
+from bench.inflate.places import layer_places, place_heads
+from bench.inflate.plan import plan_for
+from bench.inflate.shape import SHAPES, AttentionShape, Shape, parse_shape
 from specengine import policies
 from specengine.cycle import Cycle
 from specengine.drafters.eagle import Eagle
@@ -26,21 +29,12 @@ from specengine.models import embedded
 from specengine.models.checkpoints import load_head, save_head
 from specengine.models.eagle_head import EagleConfig, causal, head_from, make_head
 from specengine.targets.huggingface import HuggingFaceTarget
+from tests.heads import LAYERS, LLAMA3, YARN, deep, fit
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = [*range(40, 64)]
-LAYERS = 6
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 WIDE = Shape(60, 9, 6, 3, 100, 300, head_dim=16)  # groups of 2 in groups of 2; head size and vocabulary grow
 WIDER_GROUPS = Shape(96, 7, 12, 3, 48, 700, head_dim=8)  # groups of 2 in groups of 4; copies of copies
@@ -49,7 +43,7 @@ GROWN = (WIDE, WIDER_GROUPS, NARROW_GROUPS)
 
 
 def small(**changes: Any) -> PreTrainedModel:
-    model = tiny("llama", num_hidden_layers=LAYERS, **changes)
+    model = deep(**changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -221,7 +215,7 @@ def test_the_default_model_and_its_head_fit_into_the_8b_shape() -> None:
     config = LlamaConfig(**sizes, num_hidden_layers=30, vocab_size=49152, rope_parameters=rope)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    plan = inflation._plan(model, load_head(folder).config, SHAPES["8b"], torch.bfloat16, "copies")
+    plan = plan_for(model, load_head(folder).config, SHAPES["8b"], torch.bfloat16, "copies")
     head_config = plan.head_config
     assert head_config is not None
     with torch.device("meta"):
@@ -312,16 +306,7 @@ def agreeing_state(config: EagleConfig, model: PreTrainedModel) -> dict[str, Ten
     features = torch.cat([states[i] for i in config.feature_ids(LAYERS)], -1)[:-2].clone()
     embeddings = model.get_input_embeddings()(torch.tensor(tokens[1:-1])).detach()
     head = head_from(config, state, torch.float32, CPU).requires_grad_(True)
-    optimizer = torch.optim.Adam(head.parameters(), 0.01)
-    for _ in range(15):
-        hidden, loss = head.fuse(features), torch.zeros(())
-        for _ in range(3):  # rows read their parents' states, as they do when drafting
-            recurrent = head(hidden[None], embeddings[None], torch.arange(len(hidden))[None], causal)[0]
-            loss = loss + cross_entropy(head.logits(recurrent), columns[tokens[2:]])  # type: ignore[arg-type]
-            hidden = torch.cat([hidden[:1], recurrent[:-1]])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    fit(head, features, embeddings, columns[tokens[2:]], steps=15, depth=3)
     return {name: tensor.detach() for name, tensor in head.state_dict().items()}
 
 
@@ -430,7 +415,7 @@ def test_the_command_writes_a_pair_that_loads(tmp_path: Path, capsys: pytest.Cap
     model.save_pretrained(tmp_path / "small")
     save_head(config, state, tmp_path / "small-head")
     command = f"--model {tmp_path}/small --draft {tmp_path}/small-head --shape 60x9x6x3x100x300x16x220 --dtype float32"
-    inflation.main([*command.split(), "--out", str(tmp_path / "large"), "--device", "cpu"])
+    main([*command.split(), "--out", str(tmp_path / "large"), "--device", "cpu"])
     assert capsys.readouterr().err.endswith("B parameters\n")
     folder = tmp_path / "large"
     engine = Engine.from_pretrained(str(folder), str(folder / "head"), "eagle", policy_options=TREE, device="cpu")
