@@ -1,4 +1,4 @@
-"""bench/kernels.py: its cases, its ways against float64 where they run on this machine, and what it prints."""
+"""bench/kernels: its cases, its ways against float64 where they run on this machine, and what it prints."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import json
 import pytest
 import torch
 
-from bench import kernels as bench
-from bench.kernels import Attention, Case, Compaction, Selection
+from bench.kernels import WAYS
+from bench.kernels.__main__ import main
+from bench.kernels.cases import CASES, Attention, Case, Compaction, Selection, floor_of, kind_of
+from bench.kernels.inputs import INPUTS
+from bench.kernels.truth import MOST_ERROR, error_of, truth
+from bench.kernels.way import Way
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 SMALL: list[Case] = [
@@ -18,54 +22,54 @@ SMALL: list[Case] = [
     Selection(3, 700, 20, gated=True),
     Compaction(2, 5, 2, 16, 10),
 ]
-ON_CPU = [way for way in bench.WAYS if way.needs == "torch" and "efficient" not in way.name and "cudnn" not in way.name]
+ON_CPU = [way for way in WAYS if way.needs == "torch" and "efficient" not in way.name and "cudnn" not in way.name]
 
 
 @pytest.mark.parametrize("way", ON_CPU, ids=lambda way: f"{way.kind}: {way.name}")
-def test_baselines_are_right(way: bench.Way) -> None:
+def test_baselines_are_right(way: Way) -> None:
     check(way)
 
 
 @pytest.mark.parametrize("kind", ["selection", "compaction"])  # the interpreter cannot multiply bfloat16
 def test_own_kernels_are_right(kind: str) -> None:
     pytest.importorskip("triton")
-    check(next(way for way in bench.WAYS if way.kind == kind and way.name == "specengine"))
+    check(next(way for way in WAYS if way.kind == kind and way.name == "specengine"))
 
 
-def check(way: bench.Way) -> None:
+def check(way: Way) -> None:
     for case in SMALL:
-        if bench.kind_of(case) == way.kind:
-            inputs = bench.INPUTS[way.kind](case, torch.device("cpu"))
-            wanted = bench.truth(case, inputs)
+        if kind_of(case) == way.kind:
+            inputs = INPUTS[way.kind](case, torch.device("cpu"))
+            wanted = truth(case, inputs)
             reached = way.result(case, way.prepare(case, inputs)())
-            assert bench.error_of(case, reached, wanted) <= bench.MOST_ERROR[way.kind]
-            assert bench.error_of(case, reached + 0.5, wanted) > bench.MOST_ERROR[way.kind]
+            assert error_of(case, reached, wanted) <= MOST_ERROR[way.kind]
+            assert error_of(case, reached + 0.5, wanted) > MOST_ERROR[way.kind]
 
 
 def test_floor_of_llama_8b() -> None:
     """kernels.md §0:4.2 and 5.5 us on an H200, for 64 nodes behind 4096 slots."""
-    floor = bench.floor_of(Attention(64, 4096))
+    floor = floor_of(Attention(64, 4096))
     assert floor.bytes / 4.3e12 * 1e6 == pytest.approx(4.2, abs=0.1)
     assert floor.operations / 790e12 * 1e6 == pytest.approx(5.5, abs=0.1)
 
 
 def test_dry_run_lists_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(["--dry-run", "--kernel", "selection", "--way", "specengine"])
+    main(["--dry-run", "--kernel", "selection", "--way", "specengine"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["record"] for row in rows} == {"selection"}
-    assert len(rows) == 2 * sum(isinstance(case, Selection) for case in bench.CASES)
+    assert len(rows) == 2 * sum(isinstance(case, Selection) for case in CASES)
     assert all(len(row["ways"]) == 1 for row in rows)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run it")
 def test_needs_a_device() -> None:
     with pytest.raises(SystemExit, match="needs a CUDA device"):
-        bench.main([])
+        main([])
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(["--quick", "--way", "specengine"])
+    main(["--quick", "--way", "specengine"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(row["median"] > 0 for row in rows)

@@ -1,0 +1,83 @@
+"""Random inputs for a case: a tree over a cache, logits as a draft head gives them, a slab of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.cases import Attention, Compaction, Selection
+
+
+class Tree(NamedTuple):
+    """q [1, N, Hq, D], k and v [1, Hkv, L + N, D], words [1, N, N / 64], the dense mask bool [N, L + N]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    words: Tensor
+    lengths: tuple[Tensor, Tensor, Tensor]
+    mask: Tensor
+
+
+def random_tree(nodes: int) -> Tensor:
+    """bool [N, N]: node sees ancestor or itself."""
+    generator = torch.Generator().manual_seed(nodes)
+    seen = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        seen[node] |= seen[int(torch.randint(0, node, (), generator=generator))]
+    return seen
+
+
+def pack(seen: Tensor) -> Tensor:
+    """int64 words of bool [N, M]."""
+    padded = F.pad(seen, (0, -seen.shape[1] % 64)).view(seen.shape[0], -1, 64).long()
+    return (padded << torch.arange(64)).sum(-1)
+
+
+def tree_inputs(case: Attention, device: torch.device) -> Tree:
+    slots = case.prefix + case.nodes
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    seen = random_tree(case.nodes)
+    mask = torch.cat([torch.ones(case.nodes, case.prefix, dtype=torch.bool), seen], 1)
+    lengths = tuple(
+        torch.tensor([value], dtype=torch.int32, device=device) for value in (case.prefix, case.nodes, case.nodes)
+    )
+    q = normal(1, case.nodes, case.heads, case.size)
+    k, v = (normal(1, case.kv_heads, slots, case.size) for _ in range(2))
+    return Tree(q, k, v, pack(seen)[None].to(device), lengths, mask.to(device))
+
+
+class Layer(NamedTuple):
+    logits: Tensor
+    parents: Tensor
+
+
+def layer_inputs(case: Selection, device: torch.device) -> Layer:
+    # a peaked distribution under a random order of tokens, as a draft head gives
+    ranks = torch.rand(case.rows, case.columns, device=device).argsort(1).argsort(1)
+    logits = (-1.35 * (ranks + 1.0).log() + 0.1 * torch.randn(case.rows, case.columns, device=device)).bfloat16()
+    return Layer(logits, -torch.rand(case.rows, device=device) * 4)
+
+
+class Slab(NamedTuple):
+    slab: Tensor
+    path: Tensor
+    count: Tensor
+    prefix: Tensor
+
+
+def slab_inputs(case: Compaction, device: torch.device) -> Slab:
+    slab = torch.randn(case.layers, 2, case.kv_heads, case.prefix + 64, case.size, device=device, dtype=torch.bfloat16)
+    spread = torch.linspace(0, 63, case.kept).round().int()
+    count, prefix = (torch.tensor([value], dtype=torch.int32, device=device) for value in (case.kept, case.prefix))
+    return Slab(slab, spread.to(device), count, prefix)
+
+
+INPUTS: dict[str, Callable[..., Any]] = {"attention": tree_inputs, "selection": layer_inputs, "compaction": slab_inputs}

@@ -1,0 +1,39 @@
+"""What each way's result must be, from the definition in float64, and how far it may be off."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.kernels.cases import LOG_MU, Attention, Case, Selection
+
+MOST_ERROR = {"attention": 6e-3, "selection": 2e-5, "compaction": 0.0}
+
+
+def truth(case: Case, inputs: Any) -> Tensor:
+    """float64, from the definition, as each way's `result` gives it."""
+    if isinstance(case, Attention):
+        q, k, v = (tensor[0].double() for tensor in inputs[:3])
+        groups = case.heads // case.kv_heads
+        scores = torch.einsum("nhd,hsd->hns", q, k.repeat_interleave(groups, 0)) * case.size**-0.5
+        weights = scores.masked_fill(~inputs.mask, -math.inf).softmax(-1)
+        return torch.einsum("hns,hsd->nhd", weights, v.repeat_interleave(groups, 0))
+    if isinstance(case, Selection):
+        scores = inputs.logits.double().log_softmax(-1) + inputs.parents.double()[:, None]
+        best = scores.flatten().topk(case.most).values
+        return best.masked_fill(best < best[0] + LOG_MU, -math.inf) if case.gated else best
+    return inputs.slab[:, :, :, case.prefix + inputs.path.long()].clone()
+
+
+def error_of(case: Case, got: Tensor, wanted: Tensor) -> float:
+    """Relative Frobenius error of attention, largest difference of scores, count of wrong values of a compaction."""
+    if isinstance(case, Attention):
+        return float((got.double() - wanted).norm() / wanted.norm())
+    if isinstance(case, Selection):
+        near_gate = (got.double() - wanted).abs() > 1.0  # one of both is -inf: a score within rounding of the gate
+        difference = (got.double() - wanted).masked_fill(near_gate, 0.0).nan_to_num(0.0).abs().max()
+        return float(difference) if int(near_gate.sum()) <= 1 else math.inf
+    return float((got != wanted).sum())
