@@ -26,17 +26,10 @@ LOG2_E = math.log2(math.e)
 # ---- meaning
 
 
-def reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    words: Tensor,
-    prefix_len: Tensor,
-    n_q: Tensor,
-    n_tree: Tensor,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What `tree_attention` computes, in plain torch and in the dtype of q: out [B, Nq, Hq, D], lse [B, Nq, Hq]."""
+def reference(*inputs: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """What `tree_attention` computes of the same inputs, in plain torch and in the dtype of q: out [B, Nq, Hq, D], lse
+    [B, Nq, Hq]."""
+    q, k_cache, v_cache, words, prefix_len, n_q, n_tree = inputs
     groups, size = q.shape[2] // k_cache.shape[1], q.shape[3]
     slots = torch.arange(k_cache.shape[2], device=q.device)
     node = slots - prefix_len[:, None].long()  # [B, S]: which node stands in a slot, negative in the prefix
