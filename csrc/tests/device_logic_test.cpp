@@ -2,8 +2,6 @@
 // buffers of the exact size, against the functions for the CPU. Exits with 1 and a line per failed check.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -16,20 +14,9 @@
 #include "spec/device_compaction.hpp"
 #include "spec/device_tree.hpp"
 #include "spec/tree.hpp"
+#include "tests/check.hpp"
 
 namespace {
-
-int failures = 0;
-
-void check(bool holds, const char* what, int64_t size) {
-  if (holds) return;
-  std::printf("failed: %s (size %lld)\n", what, static_cast<long long>(size));
-  ++failures;
-}
-
-std::mt19937_64 generator(1);
-
-int64_t below(int64_t bound) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(bound)); }
 
 // What all lanes do up to the next barrier; a race shows as a result that depends on their order.
 void lanes(int count, const std::function<void(int)>& work) {
@@ -288,6 +275,5 @@ int main() {
   test_walk();
   test_compaction<uint8_t>("move_column of bytes");
   test_compaction<uint64_t>("move_column of words");
-  if (failures == 0) std::puts("all checks passed");
-  return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+  return verdict();
 }

@@ -1,8 +1,8 @@
 // Runs csrc/spec against brute force on random inputs in heap buffers of the exact size, so that the sanitizers see
 // every read and write that leaves them. Exits with 1 and a line per failed check.
+#include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <random>
@@ -15,20 +15,9 @@
 #include "spec/gumbel.hpp"
 #include "spec/top_children.hpp"
 #include "spec/tree.hpp"
+#include "tests/check.hpp"
 
 namespace {
-
-int failures = 0;
-
-void check(bool holds, const char* what, int64_t size) {
-  if (holds) return;
-  std::printf("failed: %s (size %lld)\n", what, static_cast<long long>(size));
-  ++failures;
-}
-
-std::mt19937_64 generator(1);
-
-int64_t below(int64_t bound) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(bound)); }
 
 // Normal values; coarse ones tie often. One in 16 is NaN, -inf or +inf where `special`.
 std::vector<float> random_scores(int64_t size, bool coarse, bool special) {
@@ -431,6 +420,5 @@ int main() {
   test_top_entropy<uint16_t>("top_entropy bfloat16");
   test_best_first();
   test_compact_rows();
-  if (failures == 0) std::puts("all checks passed");
-  return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+  return verdict();
 }
