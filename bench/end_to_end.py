@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default=None)
     parser.add_argument("--draft", default=None, help="default: the model's best")
+    parser.add_argument("--lookup", action=argparse.BooleanOptionalAction, help="copies in the draft, or the head")
     parser.add_argument("--policy", action="append", help="repeatable; default: the draft's own")
     parser.add_argument(
         "--tree",
@@ -61,7 +62,7 @@ def main() -> None:
     }
     shapes: list[tuple[str | None, dict[str, Any]]] = [("eagle", tree) for tree in args.tree]
     shapes += [(policy, {}) for policy in args.policy or ([] if shapes else [None])]
-    first = Engine.from_pretrained(model, args.draft)
+    first = Engine.from_pretrained(model, args.draft, lookup=args.lookup)
     for policy, options in shapes:
         shaped = policies.make(policy, **options) if policy else first.policy
         engine = Engine(plain.target, first.drafter, shaped, plain.tokenizer)

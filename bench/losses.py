@@ -131,7 +131,9 @@ def measure(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
         ranks = [report.to_dict() for report in by_rank(head, teacher, held_back)]
         rows.append({"record": "head", "loss": name, **training, "by_rank": ranks})
         for tree, (policy, options) in TREES.items():
-            engines[name, tree] = Engine.from_pretrained(model, str(folder), policy, policy_options=options)
+            engines[name, tree] = Engine.from_pretrained(
+                model, str(folder), policy, policy_options=options, lookup=False
+            )
     cells = {key: _Cell() for key in engines}
     for item in prompts:
         prompt = plain.stream(item.text, max_new_tokens=1).prompt

@@ -94,7 +94,7 @@ class Answer(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
-    first = Engine.from_pretrained(model.to(args.device), args.draft, strict=args.strict)
+    first = Engine.from_pretrained(model.to(args.device), args.draft, strict=args.strict, lookup=args.lookup)
     items = workloads.read(args.prompts, args.per_set)
     settings = _settings(args, items, first)
     table = Table(first, args.ways, _options(args), settings)
@@ -130,6 +130,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--policy", action="append", default=[], metavar="WAY", help="repeatable")
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="WAY", help="a sweep's name and base; repeatable"
+    )
+    parser.add_argument(
+        "--lookup", action=argparse.BooleanOptionalAction, help="copies in the draft, or the head alone"
     )
     parser.add_argument("--strict", action="store_true", help="the same bits in every tree: no answer may diverge")
     parser.add_argument("--counters-only", action="store_true", help="one round, no times")

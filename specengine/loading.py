@@ -17,6 +17,8 @@ from specengine import drafters, models, policies, registry
 from specengine.causal_lm import CausalLM
 from specengine.drafters import Drafter
 from specengine.drafters.eagle import Eagle, require_fit
+from specengine.drafters.lookup import Lookup
+from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel, check_tokenizers
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import checkpoints, dialects
@@ -44,6 +46,8 @@ class LoadOptions:
     policy_options     options of a policy given by name
     offline            never use a network
     trust_remote_code  run modeling code from a model's repository
+    lookup             mix into a head's or smaller model's distributions what followed the same words before in prompt
+                       and answer (drafters/lookup.py); by default on a CPU; a Drafter is taken as it is
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
@@ -58,6 +62,7 @@ class LoadOptions:
     policy_options: dict[str, Any] = field(default_factory=dict)
     offline: bool = False
     trust_remote_code: bool = False
+    lookup: bool | None = None
     pack: bool | None = None
     strict: bool = False
     progress: Callable[[str], None] | None = None
@@ -112,6 +117,8 @@ def load(
     target = HuggingFaceTarget(target_model, pack=options.pack, strict=options.strict)
     draft_options = dataclasses.replace(options, device=target_model.device)
     drafter = None if policy == "plain" else _drafter(draft, target, tokenizer, draft_options)
+    if _looks_up(options.lookup, draft, drafter, target):
+        drafter = Lookup(cast(Drafter, drafter))
     return Parts(target, drafter, _policy(policy, drafter, options), tokenizer)
 
 
@@ -195,6 +202,15 @@ def _drafter(draft: Any, target: HuggingFaceTarget, tokenizer: Any, options: Loa
             f"{vocab_size}, and there are no two tokenizers to compare"
         )
     return SmallModel(model, vocab_size, pack=options.pack)
+
+
+def _looks_up(wanted: bool | None, draft: Any, drafter: Drafter | None, target: HuggingFaceTarget) -> bool:
+    if wanted and (drafter is None or isinstance(drafter, Lookup | NGram)):
+        raise InputError(f"lookup: draft {draft or 'none'!r} has no distributions to mix with; accepted with a model")
+    if wanted is None:
+        made_here = isinstance(drafter, Eagle | SmallModel) and drafter is not draft
+        return made_here and target.device.type == "cpu"
+    return wanted
 
 
 def _policy(policy: Any, drafter: Drafter | None, options: LoadOptions) -> TreePolicy | None:

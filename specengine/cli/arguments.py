@@ -70,6 +70,12 @@ def add_draft_arguments(parser: argparse.ArgumentParser, *, several_policies: bo
         "shipped head for the default model, else ngram)",
     )
     add_draft_option(group)
+    group.add_argument(
+        "--lookup",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="mix into the draft what followed the same words before in prompt and answer (default: on a CPU)",
+    )
     known = ", ".join(policies.names()) + ", or NAME/PRESET"
     if several_policies:
         group.add_argument("--policy", action="append", help=f"{known} (default: the draft's); repeatable")
@@ -121,8 +127,8 @@ def flag(name: str) -> str:
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of Engine.from_pretrained that say how models are loaded."""
-    names = ("dtype", "device", "pack", "strict", "offline", "trust_remote_code")
-    return {name: getattr(arguments, name) for name in names}
+    names = ("dtype", "device", "lookup", "pack", "strict", "offline", "trust_remote_code")
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
 def load_engine(arguments: argparse.Namespace) -> Engine:

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step
-from specengine.errors import InputError
-from specengine.targets import common_prefix
+from specengine.drafters._suffixes import Suffixes, require_lengths
 from specengine.tree import TokenTree
-
-Suffix = tuple[int, ...]
 
 
 @dataclass
@@ -35,24 +32,17 @@ class NGram(Drafter):
     name = "ngram"
     default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("eagle", {"width": 4, "expansions": 9, "budget": 12})
 
-    _tokens: list[int] = field(default_factory=list, init=False, repr=False)
-    _counts: dict[Suffix, dict[int, int]] = field(default_factory=dict, init=False, repr=False)
+    _seen: Suffixes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shortest <= self.longest:
-            raise InputError(
-                f"draft ngram.shortest, longest: got {self.shortest}, {self.longest}, accepted 1 <= shortest <= longest"
-            )
+        require_lengths("ngram", self.shortest, self.longest)
+        self._seen = Suffixes(self.shortest, self.longest)
 
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
-        if common_prefix(self._tokens, prompt) < len(self._tokens):
-            self.reset()
-        self._extend(prompt[len(self._tokens) :])
+        self._seen.become(prompt)
 
     def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        history = self._tokens[-self.longest :]
-        root = int(tree.tokens[0])
-        rows = [self._continuations([*history, root, *tree.path_tokens(node)]) for node in nodes.tolist()]
+        rows = [self._continuations(context) for context in self._seen.contexts(tree, nodes)]
         columns = {token: column for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))}
         log_probs = torch.full((len(rows), max(1, len(columns))), float("-inf"))
         for index, row in enumerate(rows):
@@ -63,28 +53,18 @@ class NGram(Drafter):
 
     def observe(self, cycle: Cycle) -> None:
         # The cycle's root was committed before it; its last token is the next root.
-        self._extend([int(cycle.tree.tokens[0]), *cycle.tokens[:-1]])
+        self._seen.extend([int(cycle.tree.tokens[0]), *cycle.tokens[:-1]])
 
     def reset(self) -> None:
-        self._tokens, self._counts = [], {}
-
-    def _extend(self, tokens: list[int]) -> None:
-        for token in tokens:
-            history = self._tokens
-            for length in range(self.shortest, min(self.longest, len(history)) + 1):
-                followers = self._counts.setdefault(tuple(history[-length:]), {})
-                followers[token] = followers.get(token, 0) + 1
-            history.append(token)
+        self._seen.clear()
 
     def _continuations(self, context: list[int]) -> dict[int, float]:
         """Probability of each token that followed a suffix of `context` before."""
         probabilities: dict[int, float] = defaultdict(float)
         left = 1.0
-        for length in range(min(self.longest, len(context)), self.shortest - 1, -1):
-            followers = self._counts.get(tuple(context[-length:]))
-            if followers:
-                total = sum(followers.values()) + 1
-                for token, count in followers.items():
-                    probabilities[token] += left * count / total
-                left /= total
+        for _, followers in self._seen.matches(context):
+            total = sum(followers.values()) + 1
+            for token, count in followers.items():
+                probabilities[token] += left * count / total
+            left /= total
         return probabilities

@@ -17,6 +17,7 @@ from torch import Tensor
 from specengine import policies
 from specengine.cycle import Cycle, Stats
 from specengine.drafters import Step
+from specengine.drafters.lookup import Lookup
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.options import GenerationOptions
@@ -175,6 +176,8 @@ def collect(
 ) -> Trees:
     """Let `engine` answer the prompts greedily under full candidate trees until `options.trees` are logged.
 
+    The trees are those of the draft alone, without lookup.
+
     prompts: checked token ids, two or more each; each is a shard, and one that is there is not answered again, so an
     interrupted call goes on where it stopped. An answer's last tree is left out where the answer's end cut its path.
     name: of the target, as recorded. InputError without a draft, and where the prompts give too few trees.
@@ -182,9 +185,12 @@ def collect(
     if engine.drafter is None:
         raise InputError("draft: there is none, and the trees are the draft's")
     settings = {key: value for key, value in asdict(options).items() if key != "trees"}  # there may be more
-    trees = Trees.create(folder, {"target": name, "draft": engine.drafter.name, **settings})
+    drafter = engine.drafter
+    if isinstance(drafter, Lookup):  # whose columns are other ones in every step
+        drafter = drafter.drafter
+    trees = Trees.create(folder, {"target": name, "draft": drafter.name, **settings})
     watched = Recorder(options.policy, options)
-    recording = Engine(engine.target, engine.drafter, watched, engine.tokenizer)
+    recording = Engine(engine.target, drafter, watched, engine.tokenizer)
     have, new, began = 0, 0, time.perf_counter()
     for number, prompt in enumerate(prompts):
         if 0 < options.trees <= have:

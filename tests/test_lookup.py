@@ -1,0 +1,185 @@
+"""A draft that also copies: its distributions, its columns, what it learns of itself, and that answers stay exact."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specengine import policies
+from specengine.cycle import Cycle, Seconds
+from specengine.drafters import Step
+from specengine.drafters.lookup import MOST, PRIOR_HITS, PRIOR_WEIGHT, Lookup
+from specengine.drafters.ngram import NGram
+from specengine.drafters.small_model import first_layers
+from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.tree import TokenTree
+from tests.toy import Tables, ToyDrafter, ToyTarget, policy_for, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def path_tree(root: int, path: Sequence[int]) -> TokenTree:
+    tree = TokenTree.root(root, len(path) + 1)
+    for node, token in enumerate(path):
+        tree.add(torch.tensor([node]), torch.tensor([token]), torch.zeros(1))
+    return tree
+
+
+def distribution(step: Step, row: int = 0) -> dict[int, float]:
+    tokens = range(step.logits.shape[1]) if step.token_ids is None else step.token_ids.tolist()
+    return dict(zip(tokens, step.logits[row].double().softmax(-1).tolist(), strict=True))
+
+
+def longest_match(text: Sequence[int], context: Sequence[int]) -> tuple[int, list[int]]:
+    """Length of the longest suffix of `context` in `text`, at most as long as the prior, and what followed it."""
+    for length in range(min(len(PRIOR_HITS), len(context)), 0, -1):
+        suffix = list(context[-length:])
+        followed = [text[i + length] for i in range(len(text) - length) if list(text[i : i + length]) == suffix]
+        if followed:
+            return length, followed
+    return 0, []
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=40), st.lists(st.integers(0, 3), max_size=4), st.data())
+def test_the_mixture_is_that_of_the_definition(text: list[int], path: list[int], data: st.DataObject) -> None:
+    columns = data.draw(st.sampled_from([None, (2, 0, 5), (3, 1, 2, 0)]))
+    tables = Tables(6, seed=3)
+    draft = Lookup(ToyDrafter(tables, columns=columns))
+    root = data.draw(st.integers(0, 3))
+    draft.begin(text)
+    tree = path_tree(root, path)
+    found = distribution(draft.step(tree, torch.tensor([len(path)])))
+
+    context = [*text, root, *path]
+    known = range(6) if columns is None else columns
+    own = tables.probabilities(context)[list(known)]
+    expected = dict(zip(known, own / own.sum(), strict=True))
+    length, followed = longest_match(text, context)
+    if followed:
+        weight = PRIOR_HITS[length - 1]
+        expected = {token: (1 - weight) * p for token, p in expected.items()}
+        for token in followed:
+            expected[token] = expected.get(token, 0.0) + weight / len(followed)
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert sum(found.values()) == pytest.approx(1.0)
+
+
+def test_rows_are_mixed_apart() -> None:
+    draft = Lookup(ToyDrafter(Tables(8, seed=1), columns=[0, 1, 2, 3]))
+    draft.begin([1, 2, 6, 1, 3, 7, 5])
+    tree = path_tree(1, [2])
+    step = draft.step(tree, torch.tensor([0, 1]))  # behind (1): 2 and 3 were seen; behind (1, 2): 6, without a column
+    assert step.token_ids is not None
+    assert step.token_ids.tolist() == [0, 1, 2, 3, 6]
+    first, second = distribution(step, 0), distribution(step, 1)
+    assert first[6] < 1e-8
+    assert second[6] == pytest.approx(PRIOR_HITS[1], rel=1e-5)
+    assert first[2] > PRIOR_HITS[0] / 2
+    assert first[3] > PRIOR_HITS[0] / 2
+
+
+def test_where_nothing_matches_the_draft_has_its_say() -> None:
+    class Fixed(ToyDrafter):
+        def step(self, tree: TokenTree, nodes: Tensor) -> Step:
+            return given_step
+
+    draft = Lookup(Fixed(Tables(8)))
+    draft.begin([1, 2, 3])
+    given_step = Step(torch.zeros(1, 8))
+    assert draft.step(path_tree(7, []), torch.tensor([0])) is given_step
+    given_step = Step(torch.full((1, 1), -torch.inf), normalized=True)  # what a draft gives that proposes nothing
+    assert draft.step(path_tree(2, []), torch.tensor([0])) is given_step
+
+
+def test_the_draft_s_own_logits_are_left_as_they_are() -> None:
+    class Keeps(ToyDrafter):
+        def step(self, tree: TokenTree, nodes: Tensor) -> Step:
+            return Step(logits)
+
+    logits = torch.zeros(1, 8)
+    draft = Lookup(Keeps(Tables(8)))
+    draft.begin([1, 2, 3])
+    assert draft.step(path_tree(1, []), torch.tensor([0])).logits[0].argmax() == 2
+    assert torch.equal(logits, torch.zeros(1, 8))
+
+
+def committed(root: int, tokens: list[int]) -> Cycle:
+    return Cycle(TokenTree.root(root), [0], tokens, Seconds())
+
+
+def test_it_counts_how_often_a_match_was_right() -> None:
+    draft = Lookup(ToyDrafter(Tables(8, seed=1)))
+    draft.begin([1, 2, 1, 2, 1, 3])  # behind (1): 2 twice, 3 once
+    draft.observe(committed(root=1, tokens=[2, 5]))  # behind (3) nothing was seen; (1) is right by 2 of 3
+    weight = (PRIOR_WEIGHT * PRIOR_HITS[0] + 2 / 3) / (PRIOR_WEIGHT + 1)
+    found = distribution(draft.step(path_tree(5, [3]), torch.tensor([1])))  # behind (3): 1
+    own = distribution(ToyDrafterAt(draft).step())
+    assert found[1] == pytest.approx((1 - weight) * own[1] + weight, abs=1e-6)
+    draft.begin([1, 2, 1, 2, 1, 3, 1, 2, 5])  # another generation begins with the prior
+    assert distribution(draft.step(path_tree(3, []), torch.tensor([0])))[1] > PRIOR_HITS[0]
+
+
+class ToyDrafterAt:
+    """The draft inside `draft`, asked where the test above asks."""
+
+    def __init__(self, draft: Lookup) -> None:
+        self.draft = draft.drafter
+
+    def step(self) -> Step:
+        return self.draft.step(path_tree(5, [3]), torch.tensor([1]))
+
+
+def test_a_match_that_was_always_right_still_leaves_the_draft_a_share() -> None:
+    draft = Lookup(ToyDrafter(Tables(4, seed=1)))
+    draft.begin([1] * 4)
+    for _ in range(600):
+        draft.observe(committed(root=1, tokens=[1]))
+    found = distribution(draft.step(path_tree(1, []), torch.tensor([0])))
+    assert MOST <= found[1] < 1.0
+    assert min(found.values()) > 0
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from([name for name in policies.names() if name != "plain"]), st.integers(0, 50), st.booleans())
+def test_answers_are_those_of_plain_decoding(name: str, seed: int, sampled: bool) -> None:
+    tables = Tables(6, seed=seed, concentration=0.2)
+    policy = policy_for(name, seed)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, **({"seed": seed} if sampled else {})}
+    plain = Engine(ToyTarget(tables), None, None)
+    draft = Lookup(ToyDrafter(Tables(6, seed=seed + 1), columns=[0, 2, 4]))
+    ours = Engine(ToyTarget(tables), draft, policy)
+    prompt = [1, 2, 3, 1, 2, 3, 0, 1]
+    assert ours.generate(prompt, **options).token_ids == plain.generate(prompt, **options).token_ids
+
+
+def test_a_text_that_repeats_itself_is_copied() -> None:
+    model = tiny()
+    prompt = [5, 6, 7, 8, 9, 10] * 6
+    bare = Engine.from_pretrained(model, first_layers(model, 1), "eagle", lookup=False)
+    copying = Engine.from_pretrained(model, first_layers(model, 1), "eagle")
+    before, after = (engine.generate(prompt, max_new_tokens=96, do_sample=False) for engine in (bare, copying))
+    assert before.token_ids == after.token_ids
+    assert after.stats.draft.endswith("with lookup")
+    assert not before.stats.draft.endswith("with lookup")
+    assert after.stats.mean_acceptance_length > before.stats.mean_acceptance_length
+
+
+@pytest.mark.parametrize("draft", ["ngram", "none"])
+def test_a_draft_without_distributions_cannot_be_mixed(draft: str) -> None:
+    with pytest.raises(InputError, match="lookup: draft"):
+        Engine.from_pretrained(tiny(), draft, lookup=True)
+
+
+def test_a_draft_that_is_given_is_taken_as_it_is() -> None:
+    given_draft = ToyDrafter(Tables(8))
+    assert Engine.from_pretrained(tiny(), given_draft, "eagle").drafter is given_draft
+    wrapped = Engine.from_pretrained(tiny(), given_draft, "eagle", lookup=True).drafter
+    assert isinstance(wrapped, Lookup)
+    assert wrapped.drafter is given_draft
+    assert isinstance(Engine.from_pretrained(tiny(), "ngram").drafter, NGram)
