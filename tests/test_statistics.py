@@ -24,6 +24,7 @@ from specengine.tree import TokenTree
 from specengine.verification import walk
 from tests.toy import (
     CPU,
+    POLICIES,
     LetterTokenizer,
     RecordingStreamer,
     Tables,
@@ -35,7 +36,6 @@ from tests.toy import (
 
 VOCABULARY, LENGTH, ALPHA = 6, 3, 1e-4
 PROMPT = (2, 5)
-POLICIES = [*(name for name in policies.names() if name != "plain"), "random"]
 RUNS = 60_000  # for each world; above 2e5 together
 Law = dict[tuple[int, ...], float]
 
