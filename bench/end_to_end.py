@@ -21,10 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
 from specengine import Engine, models, policies
-from specengine.cycle import Cycle
-
-VERIFIED = (1, 4, 8, 16, 24, 32, 48, 60)  # nodes
-DRAFTED = (1, 4, 10)  # nodes per pass, at most
+from specengine.train.costs import measure
 
 Way = Callable[[list[int]], tuple[int, float]]  # prompt -> new tokens, mean acceptance length
 
@@ -68,7 +65,7 @@ def main() -> None:
         engine = Engine(plain.target, first.drafter, shaped, plain.tokenizer)
         ways[f"{first.drafter.name}, {shaped!r}"] = _engine(engine, args.max_new_tokens)  # type: ignore[union-attr]
     items = workloads.read(args.prompts, args.per_set)
-    costs = _costs(plain, first.drafter, items[0].text) if args.tree else []
+    costs = [measure(first, items[0].text).record()] if args.tree else []
     rows = [_measure(plain, ways, item, args.rounds) for item in items]
     result = [*costs, *_summaries(rows), *rows]
     for row in result:
@@ -81,24 +78,6 @@ def main() -> None:
 def _tree(text: str) -> dict[str, int]:
     width, expansions, budget = map(int, text.split("x"))
     return {"width": width, "expansions": expansions, "budget": budget}
-
-
-def _costs(plain: Engine, drafter: Any, prompt: str) -> list[dict[str, Any]]:
-    """Median milliseconds per cycle of verifying n nodes, and per pass of drafting from n nodes, on one prompt."""
-    verify, draft = {}, {}
-    for budget in VERIFIED:
-        cycles = _cycles(plain, drafter, prompt, policies.make("eagle", width=10, expansions=2, budget=budget))
-        verify[budget] = statistics.median(cycle.seconds.verify for cycle in cycles)
-    for width in DRAFTED:
-        cycles = _cycles(plain, drafter, prompt, policies.make("eagle", width=width, expansions=6, budget=8))
-        draft[width] = statistics.median(cycle.seconds.draft / cycle.tree.passes for cycle in cycles)
-    as_ms = {name: {n: round(1e3 * s, 2) for n, s in found.items()} for name, found in (("v", verify), ("d", draft))}
-    return [{"record": "costs", "verify_ms_by_nodes": as_ms["v"], "draft_pass_ms_by_width": as_ms["d"]}]
-
-
-def _cycles(plain: Engine, drafter: Any, prompt: str, policy: Any) -> list[Cycle]:
-    engine = Engine(plain.target, drafter, policy, plain.tokenizer)
-    return [piece.cycle for piece in engine.stream(prompt, max_new_tokens=48, temperature=0.0)][1:]
 
 
 def _huggingface(model: Any, length: int, **options: Any) -> Way:

@@ -37,6 +37,7 @@ from specengine.drafters import Drafter, Step
 from specengine.drafting import draft_tree
 from specengine.errors import InputError, SpecEngineError
 from specengine.policies import TreePolicy
+from specengine.train.costs import PUBLISHED, Costs, find_costs
 from specengine.train.trees import CollectOptions, Columns, LoggedTree, Trees, collect
 from specengine.tree import TokenTree
 from specengine.verification import walk
@@ -78,88 +79,6 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         provenance.write(args.out, rows)
     return 0
-
-
-# ---------------------------------------------------------------------------------------------------- costs
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a verification of n nodes and a draft pass of n nodes take, in any one unit; linear between given points.
-
-    verify, draft  cost by nodes, at least one point each; beyond the last one the slope of the last two goes on
-    measured       in seconds, so that the policy's own time, as it is in the replay, can be added
-    """
-
-    name: str
-    verify: dict[int, float]
-    draft: dict[int, float]
-    source: str = ""
-    measured: bool = False
-
-    def speedup(self, replayed: Sequence[Replayed]) -> float:
-        """Over plain decoding, which verifies one node per token."""
-        spent = sum(
-            interpolated(self.verify, row.verified)
-            + sum(interpolated(self.draft, width) for width in row.widths)
-            + (row.policy_seconds if self.measured else 0.0)
-            for row in replayed
-        )
-        return sum(row.committed for row in replayed) * interpolated(self.verify, 1) / spent
-
-
-def _ratio(name: str, draft: float, verify: float, source: str) -> Costs:
-    return Costs(name, {1: verify}, {1: draft}, source)
-
-
-# A pass of the draft against a verification, whatever their sizes: batch 1 on GPUs, where both wait for memory.
-PUBLISHED = {
-    costs.name: costs
-    for costs in (
-        _ratio("vicuna-13b-h200", 0.082, 1, "TALON, from its EAGLE-3 rows with 9 draft passes"),
-        _ratio("vicuna-13b-h200-long", 0.113, 1, "TALON, the same on CNN/DM"),
-        _ratio("qwen3-8b-h200", 0.074, 1, "TALON, from its EAGLE-3 rows with 9 draft passes"),
-        _ratio("8b-l40", 5, 100, "C2T, equation 12"),
-        _ratio("70b-2xa100", 10, 400, "C2T, equation 12"),
-    )
-}
-
-
-def find_costs(name: str) -> Costs:
-    """Published ratios by name, or the `costs` record of a file that `bench.end_to_end --tree` printed or wrote."""
-    if name in PUBLISHED:
-        return PUBLISHED[name]
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-        verify, draft = next(
-            (record["verify_ms_by_nodes"], record["draft_pass_ms_by_width"])
-            for record in _records(text)
-            if "verify_ms_by_nodes" in record
-        )
-        points = [{int(nodes): float(ms) / 1e3 for nodes, ms in found.items()} for found in (verify, draft)]
-    except (OSError, ValueError, KeyError, AttributeError, StopIteration) as error:
-        raise InputError(
-            f"costs: {name} is neither one of {', '.join(PUBLISHED)} nor a file with a costs record ({error!r})"
-        ) from error
-    return Costs(Path(name).stem, *points, source="measured", measured=True)
-
-
-def _records(text: str) -> Iterator[dict[str, Any]]:
-    """JSON values, one behind the other: lines of a result file, or what was printed."""
-    decoder, place = json.JSONDecoder(), 0
-    while place < len(text):
-        value, place = decoder.raw_decode(text, place)
-        yield value
-        place += len(text[place:]) - len(text[place:].lstrip())
-
-
-def interpolated(points: dict[int, float], nodes: int) -> float:
-    known = sorted(points.items())
-    if len(known) == 1 or nodes <= known[0][0]:
-        return known[0][1]
-    right = next((i for i, (at, _) in enumerate(known) if at >= nodes), len(known) - 1)
-    (x0, y0), (x1, y1) = known[right - 1], known[right]
-    return y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
 
 
 # ---------------------------------------------------------------------------------------------------- replaying
@@ -284,6 +203,13 @@ def _ends_at_a_node(tree: TokenTree, path: list[int], tokens: list[int]) -> bool
 # ---------------------------------------------------------------------------------------------------- reporting
 
 
+def speedup(costs: Costs, rows: Sequence[Replayed]) -> float:
+    """Over plain decoding, which verifies one node per token."""
+    own = sum(row.policy_seconds for row in rows) if costs.measured else 0.0
+    spent = own + sum(costs.cycle(row.verified, row.widths) for row in rows)
+    return sum(row.committed for row in rows) * costs.plain / spent
+
+
 def summary(spec: str, policy: TreePolicy, rows: Sequence[Replayed], costs: Sequence[Costs]) -> dict[str, Any]:
     """tau, delta and gamma per cycle, what was missed, and the speed-up that each cost model predicts."""
 
@@ -304,7 +230,7 @@ def summary(spec: str, policy: TreePolicy, rows: Sequence[Replayed], costs: Sequ
         "missed_rows_share": round(sum(r.missed_rows for r in rows) / sum(sum(r.widths) for r in rows), 5),
         "missed_nodes_share": round(sum(r.missed_nodes for r in rows) / sum(r.verified for r in rows), 5),
         "walks_cut": sum(row.cut for row in rows),
-        "speedup": {cost.name: round(cost.speedup(rows), 4) for cost in costs},
+        "speedup": {cost.name: round(speedup(cost, rows), 4) for cost in costs},
     }
 
 

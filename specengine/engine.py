@@ -192,6 +192,8 @@ class Engine:
         features = self.target.prefill(known, kept)
         if self.drafter is not None:
             self.drafter.begin(known, features)
+        if self.policy is not None:
+            self.policy.begin(len(prompt))
         return run
 
     @torch.inference_mode()

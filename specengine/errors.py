@@ -47,3 +47,7 @@ class NumericalError(SpecEngineError, ArithmeticError):
 
 class BackendError(SpecEngineError, RuntimeError):
     """The backend asked for is unknown or not built; the message names the accepted ones or the build command."""
+
+
+class MissingExtraError(SpecEngineError, ImportError):
+    """A package is missing that an extra of specengine brings; the message holds the command that installs it."""

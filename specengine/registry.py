@@ -63,7 +63,7 @@ def _convert(value: Any, wanted: Any, field: str) -> Any:
         return value
     try:
         if origin is tuple:
-            parts = value.split(",") if isinstance(value, str) else value
+            parts = value.split(",") if isinstance(value, str) and value else value
             return tuple(_convert(part, arguments[0], field) for part in parts)
         if wanted is bool:
             return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]

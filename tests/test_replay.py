@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench import replay as command
-from bench.replay import PUBLISHED, Costs, Replayed, find_costs, interpolated, path_log_probs, replay, summary
+from bench.replay import Replayed, path_log_probs, replay, speedup, summary
 from specengine import policies
 from specengine.cycle import Seconds
 from specengine.drafters import Step
@@ -19,6 +19,7 @@ from specengine.drafting import draft_tree
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.policies import TreePolicy
+from specengine.train.costs import PUBLISHED, Costs, find_costs, interpolated
 from specengine.train.trees import CollectOptions, Trees, collect
 from specengine.tree import TokenTree
 from specengine.verification import walk
@@ -155,11 +156,11 @@ def test_costs_are_linear_between_points() -> None:
 
 def test_speedups() -> None:
     costs = Costs("mine", {1: 0.036, 13: 0.048}, {1: 0.002, 4: 0.005})
-    assert costs.speedup([ROW]) == pytest.approx(3 * 0.036 / (0.048 + 0.002 + 2 * 0.005))
+    assert speedup(costs, [ROW]) == pytest.approx(3 * 0.036 / (0.048 + 0.002 + 2 * 0.005))
     measured = Costs("mine", costs.verify, costs.draft, measured=True)
-    assert measured.speedup([ROW, ROW]) == pytest.approx(3 * 0.036 / (0.048 + 0.012 + 0.002))
+    assert speedup(measured, [ROW, ROW]) == pytest.approx(3 * 0.036 / (0.048 + 0.012 + 0.002))
     published = PUBLISHED["qwen3-8b-h200"]
-    assert published.speedup([ROW]) == pytest.approx(3 / (1 + 0.074 * 3))
+    assert speedup(published, [ROW]) == pytest.approx(3 / (1 + 0.074 * 3))
     assert all(costs.source for costs in PUBLISHED.values())
 
 

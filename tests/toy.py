@@ -236,6 +236,7 @@ def policy_for(name: str, seed: int = 0) -> TreePolicy:
         "gammatune": {"width": 3, "expansions": 4, "budget": 10, "height": 3},
         "disco": {"width": 3, "expansions": 4, "budget": 10},
         "c2t": {"children": 3, "layer": 4, "max_depth": 4, "hard_cap": 12, "beta": 0.05},
+        "ltd": {"networks": "cpu"},
         "dymax": {"length": 5},
         "dyjoint": {"length": 5},
     }

@@ -45,6 +45,9 @@ class TreePolicy:
         """The nodes that the target verifies: ascending, with the root, closed under parent."""
         return torch.arange(tree.size, device=tree.device)
 
+    def begin(self, tokens: int) -> None:
+        """A generation begins behind a prompt of so many tokens; for policies that read the context's length."""
+
     def observe(self, cycle: Cycle) -> None:
         """Look at what became of the tree; for policies with a history."""
 

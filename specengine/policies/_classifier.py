@@ -152,7 +152,7 @@ def load(kind: str, classifier: str) -> Classifier:
         ) from error
     _check_facts(kind, facts, where)
     net = KINDS[kind].make(facts)
-    _check_state(net, state, where)
+    check_state(net, state, where)
     net.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     return Classifier(net.eval().requires_grad_(False), facts)
 
@@ -180,7 +180,8 @@ def _check_facts(kind: str, facts: Mapping[str, Any], where: str) -> None:
             raise InputError(f"{where} records {name} {facts.get(name)!r}, accepted {accepted}")
 
 
-def _check_state(net: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
+def check_state(net: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
+    """InputError listing what of `state` is not as the network wants it."""
     expected = net.state_dict()
     wrong = {
         "unused": [name for name in state if name not in expected],

@@ -271,6 +271,9 @@ class Recorder(TreePolicy):
         self._rows.append((frontier, *distribution_facts(step, self.options)))
         return self.policy.grow(tree, frontier, step)
 
+    def begin(self, tokens: int) -> None:
+        self.policy.begin(tokens)
+
     def observe(self, cycle: Cycle) -> None:
         self.policy.observe(cycle)
 

@@ -1,0 +1,256 @@
+"""Learning to Draft's two networks: the trees that they are for, how they compute, and the files that they are in.
+
+A module of policies, none itself.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from specengine.errors import InputError
+from specengine.models.files import atomic
+from specengine.policies import require
+from specengine.policies._classifier import METADATA, check_state
+
+FORMAT = 1
+FOLDER = Path(__file__).parent / "networks" / "smollm2-135m-instruct"  # what ships, and for which target
+ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}
+DEPTH_REPEATS, SIZE_REPEATS = 14, 29  # of the context's length and of the number of expansions in an observation
+STOP, GO_ON = 0, 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The trees that a pair of networks decides about.
+
+    width        of the beam
+    expansions   levels grown after the first, at most
+    sizes        candidates verified by the size network's actions, ascending, the root excluded
+    least        expansions before the depth network is asked for the first time
+    check_every  expansions from one of its decisions to the next
+    pad          what stands in an observation for candidates that there are not; log-probabilities below a negative
+                 one count as that
+    """
+
+    width: int = 10
+    expansions: int = 12
+    sizes: tuple[int, ...] = tuple(range(20, 241, 20))
+    least: int = 1
+    check_every: int = 1
+    pad: float = -20.0
+
+    def __post_init__(self) -> None:
+        for name, least in {"width": 1, "expansions": 1, "least": 0, "check_every": 1}.items():
+            require("ltd", name, getattr(self, name), f"{least} or more", getattr(self, name) >= least)
+        ever = any(self.asks(count) for count in range(self.expansions))
+        require("ltd", "least, check_every", (self.least, self.check_every), "a depth that is asked about", ever)
+        ascending = all(a < b for a, b in pairwise((0, *self.sizes)))
+        require("ltd", "sizes", self.sizes, "one or more, ascending, above 0", bool(self.sizes) and ascending)
+        require("ltd", "pad", self.pad, "0 or less", self.pad <= 0)
+
+    @property
+    def candidates(self) -> int:
+        """Nodes of the whole tree, the root excluded."""
+        return self.grown(self.expansions)
+
+    def grown(self, expansions: int) -> int:
+        """Nodes after so many expansions, the root excluded."""
+        return self.width + expansions * self.width**2
+
+    def asks(self, expansions: int) -> bool:
+        """Whether the depth network is asked after so many expansions."""
+        return self.least <= expansions < self.expansions and expansions % self.check_every == 0
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        return {
+            "depth": self.width**2 + 2 * DEPTH_REPEATS,
+            "size": self.candidates + 2 * SIZE_REPEATS,
+        }
+
+    @property
+    def outputs(self) -> dict[str, int]:
+        return {"depth": 2, "size": len(self.sizes)}
+
+
+class Networks(nn.Module):
+    """A depth and a size network: multi-layer perceptrons from an observation to one value per action.
+
+    hidden: units of the hidden layers of each; activation: relu or tanh.
+    """
+
+    def __init__(self, shape: Shape, hidden: Mapping[str, Sequence[int]], activation: str = "relu") -> None:
+        super().__init__()
+        self.shape, self.activation = shape, activation
+        self.depth = perceptron(shape.inputs["depth"], hidden["depth"], shape.outputs["depth"], activation)
+        self.size = perceptron(shape.inputs["size"], hidden["size"], shape.outputs["size"], activation)
+        self._act = torch.tanh if activation == "tanh" else torch.relu
+
+    @property
+    def hidden(self) -> dict[str, list[int]]:
+        return {name: [layer.out_features for layer in _layers(getattr(self, name))[:-1]] for name in ("depth", "size")}
+
+    @property
+    def device(self) -> torch.device:
+        return _layers(self.depth)[0].weight.device
+
+    def goes_on(self, observation: Tensor, expansions: int) -> bool:
+        return int(self.actions("depth", observation)) == GO_ON
+
+    def choose_size(self, observation: Tensor) -> int:
+        return int(self.actions("size", observation))
+
+    def actions(self, name: str, observations: Tensor) -> Tensor:
+        """The best actions of network `name`, int64 [...], for float32 [..., inputs]."""
+        values = observations
+        *hidden, last = _layers(getattr(self, name))
+        for layer in hidden:  # without nn.Module's call, which takes longer than these products
+            values = self._act(linear(values, layer.weight, layer.bias))
+        return linear(values, last.weight, last.bias).argmax(-1)
+
+
+def perceptron(inputs: int, hidden: Sequence[int], outputs: int, activation: str) -> nn.Sequential:
+    sizes = [inputs, *hidden, outputs]
+    layers: list[nn.Module] = []
+    for a, b in pairwise(sizes):
+        layers += [nn.Linear(a, b), ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _layers(network: nn.Sequential) -> list[nn.Linear]:
+    return [layer for layer in network if isinstance(layer, nn.Linear)]
+
+
+class Trained(NamedTuple):
+    """Networks and what their file says of them."""
+
+    networks: Networks
+    facts: Mapping[str, Any]
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def save(file: Path, networks: Networks, facts: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:
+    """Write a pair; `facts` are JSON values, for the record."""
+    stored = {
+        "format": FORMAT,
+        "kind": "ltd",
+        "shape": asdict(networks.shape),
+        "hidden": networks.hidden,
+        "activation": networks.activation,
+        **facts,
+    }
+    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in networks.state_dict().items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(file) as part:
+        save_file(state, part, metadata={METADATA: json.dumps(stored)})
+
+
+def shipped() -> list[str]:
+    """The names of the pairs that ship."""
+    return sorted(file.stem for file in FOLDER.glob("*.safetensors"))
+
+
+def load(networks: str) -> Trained:
+    """The pair `networks`: one that ships, by name; the path of a file; or DEPTH,SIZE, files of Stable-Baselines3.
+
+    InputError naming the option where a file is missing, damaged, of another kind, or has other tensors.
+    """
+    depth, comma, size = networks.partition(",")
+    if comma:
+        return _load_released(Path(depth).expanduser(), Path(size).expanduser())
+    file = FOLDER / f"{networks}.safetensors" if networks in shipped() else Path(networks).expanduser()
+    where = f"policy ltd.networks: {file}"
+    if not file.is_file():
+        raise InputError(
+            f"{where} is no file, known are {', '.join(shipped())}; or train a pair with: specengine train policy"
+        )
+    try:
+        with safe_open(file, framework="pt") as opened:
+            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            facts = dict(json.loads((opened.metadata() or {})[METADATA]))
+        if (facts["format"], facts["kind"]) != (FORMAT, "ltd"):
+            raise ValueError(f"it is of kind {facts['kind']}, format {facts['format']}")
+        shape = Shape(**{**facts["shape"], "sizes": tuple(facts["shape"]["sizes"])})
+        made = Networks(shape, facts["hidden"], facts["activation"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{where} cannot be read ({error!r}); train it again with: specengine train policy") from error
+    return Trained(_filled(made, state, where), facts)
+
+
+def _filled(networks: Networks, state: Mapping[str, Tensor], where: str) -> Networks:
+    check_state(networks, state, where)
+    networks.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return networks.eval().requires_grad_(False)
+
+
+# ---------------------------------------------------------------------------------------------------- released files
+
+RELEASED_SIZES = {24: tuple(range(10, 241, 10)), 12: tuple(range(20, 241, 20))}  # the code's actions, the paper's
+LAYERS = "mlp_extractor.policy_net."
+CRITIC = ("mlp_extractor.value_net.", "value_net.")
+
+
+def _load_released(depth: Path, size: Path) -> Trained:
+    """Two policies as Stable-Baselines3 saved them, as those of the paper's code: tanh units, padded with zeros."""
+    actors = {name: _actor(file, name) for name, file in (("depth", depth), ("size", size))}
+    actions = len(actors["size"]["action_net.bias"]) if "action_net.bias" in actors["size"] else 24
+    if actions not in RELEASED_SIZES:
+        known = " or ".join(map(str, RELEASED_SIZES))
+        raise InputError(f"policy ltd.networks: {size} has {actions} actions, accepted {known}")
+    shape = Shape(sizes=RELEASED_SIZES[actions], pad=0.0)
+    made = Networks(shape, {name: _hidden(actor) for name, actor in actors.items()}, "tanh")
+    state = {f"{name}.{key}": tensor for name, actor in actors.items() for key, tensor in as_network(actor).items()}
+    return Trained(_filled(made, state, f"policy ltd.networks: {depth},{size}"), {"format": "Stable-Baselines3"})
+
+
+def _actor(file: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of the policy network in a .zip of Stable-Baselines3, or in the state dict that such a file holds."""
+    where = f"policy ltd.networks: {file} ({name})"
+    try:
+        with zipfile.ZipFile(file) as opened:
+            inner = "policy.pth" in opened.namelist()
+            if inner:
+                with opened.open("policy.pth") as policy:
+                    state = torch.load(policy, map_location="cpu", weights_only=True)
+        if not inner:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise ValueError("it holds other things than tensors")
+    except (OSError, zipfile.BadZipFile, UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise InputError(f"{where} is no policy that Stable-Baselines3 saved ({error!r})") from error
+    return actor_of(state)
+
+
+def actor_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those tensors of a policy of Stable-Baselines3 that its actions depend on."""
+    return {key: tensor for key, tensor in state.items() if not key.startswith(CRITIC)}
+
+
+def _hidden(actor: Mapping[str, Tensor]) -> list[int]:
+    return [len(actor[key]) for key in sorted(actor, key=_number) if key.startswith(LAYERS) and key.endswith(".bias")]
+
+
+def as_network(actor: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an actor under the names of a network here; a strange one keeps its own, and will be reported."""
+    last = f"{2 * len(_hidden(actor))}."
+    return {key.removeprefix(LAYERS).replace("action_net.", last): tensor for key, tensor in actor.items()}
+
+
+def _number(key: str) -> int:
+    number = key.removeprefix(LAYERS).partition(".")[0]
+    return int(number) if number.isdecimal() else -1

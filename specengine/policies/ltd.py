@@ -1,0 +1,168 @@
+"""Learning to Draft: two small networks, trained on throughput, choose a beam's depth and how much is verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specengine import ops
+from specengine.cycle import Cycle
+from specengine.drafters import Step
+from specengine.policies import _ltd, require
+from specengine.policies._beam import Beam
+from specengine.policies._ltd import DEPTH_REPEATS, SIZE_REPEATS, Networks, Shape
+from specengine.tree import TokenTree
+
+CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0
+LOWEST = -1e4  # finite, so that an impossible candidate does not silence a network
+
+
+class Decisions(Protocol):
+    """Who decides: the networks, or in their training somebody else."""
+
+    def goes_on(self, observation: Tensor, expansions: int) -> bool:
+        """Whether to expand once more after so many expansions; observation: see depth_observation."""
+
+    def choose_size(self, observation: Tensor) -> int:
+        """Which of the shape's sizes is verified; observation: see size_observation."""
+
+
+@dataclass
+class Ltd(Beam):
+    """EAGLE's beam; a network says after each expansion whether it goes on, another how many candidates are verified.
+
+    networks     paper or cpu, the pairs that ship; the path of a file that `specengine train policy` wrote; or
+                 DEPTH,SIZE, two files of Stable-Baselines3, as the paper's code released them
+    depth        expansions, instead of asking the depth network
+    size         candidates verified, the root excluded, instead of asking the size network
+    check_every  expansions from one decision of the depth network to the next; none: as in its training
+
+    The networks' file says the beam's width and its most expansions. Source: Learning to Draft, sections 3 and 4,
+    appendix A.
+    """
+
+    networks: str = "paper"
+    depth: int | None = None
+    size: int | None = None
+    check_every: int | None = None
+
+    width: int = field(default=0, init=False, repr=False)
+    expansions: int = field(default=0, init=False, repr=False)
+    budget: int = field(default=0, init=False, repr=False)
+    _shape: Shape = field(init=False, repr=False, compare=False)
+    _decisions: Decisions = field(init=False, repr=False, compare=False)
+    _context: int = field(default=0, init=False, repr=False, compare=False)
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"networks": "paper"}, "cpu": {"networks": "cpu"}}
+
+    def __post_init__(self) -> None:
+        networks = _ltd.load(self.networks).networks
+        self._take(networks.shape, networks)
+
+    @classmethod
+    def steered(cls, shape: Shape, decisions: Decisions, depth: int | None = None, size: int | None = None) -> Ltd:
+        """The policy under `decisions`, for networks that are still being trained."""
+        policy = cls.__new__(cls)
+        policy.networks, policy.depth, policy.size, policy.check_every = "(steered)", depth, size, None
+        policy._context = 0
+        policy._take(shape, decisions)
+        return policy
+
+    def _take(self, shape: Shape, decisions: Decisions) -> None:
+        deepest = shape.expansions
+        require(
+            "ltd", "depth", self.depth, f"0 to {deepest}, or none", self.depth is None or 0 <= self.depth <= deepest
+        )
+        require("ltd", "size", self.size, "1 or more, or none", self.size is None or self.size >= 1)
+        if self.check_every is not None:
+            shape = Shape(**{**vars(shape), "check_every": self.check_every})
+        self._shape, self._decisions = shape, decisions
+        self.width, self.expansions = shape.width, deepest if self.depth is None else self.depth
+        most = shape.sizes[-1] if self.size is None else self.size
+        self.budget = min(1 + most, self.capacity)
+
+    def begin(self, tokens: int) -> None:
+        self._context = tokens
+
+    def observe(self, cycle: Cycle) -> None:
+        self._context += len(cycle.tokens)
+
+    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
+        done, shape = tree.passes - 1, self._shape
+        if self.depth is not None or not shape.asks(done):
+            return False
+        observation = depth_observation(candidates(tree, shape), self._context, done, shape)
+        return not self._deciding(tree).goes_on(observation, done)
+
+    def keep(self, tree: TokenTree) -> Tensor:
+        size, shape = self.size, self._shape
+        if size is None:
+            observation = size_observation(candidates(tree, shape), self._context, tree.passes - 1, shape)
+            size = shape.sizes[self._deciding(tree).choose_size(observation)]
+        return ops.select_best(tree.path_log_probs, 1 + size)
+
+    def _deciding(self, tree: TokenTree) -> Decisions:
+        decisions = self._decisions
+        if isinstance(decisions, Networks) and decisions.device != tree.device:
+            decisions.to(tree.device)
+        return decisions
+
+
+def candidates(tree: TokenTree, shape: Shape) -> Tensor:
+    """float32 [shape.candidates]: path log-probabilities in the order of creation, each level from its own place on.
+
+    A level holds parents by children, row-major, and has room for width (the first) or width**2 of them; where the
+    draft proposed fewer, they stand together at its beginning. Vacant places hold the pad.
+    """
+    return laid_out(tree.path_log_probs[1:], tree.depths[1:], shape)
+
+
+def laid_out(scores: Tensor, depths: Tensor, shape: Shape) -> Tensor:
+    """As `candidates`, of path log-probabilities float32 [m] and their depths int64 [m], ascending."""
+    scores = scores.clamp(min=shape.pad if shape.pad < 0 else LOWEST)
+    vacant = shape.candidates - len(scores)
+    if not len(scores) or len(scores) == shape.grown(int(depths[-1]) - 1):
+        return pad(scores, (0, vacant), value=shape.pad)
+    first = torch.searchsorted(depths, depths)
+    start = (depths > 1) * shape.width + (depths - 2).clamp(min=0) * shape.width**2
+    laid = torch.full((shape.candidates,), shape.pad, device=scores.device)
+    laid[start + torch.arange(len(depths), device=depths.device) - first] = scores
+    return laid
+
+
+def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:
+    """float32 [..., width**2 + 28]: the last level's candidates, the context's length, the number of expansions.
+
+    laid: float32 [..., shape.candidates] (see `candidates`); context: tokens committed, [...]; expansions: complete.
+    Before the first expansion the last level has `width` candidates. Source: Learning to Draft, equation 3.
+    """
+    start = shape.grown(expansions - 1) if expansions else 0
+    level = laid[..., start : shape.grown(expansions)]
+    level = pad(level, (0, shape.inputs["depth"] - 2 * DEPTH_REPEATS - level.shape[-1]), value=shape.pad)
+    return _with_facts(level, context, expansions, DEPTH_REPEATS)
+
+
+def size_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:
+    """float32 [..., shape.candidates + 58]: all candidates, the context's length, the number of expansions.
+
+    laid: float32 [..., shape.candidates], of which those of later expansions are not shown. Source: equation 3.
+    """
+    grown = shape.grown(expansions)
+    shown = (
+        laid
+        if expansions == shape.expansions
+        else pad(laid[..., :grown], (0, shape.candidates - grown), value=shape.pad)
+    )
+    return _with_facts(shown, context, expansions, SIZE_REPEATS)
+
+
+def _with_facts(values: Tensor, context: Tensor | int, expansions: int, repeats: int) -> Tensor:
+    """Each fact `repeats` times, so that a network of many inputs can hear it."""
+    lengths = torch.as_tensor(context, dtype=torch.float32, device=values.device) / CONTEXT_UNIT
+    counts = torch.full_like(lengths, expansions / EXPANSIONS_UNIT)
+    spread = (*values.shape[:-1], repeats)
+    return torch.cat([values, *(fact[..., None].expand(spread) for fact in (lengths, counts))], -1)

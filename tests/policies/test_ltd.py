@@ -1,0 +1,364 @@
+"""LTD: observation layouts, when the networks are asked, equality with the beam under constants, files."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from dataclasses import asdict, replace
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specengine import policies
+from specengine.cycle import Seconds
+from specengine.drafting import draft_tree
+from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.policies import _ltd
+from specengine.policies._ltd import Networks, Shape
+from specengine.policies.eagle import Eagle
+from specengine.policies.ltd import Ltd, candidates, depth_observation, size_observation
+from specengine.tree import TokenTree
+from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
+
+SMALL = Shape(width=3, expansions=4, sizes=(2, 5, 9))
+HIDDEN = {"depth": (8,), "size": (8, 4)}
+
+
+class Constant:
+    """Goes on until `depth` expansions are made, and takes the size with this index; notes what it was shown."""
+
+    def __init__(self, depth: int, size: int) -> None:
+        self.depth, self.size = depth, size
+        self.asked: list[tuple[int, Tensor]] = []
+        self.sized: list[Tensor] = []
+
+    def goes_on(self, observation: Tensor, expansions: int) -> bool:
+        self.asked.append((expansions, observation))
+        return expansions < self.depth
+
+    def choose_size(self, observation: Tensor) -> int:
+        self.sized.append(observation)
+        return self.size
+
+
+def drafter(seed: int = 0, vocabulary: int = 12, **kind: Any) -> ToyDrafter:
+    draft = ToyDrafter(Tables(vocabulary, seed), **kind)
+    draft.begin([1, 2])
+    return draft
+
+
+def grown(policy: Ltd | Eagle, draft: ToyDrafter) -> tuple[TokenTree, TokenTree]:
+    found = draft_tree(0, draft, policy, Seconds(), CPU)
+    return found.tree, found.grown
+
+
+# ---------------------------------------------------------------------------------------------------- the tree
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(0, 2), st.booleans())
+def test_under_constant_decisions_the_tree_is_eagles(seed: int, depth: int, size: int, sparse: bool) -> None:
+    """Sections 3.2 and 4: only depth and size differ; V leaves the root out, EAGLE's budget counts it."""
+    tree, all_of_it = grown(Ltd.steered(SMALL, Constant(depth, size)), drafter(seed, normalized=sparse))
+    beam = Eagle(SMALL.width, depth, SMALL.sizes[size] + 1)
+    expected, expected_all = grown(beam, drafter(seed, normalized=sparse))
+    for array in ("tokens", "parents", "log_probs"):
+        assert torch.equal(getattr(tree, array), getattr(expected, array))
+    assert (all_of_it.size, tree.passes) == (expected_all.size, expected.passes)
+    fixed, _ = grown(Ltd.steered(SMALL, Constant(0, 0), depth, SMALL.sizes[size]), drafter(seed, normalized=sparse))
+    assert torch.equal(fixed.tokens, expected.tokens)
+
+
+def constant_networks(shape: Shape, depth: int, size: int) -> Networks:
+    """Whose biases decide: to go on always, and for one size."""
+    networks = Networks(shape, {"depth": (4,), "size": (4,)})
+    with torch.no_grad():
+        for parameter in networks.parameters():
+            parameter.zero_()
+        networks.depth[-1].bias[depth] = 1.0
+        networks.size[-1].bias[size] = 1.0
+    return networks.requires_grad_(False)
+
+
+@pytest.mark.parametrize(("action", "expansions"), [(_ltd.STOP, 1), (_ltd.GO_ON, 4)])
+def test_constant_networks_give_eagles_tree(tmp_path: Path, action: int, expansions: int) -> None:
+    _ltd.save(tmp_path / "pair.safetensors", constant_networks(SMALL, action, 1), {})
+    policy = policies.make("ltd", networks=str(tmp_path / "pair.safetensors"))
+    assert (policy.capacity, policy.budget) == (1 + 3 + 4 * 9, 1 + 9)
+    tree, _ = grown(policy, drafter(4))  # type: ignore[arg-type]
+    expected, _ = grown(Eagle(3, expansions, 6), drafter(4))
+    assert torch.equal(tree.tokens, expected.tokens)
+    assert torch.equal(tree.parents, expected.parents)
+
+
+@pytest.mark.parametrize(
+    ("least", "every", "asked"),
+    [(1, 1, [1, 2, 3]), (0, 1, [0, 1, 2, 3]), (1, 3, [3]), (0, 2, [0, 2]), (2, 1, [2, 3])],
+)
+def test_when_the_depth_network_is_asked(least: int, every: int, asked: list[int]) -> None:
+    """The paper forces the first expansion and closes the episode at the most; the released code checks every third."""
+    decisions = Constant(9, 0)
+    tree, _ = grown(Ltd.steered(replace(SMALL, least=least, check_every=every), decisions), drafter())
+    assert [expansions for expansions, _ in decisions.asked] == asked
+    assert tree.passes == 1 + SMALL.expansions
+    decisions = Constant(0, 0)
+    tree, _ = grown(Ltd.steered(replace(SMALL, least=least, check_every=every), decisions), drafter())
+    assert tree.passes == 1 + asked[0], "it stops at the first question"
+    assert len(decisions.sized) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- observations
+
+
+def test_the_papers_sizes() -> None:
+    """Section 7 of the specification; the paper's networks read 128 and 1,268 values."""
+    assert Shape().inputs == {"depth": 128, "size": 1268}
+    assert Shape().outputs == {"depth": 2, "size": 12}
+    assert (Shape().sizes[0], Shape().sizes[-1]) == (20, 240)
+    assert SMALL.inputs == {"depth": 9 + 28, "size": 3 + 4 * 9 + 58}
+
+
+def test_layout_against_a_slow_one() -> None:
+    decisions = Constant(3, 2)
+    policy = Ltd.steered(SMALL, decisions)
+    policy.begin(250)
+    _, tree = grown(policy, drafter(7))
+    scores = tree.path_log_probs.tolist()
+    by_level = [[s for s, d in zip(scores, tree.depths.tolist(), strict=True) if d == level] for level in range(1, 5)]
+    assert [len(level) for level in by_level] == [3, 9, 9, 9]
+    for expansions, seen in decisions.asked:
+        expected = [*by_level[expansions], *[0.25] * 14, *[expansions / 10] * 14]
+        assert seen.tolist() == pytest.approx(expected)
+    (seen,) = decisions.sized
+    laid = [value for level in by_level for value in level] + [-20.0] * 9
+    assert seen.tolist() == pytest.approx([*laid, *[0.25] * 29, *[0.3] * 29])
+
+
+def test_candidates_stand_parent_by_parent() -> None:
+    tree = TokenTree.root(0, 8)
+    tree.add(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-1.0, -2.0]))
+    tree.add(torch.tensor([2, 2, 1, 1]), torch.tensor([5, 6, 5, 6]), torch.tensor([-0.5, -3.0, -0.1, -30.0]))
+    shape = Shape(width=2, expansions=2, sizes=(2,))
+    laid = candidates(tree, shape)
+    assert laid.tolist() == pytest.approx([-1, -2, -2.5, -5, -1.1, -20, *[-20] * 4]), "nothing is below the pad"
+    assert candidates(tree, replace(shape, pad=0.0)).tolist() == pytest.approx([-1, -2, -2.5, -5, -1.1, -31, *[0] * 4])
+
+
+def test_levels_that_the_draft_did_not_fill_keep_their_places() -> None:
+    tree = TokenTree.root(0, 8)
+    tree.add(torch.tensor([0]), torch.tensor([1]), torch.tensor([-1.0]))
+    tree.add(torch.tensor([1, 1]), torch.tensor([5, 6]), torch.tensor([-0.5, -0.25]))
+    tree.add(torch.tensor([2]), torch.tensor([7]), torch.tensor([-math.inf]))
+    shape = Shape(width=2, expansions=2, sizes=(2,))
+    assert candidates(tree, shape).tolist() == [-1, -20, -1.5, -1.25, -20, -20, -20, -20, -20, -20]
+    assert candidates(tree, replace(shape, pad=0.0)).tolist() == [-1, 0, -1.5, -1.25, 0, 0, -1e4, 0, 0, 0]
+    assert candidates(TokenTree.root(0, 1), shape).tolist() == [-20.0] * 10
+
+
+def test_observations_of_many_trees_are_those_of_each() -> None:
+    laid, contexts = torch.randn(5, SMALL.candidates) - 5, torch.tensor([10.0, 20, 300, 4, 5])
+    for expansions in range(SMALL.expansions + 1):
+        for observe in (depth_observation, size_observation):
+            together = observe(laid, contexts, expansions, SMALL)
+            for row in range(5):
+                assert torch.equal(together[row], observe(laid[row], int(contexts[row]), expansions, SMALL))
+    first = depth_observation(laid, contexts, 0, SMALL)
+    assert torch.equal(first[:, :3], laid[:, :3])
+    assert (first[:, 3:9] == SMALL.pad).all(), "before the first expansion a level has `width` candidates"
+    assert (size_observation(laid, contexts, 1, SMALL)[:, 3 + 9 : SMALL.candidates] == SMALL.pad).all()
+
+
+def test_the_context_is_the_prompts_and_what_was_committed() -> None:
+    """Not 0.01 for ever, as in the released code; and from the first cycle on."""
+    tables, decisions = Tables(12, 1), Constant(2, 1)
+    engine = Engine(
+        ToyTarget(tables),
+        ToyDrafter(Tables(12, 2, like=tables, share=0.6)),
+        Ltd.steered(SMALL, decisions),
+        LetterTokenizer(),
+    )
+    for prompt in ([1, 2, 3, 4], [5, 6]):
+        decisions.sized.clear()
+        committed = len(prompt)
+        for piece in engine.stream(prompt, max_new_tokens=12):
+            assert float(decisions.sized[-1][-58]) == pytest.approx(committed / 1000)
+            committed += len(piece.cycle.tokens)
+
+
+def test_answers_are_those_of_plain_decoding() -> None:
+    tables = Tables(12, 1)
+    plain = Engine(ToyTarget(tables), None, None, LetterTokenizer())
+    for seed in (None, 3):
+        options: dict[str, Any] = {"max_new_tokens": 40}
+        options |= {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed}
+        expected = plain.generate([1, 2], **options).token_ids
+        for name in ("ltd", "ltd/cpu"):
+            draft = ToyDrafter(Tables(12, 2, like=tables, share=0.6))
+            engine = Engine(ToyTarget(tables), draft, policies.make(name), LetterTokenizer())
+            assert engine.generate([1, 2], **options).token_ids == expected
+
+
+# ---------------------------------------------------------------------------------------------------- networks
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_networks_compute_what_torch_does(activation: str) -> None:
+    networks = Networks(SMALL, HIDDEN, activation)
+    for name in ("depth", "size"):
+        seen = torch.randn(6, SMALL.inputs[name]) * 5
+        expected = getattr(networks, name)(seen).argmax(-1)
+        assert torch.equal(networks.actions(name, seen), expected)
+        assert [int(networks.actions(name, row)) for row in seen] == expected.tolist()
+
+
+def test_a_pair_comes_back_from_its_file(tmp_path: Path) -> None:
+    file, networks = tmp_path / "pair.safetensors", Networks(SMALL, HIDDEN, "tanh")
+    _ltd.save(file, networks, {"note": [1, 2]})
+    found = _ltd.load(str(file))
+    assert found.networks.shape == SMALL
+    assert found.networks.activation == "tanh"
+    assert found.facts["note"] == [1, 2]
+    for name, tensor in networks.state_dict().items():
+        assert torch.equal(found.networks.state_dict()[name], tensor)
+    assert not list(tmp_path.glob(".*")), "no partial file stays"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state, facts: state.pop("size.2.bias"), "missing: size.2.bias"),
+        (lambda state, facts: state.update(extra=torch.zeros(2)), "unused: extra"),
+        (
+            lambda state, facts: state.update({"depth.0.bias": torch.zeros(9)}),
+            r"mis-shaped: depth.0.bias \[9\]",
+        ),
+        (lambda state, facts: state["depth.0.bias"].fill_(math.nan), "not finite: depth.0.bias"),
+        (lambda state, facts: facts.update(kind="c2t"), "cannot be read"),
+        (lambda state, facts: facts.pop("shape"), "cannot be read"),
+        (lambda state, facts: facts["shape"].update(sizes=[3, 2]), "sizes: got"),
+        (lambda state, facts: facts["shape"].update(depth=2), "cannot be read"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+    file = tmp_path / "pair.safetensors"
+    _ltd.save(file, Networks(SMALL, HIDDEN), {})
+    state = load_file(file)
+    facts = {"format": 1, "kind": "ltd", "shape": asdict(SMALL), "hidden": HIDDEN, "activation": "relu"}
+    change(state, facts)
+    save_file(state, file, metadata={"specengine": json.dumps(facts)})
+    with pytest.raises(InputError, match=message):
+        policies.make("ltd", networks=str(file))
+
+
+# ---------------------------------------------------------------------------------------------------- released networks
+
+
+def released(file: Path, which: str, actions: int, zipped: bool = True, **more: Tensor) -> dict[str, Tensor]:
+    """A policy in the names of Stable-Baselines3, critic included."""
+    inputs, hidden = Shape().inputs[which], [16] if which == "depth" else [16, 8]
+    sizes = [inputs, *hidden]
+    state: dict[str, Tensor] = {}
+    for part in ("policy_net", "value_net"):
+        for layer, (a, b) in enumerate(pairwise(sizes)):
+            state[f"mlp_extractor.{part}.{2 * layer}.weight"] = torch.randn(b, a) * 0.1
+            state[f"mlp_extractor.{part}.{2 * layer}.bias"] = torch.randn(b)
+    for head, outputs in (("action_net", actions), ("value_net", 1)):
+        state[f"{head}.weight"], state[f"{head}.bias"] = torch.randn(outputs, sizes[-1]), torch.randn(outputs)
+    state |= more
+    if not zipped:
+        torch.save(state, file)
+        return state
+    inner = BytesIO()
+    torch.save(state, inner)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("policy.pth", inner.getvalue())
+        archive.writestr("data", "{}")
+    return state
+
+
+@pytest.mark.parametrize(("actions", "sizes"), [(24, range(10, 241, 10)), (12, range(20, 241, 20))])
+def test_released_networks_load(tmp_path: Path, actions: int, sizes: range) -> None:
+    depth, size = tmp_path / "depth.zip", tmp_path / "size.pth"
+    released(depth, "depth", 2)
+    state = released(size, "size", actions, zipped=False)
+    policy = policies.make("ltd", networks=f"{depth},{size}")
+    assert policy.budget == 241
+    networks = _ltd.load(f"{depth},{size}").networks
+    assert (networks.shape.sizes, networks.shape.pad, networks.activation) == (tuple(sizes), 0.0, "tanh")
+    seen = torch.randn(3, 1268)
+    hidden = seen
+    for layer in ("mlp_extractor.policy_net.0", "mlp_extractor.policy_net.2"):
+        hidden = torch.tanh(hidden @ state[f"{layer}.weight"].T + state[f"{layer}.bias"])
+    expected = hidden @ state["action_net.weight"].T + state["action_net.bias"]
+    assert torch.equal(networks.actions("size", seen), expected.argmax(-1))
+
+
+def test_other_released_files_are_refused(tmp_path: Path) -> None:
+    depth, size = tmp_path / "depth.zip", tmp_path / "size.zip"
+    released(depth, "depth", 2)
+    released(size, "size", 7)
+    with pytest.raises(InputError, match="has 7 actions, accepted 24 or 12"):
+        policies.make("ltd", networks=f"{depth},{size}")
+    released(size, "size", 24, log_std=torch.zeros(1))
+    with pytest.raises(InputError, match=r"unused: size\.log_std"):
+        policies.make("ltd", networks=f"{depth},{size}")
+    released(size, "size", 24)
+    with pytest.raises(InputError, match=r"mis-shaped: depth.0.weight"):
+        policies.make("ltd", networks=f"{size},{size}")
+    size.write_text("no zip")
+    with pytest.raises(InputError, match="no policy that Stable-Baselines3 saved"):
+        policies.make("ltd", networks=f"{depth},{size}")
+
+
+# ---------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"networks": "/nowhere/pair"}, "networks: /nowhere/pair is no file, known are cpu, paper"),
+        ({"depth": 13}, "depth: got 13, accepted 0 to 12"),
+        ({"size": 0}, "size: got 0, accepted 1 or more"),
+        ({"check_every": 0}, "check_every: got 0"),
+        ({"width": 4}, "unknown option 'width', known are networks, depth, size, check_every"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        policies.make("ltd", **options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"width": 0}, "width: got 0"),
+        ({"sizes": ()}, "sizes"),
+        ({"sizes": (4, 4)}, "ascending"),
+        ({"least": 4}, "a depth that is asked about"),
+        ({"pad": 1.0}, "pad: got 1.0"),
+    ],
+)
+def test_shapes_out_of_range(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        replace(SMALL, **wrong)
+
+
+def test_what_ships() -> None:
+    assert _ltd.shipped() == ["cpu", "paper"]
+    paper, cpu = (_ltd.load(name) for name in ("paper", "cpu"))
+    assert paper.networks.shape == Shape()
+    assert cpu.networks.shape.width == 4
+    assert policies.make("ltd") == policies.make("ltd/paper")
+    assert sum(file.stat().st_size for file in _ltd.FOLDER.glob("*")) < 4_000_000
+    for trained in (paper, cpu):
+        assert trained.facts["ground"]["costs"]["source"], "it is said what machine they were trained for"
