@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from specengine import ops
 from specengine.cache import KVCache
 from specengine.errors import UnsupportedModelError
+from specengine.graphs import RowBuffer
 from specengine.packing import Packed, worth_packing
 
 ATTENTION = "specengine"
@@ -71,6 +72,26 @@ class _SlabView(Cache):
         return self.stop, 0
 
 
+class _PaddedSlabView(Cache):
+    """The same with static shapes: `update` writes at a slot that the device knows, and gives the whole slab."""
+
+    def __init__(self, cache: KVCache, rows: RowBuffer) -> None:
+        super().__init__(layers=[])
+        self.slab = cache.slab
+        self.slots = rows.slots + torch.arange(rows.rows, device=self.slab.device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        keys_values = self.slab[layer_idx]
+        write_rows(keys_values, self.slots, key_states[0], value_states[0])
+        return keys_values[0][None], keys_values[1][None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self.slab.shape[3], 0
+
+
 class _ShapeRecorder(Cache):
     """Notes each layer's key and value shapes and hands the tensors back."""
 
@@ -107,13 +128,15 @@ def _tree_attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    tree: Visibility | None = None,
+    tree: Visibility | RowBuffer | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of transformers' AttentionInterface; calls without `tree` get transformers' SDPA, untouched."""
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if unknown or key.shape != value.shape:
         raise _NeedsDenseMask(", ".join(unknown) or "keys and values of different sizes")
+    if isinstance(tree, RowBuffer):
+        return attend_padded(query[0], key[0], value[0], tree, scaling).transpose(0, 1)[None], None
     if tree is None or tree.causal:
         mask = None if tree is not None else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -124,6 +147,18 @@ def _tree_attention_forward(
     else:
         out = ops.tree_attention(query[0], key[0], value[0], tree.for_groups(groups, query.dtype), scale)
     return out.transpose(0, 1)[None], None
+
+
+def attend_padded(query: Tensor, keys: Tensor, values: Tensor, rows: RowBuffer, scale: float | None = None) -> Tensor:
+    """Attention of padded rows, [heads, rows, head size], over a slab, [KV heads, capacity, head size]."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return ops.cached_attention(query, keys, values, rows.words, rows.prefix, rows.live, rows.seen, scale)
+
+
+def write_rows(slab: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Keys and values, [KV heads, rows, head size], into these slots of a slab, [2, KV heads, capacity, head size]."""
+    slab[0].index_copy_(1, slots, keys)
+    slab[1].index_copy_(1, slots, values)
 
 
 AttentionInterface.register(ATTENTION, _tree_attention_forward)
@@ -242,22 +277,50 @@ class CausalLM:
         """
         began = time.perf_counter()
         rows = tokens.shape[0]
-        arguments: dict[str, Any] = {"use_cache": True}
-        if features:
-            arguments["output_hidden_states"] = True
+        arguments: dict[str, Any] = {}
         if last_only and "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = 1
-        if "position_ids" in self._accepts:
-            arguments["position_ids"] = positions.clamp(max=self.max_context - 1)[None]
         if self._dense_mask:
             arguments["attention_mask"] = self._additive(visibility, rows, start)
         else:
             # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
             arguments |= {"attention_mask": self._dummy_mask, "tree": visibility}
-        out = self._runs(input_ids=tokens[None], past_key_values=_SlabView(cache, start, rows), **arguments)
-        states = torch.cat([out.hidden_states[i][0] for i in features], dim=-1) if features else None
+        found = self._call(tokens, positions, _SlabView(cache, start, rows), features, arguments)
         self.seconds += time.perf_counter() - began
+        return found
+
+    def forward_padded(
+        self, rows: RowBuffer, cache: KVCache, features: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `forward`, of rows that stand in a buffer with what they see; padding gives rows without a meaning.
+
+        All shapes are static and nothing is read by the host, so it can be captured. Only with the tree attention.
+        """
+        arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": rows}
+        return self._call(rows.tokens, rows.positions, _PaddedSlabView(cache, rows), features, arguments)
+
+    def _call(
+        self, tokens: Tensor, positions: Tensor, cache: Cache, features: tuple[int, ...], arguments: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        if features:
+            arguments["output_hidden_states"] = True
+        if "position_ids" in self._accepts:
+            arguments["position_ids"] = positions.clamp(max=self.max_context - 1)[None]
+        out = self._runs(input_ids=tokens[None], past_key_values=cache, use_cache=True, **arguments)
+        states = torch.cat([out.hidden_states[i][0] for i in features], dim=-1) if features else None
         return out.logits[0], states
+
+    def require_capture(self) -> None:
+        """Raise UnsupportedModelError, with the reason, where `forward_padded` cannot be captured in a graph."""
+        if self._dense_mask:
+            raise UnsupportedModelError(
+                f"graphs: the attention of {_name(self.model)} runs with a dense mask, whose shape follows the cache"
+            )
+        kind = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            raise UnsupportedModelError(
+                f"graphs: {_name(self.model)} has {kind} positions, which the host reads in every forward"
+            )
 
     def _additive(self, visibility: Visibility, rows: int, start: int) -> Tensor:
         mask = visibility.mask

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from specengine import loading
+from specengine.cache import KVCache
 from specengine.cycle import Cycle, Seconds, Stats
 from specengine.drafters import Drafter
 from specengine.drafting import draft_tree
 from specengine.errors import EngineBusyError, InputError, NumericalError
+from specengine.graphs import Graphs
 from specengine.options import GenerationOptions
 from specengine.policies import TreePolicy
 from specengine.prompts import Prompt, TextStream, token_ids
@@ -24,6 +26,8 @@ from specengine.sampling import History, Sampler
 from specengine.stopping import Stopper, cut_after_stop
 from specengine.targets import Target
 from specengine.verification import walk
+
+DEFAULT_WARMUP_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,26 @@ class _Run:
         return self.reason is not None
 
 
+@dataclass(frozen=True)
+class WarmUp:
+    """What `Engine.warmup` has captured: functions by name, seconds, and bytes of graphs and of caches."""
+
+    captured: tuple[str, ...]
+    seconds: float
+    graph_bytes: int
+    cache_bytes: int
+
+    @classmethod
+    def of(cls, graphs: list[Graphs], caches: list[KVCache]) -> WarmUp:
+        names = tuple(str(name) for part in graphs for name in part.captures)
+        seconds, taken = sum(part.seconds for part in graphs), sum(part.bytes for part in graphs)
+        return cls(names, seconds, taken, sum(cache.slab.nbytes for cache in caches))
+
+    def __str__(self) -> str:
+        graphs, caches = self.graph_bytes / 2**20, self.cache_bytes / 2**20
+        return f"{len(self.captured)} graphs in {self.seconds:.2f} s, {graphs:.0f} MiB, caches {caches:.0f} MiB"
+
+
 class Engine:
     """A target with a draft and a policy, and the caches of one sequence.
 
@@ -105,8 +129,8 @@ class Engine:
                 is the head that ships for the default model, and `ngram` for any other model
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
-        options dtype, device, tokenizer, draft_options, policy_options, strict, pack, offline, trust_remote_code,
-                progress: see specengine.loading.LoadOptions
+        options dtype, device, tokenizer, draft_options, policy_options, graphs, strict, pack, offline,
+                trust_remote_code, progress: see specengine.loading.LoadOptions
 
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
         """
@@ -164,6 +188,31 @@ class Engine:
         finally:
             self._busy.release()
 
+    @torch.inference_mode()
+    def warmup(self, tokens: int | None = None) -> WarmUp:
+        """Capture all graphs at once, for up to `tokens` tokens of prompt and answer, instead of on first use.
+
+        tokens: 2048 by default, or the model's context where that is shorter; a longer text means captures again.
+        InputError where the engine was loaded without graphs.
+        """
+        tokens = min(DEFAULT_WARMUP_TOKENS, self.target.max_context) if tokens is None else tokens
+        parts: list[Any] = [self.target] if self.drafter is None else [self.target, self.drafter]
+        graphs = [part.graphs for part in parts if hasattr(part, "graphs")]
+        if not graphs:
+            raise InputError("warmup: this engine captures no graphs; load it with graphs=True")
+        if not 1 <= tokens <= self.target.max_context:
+            raise InputError(f"tokens: got {tokens}, accepted 1 to {self.target.max_context}")
+        if not self._busy.acquire(blocking=False):
+            raise EngineBusyError("this engine is generating; warm it up before, or after that stream has ended")
+        try:
+            self.target.want_features(self.drafter.features if self.drafter is not None else ())
+            self.target.warm_up(tokens, self.policy.budget if self.policy is not None else 1)
+            if self.drafter is not None and self.policy is not None:
+                self.drafter.warm_up(tokens, self.policy.capacity)
+        finally:
+            self._busy.release()
+        return WarmUp.of(graphs, [part.cache for part in parts if hasattr(part, "cache")])
+
     def reset(self) -> None:
         """Forget all cached tokens."""
         self.target.reset()
@@ -181,10 +230,15 @@ class Engine:
         stats.num_prompt_tokens = len(prompt)
         stats.draft = self.drafter.name if self.drafter is not None else ""
         stats.policy = repr(self.policy) if self.policy is not None else ""
-        history = History(prompt, len(prompt) + stopper.left, self.target.device)
+        stats.notes += self.target.notes
+        on_device = sampler.reads_history or bool(stopper.criteria)  # processors and criteria read it there
+        device = self.target.device if on_device else self.target.tree_device
+        history = History(prompt, len(prompt) + stopper.left, device)
         run = _Run(sampler, stopper, history, stats, prompt[-1])
         budget = self.policy.budget if self.policy is not None else 1
         self.target.reserve(len(prompt) + stopper.left, budget)
+        if self.drafter is not None and self.policy is not None:
+            self.drafter.reserve(len(prompt) + stopper.left, self.policy.capacity)
         known = prompt[:-1]
         self.target.want_features(self.drafter.features if self.drafter is not None else ())
         kept = min(self.target.cached(known), self.drafter.cached(known) if self.drafter is not None else len(known))
@@ -200,13 +254,13 @@ class Engine:
     def _cycle(self, run: _Run) -> Cycle:
         began, model_before = time.perf_counter(), self._model_seconds
         seconds = Seconds()
-        draft = draft_tree(run.root, self.drafter, self.policy, seconds, self.target.device)
+        draft = draft_tree(run.root, self.drafter, self.policy, seconds, self.target.tree_device)
         tree = draft.tree
 
         clock = time.perf_counter()
         logits, features = self.target.verify(tree)
         seconds.verify = -clock + (clock := time.perf_counter())
-        path, tokens = walk(tree, run.sampler.chooser(logits, run.history), run.commit)
+        path, tokens = walk(tree, run.sampler.chooser_of_tree(logits, run.history, tree.depths), run.commit)
         seconds.walk = -clock + (clock := time.perf_counter())
         if not tokens:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")

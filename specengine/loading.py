@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 from specengine import drafters, models, policies, registry
 from specengine.causal_lm import CausalLM
 from specengine.drafters import Drafter
+from specengine.drafters._captured import CapturedEagle, CapturedSmallModel
 from specengine.drafters.eagle import Eagle, require_fit
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
@@ -24,6 +25,7 @@ from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import checkpoints, dialects
 from specengine.models.eagle_head import head_from
 from specengine.policies import TreePolicy
+from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
 
 PLAIN = ("plain", "none")
@@ -50,6 +52,9 @@ class LoadOptions:
                        and answer (drafters/lookup.py); by default on a CPU; a Drafter is taken as it is
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
+    graphs             run target and draft as CUDA graphs, captured once per padded size (Engine.warmup captures all at
+                       once), over trees on the host; None is False as long as no results on a device are published;
+                       without a CUDA device the same padded forwards run uncaptured, which only tests have a use for
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
                        precision is as exact as float32; costs more per node
     progress           called with lines about what takes long; by default they go to stderr
@@ -64,6 +69,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     lookup: bool | None = None
     pack: bool | None = None
+    graphs: bool | None = None
     strict: bool = False
     progress: Callable[[str], None] | None = None
 
@@ -114,7 +120,7 @@ def load(
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
     target_model, tokenizer = _model_and_tokenizer(model, options, options.tokenizer)
-    target = HuggingFaceTarget(target_model, pack=options.pack, strict=options.strict)
+    target = _target(target_model, options)
     draft_options = dataclasses.replace(options, device=target_model.device)
     drafter = None if policy == "plain" else _drafter(draft, target, tokenizer, draft_options)
     if _looks_up(options.lookup, draft, drafter, target):
@@ -122,13 +128,21 @@ def load(
     return Parts(target, drafter, _policy(policy, drafter, options), tokenizer)
 
 
-def load_eagle(folder: Path, target: CausalLM, options: HeadOptions, *, pack: bool | None = None) -> Eagle:
+def _target(model: PreTrainedModel, options: LoadOptions) -> HuggingFaceTarget:
+    if options.graphs:
+        return CapturedTarget(model, pack=options.pack)
+    return HuggingFaceTarget(model, pack=options.pack, strict=options.strict)
+
+
+def load_eagle(
+    folder: Path, target: CausalLM, options: HeadOptions, *, pack: bool | None = None, graphs: bool | None = None
+) -> Eagle:
     """The EAGLE head in `folder` as a draft for `target`, in its dtype and on its device."""
     producer, layer_ids = cast(Any, options.producer), options.layer_ids
     config, state, _ = checkpoints.load_head(folder, producer=producer, layer_ids=layer_ids)
     require_fit(config, target)
     head = head_from(config, state, target.model.dtype, target.device)
-    return Eagle(head, target, name=folder.name, pack=pack)
+    return (CapturedEagle if graphs else Eagle)(head, target, name=folder.name, pack=pack)
 
 
 def head_folder(draft: str, *, offline: bool = False) -> Path | None:
@@ -161,6 +175,8 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
         raise InputError(f"policy: got {policy!r}, accepted {', '.join(policies.names())} or a TreePolicy")
     if options.policy_options and not isinstance(policy, str):
         raise InputError("policy_options: they need a policy given by name")
+    if options.graphs:
+        _check_graphs(draft, options)
     if draft == "ngram":
         registry.build(registry.find(drafters, Drafter, "ngram", "draft"), options.draft_options, "draft ngram")  # type: ignore[type-abstract]
     elif isinstance(draft, str) and draft not in PLAIN:
@@ -179,7 +195,7 @@ def _drafter(draft: Any, target: HuggingFaceTarget, tokenizer: Any, options: Loa
     if draft is None:
         folder = models.embedded.draft_head(target.model.config._name_or_path)
         if folder is not None:
-            return load_eagle(folder, target.lm, HeadOptions(), pack=options.pack)
+            return load_eagle(folder, target.lm, HeadOptions(), pack=options.pack, graphs=options.graphs)
     if draft is None or draft == "ngram":
         cls = registry.find(drafters, Drafter, "ngram", "draft")  # type: ignore[type-abstract]
         return registry.build(cls, options.draft_options, "draft ngram")
@@ -187,7 +203,7 @@ def _drafter(draft: Any, target: HuggingFaceTarget, tokenizer: Any, options: Loa
         folder = head_folder(draft, offline=options.offline)
         if folder is not None:
             head_options = registry.build(HeadOptions, options.draft_options, "draft_options")
-            return load_eagle(folder, target.lm, head_options, pack=options.pack)
+            return load_eagle(folder, target.lm, head_options, pack=options.pack, graphs=options.graphs)
     if options.draft_options:
         raise InputError(f"draft_options: draft {draft!r} has none, it is no EAGLE head")
     model, draft_tokenizer = _model_and_tokenizer(draft, options)
@@ -201,7 +217,23 @@ def _drafter(draft: Any, target: HuggingFaceTarget, tokenizer: Any, options: Loa
             f"draft: its vocabulary has {model.get_input_embeddings().weight.shape[0]} entries, the target's "
             f"{vocab_size}, and there are no two tokenizers to compare"
         )
-    return SmallModel(model, vocab_size, pack=options.pack)
+    return (CapturedSmallModel if options.graphs else SmallModel)(model, vocab_size, pack=options.pack)
+
+
+def _check_graphs(draft: Any, options: LoadOptions) -> None:
+    if options.strict:
+        raise InputError(
+            "graphs, strict: strict verification runs in pieces that follow the tree; leave one of them out"
+        )
+    if options.lookup:
+        raise InputError(
+            "graphs, lookup: lookup gives a draft's rows columns that follow the text; leave one of them out"
+        )
+    if isinstance(draft, Drafter) and not isinstance(draft, CapturedEagle | CapturedSmallModel | NGram):
+        raise InputError(
+            f"graphs, draft: a {type(draft).__name__} is taken as it is, and its passes are not captured; pass its "
+            "model or the path of its head instead"
+        )
 
 
 def _looks_up(wanted: bool | None, draft: Any, drafter: Drafter | None, target: HuggingFaceTarget) -> bool:
@@ -209,7 +241,7 @@ def _looks_up(wanted: bool | None, draft: Any, drafter: Drafter | None, target: 
         raise InputError(f"lookup: draft {draft or 'none'!r} has no distributions to mix with; accepted with a model")
     if wanted is None:
         made_here = isinstance(drafter, Eagle | SmallModel) and drafter is not draft
-        return made_here and target.device.type == "cpu"
+        return made_here and target.device.type == "cpu" and not isinstance(target, CapturedTarget)
     return wanted
 
 

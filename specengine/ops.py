@@ -37,6 +37,7 @@ __all__ = [
     "backends",
     "best_candidates",
     "best_first",
+    "cached_attention",
     "choose_tokens",
     "compact_kv",
     "keyed_gumbel_argmax",
@@ -310,6 +311,34 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: 
     return _implementation("tree_attention", query.device.type)(query, key, value, mask, scale)
 
 
+def cached_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    words: Tensor,
+    prefix: Tensor,
+    live: Tensor,
+    seen: Tensor,
+    scale: float,
+) -> Tensor:
+    """As `tree_attention` with static shapes: over a whole cache, of which each row sees the first `prefix` slots and,
+    of the `seen` slots behind them, those that its words name.
+
+    query: [Hq, n, D]; key, value: [Hkv, capacity, D], one floating dtype. words: int64 [n, w], bit j % 64 of word
+    j // 64 names slot prefix + j. prefix, live, seen: int32 [1] on the device; rows from `live` on are padding and
+    give 0. What stands in the other slots, NaN too, changes nothing. No host read, so it can be captured.
+    """
+    heads, rows, _ = query.shape
+    if key.shape != value.shape or heads % key.shape[0] or not query.dtype is key.dtype is value.dtype:
+        raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {_describe(query, key, value)}")
+    if words.dtype is not torch.int64 or words.dim() != 2 or words.shape[0] != rows:
+        raise InputError(f"words: int64 [{rows}, words] is needed, got {_describe(words)}")
+    if any(number.dtype is not torch.int32 or number.shape != (1,) for number in (prefix, live, seen)):
+        raise InputError(f"prefix, live, seen: int32 [1] each is needed, got {_describe(prefix, live, seen)}")
+    run = _implementation("cached_attention", query.device.type)
+    return run(query, key, value, words, prefix, live, seen, scale)
+
+
 def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """As `tree_attention`, but a row's result depends on nothing except the keys and values that it sees, in their
     order: not on other rows, nor on slots that it does not see. So a tree node's bits are those of plain decoding.
@@ -365,6 +394,7 @@ def _load_reference() -> dict[str, Callable[..., Any]]:
         "compact_kv": reference.compact_kv,
         "pack_mask": reference.pack_mask,
         "tree_attention": reference.tree_attention,
+        "cached_attention": reference.cached_attention,
         "strict_attention": reference.strict_attention,
     }
 

@@ -223,6 +223,21 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Ten
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf).repeat(groups, 1)
 
 
+def cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, words: Tensor, prefix: Tensor, live: Tensor, seen: Tensor, scale: float
+) -> Tensor:
+    groups, rows = query.shape[0] // key.shape[0], query.shape[1]
+    node = torch.arange(key.shape[1], device=key.device) - prefix  # which node's slot it is, negative in the prefix
+    inside = node < seen
+    bits = words[:, (node // WORD_BITS).clamp(0, words.shape[1] - 1)] >> (node % WORD_BITS)
+    named = (bits & 1).bool() & (node < WORD_BITS * words.shape[1])
+    padding = torch.arange(rows, device=key.device) >= live
+    mask = torch.zeros(rows, key.shape[1], dtype=query.dtype, device=key.device)
+    mask = mask.masked_fill_(~((node < 0) | named) | ~inside | padding[:, None], -math.inf).repeat(groups, 1)
+    key, value = (cache.where(inside[:, None], 0) for cache in (key, value))  # elsewhere may be NaN
+    return tree_attention(query, key, value, mask, scale).masked_fill(padding[:, None], 0.0)
+
+
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
     heads, rows, size = query.shape

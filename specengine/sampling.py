@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
+from transformers.generation import TemperatureLogitsWarper
 
 from specengine import ops
 from specengine.errors import NumericalError, ProcessorError
@@ -43,13 +44,30 @@ class Sampler:
         self.processors = list(processors)
         self.seed = seed
 
+    @property
+    def reads_history(self) -> bool:
+        """Whether a choice depends on more than the logits, the seed and the position."""
+        return len(self.processors) > 1 or any(type(item) is not TemperatureLogitsWarper for item in self.processors)
+
+    def chooser_of_tree(self, logits: Tensor, history: History, depths: Tensor) -> Callable[[int], int | None]:
+        """`chooser`, which may choose for all nodes at once; depths: int64 [nodes], those of the tree."""
+        if self.seed is None or self.reads_history or logits.device.type == "cpu":
+            return self.chooser(logits, history)
+        positions = [history.length + depth for depth in depths.tolist()]
+        chosen = ops.choose_tokens(logits, positions, self.seed, self._temperature).tolist()
+        return lambda node: chosen[node] if chosen[node] >= 0 else None
+
+    @property
+    def _temperature(self) -> float:
+        return float(self.processors[0].temperature) if self.processors else 1.0  # type: ignore[attr-defined]
+
     def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
         """A function from node to chosen token, given logits [nodes, vocabulary] of a tree.
 
         It reads `history` when called: the tokens from the start to the node. None where no logit is finite.
         """
         if self.seed is None and not self.processors and logits.device.type != "cpu":
-            chosen = _argmax_finite(logits).tolist()  # one transfer for all nodes
+            chosen = ops.choose_tokens(logits).tolist()  # one transfer for all nodes
             return lambda node: chosen[node] if chosen[node] >= 0 else None
         return lambda node: self.choose(logits[node], history)
 
@@ -59,7 +77,7 @@ class Sampler:
             token = int(logits.argmax())
             if torch.isfinite(logits[token]):
                 return token  # NaN and +inf would have won the argmax: there are none
-            token = int(_argmax_finite(logits))
+            token = int(ops.choose_tokens(logits[None]))
             return token if token >= 0 else None
         scores = logits.float()
         if not torch.isfinite(scores.max()):
@@ -95,13 +113,6 @@ def refuse_no_choice(token: int | None, position: int) -> int:
     if token is None:
         raise NumericalError(f"the target's logits at position {position} are NaN or infinite throughout")
     return token
-
-
-def _argmax_finite(logits: Tensor) -> Tensor:
-    """Per row the id of the largest finite logit, -1 where there is none."""
-    scores = logits.masked_fill(~torch.isfinite(logits), MINUS_INF)
-    best, ids = scores.max(dim=-1)
-    return torch.where(best > MINUS_INF, ids, -1)
 
 
 class PresenceFrequencyPenalty(LogitsProcessor):

@@ -112,6 +112,19 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Words | Tens
     return out[0].transpose(0, 1)
 
 
+def cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, words: Tensor, prefix: Tensor, live: Tensor, seen: Tensor, scale: float
+) -> Tensor:
+    known = query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0
+    if not known or not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+        return reference.cached_attention(query, key, value, words, prefix, live, seen, scale)
+    rows, numbers = query.transpose(0, 1)[None], (prefix, live, seen)
+    out = attention_kernel.tree_attention(
+        rows, key[None], value[None], words[None], *numbers, scale=scale, upcast=INTERPRETED
+    )
+    return out[0].transpose(0, 1)
+
+
 @lru_cache(maxsize=8)  # all layers of a forward ask for the same
 def _all_seen(rows: int, slots: int, device: torch.device) -> Words:
     none = torch.zeros(1, rows, 1, dtype=torch.int64, device=device)
@@ -127,6 +140,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
     """What `ops` finds here."""
     return {
         "best_candidates": best_candidates,
+        "cached_attention": cached_attention,
         "choose_tokens": choose_tokens,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
         "walk": walk,

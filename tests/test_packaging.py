@@ -24,6 +24,7 @@ LAYERS = (
         "targets",
         "verification",
         "causal_lm",
+        "graphs",
         "packing",
         "models",
         "options",

@@ -54,6 +54,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="on a CPU, keep a second copy of bfloat16 weights that is faster (default: where it helps and fits)",
     )
     group.add_argument(
+        "--graphs",
+        action="store_true",
+        default=None,
+        help="run target and draft as CUDA graphs, captured once per padded size (default: no)",
+    )
+    group.add_argument(
         "--strict",
         action="store_true",
         help="the same bits in every tree and in plain decoding, in bfloat16 too; costs more per node",
@@ -127,7 +133,7 @@ def flag(name: str) -> str:
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of Engine.from_pretrained that say how models are loaded."""
-    names = ("dtype", "device", "lookup", "pack", "strict", "offline", "trust_remote_code")
+    names = ("dtype", "device", "graphs", "lookup", "pack", "strict", "offline", "trust_remote_code")
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 

@@ -31,21 +31,24 @@ class Step:
     """Draft distributions of some tree nodes.
 
     logits      [rows, draft vocabulary], one row per node
-    token_ids   int64 [draft vocabulary]: the target's id of each column; None where they are the columns themselves
+    token_ids   int64 [draft vocabulary]: the target's id of each column; None where they are the columns themselves;
+                on the device of the results
     normalized  the logits are log-probabilities already; their rows may sum to less than one, and -inf marks
                 a continuation that was not proposed
     hidden      [rows, hidden size], where a rule wants them
+    results     the device for what the methods return, where it is another one than that of the logits
     """
 
     logits: Tensor
     token_ids: Tensor | None = None
     normalized: bool = False
     hidden: Tensor | None = None
+    results: torch.device | None = None
 
     def best_children(self, count: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row;
         -inf where a continuation was not proposed."""
-        log_probs, columns = ops.top_children(self.logits, count, normalized=self.normalized)
+        log_probs, columns = self._here(*ops.top_children(self.logits, count, normalized=self.normalized))
         return log_probs, columns if self.token_ids is None else self.token_ids[columns]
 
     def best_of_layer(
@@ -54,24 +57,29 @@ class Step:
         """The `count` best children of all frontier nodes together, best path first; see ops.best_candidates."""
         found = ops.best_candidates(
             self.logits,
-            tree.path_log_probs[frontier],
+            tree.path_log_probs[frontier].to(self.logits.device),
             count,
             log_gate=log_gate,
             bound=bound,
             normalized=self.normalized,
         )
+        found = ops.Candidates(*self._here(*found))
         tokens = found.columns if self.token_ids is None else self.token_ids[found.columns]
         return Children(frontier[found.rows], tokens, found.log_probs, found.scores)
+
+    def _here(self, *found: Tensor) -> tuple[Tensor, ...]:
+        return found if self.results is None else tuple(tensor.to(self.results) for tensor in found)
 
     def row(self, index: int) -> Step:
         """The step of one of the nodes alone."""
         rows = slice(index, index + 1)
         hidden = None if self.hidden is None else self.hidden[rows]
-        return Step(self.logits[rows], self.token_ids, self.normalized, hidden)
+        return Step(self.logits[rows], self.token_ids, self.normalized, hidden, self.results)
 
     def entropy(self, top: int | None = None) -> Tensor:
         """Of each row's distribution, float32 [rows], in nats; over its `top` likeliest tokens where that is given."""
-        return ops.top_entropy(self.logits, top or self.logits.shape[1], normalized=self.normalized)
+        entropies = ops.top_entropy(self.logits, top or self.logits.shape[1], normalized=self.normalized)
+        return self._here(entropies)[0]
 
     def add_best_children(self, tree: TokenTree, frontier: Tensor, count: int) -> Tensor:
         """Hang the `count` most likely children under each frontier node; the new nodes, in creation order."""
@@ -95,6 +103,12 @@ class Drafter(ABC):
     def cached(self, tokens: list[int]) -> int:
         """Of how many of the first `tokens` it needs no features (again)."""
         return len(tokens)
+
+    def reserve(self, tokens: int, nodes: int) -> None:  # noqa: B027  a draft may make room as it goes
+        """Expect up to `tokens` committed tokens and trees of up to `nodes` nodes; for drafts with fixed buffers."""
+
+    def warm_up(self, tokens: int, nodes: int) -> None:  # noqa: B027  a draft without graphs has nothing to do
+        """Capture the passes over trees of up to `nodes` nodes behind up to `tokens` tokens, where there are graphs."""
 
     @abstractmethod
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:

@@ -95,7 +95,7 @@ class Eagle(Drafter):
         if cycle.features is None:
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         path = torch.tensor(cycle.path, device=cycle.features.device)
-        self._tokens += cycle.tree.tokens[path].tolist()
+        self._tokens += cycle.tree.tokens[path.to(cycle.tree.device)].tolist()
         self._add_pending(cycle.features[path])
 
     def reset(self) -> None:
@@ -115,8 +115,9 @@ class Eagle(Drafter):
         pending, self._pending = self._pending, self._pending[:0]
         if not len(pending):
             return None
-        tokens = torch.tensor(self._tokens[self.cache.length + 1 :], dtype=torch.int64, device=tree.device)
-        tokens = torch.cat([tokens, tree.tokens[:1]])
+        device = pending.device
+        tokens = torch.tensor(self._tokens[self.cache.length + 1 :], dtype=torch.int64, device=device)
+        tokens = torch.cat([tokens, tree.tokens[:1].to(device)])
         self.cache.reserve(self.cache.length + len(pending) + tree.capacity)
         if len(self._states) < tree.capacity:
             self._states = self._states.new_empty(tree.capacity, self._states.shape[1])
@@ -124,8 +125,8 @@ class Eagle(Drafter):
             pending.split(causal_lm.PREFILL_ROWS), tokens.split(causal_lm.PREFILL_ROWS), strict=True
         ):
             rows, length = len(piece), self.cache.length
-            positions = torch.arange(length, length + rows, device=tree.device)
-            states = self._run(piece, piece_tokens, positions, length, causal_rows(rows, length, tree.device))
+            positions = torch.arange(length, length + rows, device=device)
+            states = self._run(piece, piece_tokens, positions, length, causal_rows(rows, length, device))
             self.cache.length += rows
         self._states[0] = states[-1]
         return states[-1:]

@@ -66,12 +66,14 @@ class SmallModel(Drafter):
         pending = self._tokens[self.cache.length :]
         self._tree, self._slots = tree, torch.zeros(1, dtype=torch.int64, device=tree.device)
         self.cache.reserve(self.cache.length + len(pending) + 1 + tree.capacity)
-        # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.
-        known = [min(token, self.lm.vocab_size - 1) for token in (*pending, int(tree.tokens[0]))]
-        logits, _ = self.lm.extend(self.cache, known)
+        logits, _ = self.lm.extend(self.cache, self._known([*pending, int(tree.tokens[0])]))
         assert logits is not None
         self.cache.length -= 1  # the root is not committed yet: its slot is the first of the scratch
         return logits[None]
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.
+        return [min(token, self.lm.vocab_size - 1) for token in tokens]
 
     def _step_nodes(self, tree: TokenTree, nodes: Tensor) -> Tensor:
         length, used = self.cache.length, self._slots.shape[0]

@@ -69,4 +69,4 @@ class Specdecpp(Beam):
                 f"policy specdecpp.classifier: it was trained on hidden states of width {size}, this draft's have "
                 f"{step.hidden.shape[-1]}; train one for it with: {_classifier.training_command('specdecpp')}"
             )
-        return step.hidden
+        return step.hidden if step.results is None else step.hidden.to(step.results)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
-from specengine import Engine, ops, reference
+from specengine import Engine, ops, policies, reference
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError
 from specengine.targets.huggingface import HuggingFaceTarget
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SERVED = {
     "best_candidates",
+    "cached_attention",
     "choose_tokens",
     "compact_kv",
     "keyed_gumbel_argmax",
@@ -199,4 +200,37 @@ def test_an_engine_on_the_kernels_answers_as_plain_decoding_does() -> None:
     expected = model.generate(torch.tensor([prompt], device=DEVICE), max_new_tokens=count, do_sample=False)
     drafter = SmallModel(toy.near_copy("llama").to(DEVICE))
     engine = Engine(HuggingFaceTarget(model), drafter, toy.policy_for("talon"))
+    assert [*prompt, *engine.generate(prompt, max_new_tokens=count).token_ids] == expected[0].tolist()
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    live=st.integers(0, 20),
+    padding=st.integers(1, 5),
+    prefix=st.integers(0, 80),
+    seed=st.integers(0, 99),
+    garbage=st.booleans(),
+)
+def test_cached_attention(live: int, padding: int, prefix: int, seed: int, garbage: bool) -> None:
+    rows = live + padding
+    query, slots = normal(6, rows, 16, seed=seed), prefix + rows + 7
+    key, value = (normal(2, slots, 16, seed=seed + i) for i in (1, 2))
+    words = torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE)
+    if live:
+        words[:live] = toy.random_tree(seed, live, 300).ancestors.to(DEVICE)
+    if garbage:
+        key[:, prefix + live :], value[:, prefix + live :] = math.nan, math.nan
+    numbers = [torch.tensor([number], dtype=torch.int32, device=DEVICE) for number in (prefix, live, live)]
+    found = ops.cached_attention(query, key, value, words, *numbers, 0.25)
+    wanted = reference.cached_attention(query, key, value, words, *numbers, 0.25)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specengine.graphs.FEWEST_SLOTS", 256)
+    model = toy.tiny("llama").to(DEVICE)
+    prompt, count = [7, 3, 9, 7, 3], 4
+    expected = model.generate(torch.tensor([prompt], device=DEVICE), max_new_tokens=count, do_sample=False)
+    policy = policies.make("talon", budget=6, width=2)
+    engine = Engine.from_pretrained(model, toy.near_copy("llama").to(DEVICE), policy, graphs=True)
     assert [*prompt, *engine.generate(prompt, max_new_tokens=count).token_ids] == expected[0].tolist()

@@ -1,0 +1,108 @@
+"""Engines over padded forwards, the same eagerly, and what a capture would freeze."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specengine import Engine, graphs
+from specengine.drafters._captured import CapturedEagle, CapturedSmallModel
+from specengine.drafters.eagle import Eagle
+from specengine.drafters.ngram import NGram
+from specengine.drafters.small_model import SmallModel
+from specengine.graphs import Graphs
+from specengine.targets.captured import CapturedTarget
+from specengine.targets.huggingface import HuggingFaceTarget
+from tests import toy
+
+PROMPT = [*range(40, 56), *range(40, 50)]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DRAFTS = ("small_model", "eagle3", "eagle1", "ngram")
+WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "item")  # the host would wait for the device
+
+
+@cache
+def model() -> Any:
+    return toy.tiny("llama", num_hidden_layers=4).to(DEVICE)
+
+
+@cache
+def near_copy() -> Any:
+    copy = toy.tiny("llama", num_hidden_layers=4)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            if parameter.ndim > 1:
+                parameter += 0.04 * parameter.std() * torch.randn_like(parameter)
+    return copy.to(DEVICE)
+
+
+@cache
+def head(version: Any) -> Any:
+    return toy.tiny_head(toy.head_config(version, model())).to(DEVICE)
+
+
+def engine_of(draft: str, policy: str, *, padded: bool) -> Engine:
+    """A new engine over the shared models; draft `none` decodes plainly."""
+    target = (CapturedTarget if padded else HuggingFaceTarget)(model())
+    if draft == "none":
+        return Engine(target, None, None)
+    if draft == "ngram":
+        drafter: Any = NGram(longest=3, shortest=1)
+    elif draft == "small_model":
+        drafter = (CapturedSmallModel if padded else SmallModel)(near_copy(), target.vocab_size)
+    else:
+        drafter = (CapturedEagle if padded else Eagle)(head(int(draft[-1])), target.lm)
+    return Engine(target, drafter, toy.policy_for(policy, 3))
+
+
+class Operations(TorchDispatchMode):
+    """The operations that run within, with everything that a capture would freeze: shapes and numbers of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        assert not name.endswith(WAITS), f"the host would wait: {name}"
+        self.seen.append((str(func), _frozen(args), _frozen(kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), str(value.dtype)
+    if isinstance(value, dict):
+        return {key: _frozen(entry) for key, entry in value.items()}
+    return [_frozen(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+@contextmanager
+def frozen() -> Iterator[dict[tuple[int, Hashable], int]]:
+    """Every call of a function in a graph runs the operations of its first call; yields how often each was called."""
+    run, first, calls = Graphs.run, dict[Any, Any](), dict[Any, int]()
+
+    def watched(self: Graphs, name: Hashable, reads: Sequence[Tensor], function: Callable[[], Any]) -> Any:
+        def watching() -> Any:
+            if name not in self._captured:
+                return function()  # before the capture
+            with Operations() as operations:
+                found = function()
+            assert operations.seen == first.setdefault((id(self), name), operations.seen)
+            return found
+
+        calls[id(self), name] = calls.get((id(self), name), 0) + 1
+        return run(self, name, reads, watching)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Graphs, "run", watched)
+        patch.setattr(graphs, "FEWEST_SLOTS", 256)
+        yield calls
