@@ -59,6 +59,7 @@ class RowBuffer:
     def __init__(self, rows: int, words: int, device: torch.device) -> None:
         self.rows = rows
         pinned = device.type == "cuda"
+        self._sent = torch.cuda.Event() if pinned else None
         self._host = torch.zeros(4 + rows * (4 + words), dtype=torch.int64, pin_memory=pinned)
         self._device = torch.zeros_like(self._host, device=device)
         self._filled = self._split(self._host, words)
@@ -84,6 +85,8 @@ class RowBuffer:
         spare: int = 0,
     ) -> None:
         """Bring these rows to the device, all given on the host; `spare` is the source and target of padding."""
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy before may still be under way
         numbers, *lists, bits = self._filled
         n = len(tokens)
         for number, value in enumerate((prefix, n, seen, slot)):
@@ -96,6 +99,8 @@ class RowBuffer:
         known = min(words.shape[1], bits.shape[1])
         bits[:n, :known] = words[:, :known]
         self._device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -145,9 +150,9 @@ class Graphs:
         known.graph.replay()
         return known.outputs
 
-    def require_same(self, model: torch.nn.Module) -> None:
-        """Drop all captures if a weight of `model`, which they read, has moved since the last call."""
-        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    def require_same(self, *models: torch.nn.Module) -> None:
+        """Drop all captures if a weight of these models, which they read, has moved since the last call."""
+        addresses = [parameter.data_ptr() for model in models for parameter in model.parameters()]
         if addresses != self._weights:
             self._captured.clear()
             self._weights = addresses

@@ -2,9 +2,9 @@
 
 Backends: `reference` is torch, on any device (reference.py); `cpp` is the extension built from csrc/, for CPU tensors
 (native.py); `triton` is kernels/ (triton_kernels.py) and `cuda` the library built from csrc/*.cu (cuda.py), both for
-CUDA tensors. The best available one is taken, or the one that the environment variable SPECENGINE_BACKEND names;
-`backends` says which and why. Shapes and dtypes are checked here, once, by attribute comparisons only: most ops run
-several times per cycle.
+CUDA tensors. The best available one is taken, or the one that the environment variable SPECENGINE_BACKEND names, or of
+several names (`triton,cpp`) the first that has the op on that device; `backends` says which and why. Shapes and dtypes
+are checked here, once, by attribute comparisons only: most ops run several times per cycle.
 """
 
 from __future__ import annotations
@@ -460,20 +460,26 @@ def _choose(op: str, kind: str, asked: str) -> Backend:
         better = list(_PROVIDERS)[: list(_PROVIDERS).index(able[0])]
         reason = "; ".join(_why_not(name, op, kind) for name in better)
         return Backend(able[0], reason or f"first choice on {kind}", able)
-    if asked not in _PROVIDERS:
+    names = asked.split(",")
+    if not set(names) <= set(_PROVIDERS):
         raise BackendError(f"{VARIABLE}={asked}: unknown, accepted are auto, {', '.join(_PROVIDERS)}")
-    if asked in able:
-        return Backend(asked, f"{VARIABLE}={asked}", able)
-    if not _loaded(asked):
-        raise BackendError(f"{VARIABLE}={asked}: {_why_not(asked, op, kind)}")
-    return Backend("reference", _why_not(asked, op, kind), able)
+    missing = [name for name in names if not _loaded(name)]
+    if missing:
+        raise BackendError(f"{VARIABLE}={asked}: {_not_built(missing[0])}")
+    taken = next((name for name in names if name in able), None)
+    if taken is not None:
+        return Backend(taken, f"{VARIABLE}={asked}", able)
+    return Backend("reference", "; ".join(_why_not(name, op, kind) for name in names), able)
 
 
 def _why_not(name: str, op: str, kind: str) -> str:
-    provider = _PROVIDERS[name]
-    if _serves(provider, kind) and not _loaded(name):
-        return f"{name} is not built ({_load(name)[1]}); build it with: {provider.build}"
+    if _serves(_PROVIDERS[name], kind) and not _loaded(name):
+        return _not_built(name)
     return f"{name} has no {op} on {kind}"
+
+
+def _not_built(name: str) -> str:
+    return f"{name} is not built ({_load(name)[1]}); build it with: {_PROVIDERS[name].build}"
 
 
 def _serves(provider: _Provider, kind: str) -> bool:

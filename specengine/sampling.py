@@ -53,13 +53,17 @@ class Sampler:
         """`chooser`, which may choose for all nodes at once; depths: int64 [nodes], those of the tree."""
         if self.seed is None or self.reads_history or logits.device.type == "cpu":
             return self.chooser(logits, history)
-        positions = [history.length + depth for depth in depths.tolist()]
-        chosen = ops.choose_tokens(logits, positions, self.seed, self._temperature).tolist()
+        chosen = self.choose_rows(logits, [history.length + depth for depth in depths.tolist()])
         return lambda node: chosen[node] if chosen[node] >= 0 else None
 
-    @property
-    def _temperature(self) -> float:
-        return float(self.processors[0].temperature) if self.processors else 1.0  # type: ignore[attr-defined]
+    def choose_rows(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
+        """What `choose` gives for each row, [nodes, vocabulary], at its position, in one transfer; -1 for None.
+
+        Only where a choice does not read the history.
+        """
+        assert not self.reads_history
+        temperature = float(self.processors[0].temperature) if self.processors else 1.0  # type: ignore[attr-defined]
+        return ops.choose_tokens(logits, positions, self.seed, temperature).tolist()
 
     def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
         """A function from node to chosen token, given logits [nodes, vocabulary] of a tree.
@@ -67,7 +71,7 @@ class Sampler:
         It reads `history` when called: the tokens from the start to the node. None where no logit is finite.
         """
         if self.seed is None and not self.processors and logits.device.type != "cpu":
-            chosen = ops.choose_tokens(logits).tolist()  # one transfer for all nodes
+            chosen = self.choose_rows(logits, ())
             return lambda node: chosen[node] if chosen[node] >= 0 else None
         return lambda node: self.choose(logits[node], history)
 

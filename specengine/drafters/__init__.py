@@ -68,7 +68,13 @@ class Step:
         return Children(frontier[found.rows], tokens, found.log_probs, found.scores)
 
     def _here(self, *found: Tensor) -> tuple[Tensor, ...]:
-        return found if self.results is None else tuple(tensor.to(self.results) for tensor in found)
+        if self.results is None or found[0].device == self.results:
+            return found
+        whole = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in found]).to(self.results)  # one transfer
+        parts = whole.split([tensor.numel() * tensor.element_size() for tensor in found])
+        return tuple(
+            part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, found, strict=True)
+        )
 
     def row(self, index: int) -> Step:
         """The step of one of the nodes alone."""

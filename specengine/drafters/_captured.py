@@ -71,7 +71,7 @@ class CapturedEagle(Eagle):
 
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         super().begin(prompt, features)
-        self.graphs.require_same(self.head)
+        self.graphs.require_same(self.head, self.target.model)
 
     @torch.inference_mode()
     def step(self, tree: TokenTree, nodes: Tensor) -> Step:
@@ -94,7 +94,7 @@ class CapturedEagle(Eagle):
     def warm_up(self, tokens: int, nodes: int) -> None:
         """Capture the passes over trees of up to `nodes` nodes behind up to `tokens` tokens."""
         self.reserve(tokens, nodes)
-        self.graphs.require_same(self.head)
+        self.graphs.require_same(self.head, self.target.model)
         for size in buckets(MOST_ROWS):
             rows, spare = self._passes.rows(size, self._nodes), self._nodes
             rows.fill([], torch.zeros(0), torch.zeros(0, 1), slot=self.cache.length, prefix=0, seen=0, spare=spare)

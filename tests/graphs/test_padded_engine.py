@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specengine import Engine, cache, graphs
+from specengine import Engine, cache, graphs, ops
 from specengine.drafters import _captured
 from specengine.errors import EngineBusyError, InputError
 from specengine.graphs import Graphs
@@ -220,10 +220,12 @@ def test_outputs_are_the_same_tensors_each_time() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["eagle", "talon", "salf"])
-@pytest.mark.parametrize("draft", ["small_model", "eagle3"])
-def test_replays_equal_calls(draft: str, policy: str) -> None:
+@pytest.mark.parametrize("policy", ["eagle", "talon", "salf", "chain", "opt_tree", "dynatree"])
+@pytest.mark.parametrize("draft", ["small_model", "eagle3", "eagle1", "ngram"])
+@pytest.mark.parametrize("backend", ["auto", "triton,cpp"])
+def test_replays_equal_calls(draft: str, policy: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device: captured engines answer as eager ones do, and a replay leaves what a call leaves."""
+    monkeypatch.setenv(ops.VARIABLE, backend)
     for options in WAYS:
         padded, eager = (engine_of(draft, policy, padded=value) for value in (True, False))
         assert answer(padded, options)[:2] == answer(eager, options)[:2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ def _interpret() -> None:
 
 if INTERPRETED:
     _interpret()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a device all tests of this folder are tests of the device."""
+    for item in items:
+        if not INTERPRETED and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,20 @@ def test_it_is_not_taken_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(taken[op].name != "triton" and "triton" in taken[op].available for op in SERVED)
 
 
+def test_of_several_names_the_first_that_has_the_op_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ops.VARIABLE, "triton,cpp")
+    taken = ops.backends("cpu")
+    if "cpp" in taken["walk"].available:
+        assert (taken["top_entropy"].name, taken["top_entropy"].reason) == ("cpp", "SPECENGINE_BACKEND=triton,cpp")
+    here = ops.backends(DEVICE)
+    assert all(here[op].name == "triton" for op in SERVED)
+    monkeypatch.setenv(ops.VARIABLE, "cpp,triton")
+    assert ops.backends("cpu")["walk"].name == ("cpp" if "cpp" in taken["walk"].available else "triton")
+    monkeypatch.setenv(ops.VARIABLE, "triton,no")
+    with pytest.raises(BackendError, match="SPECENGINE_BACKEND=triton,no: unknown"):
+        ops.backends(DEVICE)
+
+
 def test_missing_triton_raises_and_names_the_remedy() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"

@@ -1,0 +1,40 @@
+"""bench.graphs measures every way and counts the answers that differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import graphs as bench
+from tests import toy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_it_measures_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specengine.graphs.FEWEST_SLOTS", 256)
+    model, tokenizer = toy.tiny("llama", max_position_embeddings=1024), toy.byte_tokenizer()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = ["--model", str(tmp_path / "model"), "--draft", "ngram", "--policy", "chain", "--dtype", "float32"]
+    sizes = ["--per-set", "1", "--rounds", "1", "--max-new-tokens", "6", "--device", "cpu"]
+    bench.main([*arguments, *sizes, "--out", str(tmp_path / "out.jsonl")])
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    kinds = [row["record"] for row in rows]
+    assert kinds == ["provenance", "settings", "captures", "captures", "summary", "row"]
+    ways = ["transformers", "transformers, static cache", "plain", "plain, graphs", "chain", "chain, graphs"]
+    assert list(rows[-1]["tokens_per_second"]) == ways
+    assert all(rate > 0 for rate in rows[-1]["tokens_per_second"].values())
+    assert rows[-1]["differs_from_plain"] == []
+    assert rows[2]["captured"] == ["verification of 1 rows"]
+    assert rows[-1]["cycle_ms"]["chain, graphs"]["verify"] > 0
+
+
+def test_it_counts_answers_that_differ() -> None:
+    ways = {
+        name: (lambda prompt, name=name: bench.Answer([1, 2] if name == "plain" else [1, 3])) for name in ("plain", "x")
+    }
+    item = bench.workloads.Workload("set", "id", "text")
+    assert bench._measure(ways, item, [1], 1)["differs_from_plain"] == ["x"]

@@ -1,0 +1,127 @@
+"""Every kernel on a random tree, against its own reference.
+
+`python -m tests.kernels.all_kernels COUNT` runs each on so many of them; compute-sanitizer watches that on a device.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+from specengine_kernels import candidate_selection, frontier, kv_compaction, tree_attention, verification
+from torch import Tensor
+
+from tests import toy
+
+
+def number(value: int, device: str) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def attention(seed: int, device: str) -> None:
+    nodes, prefix = 1 + seed * 7 % 97, seed * 31 % 200
+    kind = torch.float32 if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
+    tree = toy.random_tree(seed, nodes, 500)
+    q = random(1, nodes, 6, 32, seed=seed).to(device, kind)
+    k, v = (random(1, 2, prefix + nodes + 5, 32, seed=seed + i).to(device, kind) for i in (1, 2))
+    k[:, :, prefix + nodes :], v[:, :, prefix + nodes :] = math.nan, math.nan
+    given = (tree.ancestors[None].to(device), *(number(value, device) for value in (prefix, nodes, nodes)))
+    out = tree_attention.tree_attention(q, k, v, *given)
+    wanted, _ = tree_attention.reference(q.double(), k, v, *given)
+    limit = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[kind]
+    assert (out.double() - wanted).norm() <= limit * wanted.norm(), seed
+
+
+def selection(seed: int, device: str) -> None:
+    rows, columns, most = 1 + seed % 9, 1 + seed * 53 % 3000, 1 + seed % 70
+    logits, parents = random(rows, columns, seed=seed) * 3, -random(rows, seed=seed + 1).abs()
+    found = candidate_selection.select_candidates(logits.to(device), parents.to(device), most, log_gate=-3.0)
+    wanted = candidate_selection.reference(logits.double(), parents.double(), most, log_gate=-3.0)
+    kept = min(int(found.count), int(wanted.count))
+    assert abs(int(found.count) - int(wanted.count)) <= 1, seed  # rounding at the gate
+    assert torch.allclose(found.scores[:kept].cpu().double(), wanted.scores[:kept], atol=2e-5), seed
+
+
+def choices(seed: int, device: str) -> None:
+    rows, columns = 1 + seed % 5, 1 + seed * 71 % 2600
+    logits, positions = random(rows, columns, seed=seed) * 3, torch.arange(rows) * (seed + 1)
+    drawn = verification.choose_tokens(
+        logits.to(device), positions.to(device), torch.tensor([seed], device=device), torch.ones(1, device=device)
+    )
+    assert drawn.tolist() == verification.reference(logits, positions, seed).tolist(), seed
+    assert verification.choose_tokens(logits.to(device)).tolist() == logits.argmax(1).tolist(), seed
+
+
+def walks(seed: int, device: str) -> None:
+    size = 1 + seed * 13 % 200
+    tree = toy.random_tree(seed, size, max(3, size // 8))
+    chosen = torch.randint(-1, max(3, size // 8), (size,), generator=torch.Generator().manual_seed(seed))
+    path, bonus = (torch.zeros(n, dtype=torch.int64, device=device) for n in (size, 1))
+    count = number(0, device)
+    given = (tensor.to(device) for tensor in (tree.tokens, tree.parents, chosen))
+    verification.walk(*given, number(size, device), path, count, bonus)
+    wanted = verification.reference_walk(tree.tokens, tree.parents, chosen)
+    assert (path[: int(count)].tolist(), int(bonus)) == wanted, seed
+
+
+def compaction(seed: int, device: str) -> None:
+    later = torch.randperm(60, generator=torch.Generator().manual_seed(seed))[: seed % 30] + 1
+    path = torch.tensor([0, *sorted(later.tolist())], device=device)
+    slab = random(2, 2, 2, 80, 16, seed=seed).to(device)
+    counts = number(len(path), device), number(seed % 15, device)
+    wanted = kv_compaction.reference(slab, path, *counts)
+    kv_compaction.compact_kv(slab, path, *counts)
+    assert torch.equal(slab, wanted), seed
+
+
+def growth(seed: int, device: str) -> None:
+    capacity, width = 2 + seed * 11 % 150, 1 + seed % 16
+    whole, words = torch.zeros(capacity, dtype=torch.int64, device=device), -(-capacity // 64)
+    ancestors = torch.zeros(capacity, words, dtype=torch.int64, device=device)
+    ancestors[0, 0] = 1
+    real = torch.zeros(capacity, device=device)
+    arrays = [whole.clone() for _ in range(3)] + [real.clone() for _ in range(2)]
+    tree = frontier.Tree(*arrays, ancestors, number(1, device))
+    tree.parents[0] = -1
+    for layer in range(3):
+        size, most = int(tree.size), 1 + (seed + layer) % 20
+        generator = torch.Generator().manual_seed(seed + layer)
+        parents, tokens = (torch.randint(0, size, (most,), generator=generator) for _ in range(2))
+        edges, count = -random(most, seed=seed).abs(), (seed + layer) % (most + 1)
+        before = frontier.Tree(*(tensor.cpu() for tensor in tree))
+        after, next_frontier, wrong = frontier.reference(before, parents, tokens, edges, count, None, width)
+        room, refused = frontier.frontier_for(width, torch.device(device)), number(0, device)
+        given = (tensor.to(device) for tensor in (parents, tokens, edges))
+        frontier.append_nodes(tree, *given, number(count, device), room, refused)
+        assert bool(refused) == wrong, seed
+        for found, wanted in zip((*tree, *room), (*after, *next_frontier), strict=True):
+            assert torch.equal(found.cpu(), wanted), seed
+    nodes = torch.arange(width, device=device) % int(tree.size)
+    states, table = (random(capacity + 1, 48, seed=seed + i).to(device) for i in (3, 4))
+    tree.tokens.clamp_(max=capacity)
+    out = torch.empty(2, width, 48, device=device)
+    frontier.gather_rows(tree, nodes, states, table, out[0], out[1])
+    assert torch.equal(out[0], states[tree.parents[nodes].clamp(min=0)]), seed
+    assert torch.equal(out[1], table[tree.tokens[nodes]]), seed
+
+
+KERNELS: dict[str, Callable[[int, str], None]] = {
+    "attention": attention,
+    "selection": selection,
+    "choices": choices,
+    "walks": walks,
+    "compaction": compaction,
+    "growth": growth,
+}
+
+if __name__ == "__main__":
+    for run in KERNELS.values():
+        for case in range(int(sys.argv[1])):
+            run(case, "cuda")
+    torch.cuda.synchronize()
