@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine.cli import arguments as shared
-from specengine.cli import train_classifier
+from specengine.cli import train_classifier, train_policy
 from specengine.cli.prompt_files import FORMATS, read_prompts
 from specengine.cli.terminal import say
 from specengine.engine import Engine
@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     classifier = commands.add_parser("classifier", help=train_classifier.HELP, allow_abbrev=False)
     train_classifier.add_arguments(classifier)
     classifier.set_defaults(run=train_classifier.run)
+    policy = commands.add_parser("policy", help=train_policy.HELP, allow_abbrev=False)
+    train_policy.add_arguments(policy)
+    policy.set_defaults(run=train_policy.run)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

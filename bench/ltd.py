@@ -1,0 +1,246 @@
+"""Learning to Draft against the EAGLE beam, on logged candidate trees and live.
+
+`log` answers prompts and logs the candidates of each cycle. `compare` tells what the beam at its default, the beam with
+the best depth and size for the trees that a pair was trained on, and pairs of networks give at these trees under a cost
+table. `agree` decides at random while the engine runs, and correlates what was measured with the table's reward.
+
+    python -m bench.ltd log FOLDER --prompts FOLDER --per-set 2 --width 4 --expansions 6
+    python -m bench.ltd compare FOLDER --grid TRAINING-TREES --networks cpu --costs 2-cores-amx
+    python -m bench.ltd agree --networks cpu --costs 2-cores-amx
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench import provenance, workloads
+from specengine import Engine, models
+from specengine.errors import InputError, SpecEngineError
+from specengine.policies import _ltd
+from specengine.policies._ltd import Networks, Shape
+from specengine.train.candidates import CandidateOptions, CandidateTrees, log_candidates
+from specengine.train.costs import find_costs
+from specengine.train.outcomes import Outcomes, Speed
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    try:
+        rows = list(args.run(args))
+    except SpecEngineError as error:
+        print(f"bench.ltd: error: {error}", file=sys.stderr)
+        return 2
+    for row in rows:
+        print(json.dumps(row))
+    if args.out:
+        provenance.write(args.out, rows)
+    return 0
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
+    return Engine.from_pretrained(model, args.draft)
+
+
+def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
+    return [engine.stream(item.text, max_new_tokens=1).prompt for item in workloads.read(args.prompts, args.per_set)]
+
+
+def log(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    engine = _engine(args)
+    options = CandidateOptions(args.max_new_tokens, args.width, args.expansions, temperature=args.temperature)
+    name = Path(args.model).name if args.model else models.embedded.NAME
+    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    trees = log_candidates(engine, _prompts(args, engine), args.folder, options, name=name, progress=say)
+    yield {"record": "log", **trees.manifest, "trees": sum(map(len, trees.answers()))}
+
+
+# ---------------------------------------------------------------------------------------------------- on logged trees
+
+
+def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    pairs = {name: _ltd.load(name).networks for name in args.networks}
+    if len({networks.shape for networks in pairs.values()}) > 1:
+        raise InputError("networks: they are for trees of different shapes; compare them one at a time")
+    shape, costs = next(iter(pairs.values())).shape, find_costs(args.costs)
+    folders = [CandidateTrees.open(folder) for folder in args.folder]
+    trees = Outcomes.of([answer for folder in folders for answer in folder.answers()], shape, costs)
+    yield costs.record()
+    manifests = [dict(folder.manifest) for folder in folders]
+    yield {"record": "log", "trees": len(trees), "folders": manifests, "shape": asdict(shape)}
+    base = trees.speed(*args.default)
+    yield _row("eagle", base, base, depth=args.default[0], size=args.default[1])
+    searched = Outcomes.of(
+        [answer for folder in args.grid for answer in CandidateTrees.open(folder).answers()], shape, costs
+    )
+    for name, source in (("eagle, best on the training's trees", searched), ("eagle, best on these trees", trees)):
+        depth, size = best_of_grid(source)
+        yield _row(name, trees.speed(depth, size), base, depth=depth, size=size)
+    for name, networks in pairs.items():
+        label = Path(name).parent.name if Path(name).is_file() else name
+        for what, depth, size in (
+            ("ltd", None, None),
+            ("ltd, its depth", None, args.default[1]),
+            ("ltd, its size", args.default[0], None),
+        ):
+            depths, sizes = decided(trees, networks, depth, size)
+            choices = {"depths": _counts(depths), "sizes": _counts(sizes)}
+            yield _row(f"{what}: {label}", trees.speed(depths, sizes), base, **choices)
+    depths, sizes = foreseen(trees)
+    yield _row("the best depth and size of each tree, foreseen", trees.speed(depths, sizes), base)
+
+
+def best_of_grid(trees: Outcomes) -> tuple[int, int]:
+    """The depth and size with the greatest throughput at these trees."""
+    shape = trees.shape
+    grid = [(depth, size) for depth in range(shape.least, shape.expansions + 1) for size in shape.sizes]
+    return max(grid, key=lambda point: trees.speed(*point).speed)
+
+
+def decided(trees: Outcomes, networks: Networks, depth: int | None, size: int | None) -> tuple[Any, Any]:
+    """Depths and sizes, int64 [trees], by the networks, or one number in the place of one of them."""
+    depths = trees.depths_by(networks) if depth is None else trees.all_trees(depth)
+    return depths, trees.sizes_by(networks, depths) if size is None else trees.all_trees(size)
+
+
+def foreseen(trees: Outcomes) -> tuple[Any, Any]:
+    """Depths and sizes that maximise throughput given what the target will say: no policy can do better."""
+    shape, everything, rate = trees.shape, np.arange(len(trees)), 1.0
+    grid = [(depth, size) for depth in range(shape.least, shape.expansions + 1) for size in shape.sizes]
+    tokens = np.stack([trees.committed(everything, *map(trees.all_trees, point)) for point in grid], 1)
+    cost = np.array([trees.cost(*point) for point in grid]) / trees.costs.plain
+    for _ in range(20):
+        best = (tokens - rate * cost).argmax(1)
+        rate = tokens[everything, best].sum() / cost[best].sum()
+    points = np.array(grid)[best]
+    return points[:, 0], points[:, 1]
+
+
+def _row(way: str, speed: Speed, base: Speed, **facts: Any) -> dict[str, Any]:
+    figures = {name: round(value, 4) for name, value in speed._asdict().items()}
+    return {"record": "replay", "way": way, **figures, "over_eagle": round(speed.speed / base.speed, 4), **facts}
+
+
+def _counts(values: Any) -> dict[int, int]:
+    return {int(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)}
+
+
+# ---------------------------------------------------------------------------------------------------- live
+
+
+def agree(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Cycles of the engine under random depths and sizes: measured against the table's reward, and against the replay.
+
+    The replay's reward of a setting is the mean over the logged trees of the same prompts, the live one over the cycles
+    that used it.
+    """
+    from specengine.train.asked import AskedEngine, Finished
+    from specengine.train.environments import WALLCLOCK_UNIT, cycle_facts
+
+    engine, costs, shape = _engine(args), find_costs(args.costs), _ltd.load(args.networks[0]).networks.shape
+    asked = AskedEngine(engine, _prompts(args, engine), shape, "size", None, length=args.max_new_tokens)
+    random, rows = np.random.default_rng(0), []
+    choice = 0
+    while len(rows) < args.cycles:
+        found = asked.next(choice)
+        choice = int(random.integers(len(shape.sizes)))
+        if isinstance(found, Finished):
+            rows.append((found.seconds, cycle_facts(found.cycle)))
+    asked.close()
+    seconds, facts = zip(*rows, strict=True)
+    predicted = [costs.cycle(fact["verified"], fact["widths"]) for fact in facts]
+    live = [fact["tokens"] * WALLCLOCK_UNIT / spent for spent, fact in rows]
+    table = [fact["tokens"] * costs.plain / cost for fact, cost in zip(facts, predicted, strict=True)]
+    yield {
+        "record": "agreement",
+        "cycles": len(rows),
+        "spearman_of_rewards": round(spearman(live, table), 4),
+        "spearman_of_seconds": round(spearman(seconds, predicted), 4),
+        "seconds_over_predicted": round(float(np.median(np.array(seconds) / np.array(predicted))), 6),
+    }
+    if args.candidates:
+        yield _by_setting(args, shape, costs, facts, live)
+
+
+def _by_setting(args: argparse.Namespace, shape: Shape, costs: Any, facts: Any, live: Any) -> dict[str, Any]:
+    trees = Outcomes.of(list(CandidateTrees.open(args.candidates).answers()), shape, costs)
+    settings: dict[tuple[int, int], list[float]] = {}
+    for fact, reward in zip(facts, live, strict=True):
+        settings.setdefault((len(fact["widths"]) - 1, fact["verified"] - 1), []).append(reward)
+    known = {point: rewards for point, rewards in settings.items() if len(rewards) >= args.least_cycles}
+    measured = [float(np.mean(rewards)) for rewards in known.values()]
+    replayed = []
+    for depth, size in known:
+        everything = np.arange(len(trees))
+        tokens = trees.committed(everything, trees.all_trees(depth), trees.all_trees(size))
+        replayed.append(float(tokens.mean() * costs.plain / trees.cost(depth, size)))  # type: ignore[arg-type]
+    return {
+        "record": "agreement by setting",
+        "settings": len(known),
+        "spearman": round(spearman(measured, replayed), 4),
+        "live_and_replayed": {
+            f"{depth}x{size}": [round(a, 4), round(b, 4)]
+            for (depth, size), a, b in zip(known, measured, replayed, strict=True)
+        },
+    }
+
+
+def spearman(a: Any, b: Any) -> float:
+    """The correlation of ranks; equal values share the mean of theirs."""
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: Any) -> Any:
+    _, place, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    return (counts.cumsum() - (counts - 1) / 2)[place]
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    first = commands.add_parser("log")
+    first.add_argument("folder", type=Path, help="goes on where it stopped")
+    first.add_argument("--width", type=int, default=10)
+    first.add_argument("--expansions", type=int, default=12)
+    first.add_argument("--temperature", type=float, default=0.0)
+    second = commands.add_parser("compare")
+    second.add_argument("folder", type=Path, nargs="+")
+    second.add_argument(
+        "--grid", type=Path, nargs="+", required=True, help="trees to search the best depth and size on"
+    )
+    second.add_argument("--default", type=int, nargs=2, default=(8, 59), help="the beam's own depth and size")
+    third = commands.add_parser("agree")
+    third.add_argument("--cycles", type=int, default=300)
+    third.add_argument("--candidates", type=Path, help="logged trees of the same prompts")
+    third.add_argument("--least-cycles", type=int, default=4, help="of a setting that is compared with the replay")
+    for command, run in ((first, log), (second, compare), (third, agree)):
+        command.add_argument("--out", type=Path)
+        command.set_defaults(run=run)
+        if command is not first:
+            command.add_argument("--networks", action="append", required=True, help="as of the policy ltd; repeatable")
+            command.add_argument("--costs", required=True, help="as of specengine train policy")
+        if command is not second:
+            command.add_argument("--model", help="default: the embedded model")
+            command.add_argument("--draft", help="default: the model's best")
+            command.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+            command.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in")
+            command.add_argument("--per-set", type=int, default=2)
+            command.add_argument("--max-new-tokens", type=int, default=96)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""specengine train policy: the two networks of the policy ltd."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specengine.cli import arguments as shared
+from specengine.cli.prompt_files import FORMATS, read_prompts
+from specengine.cli.terminal import say
+from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.prompts import token_ids
+from specengine.registry import build
+from specengine.train.candidates import CandidateOptions, CandidateTrees, log_candidates
+from specengine.train.corpus import Corpus
+from specengine.train.costs import PUBLISHED, Costs, find_costs, measure
+from specengine.train.outcomes import split
+from specengine.train.policies import read_log, require_extra, train_policy
+from specengine.train.policy_curve import plot
+from specengine.train.policy_options import RECIPES, PolicyOptions, find_recipe
+from specengine.train.trees import questions
+
+if TYPE_CHECKING:
+    from specengine.train.grounds import Ground
+
+HELP = "train the networks of the policy ltd, which choose a tree's depth and size, by reinforcement learning"
+MEASURE = "measure"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="of the networks; goes on if a training stopped there"
+    )
+    recipes = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
+    parser.add_argument("--recipe", default="short", help=f"{recipes} (default: short)")
+    costs = "; ".join(f"{name}: {found.source}" for name, found in PUBLISHED.items()).replace("%", "%%")
+    parser.add_argument(
+        "--costs", default=MEASURE, metavar="TABLE",
+        help=f"what cycles cost: {MEASURE} (the default: on this machine), a file of bench.end_to_end, or {costs}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--live", action="store_true",
+        help="learn while the engine runs, also under a cost table; otherwise from logged trees, which is much faster. "
+        "The reward wallclock is always live",
+    )  # fmt: skip
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns")
+    source.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {FORMATS}")
+    source.add_argument(
+        "--candidates",
+        type=Path,
+        action="append",
+        metavar="FOLDER",
+        help="trees logged earlier; repeatable, no model",
+    )
+    parser.add_argument("--target", metavar="MODEL", help="a Hugging Face id or a local path (default: the embedded)")
+    parser.add_argument("--draft", help="as for generate (default: the target's)")
+    parser.add_argument("--dtype", default="auto", help="auto (as stored), bfloat16, float16 or float32")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument("--offline", action="store_true", help="never use a network")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
+    parser.add_argument(
+        "-o", "--option", type=shared.key_value, action="append", default=[], metavar="KEY=VALUE",
+        help=f"of {', '.join(field.name for field in fields(PolicyOptions))}; repeatable",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options: PolicyOptions = build(
+        PolicyOptions, asdict(find_recipe(arguments.recipe).options) | dict(arguments.option), "option"
+    )
+    live = arguments.live or options.reward == "wallclock"
+    if arguments.candidates and (live or arguments.costs == MEASURE):
+        raise InputError("candidates: they are for a cost table that is given by --costs, and not for live training")
+    costs = None if arguments.costs == MEASURE else find_costs(arguments.costs)
+    corpus = None if arguments.data is None else Corpus.open(arguments.data)
+    turns = [] if arguments.prompts is None else [list(turns) for turns in read_prompts(arguments.prompts)]
+    require_extra()
+    ground: Ground
+    if arguments.candidates:
+        assert costs is not None, "checked above"
+        ground = _logged([CandidateTrees.open(folder) for folder in arguments.candidates], options, costs)
+    else:
+        engine = _load(arguments)
+        prompts = [_question(engine, turn[0]) for turn in turns] if corpus is None else questions(corpus)
+        ground = _with_engine(engine, prompts, arguments.folder, options, costs, live)
+    pair = train_policy(ground, arguments.folder, options, progress=say)
+    plot(read_log(arguments.folder), arguments.folder / "curve.svg")
+    print(pair)
+    return 0
+
+
+def _with_engine(
+    engine: Engine, prompts: list[list[int]], folder: Path, options: PolicyOptions, costs: Costs | None, live: bool
+) -> Ground:
+    from specengine.train.grounds import LiveGround
+
+    held = max(1, round(options.held_back * len(prompts)))
+    if len(prompts) < 2:
+        raise InputError(f"prompts: got {len(prompts)}, two or more are needed: some are held back")
+    if costs is None and options.reward != "wallclock":
+        costs = measure(engine, prompts[0])
+        say(f"costs: {costs.record()}")
+    if live:
+        table = None if options.reward == "wallclock" else costs
+        return LiveGround(engine, prompts[:-held], prompts[-held:], table, options)
+    logging = CandidateOptions(length=options.length, width=options.width, expansions=options.expansions)
+    trees = log_candidates(engine, prompts, folder / "candidates", logging, name=_name(engine), progress=say)
+    assert costs is not None, "only the wall clock needs none"
+    return _logged([trees], options, costs)
+
+
+def _logged(folders: list[CandidateTrees], options: PolicyOptions, costs: Costs) -> Ground:
+    from specengine.train.grounds import LoggedGround
+
+    return LoggedGround(*split(folders, options.shape, costs, options.held_back), options)
+
+
+def _question(engine: Engine, text: str) -> list[int]:
+    target = engine.target
+    return token_ids(text, engine.tokenizer, raw=False, vocab_size=target.vocab_size, max_context=target.max_context)
+
+
+def _load(arguments: argparse.Namespace) -> Engine:
+    names = ("dtype", "device", "offline", "trust_remote_code")
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    return Engine.from_pretrained(arguments.target, arguments.draft, **given)
+
+
+def _name(engine: Engine) -> str:
+    """The target's name as it is recorded, without the folders of this machine."""
+    name = engine.target.model.config._name_or_path  # type: ignore[attr-defined]
+    return Path(name).name if Path(name).is_dir() else name
