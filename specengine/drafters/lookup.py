@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specengine import ops
 from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step
 from specengine.drafters._suffixes import Suffixes
@@ -23,7 +24,7 @@ PRIOR_HITS = (0.17, 0.45, 0.53, 0.65, 0.7, 0.74, 0.78, 0.93)
 PRIOR_WEIGHT = 8.0  # matches that the prior counts for
 MOST = 0.98  # of a row's probability that a match can take
 MOST_FOLLOWERS = 8  # of a match, the commonest ones
-UNSEEN = -20.0  # log-probability, about, of columns that only another row has a use for
+UNSEEN = -20.0  # below a row's best logit: columns that only another row has a use for
 
 
 class _Copy(NamedTuple):
@@ -64,6 +65,12 @@ class Lookup(Drafter):
 
     def cached(self, tokens: list[int]) -> int:
         return self.drafter.cached(tokens)
+
+    def reserve(self, tokens: int, nodes: int) -> None:
+        self.drafter.reserve(tokens, nodes)
+
+    def warm_up(self, tokens: int, nodes: int) -> None:
+        self.drafter.warm_up(tokens, nodes)
 
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         self.drafter.begin(prompt, features)
@@ -113,18 +120,19 @@ class Lookup(Drafter):
 
     def _mixed(self, step: Step, copies: list[_Copy]) -> Step:
         """`step` with these continuations made likelier, each by its odds."""
-        known = self._columns_of(step)
-        new = list(dict.fromkeys(copy.token for copy in copies if copy.token not in known))
-        logits = step.logits.float()
-        levels = logits.logsumexp(1)
-        logits = torch.cat([logits, (levels[:, None] + UNSEEN).expand(-1, len(new))], 1)
-        places = {token: step.logits.shape[1] + index for index, token in enumerate(new)}
-        rows = torch.tensor([copy.row for copy in copies], device=logits.device)
-        columns = [places.get(copy.token, known.get(copy.token, 0)) for copy in copies]
-        where = rows, torch.tensor(columns, device=logits.device)
-        log_odds = torch.tensor([copy.log_odds for copy in copies], device=logits.device)
-        logits[where] = torch.logaddexp(logits[where], levels[rows] + log_odds)
-        return replace(step, logits=logits, token_ids=self._ids_with(step, new))
+        known, width, device = self._columns_of(step), step.logits.shape[1], step.logits.device
+        unknown = dict.fromkeys(copy.token for copy in copies if copy.token not in known)
+        new = {token: column for column, token in enumerate(unknown, width)}
+        log_probs, best = ops.top_children(step.logits, 1)
+        peaks = step.logits.gather(1, best)
+        logits = torch.cat([step.logits, (peaks + UNSEEN).expand(-1, len(new))], 1)
+        rows = torch.tensor([copy.row for copy in copies], device=device)
+        columns = torch.tensor([new.get(copy.token, known.get(copy.token, 0)) for copy in copies], device=device)
+        log_odds = torch.tensor([copy.log_odds for copy in copies], device=device)
+        levels = peaks.float() - log_probs  # log-sum-exp of each row
+        copied = levels[rows, 0] + log_odds
+        logits[rows, columns] = torch.logaddexp(logits[rows, columns].float(), copied).to(logits.dtype)
+        return replace(step, logits=logits, token_ids=_ids_with(step, list(new)))
 
     def _columns_of(self, step: Step) -> Mapping[int, int]:
         """The column of each target id that the draft has one for."""
@@ -136,10 +144,11 @@ class Lookup(Drafter):
             }
         return self._columns
 
-    @staticmethod
-    def _ids_with(step: Step, new: list[int]) -> Tensor | None:
-        if not new:
-            return step.token_ids
-        device = step.logits.device if step.token_ids is None else step.token_ids.device
-        ids = torch.arange(step.logits.shape[1], device=device) if step.token_ids is None else step.token_ids
-        return torch.cat([ids, torch.tensor(new, device=device)])
+
+def _ids_with(step: Step, new: list[int]) -> Tensor | None:
+    """The target's ids of the step's columns and of new ones behind them."""
+    if not new:
+        return step.token_ids
+    device = step.logits.device if step.token_ids is None else step.token_ids.device
+    ids = torch.arange(step.logits.shape[1], device=device) if step.token_ids is None else step.token_ids
+    return torch.cat([ids, torch.tensor(new, device=device)])
