@@ -44,6 +44,7 @@ __all__ = [
     "pack_mask",
     "philox4x32",
     "philox_uniform",
+    "rope_store",
     "select_best",
     "strict_attention",
     "subtree",
@@ -339,6 +340,37 @@ def cached_attention(
     return run(query, key, value, words, prefix, live, seen, scale)
 
 
+def rope_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    tables: tuple[Tensor, Tensor],
+    slab: Tensor,
+    slot: Tensor,
+    live: Tensor,
+) -> Tensor:
+    """The queries rotated by their positions; keys, rotated as well, and values go into the slots from `slot` on.
+
+    query: [Hq, n, D]; key, value: [Hkv, n, D]; slab: [2, Hkv, capacity, D], of keys and of values, one floating dtype.
+    positions: int64 [n]; tables: cosines and sines, float32 [positions, D / 2]; slot: int64 [1]; live: int32 [1]; all
+    on the device. Rows from `live` on are padding, and what is stored of them, if anything, stands behind the others.
+    Llama's rotation, channel c with channel c + D / 2, in float32. No host read, so it can be captured.
+    """
+    heads, rows, size = query.shape
+    if size % 2 or key.shape != value.shape or key.shape[1:] != (rows, size) or heads % key.shape[0]:
+        raise InputError(f"query [Hq, n, D], key, value [Hkv, n, D] are needed, got {_describe(query, key, value)}")
+    if slab.dim() != 4 or slab.shape[:2] != (2, key.shape[0]) or slab.shape[3] != size or slab.dtype is not key.dtype:
+        raise InputError(f"slab: [2, {key.shape[0]}, capacity, {size}] is needed, got {_describe(slab)}")
+    if any(table.dtype is not torch.float32 or table.shape[1:] != (size // 2,) for table in tables):
+        raise InputError(f"tables: float32 [positions, {size // 2}] x 2 are needed, got {_describe(*tables)}")
+    if positions.dtype is not torch.int64 or slot.dtype is not torch.int64 or live.dtype is not torch.int32:
+        raise InputError(
+            f"positions, slot, live: int64 [n], int64 [1], int32 [1], got {_describe(positions, slot, live)}"
+        )
+    return _implementation("rope_store", query.device.type)(query, key, value, positions, tables, slab, slot, live)
+
+
 def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """As `tree_attention`, but a row's result depends on nothing except the keys and values that it sees, in their
     order: not on other rows, nor on slots that it does not see. So a tree node's bits are those of plain decoding.
@@ -395,6 +427,7 @@ def _load_reference() -> dict[str, Callable[..., Any]]:
         "pack_mask": reference.pack_mask,
         "tree_attention": reference.tree_attention,
         "cached_attention": reference.cached_attention,
+        "rope_store": reference.rope_store,
         "strict_attention": reference.strict_attention,
     }
 

@@ -238,6 +238,28 @@ def cached_attention(
     return tree_attention(query, key, value, mask, scale).masked_fill(padding[:, None], 0.0)
 
 
+def rope_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    tables: tuple[Tensor, Tensor],
+    slab: Tensor,
+    slot: Tensor,
+    live: Tensor,
+) -> Tensor:
+    cosines, sines = (torch.cat([table[positions]] * 2, -1) for table in tables)
+
+    def rotated(states: Tensor) -> Tensor:
+        first, second = states.float().chunk(2, -1)
+        return (states.float() * cosines + torch.cat([-second, first], -1) * sines).to(states.dtype)
+
+    slots = slot + torch.arange(positions.shape[0], device=slab.device)
+    for cache, rows in ((slab[0], rotated(key)), (slab[1], value)):
+        cache.index_copy_(1, slots, rows)
+    return rotated(query)
+
+
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
     heads, rows, size = query.shape

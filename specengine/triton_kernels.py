@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from specengine_kernels import candidate_selection, kv_compaction, verification
+from specengine_kernels import rope_store as rope_kernel
 from specengine_kernels import tree_attention as attention_kernel
 from torch import Tensor
 from torch.nn.functional import pad
@@ -125,6 +126,22 @@ def cached_attention(
     return out[0].transpose(0, 1)
 
 
+def rope_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    tables: tuple[Tensor, Tensor],
+    slab: Tensor,
+    slot: Tensor,
+    live: Tensor,
+) -> Tensor:
+    if not query.stride(2) == key.stride(2) == value.stride(2) == slab.stride(3) == 1:
+        return reference.rope_store(query, key, value, positions, tables, slab, slot, live)
+    rows = (states.transpose(0, 1) for states in (query, key, value))
+    return rope_kernel.rope_store(*rows, positions, *tables, slab[0], slab[1], slot, live).transpose(0, 1)
+
+
 @lru_cache(maxsize=8)  # all layers of a forward ask for the same
 def _all_seen(rows: int, slots: int, device: torch.device) -> Words:
     none = torch.zeros(1, rows, 1, dtype=torch.int64, device=device)
@@ -143,6 +160,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "cached_attention": cached_attention,
         "choose_tokens": choose_tokens,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
+        "rope_store": rope_store,
         "walk": walk,
         "compact_kv": compact_kv,
         "pack_mask": pack_mask,

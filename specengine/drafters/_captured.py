@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.causal_lm import attend_padded, write_rows
+from specengine import ops
+from specengine.causal_lm import attend_padded
 from specengine.drafters import Step
 from specengine.drafters.eagle import Eagle, embed
 from specengine.drafters.small_model import SmallModel
 from specengine.graphs import Graphs, RowBuffer, SlotWords, bucket, buckets, causal_words, room, words_for
+from specengine.models.eagle_head import RotatingAttend, Rotation
 from specengine.tree import TokenTree
 
 MOST_ROWS = 64  # of one pass; more nodes are run in pieces, as none sees another of its own pass
@@ -57,6 +59,7 @@ class CapturedEagle(Eagle):
         super().__init__(*args, **options)
         self._passes = _Passes(self.target.device)
         self._nodes = 0  # that the state buffer has room for
+        self._tables = self.head.rope.tables(0, self.target.device)
         self._target_ids = None if self._target_ids is None else self._target_ids.to(HOST)
 
     @property
@@ -65,6 +68,8 @@ class CapturedEagle(Eagle):
 
     def reserve(self, tokens: int, nodes: int) -> None:
         self.cache.reserve(room(tokens + nodes + MOST_ROWS))
+        if len(self._tables[0]) < self.cache.capacity:  # a position is never beyond its slot
+            self._tables = self.head.rope.tables(self.cache.capacity, self.target.device)
         if nodes > self._nodes:
             self._nodes = nodes
             self._states = self._states.new_zeros(nodes + 1 + MOST_ROWS, self._states.shape[1])
@@ -142,11 +147,11 @@ class CapturedEagle(Eagle):
         return logits[:count], states[:count]
 
     def _forward(self, rows: RowBuffer) -> tuple[Tensor, Tensor]:
-        reads = *rows.tensors, self.cache.slab, self._states
+        reads = *rows.tensors, self.cache.slab, self._states, *self._tables
         return self.graphs.run(f"draft pass of {rows.rows} rows", reads, lambda: self._pass(rows))
 
     def _pass(self, rows: RowBuffer) -> tuple[Tensor, Tensor]:
-        attend = _PaddedAttention(self.cache.slab[0], rows)
+        attend = _PaddedAttention(self.cache.slab[0], rows, self._tables)
         hidden = self._states.index_select(0, rows.sources)
         embeddings = embed(self.head, self.target.model, rows.tokens)
         states = self._runs(hidden[None], embeddings[None], rows.positions[None], attend)[0]
@@ -226,13 +231,14 @@ class CapturedSmallModel(SmallModel):
         return logits
 
 
-class _PaddedAttention:
-    """Attention of padded rows whose keys and values go to slots that the device knows."""
+class _PaddedAttention(RotatingAttend):
+    """Attention of padded rows at positions, and with slots for keys and values, that the device knows."""
 
-    def __init__(self, slab: Tensor, rows: RowBuffer) -> None:
-        self.slab, self.rows = slab, rows
-        self.slots = rows.slots + torch.arange(rows.rows, device=slab.device)
+    def __init__(self, slab: Tensor, rows: RowBuffer, tables: Rotation) -> None:
+        self.slab, self.rows, self.tables = slab, rows, tables
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        write_rows(self.slab, self.slots, key[0], value[0])
-        return attend_padded(query[0], self.slab[0], self.slab[1], self.rows)[None]
+        rows = self.rows
+        at = rows.positions, self.tables, self.slab, rows.slots, rows.live
+        rotated = ops.rope_store(query[0], key[0], value[0], *at)
+        return attend_padded(rotated, self.slab[0], self.slab[1], rows)[None]

@@ -21,6 +21,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 # their positions; returns [..., heads, rows, head size]. Keys and values of earlier rows are the function's own.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+
+class RotatingAttend(ABC):
+    """An Attend that takes queries and keys as they were projected and rotates them itself."""
+
+    @abstractmethod
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
+
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the length
 DEFAULT_THETA = 10000.0
 
@@ -142,6 +150,10 @@ class EagleHead(nn.Module, ABC):
         [..., rows], those of the features.
         """
 
+    def rotation(self, positions: Tensor, dtype: torch.dtype, attend: Attend) -> Rotation | None:
+        """How queries and keys are rotated before `attend` gets them; None where it does that."""
+        return None if isinstance(attend, RotatingAttend) else self.rope(positions, dtype)
+
     def readout(self, recurrent: Tensor) -> Tensor:
         """What the vocabulary head reads of recurrent states."""
         return recurrent
@@ -173,7 +185,7 @@ class Eagle1Head(EagleHead):
 
     def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         fused = self.fc(torch.cat([embeddings, hidden], dim=-1))
-        return self.layers[0](fused, fused, self.rope(positions, fused.dtype), attend)
+        return self.layers[0](fused, fused, self.rotation(positions, fused.dtype, attend), attend)
 
 
 class Eagle3Head(EagleHead):
@@ -205,7 +217,7 @@ class Eagle3Head(EagleHead):
         return self.fc(features)
 
     def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        out = self.layers[0](hidden, embeddings, self.rope(positions, hidden.dtype), attend)
+        out = self.layers[0](hidden, embeddings, self.rotation(positions, hidden.dtype, attend), attend)
         return self.norm(out) if self.config.norm_recurrent else out
 
     def readout(self, recurrent: Tensor) -> Tensor:
@@ -228,7 +240,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = _norm(config.hidden_size, config)
         self.mlp = Mlp(config)
 
-    def forward(self, inputs: Tensor, residual: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, inputs: Tensor, residual: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """inputs: [..., rows, width]; residual, and what is returned: [..., rows, hidden size]."""
         out = residual + self.self_attn(inputs, rotation, attend)
         return out + self.mlp(self.post_attention_layernorm(out))
@@ -243,7 +255,7 @@ class Eagle3Layer(DecoderLayer):
         self.input_layernorm = _norm(config.hidden_size, config)
         self.hidden_norm = _norm(config.hidden_size, config)
 
-    def forward(self, hidden: Tensor, embeddings: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, hidden: Tensor, embeddings: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         normed = self.hidden_norm(hidden)
         inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         return super().forward(inputs, normed if self.norm_before_residual else hidden, rotation, attend)
@@ -263,7 +275,7 @@ class Attention(nn.Module):
         self.q_norm = _norm(config.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = _norm(config.head_dim, config) if config.qk_norm else nn.Identity()
 
-    def forward(self, inputs: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, inputs: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         query = _rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation)
         key = _rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation)
         out = attend(query, key, self._heads(self.v_proj(inputs)))
@@ -297,12 +309,21 @@ class Rope:
         self._scale = 1.0
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        half = self._angles(positions)
+        angles = torch.cat([half, half], dim=-1).unsqueeze(-3)
+        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+
+    def tables(self, count: int, device: torch.device) -> Rotation:
+        """Cosines and sines of positions 0 to count, float32 [count, head size / 2] each."""
+        angles = self._angles(torch.arange(count, device=device))
+        return angles.cos() * self._scale, angles.sin() * self._scale
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """float32 [..., rows, head size / 2]."""
         if self._frequencies is None or self._frequencies.device != positions.device:
             frequencies, self._scale = _rope_frequencies(self._config)
             self._frequencies = frequencies.to(positions.device)
-        half = positions[..., None].float() * self._frequencies
-        angles = torch.cat([half, half], dim=-1).unsqueeze(-3)
-        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+        return positions[..., None].float() * self._frequencies
 
 
 def _rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
@@ -320,7 +341,9 @@ def _rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
     return ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](as_llama, torch.device("cpu"))
 
 
-def _rotate(states: Tensor, rotation: Rotation) -> Tensor:
+def _rotate(states: Tensor, rotation: Rotation | None) -> Tensor:
+    if rotation is None:
+        return states
     cosines, sines = rotation
     first, second = states.chunk(2, dim=-1)
     return states * cosines + torch.cat([-second, first], dim=-1) * sines

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from specengine_kernels import candidate_selection, frontier, kv_compaction, tree_attention, verification
+from specengine_kernels import candidate_selection, frontier, kv_compaction, rope_store, tree_attention, verification
 from torch import Tensor
 
 from tests import toy
@@ -111,6 +111,19 @@ def growth(seed: int, device: str) -> None:
     assert torch.equal(out[1], table[tree.tokens[nodes]]), seed
 
 
+def rotation(seed: int, device: str) -> None:
+    n, size, start = 1 + seed % 20, (16, 64, 80)[seed % 3], seed % 7
+    query, key, value = (random(n, heads, size, seed=seed + heads).to(device) for heads in (6, 2, 2))
+    positions = torch.randint(0, 99, (n,), generator=torch.Generator().manual_seed(seed)).to(device)
+    angles, cache = random(99, size // 2, seed=seed).to(device), random(2, 2, start + n, size, seed=seed).to(device)
+    numbers = torch.tensor([start], device=device), number(seed % (n + 1), device)
+    given = (query, key, value, positions, angles.cos(), angles.sin(), cache[0], cache[1], *numbers)
+    wanted = rope_store.reference(*given)
+    found = rope_store.rope_store(*given), cache[0], cache[1]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, msg=str(seed))
+
+
 KERNELS: dict[str, Callable[[int, str], None]] = {
     "attention": attention,
     "selection": selection,
@@ -118,6 +131,7 @@ KERNELS: dict[str, Callable[[int, str], None]] = {
     "walks": walks,
     "compaction": compaction,
     "growth": growth,
+    "rotation": rotation,
 }
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import triton
-from specengine_kernels import candidate_selection, frontier, kv_compaction, tree_attention, verification
+from specengine_kernels import candidate_selection, frontier, kv_compaction, rope_store, tree_attention, verification
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -148,9 +148,18 @@ def gather(width: int, channels: int, dtype: str) -> None:
     frontier.gather_rows(tree, whole[:width], rows, rows, rows[:width], rows[:width])
 
 
+def rope(rows: int, groups: int, size: int, dtype: str) -> None:
+    kind, kv_heads = getattr(torch, dtype), 8
+    query, key = (torch.empty(rows, heads, size, dtype=kind) for heads in (groups * kv_heads, kv_heads))
+    table, cache = torch.empty(4096, size // 2), torch.empty(kv_heads, 4096, size, dtype=kind)
+    numbers = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    positions = torch.empty(rows, dtype=torch.int64)
+    rope_store.rope_store(query, key, key, positions, table, table, cache, cache, *numbers)
+
+
 CASES = {"attention": attention, "selection": selection, "compaction": compaction, "choice": choice, "walk": walk}
-CASES |= {"append": append, "gather": gather}
-MODULES = (tree_attention, candidate_selection, kv_compaction, verification, frontier)
+CASES |= {"append": append, "gather": gather, "rope": rope}
+MODULES = (tree_attention, candidate_selection, kv_compaction, verification, frontier, rope_store)
 
 
 def main() -> None:

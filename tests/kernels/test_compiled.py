@@ -37,6 +37,8 @@ REST = [
     ["append", 60, 256, 64],
     ["append", 1000, 1024, 64],
     ["gather", 10, 4096, "bfloat16"],
+    ["rope", 64, 4, 128, "bfloat16"],
+    ["rope", 16, 3, 64, "float32"],
 ]
 SPILLING = ["attention", 64, 4, 128, "bfloat16", 1, [128, 64, 4, 2]]  # 128 rows of 128 do not fit into 4 warps
 FULL = [

@@ -30,6 +30,7 @@ SERVED = {
     "compact_kv",
     "keyed_gumbel_argmax",
     "pack_mask",
+    "rope_store",
     "tree_attention",
     "walk",
 }
@@ -238,6 +239,22 @@ def test_cached_attention(live: int, padding: int, prefix: int, seed: int, garba
     found = ops.cached_attention(query, key, value, words, *numbers, 0.25)
     wanted = reference.cached_attention(query, key, value, words, *numbers, 0.25)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_rope_store() -> None:
+    query, both = normal(6, 5, 16), normal(2, 5, 2, 16, seed=1)
+    key, value = both[:, :, 0], both[:, :, 1]
+    positions, angles = torch.arange(5, device=DEVICE) * 3, normal(20, 8, seed=2)
+    slabs = [torch.zeros(2, 2, 12, 16, device=DEVICE) for _ in range(2)]
+    numbers = torch.tensor([4], device=DEVICE), torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    given_all = (query, key, value, positions, (angles.cos(), angles.sin()))
+    found = ops.rope_store(*given_all, slabs[0], *numbers)
+    torch.testing.assert_close(found, reference.rope_store(*given_all, slabs[1], *numbers))
+    torch.testing.assert_close(slabs[0][:, :, :7], slabs[1][:, :, :7])
+    with pytest.raises(InputError, match="slab"):
+        ops.rope_store(*given_all, slabs[0][:, :1], *numbers)
+    with pytest.raises(InputError, match="tables"):
+        ops.rope_store(*given_all[:4], (angles, angles.double()), slabs[0], *numbers)
 
 
 def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(monkeypatch: pytest.MonkeyPatch) -> None:

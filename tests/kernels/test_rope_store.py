@@ -1,0 +1,124 @@
+"""rope_store against float64 rotations written apart from it, and against the draft heads' own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+from specengine_kernels import rope_store as kernel
+from specengine_kernels.rope_store import rope_store
+
+from specengine.models.eagle_head import Rope, _rotate
+from tests import toy
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# bfloat16 is cut off, not rounded, by the interpreter
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3 if DEVICE == "cuda" else 9e-3}
+POISON = 12345.0
+
+
+def normal(*shape: int, seed: int, kind: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, kind)
+
+
+def angles(count: int, size: int) -> Tensor:
+    """float64 [positions, D / 2]: Llama's."""
+    return torch.arange(count).double()[:, None] * 10000.0 ** (-torch.arange(0, size, 2).double() / size)
+
+
+def turned(states: Tensor, positions: Tensor) -> Tensor:
+    """float64: pairs (c, c + D / 2) as complex numbers times e^(i angle)."""
+    size = states.shape[-1]
+    pairs = torch.complex(states[..., : size // 2].double(), states[..., size // 2 :].double()).cpu()
+    angle = angles(int(positions.max()) + 1, size)[positions.cpu()][:, None]
+    found = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([found.real, found.imag], -1)
+
+
+def check(n: int, live: int, start: int, size: int, groups: int, kind: torch.dtype, seed: int) -> None:
+    query = normal(n, 2 * groups, size, seed=seed, kind=kind)
+    both = normal(n, 2, 2, size, seed=seed + 1, kind=kind)  # as one projection gives them: strided heads
+    key, value = both[:, :, 0], both[:, :, 1]
+    positions = torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    table = angles(300, size)
+    tables = [values.float().to(DEVICE) for values in (table.cos(), table.sin())]
+    caches = torch.full((2, 2, start + n + 3, size), POISON, dtype=kind, device=DEVICE)
+    before = caches.clone()
+    numbers = torch.tensor([start], device=DEVICE), torch.tensor([live], dtype=torch.int32, device=DEVICE)
+    given_all = (query, key, value, positions, *tables, caches[0], caches[1], *numbers)
+    meant = kernel.reference(*given_all)
+    for _ in range(2):  # the second time over what the first one wrote
+        out = torch.full_like(query, math.nan)
+        assert rope_store(*given_all, out=out) is out
+    limit = TOLERANCE[kind]
+    assert (out.cpu().double() - turned(query, positions)).norm() <= limit * query.double().norm().cpu()
+    stored = caches[0][:, start : start + live].transpose(0, 1).cpu().double()
+    wanted = turned(key, positions)[:live]
+    assert (stored - wanted).norm() <= limit * wanted.norm() + 1e-12
+    assert torch.equal(caches[1][:, start : start + live], value[:live].transpose(0, 1))
+    for place in (slice(0, start), slice(start + live, None)):
+        assert torch.equal(caches[:, :, place], before[:, :, place])
+    for found, means in zip((out, caches[0], caches[1]), meant, strict=True):
+        assert (found.double() - means.double()).norm() <= limit * means.double().norm()
+
+
+@pytest.mark.parametrize("kind", list(TOLERANCE))
+@pytest.mark.parametrize("size", [16, 64, 80, 128, 256])
+def test_sizes_and_types(size: int, kind: torch.dtype) -> None:
+    check(3, 2, 5, size, 3, kind, size)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_rows(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 9))
+    live, start = data.draw(st.integers(0, n)), data.draw(st.integers(0, 40))
+    groups, size = data.draw(st.sampled_from([1, 4, 7])), data.draw(st.sampled_from([8, 24]))
+    check(n, live, start, size, groups, torch.float32, data.draw(st.integers(0, 999)))
+
+
+def test_it_rotates_as_the_draft_heads_do() -> None:
+    config = toy.head_config(3)
+    rope, positions = Rope(config), torch.tensor([0, 3, 250])
+    query, key = normal(3, 4, config.head_dim, seed=1).cpu(), normal(3, 2, config.head_dim, seed=2).cpu()
+    cache = torch.zeros(2, 2, 8, config.head_dim, device=DEVICE)
+    tables = [table.to(DEVICE) for table in rope.tables(256, torch.device("cpu"))]
+    numbers = torch.tensor([1], device=DEVICE), torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    rows = [states.to(DEVICE) for states in (query, key, key)]
+    out = rope_store(*rows, positions.to(DEVICE), *tables, cache[0], cache[1], *numbers)
+    rotation = rope(positions, torch.float32)
+    torch.testing.assert_close(out.cpu(), _rotate(query.transpose(0, 1), rotation).transpose(0, 1))
+    torch.testing.assert_close(cache[0][:, 1:4].cpu(), _rotate(key.transpose(0, 1), rotation))
+
+
+def test_a_wrong_position_is_seen() -> None:
+    positions = torch.tensor([3, 4], device=DEVICE)
+    query = normal(2, 1, 16, seed=1)
+    assert (turned(query, positions) - turned(query, positions + 1)).norm() > 0.1 * query.norm()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    rows, cache = torch.zeros(2, 2, 8, device=DEVICE), torch.zeros(2, 9, 8, device=DEVICE)
+    places, table = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros(5, 4, device=DEVICE)
+    numbers = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    good = [rows, rows, rows, places, table, table, cache, cache, *numbers]
+    for index, wrong, named in (
+        (1, rows[:1], "key, value"),
+        (0, rows.half(), "one dtype"),
+        (6, cache[:1], "k_cache, v_cache"),
+        (4, table[:, :2], "cosines, sines"),
+        (5, table.double(), "cosines, sines"),
+        (3, places.int(), "positions"),
+        (8, numbers[1], "slot, live"),
+    ):
+        given_all = [*good]
+        given_all[index] = wrong
+        with pytest.raises(ValueError, match=named):
+            rope_store(*given_all)
