@@ -2,11 +2,13 @@
 
 `log` answers prompts and logs the candidates of each cycle. `compare` tells what the beam at its default, the beam with
 the best depth and size for the trees that a pair was trained on, and pairs of networks give at these trees under a cost
-table. `agree` decides at random while the engine runs, and correlates what was measured with the table's reward.
+table. `agree` decides at random while the engine runs, and correlates what was measured with the table's reward. `curves` puts
+what trainings logged into one file, and draws it.
 
     python -m bench.ltd log FOLDER --prompts FOLDER --per-set 2 --width 4 --expansions 6
     python -m bench.ltd compare FOLDER --grid TRAINING-TREES --networks cpu --costs 2-cores-amx
     python -m bench.ltd agree --networks cpu --costs 2-cores-amx
+    python -m bench.ltd curves TRAINING --out FILE
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from bench import provenance, workloads
 from specengine import Engine, models
 from specengine.errors import InputError, SpecEngineError
 from specengine.policies import _ltd
-from specengine.policies._ltd import Networks, Shape
+from specengine.policies._ltd import Networks
 from specengine.train.candidates import CandidateOptions, CandidateTrees, log_candidates
 from specengine.train.costs import find_costs
 from specengine.train.outcomes import Outcomes, Speed
+from specengine.train.policies import PAIR, read_log
+from specengine.train.policy_curve import plot
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _engine(args: argparse.Namespace) -> Engine:
     model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
-    return Engine.from_pretrained(model, args.draft)
+    return Engine.from_pretrained(model, args.draft, **({"lookup": False} if args.no_lookup else {}))
 
 
 def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
@@ -63,6 +67,18 @@ def log(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     trees = log_candidates(engine, _prompts(args, engine), args.folder, options, name=name, progress=say)
     yield {"record": "log", **trees.manifest, "trees": sum(map(len, trees.answers()))}
+
+
+def curves(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The figures of trainings, and their curves drawn beside the result file."""
+    for folder in args.folder:
+        trained, entries = _ltd.load(str(folder / PAIR)), read_log(folder)
+        facts = {name: trained.facts[name] for name in ("options", "ground", "pairs", "kept")}
+        yield {"record": "training", "training": folder.name, **facts}
+        yield from ({"record": "log", "training": folder.name, **entry} for entry in entries)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            plot(entries, args.out.with_name(f"{args.out.stem}-{folder.name}.svg"))
 
 
 # ---------------------------------------------------------------------------------------------------- on logged trees
@@ -139,59 +155,57 @@ def _counts(values: Any) -> dict[int, int]:
 
 
 def agree(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Cycles of the engine under random depths and sizes: measured against the table's reward, and against the replay.
-
-    The replay's reward of a setting is the mean over the logged trees of the same prompts, the live one over the cycles
-    that used it.
-    """
-    from specengine.train.asked import AskedEngine, Finished
+    """Cycles of the engine under random depths and sizes: what was measured against the table's reward for the same
+    cycle, and, by depth and by size, against the replay of logged trees of the same prompts."""
+    from specengine.train.asked import AskedEngine, Finished, decision_seconds
     from specengine.train.environments import WALLCLOCK_UNIT, cycle_facts
 
-    engine, costs, shape = _engine(args), find_costs(args.costs), _ltd.load(args.networks[0]).networks.shape
+    engine, costs, networks = _engine(args), find_costs(args.costs), _ltd.load(args.networks[0]).networks
+    shape, device = networks.shape, engine.target.device
+    own = {which: round(1e6 * decision_seconds(networks, which, device), 1) for which in ("depth", "size")}
+    yield {"record": "decisions", "networks": args.networks[0], "microseconds": own}
     asked = AskedEngine(engine, _prompts(args, engine), shape, "size", None, length=args.max_new_tokens)
-    random, rows = np.random.default_rng(0), []
-    choice = 0
-    while len(rows) < args.cycles:
-        found = asked.next(choice)
-        choice = int(random.integers(len(shape.sizes)))
+    random, action = np.random.default_rng(0), None
+    seconds, facts, actions = [], [], []
+    while len(facts) < args.cycles:
+        found = asked.next(action)
         if isinstance(found, Finished):
-            rows.append((found.seconds, cycle_facts(found.cycle)))
+            seconds.append(found.seconds)
+            facts.append(cycle_facts(found.cycle))
+            actions.append((len(facts[-1]["widths"]) - 1, shape.sizes[action]))  # type: ignore[index]
+        else:
+            action = int(random.integers(len(shape.sizes)))
     asked.close()
-    seconds, facts = zip(*rows, strict=True)
     predicted = [costs.cycle(fact["verified"], fact["widths"]) for fact in facts]
-    live = [fact["tokens"] * WALLCLOCK_UNIT / spent for spent, fact in rows]
+    live = [fact["tokens"] * WALLCLOCK_UNIT / spent for spent, fact in zip(seconds, facts, strict=True)]
     table = [fact["tokens"] * costs.plain / cost for fact, cost in zip(facts, predicted, strict=True)]
     yield {
         "record": "agreement",
-        "cycles": len(rows),
+        "cycles": len(facts),
         "spearman_of_rewards": round(spearman(live, table), 4),
         "spearman_of_seconds": round(spearman(seconds, predicted), 4),
         "seconds_over_predicted": round(float(np.median(np.array(seconds) / np.array(predicted))), 6),
     }
     if args.candidates:
-        yield _by_setting(args, shape, costs, facts, live)
+        trees = Outcomes.of(list(CandidateTrees.open(args.candidates).answers()), shape, costs)
+        yield _by_setting(trees, np.array(actions), np.array(live))
 
 
-def _by_setting(args: argparse.Namespace, shape: Shape, costs: Any, facts: Any, live: Any) -> dict[str, Any]:
-    trees = Outcomes.of(list(CandidateTrees.open(args.candidates).answers()), shape, costs)
-    settings: dict[tuple[int, int], list[float]] = {}
-    for fact, reward in zip(facts, live, strict=True):
-        settings.setdefault((len(fact["widths"]) - 1, fact["verified"] - 1), []).append(reward)
-    known = {point: rewards for point, rewards in settings.items() if len(rewards) >= args.least_cycles}
-    measured = [float(np.mean(rewards)) for rewards in known.values()]
-    replayed = []
-    for depth, size in known:
-        everything = np.arange(len(trees))
-        tokens = trees.committed(everything, trees.all_trees(depth), trees.all_trees(size))
-        replayed.append(float(tokens.mean() * costs.plain / trees.cost(depth, size)))  # type: ignore[arg-type]
+def _by_setting(trees: Outcomes, actions: Any, live: Any) -> dict[str, Any]:
+    """Mean rewards of each depth and of each size, the other one being random: measured, and replayed."""
+    shape, found = trees.shape, {}
+    depths, sizes = np.arange(max(1, shape.least), shape.expansions + 1), np.array(shape.sizes)
+    every, deep, many = np.meshgrid(np.arange(len(trees)), depths, sizes, indexing="ij")
+    replayed = trees.committed(every, deep, many) * trees.costs.plain / trees.cost(deep[:1], many[:1])
+    for place, depth in enumerate(depths):
+        found[f"depth {depth}"] = live[actions[:, 0] == depth].mean(), replayed[:, place].mean()
+    for place, size in enumerate(sizes):
+        found[f"size {size}"] = live[actions[:, 1] == size].mean(), replayed[:, :, place].mean()
     return {
         "record": "agreement by setting",
-        "settings": len(known),
-        "spearman": round(spearman(measured, replayed), 4),
-        "live_and_replayed": {
-            f"{depth}x{size}": [round(a, 4), round(b, 4)]
-            for (depth, size), a, b in zip(known, measured, replayed, strict=True)
-        },
+        "trees": len(trees),
+        "spearman": round(spearman(*zip(*found.values(), strict=True)), 4),
+        "live_and_replayed": {name: [round(float(value), 4) for value in pair] for name, pair in found.items()},
     }
 
 
@@ -225,16 +239,18 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     third = commands.add_parser("agree")
     third.add_argument("--cycles", type=int, default=300)
     third.add_argument("--candidates", type=Path, help="logged trees of the same prompts")
-    third.add_argument("--least-cycles", type=int, default=4, help="of a setting that is compared with the replay")
-    for command, run in ((first, log), (second, compare), (third, agree)):
+    fourth = commands.add_parser("curves")
+    fourth.add_argument("folder", type=Path, nargs="+", help="of a training")
+    for command, run in ((first, log), (second, compare), (third, agree), (fourth, curves)):
         command.add_argument("--out", type=Path)
         command.set_defaults(run=run)
-        if command is not first:
+        if command in (second, third):
             command.add_argument("--networks", action="append", required=True, help="as of the policy ltd; repeatable")
             command.add_argument("--costs", required=True, help="as of specengine train policy")
-        if command is not second:
+        if command in (first, third):
             command.add_argument("--model", help="default: the embedded model")
             command.add_argument("--draft", help="default: the model's best")
+            command.add_argument("--no-lookup", action="store_true", help="the draft alone, as by default on a GPU")
             command.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
             command.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in")
             command.add_argument("--per-set", type=int, default=2)

@@ -68,6 +68,11 @@ def test_from_a_model_alone_to_answers(model: str, prompts: str, tmp_path: Path,
     logged = ["train", "policy", str(again), "--candidates", str(trees.folder), "--costs", "8b-l40", *SMALL]
     assert main(logged) == 0
     assert (again / "ltd.safetensors").read_bytes() == (out / "ltd.safetensors").read_bytes()
+    curves = tmp_path / "curves.jsonl"
+    assert comparing.main(["curves", str(again), "--out", str(curves)]) == 0
+    rows = [json.loads(line) for line in curves.read_text().splitlines()]
+    assert [row["record"] for row in rows[:3]] == ["provenance", "training", "log"]
+    assert (tmp_path / "curves-again.svg").is_file()
     capsys.readouterr()
     asked = ["generate", "abc", "--model", model, "--draft", model, "--max-new-tokens", "8", "--policy", "ltd"]
     assert main([*asked, "-o", f"networks={out / 'ltd.safetensors'}"]) == 0
@@ -128,11 +133,23 @@ def test_the_comparison(model: str, tmp_path: Path, capsys: Any) -> None:
     assert sum(rows["ltd: cpu"]["depths"].values()) > 10
     assert comparing.main([*given[:-4], "--networks", "cpu", "--networks", "paper", "--costs", "8b-l40"]) == 2
     assert "different shapes" in capsys.readouterr().err
-    agree = ["agree", *own, "--networks", "cpu", "--costs", "2-cores-amx", "--cycles", "40", "--candidates", str(trees)]
-    assert comparing.main([*agree, "--least-cycles", "1", "--out", str(out)]) == 0
-    found, by_setting = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    agree = [
+        "agree",
+        *own,
+        "--networks",
+        "cpu",
+        "--costs",
+        "2-cores-amx",
+        "--cycles",
+        "150",
+        "--candidates",
+        str(trees),
+    ]
+    assert comparing.main([*agree, "--out", str(out)]) == 0
+    decisions, found, by_setting = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    assert set(decisions["microseconds"]) == {"depth", "size"}
     assert -1 <= found["spearman_of_rewards"] <= 1
-    assert by_setting["settings"] == len(by_setting["live_and_replayed"]) > 5
+    assert len(by_setting["live_and_replayed"]) == 6 + 12
 
 
 def test_ranks_share_ties() -> None:
