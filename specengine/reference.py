@@ -234,7 +234,7 @@ def cached_attention(
     padding = torch.arange(rows, device=key.device) >= live
     mask = torch.zeros(rows, key.shape[1], dtype=query.dtype, device=key.device)
     mask = mask.masked_fill_(~((node < 0) | named) | ~inside | padding[:, None], -math.inf).repeat(groups, 1)
-    key, value = (cache.where(inside[:, None], 0) for cache in (key, value))  # elsewhere may be NaN
+    key, value = (cache.masked_fill(~inside[:, None], 0.0) for cache in (key, value))  # there may be NaN
     return tree_attention(query, key, value, mask, scale).masked_fill(padding[:, None], 0.0)
 
 

@@ -26,6 +26,11 @@ PROMPT = [*range(40, 56), *range(40, 50)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAFTS = ("small_model", "eagle3", "eagle1", "ngram")
 WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "item")  # the host would wait for the device
+SENT = (
+    "scalar_tensor",
+    "lift_fresh",
+    "lift_fresh_copy",
+)  # a number of the host would be copied, which no capture allows
 
 
 @cache
@@ -73,6 +78,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket)
         assert not name.endswith(WAITS), f"the host would wait: {name}"
+        assert not name.endswith(SENT), f"the host would send: {name}"
         self.seen.append((str(func), _frozen(args), _frozen(kwargs)))
         return func(*args, **(kwargs or {}))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specengine import Engine, cache, graphs, ops
 from specengine.drafters import _captured
+from specengine.drafters._captured import CapturedSmallModel
 from specengine.errors import EngineBusyError, InputError
 from specengine.graphs import Graphs
 from specengine.targets.captured import CapturedTarget
@@ -75,6 +76,17 @@ def test_plain_decoding() -> None:
         for options in WAYS:
             assert answer(padded, options)[0] == answer(engine_of("none", "", padded=False), options)[0]
     assert padded.target.graphs.captures == {"verification of 1 rows": 1}
+
+
+@pytest.mark.parametrize("family", [name for name in toy.FAMILIES if name != "llama"])
+def test_families(family: str) -> None:
+    """Each model's own forward, as it is, with nothing that a capture would freeze or refuse."""
+    loaded = toy.tiny(family).to(DEVICE)
+    ids = torch.tensor([PROMPT], device=DEVICE)
+    expected = loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    with frozen():
+        engine = Engine(CapturedTarget(loaded), CapturedSmallModel(loaded), toy.policy_for("eagle"))
+        assert engine.generate(PROMPT, max_new_tokens=8).token_ids == expected[0, len(PROMPT) :].tolist()
 
 
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
@@ -205,6 +217,13 @@ def test_a_shape_that_changes_is_seen() -> None:
 def test_a_host_read_is_seen() -> None:
     with frozen(), pytest.raises(AssertionError, match="the host would wait"):
         Graphs(DEVICE).run("f", [], lambda: torch.ones(1) * float(torch.ones(1)))
+
+
+@pytest.mark.parametrize("make", [lambda: torch.ones(2).where(torch.ones(2).bool(), 0), lambda: torch.tensor([1.0])])
+def test_a_constant_that_the_host_would_send_is_seen(make: Any) -> None:
+    part = Graphs(DEVICE)
+    with frozen(), pytest.raises(AssertionError, match="the host would send"):
+        part.run("f", [], make)
 
 
 def test_outputs_are_the_same_tensors_each_time() -> None:
