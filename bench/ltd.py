@@ -2,8 +2,8 @@
 
 `log` answers prompts and logs the candidates of each cycle. `compare` tells what the beam at its default, the beam with
 the best depth and size for the trees that a pair was trained on, and pairs of networks give at these trees under a cost
-table. `agree` decides at random while the engine runs, and correlates what was measured with the table's reward. `curves` puts
-what trainings logged into one file, and draws it.
+table. `agree` decides at random while the engine runs, and correlates what was measured with the table's reward.
+`curves` puts what trainings logged into one file, and draws it.
 
     python -m bench.ltd log FOLDER --prompts FOLDER --per-set 2 --width 4 --expansions 6
     python -m bench.ltd compare FOLDER --grid TRAINING-TREES --networks cpu --costs 2-cores-amx
