@@ -34,6 +34,7 @@ __all__ = [
     "Candidates",
     "Popped",
     "ancestor_words",
+    "append_nodes",
     "backends",
     "best_candidates",
     "best_first",
@@ -82,6 +83,26 @@ def subtree(parents: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     if not parents.dtype is nodes.dtype is torch.int64 or parents.dim() != 1 or nodes.dim() != 1:
         raise InputError(f"parents, nodes: int64 [n], [m] are needed, got {_describe(parents, nodes)}")
     return _implementation("subtree", parents.device.type)(parents, nodes)
+
+
+def append_nodes(
+    tree: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    size: int,
+    parents: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+) -> None:
+    """Write nodes into a tree's arrays from entry `size` on: tokens, parents, depths, edge and path log-probabilities,
+    ancestor words.
+
+    tree: int64 [capacity] x 3, float32 [capacity] x 2, int64 [capacity, ceil(capacity / 64)]; parents, tokens: int64
+    [m], parents below `size`; log_probs: float32 [m]; size + m within the capacity.
+    """
+    m, capacity = parents.shape[0], tree[0].shape[0]
+    if not parents.shape == tokens.shape == log_probs.shape or size + m > capacity:
+        given = _describe(parents, tokens, log_probs)
+        raise InputError(f"parents, tokens, log_probs: [m] with m up to {capacity - size} is needed, got {given}")
+    _implementation("append_nodes", parents.device.type)(tree, size, parents, tokens, log_probs)
 
 
 def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
@@ -414,6 +435,7 @@ def _load_reference() -> dict[str, Callable[..., Any]]:
     return {
         "ancestor_words": reference.ancestor_words,
         "subtree": reference.subtree,
+        "append_nodes": reference.append_nodes,
         "tree_mask": reference.tree_mask,
         "select_best": reference.select_best,
         "top_children": reference.top_children,

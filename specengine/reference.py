@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,32 @@ def subtree(parents: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         rooted & (new_parents[1:] >= 0).all() & (nodes[1:] > nodes[:-1]).all() & (inside == nodes).all(), WRONG_SUBTREE
     )
     return new_parents, ancestor_words(new_parents)
+
+
+def append_nodes(
+    tree: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    size: int,
+    parents: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+) -> None:
+    all_tokens, all_parents, depths, edges, paths, ancestors = tree
+    stop = size + parents.shape[0]
+    all_tokens[size:stop] = tokens
+    all_parents[size:stop] = parents
+    depths[size:stop] = depths[parents] + 1
+    edges[size:stop] = log_probs
+    paths[size:stop] = paths[parents] + log_probs
+    ancestors[size:stop] = ancestors[parents] | own_bits(ancestors.shape[0], ancestors.device)[size:stop]
+
+
+@lru_cache(maxsize=16)
+def own_bits(capacity: int, device: torch.device) -> Tensor:
+    """Word rows in which node i has bit i alone: int64 [capacity, ceil(capacity / 64)]."""
+    node = torch.arange(capacity, device=device)
+    words = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
+    words[node, node // WORD_BITS] = torch.ones_like(node) << (node % WORD_BITS)
+    return words
 
 
 def tree_mask(ancestors: Tensor, columns: int) -> Tensor:

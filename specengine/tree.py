@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from specengine import ops
 
 WORD_BITS = 64
-
-
-@lru_cache(maxsize=16)
-def _own_bits(capacity: int, device: torch.device) -> Tensor:
-    """Word rows in which node i has bit i alone: int64 [capacity, ceil(capacity / 64)]."""
-    node = torch.arange(capacity, device=device)
-    words = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
-    words[node, node // WORD_BITS] = torch.ones_like(node) << (node % WORD_BITS)
-    return words
 
 
 class TokenTree:
@@ -56,7 +45,8 @@ class TokenTree:
         tree._depths[0] = 0
         tree._log_probs[0] = 0.0
         tree._path_log_probs[0] = 0.0
-        tree._ancestors[0] = _own_bits(capacity, tree.device)[0]
+        tree._ancestors[0] = 0
+        tree._ancestors[0, 0] = 1
         tree.size = 1
         return tree
 
@@ -104,12 +94,8 @@ class TokenTree:
         start, stop = self.size, self.size + parents.shape[0]
         if stop > self.capacity:
             raise ValueError(f"tree of capacity {self.capacity} cannot take {stop - start} nodes more than {start}")
-        self._tokens[start:stop] = tokens
-        self._parents[start:stop] = parents
-        self._depths[start:stop] = self._depths[parents] + 1
-        self._log_probs[start:stop] = log_probs
-        self._path_log_probs[start:stop] = self._path_log_probs[parents] + log_probs
-        self._ancestors[start:stop] = self._ancestors[parents] | _own_bits(self.capacity, self.device)[start:stop]
+        arrays = self._tokens, self._parents, self._depths, self._log_probs, self._path_log_probs, self._ancestors
+        ops.append_nodes(arrays, start, parents, tokens, log_probs)
         self.size = stop
         return torch.arange(start, stop, device=self.device)
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from specengine_kernels import candidate_selection, kv_compaction, verification
+from specengine_kernels import candidate_selection, frontier, kv_compaction, verification
 from specengine_kernels import rope_store as rope_kernel
 from specengine_kernels import tree_attention as attention_kernel
 from torch import Tensor
@@ -34,6 +34,22 @@ class Words(NamedTuple):
     words: Tensor
     lengths: tuple[Tensor, Tensor, Tensor]
     mask: Tensor
+
+
+def append_nodes(
+    tree: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    size: int,
+    parents: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+) -> None:
+    m, device = parents.shape[0], parents.device
+    if not 0 < m <= frontier.MOST_APPENDED:
+        return reference.append_nodes(tree, size, parents, tokens, log_probs) if m else None
+    sent = torch.tensor([[size], [m], [0]], dtype=torch.int32, device=device)
+    given = parents.contiguous(), tokens.contiguous(), log_probs.contiguous()
+    rest = frontier.frontier_for(1, device)  # whom to draft from is the policy's choice here
+    return frontier.append_nodes(frontier.Tree(*tree, sent[0]), *given, sent[1], rest, sent[2])
 
 
 def best_candidates(
@@ -156,6 +172,7 @@ def _lengths(prefix: int, rows: int, behind: int, device: torch.device) -> tuple
 def implementations() -> dict[str, Callable[..., Any]]:
     """What `ops` finds here."""
     return {
+        "append_nodes": append_nodes,
         "best_candidates": best_candidates,
         "cached_attention": cached_attention,
         "choose_tokens": choose_tokens,

@@ -19,11 +19,13 @@ from specengine import Engine, ops, policies, reference
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError
 from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.tree import TokenTree
 from tests import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SERVED = {
+    "append_nodes",
     "best_candidates",
     "cached_attention",
     "choose_tokens",
@@ -181,6 +183,27 @@ def test_keyed_gumbel_argmax() -> None:
     assert ops.keyed_gumbel_argmax(scores, 3, 4) == reference.keyed_gumbel_argmax(scores, 3, 4)
     with pytest.raises(InputError, match="none is finite"):
         ops.keyed_gumbel_argmax(torch.full((5,), math.nan, device=DEVICE), 3, 4)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 999), capacity=st.integers(2, 140), asked=st.integers(1, 4))
+def test_trees_grow_alike(seed: int, capacity: int, asked: int) -> None:
+    random, trees = torch.Generator().manual_seed(seed), [TokenTree.root(5, capacity, DEVICE) for _ in range(2)]
+    for _ in range(asked):
+        most = int(torch.randint(0, capacity - trees[0].size + 1, (), generator=random))
+        parents = torch.randint(0, trees[0].size, (most,), generator=random).to(DEVICE)
+        tokens, edges = parents * 7 + 1, -torch.rand(most, generator=random).to(DEVICE)
+        for tree, backend in zip(trees, ("triton", "reference"), strict=True):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(ops.VARIABLE, backend)
+                tree.add(parents, tokens, edges)
+    for name in ("tokens", "parents", "depths", "log_probs", "path_log_probs", "ancestors"):
+        assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
+    parents, edges = torch.zeros(capacity, dtype=torch.int64, device=DEVICE), torch.zeros(capacity, device=DEVICE)
+    with pytest.raises(ValueError, match="cannot take"):
+        trees[0].add(parents, parents, edges)
+    with pytest.raises(InputError, match="parents, tokens, log_probs"):
+        trees[0].add(parents[:0], parents, edges)
 
 
 def test_walk() -> None:
