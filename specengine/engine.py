@@ -16,6 +16,7 @@ from specengine import loading
 from specengine.cache import KVCache
 from specengine.cycle import Cycle, Seconds, Stats
 from specengine.drafters import Drafter
+from specengine.drafters.lookup import Lookup
 from specengine.drafting import draft_tree
 from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.graphs import Graphs
@@ -196,7 +197,8 @@ class Engine:
         InputError where the engine was loaded without graphs.
         """
         tokens = min(DEFAULT_WARMUP_TOKENS, self.target.max_context) if tokens is None else tokens
-        parts: list[Any] = [self.target] if self.drafter is None else [self.target, self.drafter]
+        drafter = self.drafter.drafter if isinstance(self.drafter, Lookup) else self.drafter
+        parts: list[Any] = [self.target] if drafter is None else [self.target, drafter]
         graphs = [part.graphs for part in parts if hasattr(part, "graphs")]
         if not graphs:
             raise InputError("warmup: this engine captures no graphs; load it with graphs=True")

@@ -49,7 +49,7 @@ class LoadOptions:
     offline            never use a network
     trust_remote_code  run modeling code from a model's repository
     lookup             mix into a head's or smaller model's distributions what followed the same words before in prompt
-                       and answer (drafters/lookup.py); by default on a CPU; a Drafter is taken as it is
+                       and answer (drafters/lookup.py); by default on a CPU without graphs; a Drafter is taken as it is
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
     graphs             run target and draft as CUDA graphs, captured once per padded size (Engine.warmup captures all at
@@ -224,10 +224,6 @@ def _check_graphs(draft: Any, options: LoadOptions) -> None:
     if options.strict:
         raise InputError(
             "graphs, strict: strict verification runs in pieces that follow the tree; leave one of them out"
-        )
-    if options.lookup:
-        raise InputError(
-            "graphs, lookup: lookup gives a draft's rows columns that follow the text; leave one of them out"
         )
     if isinstance(draft, Drafter) and not isinstance(draft, CapturedEagle | CapturedSmallModel | NGram):
         raise InputError(

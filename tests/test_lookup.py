@@ -170,6 +170,19 @@ def test_a_text_that_repeats_itself_is_copied() -> None:
     assert after.stats.mean_acceptance_length > before.stats.mean_acceptance_length
 
 
+def test_it_copies_over_captured_passes_too() -> None:
+    model = tiny()
+    prompt = [5, 6, 7, 8, 9, 10] * 6
+    expected = Engine.from_pretrained(model, policy="plain").generate(prompt, max_new_tokens=40).token_ids
+    bare, copying = (
+        Engine.from_pretrained(model, first_layers(model, 1), "eagle", graphs=True, lookup=lookup)
+        for lookup in (False, True)
+    )
+    assert copying.generate(prompt, max_new_tokens=40).token_ids == expected
+    assert isinstance(copying.drafter, Lookup)
+    assert set(bare.warmup(128).captured) <= set(copying.warmup(128).captured)
+
+
 @pytest.mark.parametrize("draft", ["ngram", "none"])
 def test_a_draft_without_distributions_cannot_be_mixed(draft: str) -> None:
     with pytest.raises(InputError, match="lookup: draft"):

@@ -62,7 +62,6 @@ def test_a_head_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("options", "reason"),
     [
         ({"strict": True}, "graphs, strict: .* leave one of them out"),
-        ({"lookup": True}, "graphs, lookup: .* leave one"),
     ],
 )
 def test_combinations_that_are_refused(options: dict[str, Any], reason: str) -> None:
