@@ -10,6 +10,6 @@ kernel costs at least.
     python -m bench.kernels --out FILE         the table, with provenance
 """
 
-from bench.kernels import attention, compaction, selection
+from bench.kernels import attention, choice, compaction, selection
 
-WAYS = [*attention.WAYS, *selection.WAYS, *compaction.WAYS]
+WAYS = [*attention.WAYS, *selection.WAYS, *compaction.WAYS, *choice.WAYS]

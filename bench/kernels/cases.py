@@ -42,7 +42,16 @@ class Compaction:
     prefix: int = 1024
 
 
-Case = Attention | Selection | Compaction
+@dataclass(frozen=True)
+class Choice:
+    """The target's token after each of `nodes` nodes, from bfloat16 logits; greedy, or drawn with keyed noise."""
+
+    nodes: int
+    columns: int
+    sampled: bool = False
+
+
+Case = Attention | Selection | Compaction | Choice
 NODES, PREFIXES = (1, 16, 32, 64, 128, 256), (512, 2048, 4096, 16384, 32768)
 CASES: list[Case] = [
     *(Attention(nodes, prefix) for nodes, prefix in product(NODES, PREFIXES)),
@@ -51,8 +60,16 @@ CASES: list[Case] = [
       for rows, columns, gated in product((1, 10, 64), (32000, 49152, 128256, 151936), (False, True))),
     Selection(64, 128256, most=256),
     *(Compaction(layers, kept) for layers, kept in product((1, 32), (2, 8, 50))),
+    *(Choice(nodes, columns, sampled)
+      for nodes, columns, sampled in product((1, 16, 64), (49152, 128256), (False, True))),
 ]  # fmt: skip
-QUICK: list[Case] = [Attention(64, 4096), Attention(16, 4096), Selection(10, 128256, gated=True), Compaction(32, 8)]
+QUICK: list[Case] = [
+    Attention(64, 4096),
+    Attention(16, 4096),
+    Selection(10, 128256, gated=True),
+    Compaction(32, 8),
+    Choice(64, 128256),
+]
 
 
 def kind_of(case: Case) -> str:
@@ -73,4 +90,6 @@ def floor_of(case: Case) -> Floor:
         return Floor(2 * (cache + rows), 2 * rows * slots)
     if isinstance(case, Selection):
         return Floor(case.rows * case.columns * 2, 0)
+    if isinstance(case, Choice):
+        return Floor(case.nodes * case.columns * 2, 0)
     return Floor(2 * 2 * case.layers * case.kv_heads * (case.kept - 1) * case.size * 2, 0)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.cases import Attention, Compaction, Selection
+from bench.kernels.cases import Attention, Choice, Compaction, Selection
 
 
 class Tree(NamedTuple):
@@ -80,4 +80,27 @@ def slab_inputs(case: Compaction, device: torch.device) -> Slab:
     return Slab(slab, spread.to(device), count, prefix)
 
 
-INPUTS: dict[str, Callable[..., Any]] = {"attention": tree_inputs, "selection": layer_inputs, "compaction": slab_inputs}
+class Rows(NamedTuple):
+    """logits [N, V]; positions, tokens and parents int64 [N]; seed int64 [1]; drawn int64 [N], to write into."""
+
+    logits: Tensor
+    positions: Tensor
+    tokens: Tensor
+    parents: Tensor
+    seed: Tensor
+    drawn: Tensor
+
+
+def row_inputs(case: Choice, device: torch.device) -> Rows:
+    logits = layer_inputs(Selection(case.nodes, case.columns), device).logits
+    nodes = torch.arange(case.nodes, device=device)
+    seed, drawn = torch.tensor([7], device=device), torch.zeros_like(nodes)
+    return Rows(logits, nodes // 8 + 1000, nodes, (nodes - 1).div(2, rounding_mode="floor").clamp(min=-1), seed, drawn)
+
+
+INPUTS: dict[str, Callable[..., Any]] = {
+    "attention": tree_inputs,
+    "selection": layer_inputs,
+    "compaction": slab_inputs,
+    "choice": row_inputs,
+}

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels.cases import LOG_MU, Attention, Case, Selection
+from bench.kernels.cases import LOG_MU, Attention, Case, Choice, Selection
+from bench.kernels.way import kernel
 
-MOST_ERROR = {"attention": 6e-3, "selection": 2e-5, "compaction": 0.0}
+MOST_ERROR = {"attention": 6e-3, "selection": 2e-5, "compaction": 0.0, "choice": 0.0}
 
 
 def truth(case: Case, inputs: Any) -> Tensor:
@@ -25,11 +26,16 @@ def truth(case: Case, inputs: Any) -> Tensor:
         scores = inputs.logits.double().log_softmax(-1) + inputs.parents.double()[:, None]
         best = scores.flatten().topk(case.most).values
         return best.masked_fill(best < best[0] + LOG_MU, -math.inf) if case.gated else best
+    if isinstance(case, Choice):
+        if case.sampled:
+            seed, positions = int(inputs.seed), inputs.positions.cpu()
+            return kernel("verification").reference(inputs.logits.cpu(), positions, seed).to(inputs.logits.device)
+        return inputs.logits.double().argmax(-1)
     return inputs.slab[:, :, :, case.prefix + inputs.path.long()].clone()
 
 
 def error_of(case: Case, got: Tensor, wanted: Tensor) -> float:
-    """Relative Frobenius error of attention, largest difference of scores, count of wrong values of a compaction."""
+    """Relative Frobenius error of attention, largest difference of scores, count of wrong values of the others."""
     if isinstance(case, Attention):
         return float((got.double() - wanted).norm() / wanted.norm())
     if isinstance(case, Selection):
