@@ -150,9 +150,10 @@ class ReplayDrafter(Drafter):
 
 
 def replay(trees: Trees, policy: TreePolicy) -> Iterator[Replayed]:
-    """The policy's cycle at every logged position, answer by answer."""
+    """The policy's cycle at every logged position, answer by answer; prompts were not logged, and count as empty."""
     for file in trees.shards():
         shard = trees.read(file)
+        policy.begin(0)
         for logged in shard.trees:
             yield replay_cycle(logged, shard.columns, policy)
 
