@@ -157,7 +157,8 @@ def best_candidates(
     """The `count` best continuations of a whole layer, by path log-probability, as far as they pass gate and bound.
 
     logits: float32, bfloat16 or float16 [rows, V], read as in `top_children`; scores: float32 [rows], the rows' own
-    path log-probabilities, -inf for a row that is padding. A candidate's score is its row's plus its log-probability.
+    path log-probabilities, -inf for a row that is padding; on the same device or on the host, and the results are where
+    they are. A candidate's score is its row's plus its log-probability.
     log_gate: with m the layer's best score, only scores of m + log_gate and above pass. bound: only scores above it
     pass. Ordered by (score descending, row ascending, log-probability descending, column ascending); -inf never passes.
     Sources: TALON Alg. 2 (gate); SALF Alg. 2 (bounded queue).

@@ -122,8 +122,9 @@ def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tens
 def best_candidates(
     logits: Tensor, scores: Tensor, count: int, log_gate: float, bound: float, normalized: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    columns = logits.shape[1]
+    columns, home = logits.shape[1], scores.device
     log_probs, best = top_children(logits, min(max(count, 1), columns), normalized)
+    scores = scores.to(logits.device)
     paths = _defined(scores)[:, None] + log_probs
     passes = (paths > bound) & (paths > -math.inf)
     if log_gate > -math.inf and paths.numel():
@@ -132,7 +133,8 @@ def best_candidates(
     found = paths[row, place]
     order = _order_keys(found).argsort(descending=True)[:count]
     row, place = row[order], place[order]
-    return Candidates(row, best[row, place], log_probs[row, place], found[order])
+    chosen = row, best[row, place], log_probs[row, place], found[order]
+    return Candidates(*(tensor.to(home) for tensor in chosen))
 
 
 def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:

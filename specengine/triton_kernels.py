@@ -60,11 +60,21 @@ def best_candidates(
     if not 0 < most <= MOST_CANDIDATES or not candidate_selection.fits(rows, columns):
         return Candidates(*reference.best_candidates(logits, scores, count, log_gate, bound, normalized))
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    found = candidate_selection.select_candidates(
-        logits, scores.contiguous(), most, log_gate=log_gate, bound=bound, normalized=normalized
-    )
-    kept = int(found.count)  # the one read by the host
-    return Candidates(found.rows[:kept], found.tokens[:kept], found.log_probs[:kept], found.scores[:kept])
+    parents, room = scores.to(logits.device).contiguous(), -(-most // 4) * 4  # so that all parts are aligned
+    found = torch.empty(3 * room + 2, dtype=torch.int64, device=logits.device)
+    given = {"log_gate": log_gate, "bound": bound, "normalized": normalized}
+    candidate_selection.select_candidates(logits, parents, most, **given, out=_selection(found, room, most))
+    chosen = _selection(found.to(scores.device), room, most)
+    kept = int(chosen.count)  # the one read by the host, together with the rest where that goes there
+    return Candidates(chosen.rows[:kept], chosen.tokens[:kept], chosen.log_probs[:kept], chosen.scores[:kept])
+
+
+def _selection(whole: Tensor, room: int, most: int) -> candidate_selection.Selection:
+    """The parts of a selection of up to `most` in one int64 buffer, [3 * room + 2]."""
+    rows, tokens, numbers, count, anchor = whole.split([room, room, room, 1, 1])
+    log_probs, scores = numbers.view(torch.float32).split(room)
+    count, anchor = count.view(torch.int32)[:1], anchor.view(torch.float32)[:1]
+    return candidate_selection.Selection(rows[:most], tokens[:most], log_probs[:most], scores[:most], count, anchor)
 
 
 def choose_tokens(logits: Tensor, positions: Sequence[int], seed: int | None, temperature: float) -> Tensor:

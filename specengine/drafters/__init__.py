@@ -57,13 +57,12 @@ class Step:
         """The `count` best children of all frontier nodes together, best path first; see ops.best_candidates."""
         found = ops.best_candidates(
             self.logits,
-            tree.path_log_probs[frontier].to(self.logits.device),
+            tree.path_log_probs[frontier],
             count,
             log_gate=log_gate,
             bound=bound,
             normalized=self.normalized,
         )
-        found = ops.Candidates(*self._here(*found))
         tokens = found.columns if self.token_ids is None else self.token_ids[found.columns]
         return Children(frontier[found.rows], tokens, found.log_probs, found.scores)
 
