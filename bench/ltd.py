@@ -112,7 +112,7 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             depths, sizes = decided(trees, networks, depth, size)
             choices = {"depths": _counts(depths), "sizes": _counts(sizes)}
             yield _row(f"{what}: {label}", trees.speed(depths, sizes), base, **choices)
-    depths, sizes = foreseen(trees)
+    depths, sizes = foreseen(trees)  # at each tree by itself, also where they are visited in turn
     yield _row("the best depth and size of each tree, foreseen", trees.speed(depths, sizes), base)
 
 

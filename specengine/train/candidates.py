@@ -33,14 +33,15 @@ class CandidateOptions:
 
     length             tokens of each answer, at most; one answer gives about length / acceptance length trees
     width, expansions  of the beam whose candidates are logged
-    verified           nodes of each tree that are verified while the answer is made, the root included
+    verified           nodes of each tree that are verified while the answer is made, the root included; with 1 there is
+                       a tree at every position, so that any policy finds those that it would come to
     temperature, seed  of the answers; 0 is greedy
     """
 
     length: int = 96
     width: int = 10
     expansions: int = 12
-    verified: int = 12
+    verified: int = 1
     temperature: float = 0.0
     seed: int = 0
 

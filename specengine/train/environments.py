@@ -92,7 +92,8 @@ def cycle_facts(cycle: Cycle) -> dict[str, Any]:
 
 
 class LoggedEnvironment(VecEnv):
-    """Many logged trees at a time, drawn at random; an episode is one of them.
+    """Many logged trees at a time, an episode each: cycle after cycle of an answer where all its positions were logged,
+    else drawn at random.
 
     other  what decides in the other network's place: networks, a number, or None for random depths
     """
@@ -128,10 +129,10 @@ class LoggedEnvironment(VecEnv):
         rewards = np.zeros(self.num_envs, dtype=np.float32)
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         if len(ended):
-            rewards[ended] = self._rewards(ended)
+            committed, rewards[ended] = self._rewards(ended)
             for place in ended:
                 infos[place]["reward"] = float(rewards[place])
-            self._draw(ended)
+            self._draw(ended, committed)
         return self._observe(), rewards, done, infos
 
     def _advance(self) -> Array:
@@ -142,16 +143,22 @@ class LoggedEnvironment(VecEnv):
             self._expansions += silent
         return ~goes_on | (self._expansions >= shape.expansions)
 
-    def _rewards(self, places: Array) -> Array:
+    def _rewards(self, places: Array) -> tuple[Array, Array]:
+        """Tokens committed and rewards of the episodes that end."""
         trees, expansions = self._trees[places], self._expansions[places]
         own = self._which == "size"
         sizes = self._sizes[self._actions[places]] if own else self._other_sizes[trees, expansions]
         committed = self._outcomes.committed(trees, expansions, sizes)
-        return reward(self._kind, committed, self._outcomes.cost(expansions, sizes), self._outcomes.costs.plain)
+        cost, plain = self._outcomes.cost(expansions, sizes), self._outcomes.costs.plain
+        return committed, reward(self._kind, committed, cost, plain)
 
-    def _draw(self, places: Array) -> None:
-        shape = self._outcomes.shape
-        self._trees[places] = trees = self._random.integers(len(self._outcomes), size=len(places))
+    def _draw(self, places: Array, committed: Array | None = None) -> None:
+        """New trees: those behind what was committed where all positions were logged, else any."""
+        shape, trees = self._outcomes.shape, self._random.integers(len(self._outcomes), size=len(places))
+        if committed is not None and self._outcomes.dense:
+            following = self._outcomes.following(self._trees[places], committed)
+            trees = np.where(following >= 0, following, trees)
+        self._trees[places] = trees
         if self._which == "depth":
             first = next(count for count in range(shape.expansions) if shape.asks(count))
             self._expansions[places] = first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -50,6 +51,10 @@ class Outcomes:
     contexts  float32 [trees], tokens committed
     ranks     int32 [trees, expansions + 1, longest path]: how many of the candidates that there are after j expansions
               are better than the path's node at depth d + 1; out of reach where it is not among them
+    answers   int64 [trees], ascending: which answer each tree is of
+
+    Where every position of the answers was logged, trees are visited as in serving: the next one stands behind what was
+    committed. Where only some were, all count, which flatters deep trees: whoever logged has leapt over easy positions.
     """
 
     shape: Shape
@@ -57,6 +62,7 @@ class Outcomes:
     laid: Tensor
     contexts: Tensor
     ranks: Array
+    answers: Array
 
     @classmethod
     def of(cls, answers: Sequence[Sequence[Candidates]], shape: Shape, costs: Costs) -> Outcomes:
@@ -76,10 +82,40 @@ class Outcomes:
             path = tree.path[tree.path < shape.candidates]
             ranks[number, :, : len(path)] = path_ranks(scores.numpy(), depths.numpy(), path.numpy(), shape.expansions)
         contexts = torch.tensor([float(tree.context) for tree in trees])
-        return cls(shape, costs, torch.stack(laid), contexts, ranks)
+        numbers = np.repeat(np.arange(len(answers)), [len(answer) for answer in answers])
+        return cls(shape, costs, torch.stack(laid), contexts, ranks, numbers)
 
     def __len__(self) -> int:
         return len(self.laid)
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether every position from the first to the last of each answer was logged."""
+        same = np.diff(self.answers) == 0
+        return bool((np.diff(self._places)[same] == 1).all())
+
+    @cached_property
+    def _places(self) -> Array:
+        """int64 [trees], ascending: answer and position in one number."""
+        return self.answers * POSITIONS + self.contexts.long().numpy()
+
+    def following(self, trees: Array, committed: Array) -> Array:
+        """int64 [m]: the tree behind so many tokens of the same answer, -1 behind its end; of dense logs."""
+        wanted = self._places[trees] + committed
+        found = np.searchsorted(self._places, wanted).clip(max=len(self) - 1)
+        return np.where(self._places[found] == wanted, found, -1)
+
+    def visited(self, committed: Array) -> Array:
+        """int64 [m]: the trees that serving comes to from the beginnings of the answers, by what is committed at each;
+        all of them where the log is not dense."""
+        if not self.dense:
+            return np.arange(len(self))
+        current, found = np.flatnonzero(np.diff(self.answers, prepend=-1)), []
+        while len(current):
+            found.append(current)
+            current = self.following(current, committed[current])
+            current = current[current >= 0]
+        return np.concatenate(found)
 
     def all_trees(self, number: int) -> Array:
         """The same number for every tree, int64 [trees]."""
@@ -100,14 +136,17 @@ class Outcomes:
     def speed(self, expansions: Array | int, sizes: Array | int) -> Speed:
         """Of deciding so at all trees; int64 [trees] each, or one number for all."""
         trees = np.arange(len(self))
-        expansions, sizes = np.broadcast_to(expansions, trees.shape), np.broadcast_to(sizes, trees.shape)
-        committed, cost = self.committed(trees, expansions, sizes), self.cost(expansions, sizes)
-        grown = self.shape.width + expansions * self.shape.width**2
+        depths, counts = (np.broadcast_to(given, trees.shape) for given in (expansions, sizes))
+        everywhere = self.committed(trees, depths, counts)
+        trees = self.visited(everywhere)
+        depths, counts, committed = depths[trees], counts[trees], everywhere[trees]
+        cost = self.cost(depths, counts)
+        grown = self.shape.width + depths * self.shape.width**2
         return Speed(
             float(committed.sum() * self.costs.plain / cost.sum()),
             float(committed.mean()),
-            float(expansions.mean() + 1),
-            float((1 + np.minimum(sizes, grown)).mean()),
+            float(depths.mean() + 1),
+            float((1 + np.minimum(counts, grown)).mean()),
         )
 
     def depths_by(self, networks: Networks) -> Array:
@@ -132,6 +171,7 @@ class Outcomes:
         return found
 
 
+POSITIONS = 1 << 32  # more than an answer has
 OUT_OF_REACH = np.iinfo(np.int32).max
 
 

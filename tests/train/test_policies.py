@@ -24,7 +24,7 @@ from specengine.policies._ltd import GO_ON, STOP, Networks, Shape
 from specengine.policies.ltd import Ltd, depth_observation, size_observation
 from specengine.train import policies as training
 from specengine.train.asked import AskedEngine, Finished, Question, decision_seconds
-from specengine.train.candidates import CandidateOptions, Candidates, CandidateTrees, log_candidates
+from specengine.train.candidates import CandidateOptions, CandidateTrees, log_candidates
 from specengine.train.costs import Costs
 from specengine.train.environments import LiveEnvironment, LoggedEnvironment, cycle_facts
 from specengine.train.grounds import LiveGround, LoggedGround, live_cycles, speed_of
@@ -479,29 +479,41 @@ def test_live_training(tmp_path: Path, costs: Costs | None) -> None:
     assert all(entry["validation"]["speed"] > 0 for entry in read_log(tmp_path / "a") if "validation" in entry)
 
 
-def test_validation_live_and_logged_agree_on_whole_answers(tmp_path: Path) -> None:
-    """Over the positions that the engine itself visits, logged trees give the engine's own throughput."""
+@pytest.mark.parametrize(("depth", "size"), [(None, None), (1, 2), (4, 9)])
+def test_speed_over_a_dense_log_is_the_engines_own(tmp_path: Path, depth: int | None, size: int | None) -> None:
+    """Where every position is logged, the replay visits what serving visits: same cycles, same throughput."""
     torch.manual_seed(5)
     networks = Networks(SHAPE, {"depth": (8,), "size": (8,)}).requires_grad_(False)
-    live = LiveGround(engine(), PROMPTS, PROMPTS, COSTS, replace(OPTIONS, environments=1)).validate(
-        networks, None, None
-    )
-    policy = Ltd.steered(SHAPE, networks)
-    answers = []
-    for prompt in PROMPTS:
-        context, found = list(prompt), []
-        for cycle in live_cycles(engine(), policy, prompt, OPTIONS.length):
-            draft = engine().drafter
-            assert draft is not None
-            draft.begin(context[:-1])
-            beam = policies.make("eagle", width=3, expansions=4, budget=40)
-            made = draft_tree(context[-1], draft, beam, Seconds(), CPU).tree
-            path, _ = walk(made, greedy(context, made), lambda token: False)
-            found.append(Candidates(made.path_log_probs[1:], made.depths[1:], torch.tensor(path[1:]) - 1, len(context)))
-            context += cycle.tokens
-        answers.append(found[:-1])
-    replayed = speed_of(Outcomes.of(answers, SHAPE, COSTS), networks)
-    assert replayed.speed == pytest.approx(live.speed, rel=0.1), "the last cycle of each answer is cut"
+    every = log_candidates(engine(), PROMPTS[:4], tmp_path, replace(LOGGING, verified=1, length=48), name="toy")
+    logged = Outcomes.of(list(every.answers()), SHAPE, COSTS)
+    assert logged.dense
+    committed = cost = 0.0
+    cycles = 0
+    for number, prompt in enumerate(PROMPTS[:4]):
+        context, last = len(prompt), float(logged.contexts[logged.answers == number].max())
+        for cycle in live_cycles(engine(), Ltd.steered(SHAPE, networks, depth, size), prompt, 48):
+            if context <= last:
+                facts = cycle_facts(cycle)
+                committed, cycles = committed + len(cycle.tokens), cycles + 1
+                cost += COSTS.cycle(facts["verified"], facts["widths"])
+            context += len(cycle.tokens)
+    found = speed_of(logged, networks, depth, size)
+    assert found.speed == pytest.approx(committed * COSTS.plain / cost)
+    assert found.tau == pytest.approx(committed / cycles)
+
+
+def test_a_dense_log_is_gone_through_in_order(tmp_path: Path) -> None:
+    every = log_candidates(engine(), PROMPTS[:2], tmp_path, replace(LOGGING, verified=1), name="toy")
+    logged = Outcomes.of(list(every.answers()), SHAPE, COSTS)
+    one = LoggedEnvironment(logged, "size", "accept", 2, count=3)
+    one.reset()
+    for _ in range(8):
+        before = one._trees.copy()
+        _, given, _, _ = one.step(np.full(3, 1))
+        following = logged.following(before, given.astype(int))
+        inside = following >= 0
+        assert (one._trees[inside] == following[inside]).all()
+    assert logged.following(np.array([len(logged) - 1]), np.array([1])).tolist() == [-1]
 
 
 def test_facts_of_a_cycle() -> None:
