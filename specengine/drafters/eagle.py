@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from specengine.packing import Packed, worth_packing
 from specengine.targets import common_prefix
 from specengine.tree import TokenTree
 
-# On a CPU each node that is verified costs: the best of a few trees by bench.end_to_end on its built-in prompts.
-CPU_TREE = {"width": 4, "expansions": 2, "budget": 12}
+# On a CPU each node that is verified costs: the best of seven ways by bench.policies on self-written prompts.
+CPU_POLICY: tuple[str, dict[str, Any]] = ("salf/cpu", {})
 
 
 class Eagle(Drafter):
@@ -46,7 +47,7 @@ class Eagle(Drafter):
         self.head, self.target = head, target
         self.cache = KVCache(1, config.num_kv_heads, config.head_dim, 1, dtype=head.dtype, device=target.device)
         if target.device.type == "cpu":
-            self.default_policy = ("eagle", dict(CPU_TREE))  # type: ignore[misc]
+            self.default_policy = CPU_POLICY  # type: ignore[misc]
         self._packed = Packed(head) if (worth_packing(head) if pack is None else pack) else None
         self._runs: EagleHead = head
         self._target_ids = head.target_ids()

@@ -41,7 +41,7 @@ class Salf(TreePolicy):
         "paper": {"fill": False},
         "optimal": {"threshold": 0.0},
         "best-dsl-8b": {"threshold": 0.5, "fill": False},
-        "cpu": {"budget": 12, "batch": 4},
+        "cpu": {"budget": 12, "batch": 4, "threshold": 0.4},
     }
 
     _queues: ops.BestFirst = field(init=False, repr=False, compare=False)

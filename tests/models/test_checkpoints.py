@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specengine import Engine, loading
-from specengine.drafters.eagle import CPU_TREE, Eagle
+from specengine import Engine, loading, policies
+from specengine.drafters.eagle import CPU_POLICY, Eagle
 from specengine.errors import CheckpointError, InputError
 from specengine.models import checkpoints
 from specengine.models.checkpoints import load_head, save_head
 from specengine.models.eagle_head import EagleConfig, causal, head_from
-from specengine.policies.eagle import Eagle as EaglePolicy
 from tests.models.layouts import LAYER_IDS, official, same
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 
@@ -138,7 +137,7 @@ def test_engines_load_heads_by_their_path(tmp_path: Path, layout: Any, version: 
     result = engine.generate([1, 2, 3, 4], max_new_tokens=12)
     assert result.token_ids == plain.generate([1, 2, 3, 4], max_new_tokens=12).token_ids
     assert result.stats.draft == f"eagle (EAGLE-{version}, my-head)"
-    assert engine.policy == EaglePolicy(**CPU_TREE)
+    assert engine.policy == policies.make(CPU_POLICY[0])
     assert Eagle.default_policy == ("eagle", {"width": 10, "expansions": 6, "budget": 60})
 
 
