@@ -113,7 +113,7 @@ def test_live_by_the_wall_clock_and_by_measured_costs(
 def test_mistakes_are_named_before_anything_is_loaded(
     given: list[str], message: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_load", lambda _: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(command, "load_engine", lambda _: pytest.fail("a model was loaded"))
     assert main(["train", "policy", "x", *given]) == 2
     assert message in capsys.readouterr().err
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 from specengine.cli import arguments as shared
 from specengine.cli.prompt_files import FORMATS, read_prompts
 from specengine.cli.terminal import say
-from specengine.engine import Engine
+from specengine.cli.training_engine import load_engine, question
 from specengine.errors import InputError
-from specengine.prompts import token_ids
 from specengine.registry import build
 from specengine.train.classifier import SETTINGS, ClassifierOptions, train_classifier
 from specengine.train.corpus import Corpus
@@ -46,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     which, how = _options(arguments.kind, dict(arguments.option))
     corpus = None if arguments.data is None else Corpus.open(arguments.data)
     turns = [] if arguments.prompts is None else [list(turns) for turns in read_prompts(arguments.prompts)]
-    engine = _load(arguments)
-    prompts = [_question(engine, conversation[0]) for conversation in turns] if corpus is None else questions(corpus)
+    engine = load_engine(arguments)
+    prompts = [question(engine, conversation[0]) for conversation in turns] if corpus is None else questions(corpus)
     name = engine.target.model.config._name_or_path  # type: ignore[attr-defined]
     public = Path(name).name if Path(name).is_dir() else name  # without the folders of this machine
     trees = collect(engine, prompts, arguments.folder / "trees", which, name=public, progress=say)
@@ -66,14 +64,3 @@ def _options(kind: str, given: dict[str, str]) -> tuple[CollectOptions, Classifi
     which = build(CollectOptions, {name: value for name, value in given.items() if name in collecting}, "option")
     own = {name: value for name, value in given.items() if name not in collecting}
     return which, build(ClassifierOptions, asdict(SETTINGS[kind]) | own, "option")
-
-
-def _question(engine: Engine, text: str) -> list[int]:
-    target = engine.target
-    return token_ids(text, engine.tokenizer, raw=False, vocab_size=target.vocab_size, max_context=target.max_context)
-
-
-def _load(arguments: argparse.Namespace) -> Engine:
-    names = ("dtype", "device", "offline", "trust_remote_code")
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    return Engine.from_pretrained(arguments.target, arguments.draft, **given)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specengine.cli import arguments as shared
 from specengine.cli.prompt_files import FORMATS, read_prompts
 from specengine.cli.terminal import say
+from specengine.cli.training_engine import load_engine, question
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.prompts import token_ids
 from specengine.registry import build
 from specengine.train.candidates import CandidateOptions, CandidateTrees, log_candidates
 from specengine.train.corpus import Corpus
@@ -84,8 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         assert costs is not None, "checked above"
         ground = _logged([CandidateTrees.open(folder) for folder in arguments.candidates], options, costs)
     else:
-        engine = _load(arguments)
-        prompts = [_question(engine, turn[0]) for turn in turns] if corpus is None else questions(corpus)
+        engine = load_engine(arguments)
+        prompts = [question(engine, turn[0]) for turn in turns] if corpus is None else questions(corpus)
         ground = _with_engine(engine, prompts, arguments.folder, options, costs, live)
     pair = train_policy(ground, arguments.folder, options, progress=say)
     plot(read_log(arguments.folder), arguments.folder / "curve.svg")
@@ -117,17 +117,6 @@ def _logged(folders: list[CandidateTrees], options: PolicyOptions, costs: Costs)
     from specengine.train.grounds import LoggedGround
 
     return LoggedGround(*split(folders, options.shape, costs, options.held_back), options)
-
-
-def _question(engine: Engine, text: str) -> list[int]:
-    target = engine.target
-    return token_ids(text, engine.tokenizer, raw=False, vocab_size=target.vocab_size, max_context=target.max_context)
-
-
-def _load(arguments: argparse.Namespace) -> Engine:
-    names = ("dtype", "device", "offline", "trust_remote_code")
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    return Engine.from_pretrained(arguments.target, arguments.draft, **given)
 
 
 def _name(engine: Engine) -> str:

@@ -321,7 +321,7 @@ def test_mistakes_are_named_before_anything_is_loaded(
 ) -> None:
     from specengine.cli import train_classifier as command
 
-    monkeypatch.setattr(command, "_load", lambda _: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(command, "load_engine", lambda _: pytest.fail("a model was loaded"))
     assert main(["train", "classifier", "x", "--kind", "c2t", "--data", "nowhere", *given]) == 2
     assert message in capsys.readouterr().err
 
