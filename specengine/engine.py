@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from specengine import loading
+from specengine import loading, resident
 from specengine.cache import KVCache
 from specengine.cycle import Cycle, Seconds, Stats
 from specengine.drafters import Drafter
@@ -23,6 +23,7 @@ from specengine.graphs import Graphs
 from specengine.options import GenerationOptions
 from specengine.policies import TreePolicy
 from specengine.prompts import Prompt, TextStream, token_ids
+from specengine.resident import Resident
 from specengine.sampling import History, Sampler
 from specengine.stopping import Stopper, cut_after_stop
 from specengine.targets import Target
@@ -105,8 +106,15 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, policy: TreePolicy | None, tokenizer: Any = None
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        policy: TreePolicy | None,
+        tokenizer: Any = None,
+        *,
+        loop: str = "auto",
     ) -> None:
+        """loop: as in specengine.loading.LoadOptions; InputError where these parts cannot run that way."""
         if (drafter is None) != (policy is None):
             raise InputError("policy, draft: give both, or neither for plain decoding")
         self.target = target
@@ -114,6 +122,7 @@ class Engine:
         self.policy = policy
         self.tokenizer = tokenizer
         self._busy = threading.Lock()
+        self._resident = resident.for_parts(target, drafter, policy, loop)
 
     @classmethod
     def from_pretrained(
@@ -130,13 +139,14 @@ class Engine:
                 is the head that ships for the default model, and `ngram` for any other model
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
-        options dtype, device, tokenizer, draft_options, policy_options, graphs, strict, pack, offline,
+        options dtype, device, tokenizer, draft_options, policy_options, graphs, loop, lookup, strict, pack, offline,
                 trust_remote_code, progress: see specengine.loading.LoadOptions
 
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
         """
-        parts = loading.load(model, draft, policy, loading.LoadOptions.of(options))
-        return cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
+        chosen = loading.LoadOptions.of(options)
+        parts = loading.load(model, draft, policy, chosen)
+        return cls(parts.target, parts.drafter, parts.policy, parts.tokenizer, loop=chosen.loop)
 
     def generate(self, prompt: Prompt, **options: Any) -> Any:
         """Answer `prompt` (a string, chat messages or token ids) with exactly what plain decoding would give.
@@ -181,6 +191,8 @@ class Engine:
             run = self._begin(prompt, sampler, stopper, stats, reuse_cache)
             while run.reason is None:
                 yield self._cycle(run)
+                if run.reason is None and self._resident is not None and self._resident.serves(sampler):
+                    yield from self._resident_cycles(self._resident, run)
         except GeneratorExit:
             raise  # the caller has had enough; the caches are as after the last cycle
         except BaseException:
@@ -211,6 +223,9 @@ class Engine:
             self.target.warm_up(tokens, self.policy.budget if self.policy is not None else 1)
             if self.drafter is not None and self.policy is not None:
                 self.drafter.warm_up(tokens, self.policy.capacity)
+            if self._resident is not None:
+                self._resident.warm_up(tokens)
+                graphs.append(self._resident.graphs)
         finally:
             self._busy.release()
         return WarmUp.of(graphs, [part.cache for part in parts if hasattr(part, "cache")])
@@ -238,9 +253,12 @@ class Engine:
         history = History(prompt, len(prompt) + stopper.left, device)
         run = _Run(sampler, stopper, history, stats, prompt[-1])
         budget = self.policy.budget if self.policy is not None else 1
-        self.target.reserve(len(prompt) + stopper.left, budget)
+        most = len(prompt) + stopper.left
+        self.target.reserve(most, budget)
         if self.drafter is not None and self.policy is not None:
-            self.drafter.reserve(len(prompt) + stopper.left, self.policy.capacity)
+            self.drafter.reserve(most, self.policy.capacity)
+        if self._resident is not None:
+            self._resident.reserve(most)
         known = prompt[:-1]
         self.target.want_features(self.drafter.features if self.drafter is not None else ())
         kept = min(self.target.cached(known), self.drafter.cached(known) if self.drafter is not None else len(known))
@@ -251,6 +269,11 @@ class Engine:
         if self.policy is not None:
             self.policy.begin(len(prompt))
         return run
+
+    def _resident_cycles(self, cycles: Resident, run: _Run) -> Iterator[Cycle]:
+        for cycle in cycles.cycles(run):
+            self._count(run, cycle)
+            yield cycle
 
     @torch.inference_mode()
     def _cycle(self, run: _Run) -> Cycle:
@@ -275,12 +298,15 @@ class Engine:
         now = time.perf_counter()
         seconds.commit, seconds.total = now - clock, now - began
         seconds.model = self._model_seconds - model_before
-        stats = run.stats
-        stats.ttft_s = stats.ttft_s or now - run.began
-        stats.elapsed_s = now - run.began
-        stats.num_generated_tokens += len(tokens)
-        stats.add(cycle)
+        self._count(run, cycle)
         return cycle
+
+    def _count(self, run: _Run, cycle: Cycle) -> None:
+        stats, elapsed = run.stats, time.perf_counter() - run.began
+        stats.ttft_s = stats.ttft_s or elapsed
+        stats.elapsed_s = elapsed
+        stats.num_generated_tokens += len(cycle.tokens)
+        stats.add(cycle)
 
 
 class TextGeneration:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specengine.errors import UnsupportedModelError
 from specengine.reference import WORD_BITS
@@ -102,6 +103,30 @@ class RowBuffer:
         if self._sent is not None:
             self._sent.record()
 
+    def write(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        words: Tensor,
+        *,
+        slot: Tensor,
+        prefix: Tensor,
+        live: Tensor,
+        seen: Tensor,
+        sources: Tensor | None = None,
+        targets: Tensor | None = None,
+        spare: int = 0,
+    ) -> None:
+        """As `fill`, with all of it on the device: up to `rows` rows, of which the first `live` are no padding."""
+        padding = torch.arange(self.rows, device=live.device) >= live
+        given = (self.tokens, tokens, 0), (self.positions, positions, 0), (self.sources, sources, spare)
+        for into, values, rest in (*given, (self.targets, targets, spare)):
+            if values is not None:
+                into.copy_(pad(values, (0, self.rows - len(values))).masked_fill(padding, rest))
+        self.words.copy_(pad(words, (0, self.words.shape[1] - words.shape[1], 0, self.rows - len(words))))
+        for number, value in ((self.slots, slot), (self.prefix, prefix), (self.live, live), (self.seen, seen)):
+            number.copy_(value)
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What a graph reads."""
@@ -137,7 +162,7 @@ class Graphs:
         reads: every tensor that may be replaced by another one between calls; where one was, the function is captured
         again. UnsupportedModelError where it cannot be captured.
         """
-        signature = tuple((tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) for tensor in reads)
+        signature = _signature(reads)
         known = self._captured.get(name)
         if known is None or known.signature != signature:
             self._captured.pop(name, None)
@@ -150,14 +175,28 @@ class Graphs:
         known.graph.replay()
         return known.outputs
 
-    def require_same(self, *models: torch.nn.Module) -> None:
-        """Drop all captures if a weight of these models, which they read, has moved since the last call."""
+    def has(self, name: Hashable, reads: Sequence[Tensor]) -> bool:
+        """Whether `run` would capture nothing. A capture runs the function several times, which not all may be."""
+        known = self._captured.get(name)
+        return known is not None and known.signature == _signature(reads)
+
+    def capture(self, name: Hashable, function: Callable[[], Any]) -> Any:
+        """The graph of `function` alone, to be put into another one; on CUDA only. Nothing of it is kept here."""
+        self.captures[name] = self.captures.get(name, 0) + 1
+        return self._capture(name, (), function, keep=True).graph
+
+    def require_same(self, *models: torch.nn.Module) -> bool:
+        """Drop all captures if a weight of these models, which they read, has moved since the last call; whether so."""
         addresses = [parameter.data_ptr() for model in models for parameter in model.parameters()]
-        if addresses != self._weights:
+        moved = addresses != self._weights
+        if moved:
             self._captured.clear()
             self._weights = addresses
+        return moved
 
-    def _capture(self, name: Hashable, signature: tuple[Any, ...], function: Callable[[], Any]) -> _Captured:
+    def _capture(
+        self, name: Hashable, signature: tuple[Any, ...], function: Callable[[], Any], *, keep: bool = False
+    ) -> _Captured:
         if self.device.type != "cuda":
             function()  # a run before, as there: what is made on first use is not part of a graph
             return _Captured(signature, None)
@@ -167,7 +206,7 @@ class Graphs:
             if self._stream is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             try:
-                graph, outputs = self._record(function)
+                graph, outputs = self._record(function, keep)
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[0]
                 raise UnsupportedModelError(
@@ -177,17 +216,21 @@ class Graphs:
         self.seconds += time.perf_counter() - began
         return _Captured(signature, outputs, graph)
 
-    def _record(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+    def _record(self, function: Callable[[], Any], keep: bool) -> tuple[Any, Any]:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
                 function()
         current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=keep)
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = function()
         return graph, outputs
+
+
+def _signature(reads: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple((tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) for tensor in reads)
 
 
 def _renewed(before: Any, now: Any) -> Any:

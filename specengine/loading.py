@@ -53,8 +53,11 @@ class LoadOptions:
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
     graphs             run target and draft as CUDA graphs, captured once per padded size (Engine.warmup captures all at
-                       once), over trees on the host; None is False as long as no results on a device are published;
+                       once); None is False as long as no results on a device are published;
                        without a CUDA device the same padded forwards run uncaptured, which only tests have a use for
+    loop               with graphs: where trees grow. `host`: a read per draft pass; `read`, `ahead`, `while`: on the
+                       device, and how the end of a tree is seen there (see resident.py); `auto`: `read` where draft and
+                       policy can, else `host`
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
                        precision is as exact as float32; costs more per node
     progress           called with lines about what takes long; by default they go to stderr
@@ -70,6 +73,7 @@ class LoadOptions:
     lookup: bool | None = None
     pack: bool | None = None
     graphs: bool | None = None
+    loop: str = "auto"
     strict: bool = False
     progress: Callable[[str], None] | None = None
 

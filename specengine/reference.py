@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,13 +105,13 @@ def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
 
 def select_best(log_probs: Tensor, count: int) -> Tensor:
     _require(~log_probs.isnan().any(), "log_probs: " + HAS_NAN)
-    best = _order_keys(log_probs).topk(min(count, log_probs.shape[0])).indices.sort().values
+    best = order_keys(log_probs).topk(min(count, log_probs.shape[0])).indices.sort().values
     return best[log_probs[best] > -math.inf]
 
 
 def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    values = _defined(logits.float())
-    columns = _order_keys(values).topk(k).indices
+    values = defined(logits.float())
+    columns = order_keys(values).topk(k).indices
     best = values.gather(1, columns)
     if normalized:
         return best, columns
@@ -125,13 +125,13 @@ def best_candidates(
     columns, home = logits.shape[1], scores.device
     log_probs, best = top_children(logits, min(max(count, 1), columns), normalized)
     scores = scores.to(logits.device)
-    paths = _defined(scores)[:, None] + log_probs
+    paths = defined(scores)[:, None] + log_probs
     passes = (paths > bound) & (paths > -math.inf)
     if log_gate > -math.inf and paths.numel():
         passes &= paths >= paths.max() + log_gate
     row, place = passes.nonzero(as_tuple=True)
     found = paths[row, place]
-    order = _order_keys(found).argsort(descending=True)[:count]
+    order = order_keys(found).argsort(descending=True)[:count]
     row, place = row[order], place[order]
     chosen = row, best[row, place], log_probs[row, place], found[order]
     return Candidates(*(tensor.to(home) for tensor in chosen))
@@ -197,7 +197,7 @@ class BestFirst:
 
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
-    values = _defined(scores).double()
+    values = defined(scores).double()
     if not bool((values > -math.inf).any()):
         return -1
     noise = -torch.log(-torch.log(philox_uniform(seed, position, scores.shape[0]).to(scores.device)))
@@ -303,11 +303,11 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
     return out.to(query.dtype).view(heads, rows, size)
 
 
-def _defined(values: Tensor) -> Tensor:
+def defined(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=-math.inf, posinf=LARGEST, neginf=-math.inf).clamp(max=LARGEST)
 
 
-def _order_keys(values: Tensor) -> Tensor:
+def order_keys(values: Tensor) -> Tensor:
     """int64 keys of the order (value descending, index along the last axis ascending): larger is better, none equal.
 
     values: float32 without NaN. topk itself leaves open which of two equal values it takes.
@@ -335,8 +335,11 @@ def philox_uniform(seed: int, position: int, n: int) -> Tensor:
     return (words.reshape(-1)[:n].double() + 0.5) / 2.0**32
 
 
-def philox4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 of four counter words (int64 tensors of values below 2**32); four tensors of the same kind."""
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[Any, Any]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 of four counter words (int64 tensors of values below 2**32); four tensors of the same kind.
+
+    key: two words below 2**32, numbers or tensors.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

@@ -50,6 +50,18 @@ class TokenTree:
         tree.size = 1
         return tree
 
+    @classmethod
+    def of(
+        cls, tokens: Tensor, parents: Tensor, depths: Tensor, log_probs: Tensor, path_log_probs: Tensor
+    ) -> TokenTree:
+        """A tree of these nodes, which has no room for more; the arrays are as above, and kept."""
+        tree = cls.__new__(cls)
+        tree._tokens, tree._parents, tree._depths = tokens, parents, depths
+        tree._log_probs, tree._path_log_probs = log_probs, path_log_probs
+        tree._ancestors = ops.ancestor_words(parents)
+        tree.size, tree.passes = tokens.shape[0], 0
+        return tree
+
     @property
     def capacity(self) -> int:
         return self._tokens.shape[0]

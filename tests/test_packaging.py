@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each module may import its own layer and those above it in this list. A new module goes into one of them.
 LAYERS = (
     {"errors", "_expander"},
-    {"ops", "reference", "native", "cuda", "triton_kernels"},
-    {"tree", "cache", "sampling", "cycle", "registry"},
+    {"ops", "reference", "reference_resident", "native", "cuda", "triton_kernels", "triton_resident"},
+    {"tree", "device_tree", "cache", "sampling", "cycle", "registry"},
     {
         "policies",
         "drafters",
@@ -31,7 +31,7 @@ LAYERS = (
         "stopping",
         "prompts",
     },
-    {"drafting", "engine", "loading", "custom_generate"},
+    {"drafting", "resident", "engine", "loading", "custom_generate"},
     {"train", "serve", "integrations", "trace", "checking", "demo", "inspection", "cli", "__main__"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}

@@ -19,6 +19,7 @@ from specengine.causal_lm import attend_padded
 from specengine.drafters import Step
 from specengine.drafters.eagle import Eagle, embed
 from specengine.drafters.small_model import SmallModel
+from specengine.errors import InputError
 from specengine.graphs import Graphs, RowBuffer, SlotWords, bucket, buckets, causal_words, room, words_for
 from specengine.models.eagle_head import RotatingAttend, Rotation
 from specengine.tree import TokenTree
@@ -60,6 +61,7 @@ class CapturedEagle(Eagle):
         self._passes = _Passes(self.target.device)
         self._nodes = 0  # that the state buffer has room for
         self._tables = self.head.rope.tables(0, self.target.device)
+        self.resident_ids = self._target_ids
         self._target_ids = None if self._target_ids is None else self._target_ids.to(HOST)
 
     @property
@@ -159,6 +161,46 @@ class CapturedEagle(Eagle):
         logits = self._runs.logits(states)
         return self.target.head(states.to(self.target.model.dtype)) if logits is None else logits, states
 
+    # ---- for resident cycles (resident.py)
+
+    ahead = 0  # of a sequence of n tokens and a root, n + ahead are in the cache once the root has been drafted from
+
+    @property
+    def spare(self) -> int:
+        """The row of the state buffer that padding reads and writes; behind it stand states of accepted tokens."""
+        return self._nodes
+
+    @property
+    def resident_reads(self) -> tuple[Tensor, ...]:
+        return self.cache.slab, self._states, *self._tables
+
+    @property
+    def resident_weights(self) -> tuple[torch.nn.Module, ...]:
+        return (self.head,)
+
+    def resident_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
+        """Logits of rows that stand on the device, given as RowBuffer.write takes them."""
+        rows.write(tokens, positions, words, spare=self.spare, **where)
+        return self._pass(rows)[0]
+
+    def resident_accept(self, features: Tensor | None, path: Tensor) -> None:
+        """Take the features of accepted nodes, [nodes, features * hidden size]; path: int64 [n], padded."""
+        if features is None:
+            raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
+        fused = self._runs.fuse(features.index_select(0, path).to(self.head.dtype))
+        self._states[self.spare + 1 : self.spare + 1 + len(path)].copy_(fused)
+
+    def resident_start(self, root: int) -> list[int]:
+        """Put what has not been drafted from where accepted nodes stand; its tokens, the root last."""
+        pending, self._pending = self._pending, self._pending[:0]
+        self._states[self.spare + 1 : self.spare + 1 + len(pending)] = pending
+        return [*self._tokens[self.cache.length + 1 :], root]
+
+    def resident_end(self, tokens: list[int], drafted: int) -> None:
+        """These tokens are committed; the draft has run the first `drafted` of them, each with the one behind it."""
+        self.cache.length = min(drafted, len(tokens))
+        self._tokens, self._pending = tokens[: self.cache.length], self._pending[:0]
+
 
 class CapturedSmallModel(SmallModel):
     """As SmallModel; prompts are run eagerly."""
@@ -229,6 +271,35 @@ class CapturedSmallModel(SmallModel):
         logits, _ = self.graphs.run(name, reads, lambda: self.lm.forward_padded(rows, self.cache))
         self.lm.seconds += time.perf_counter() - began
         return logits
+
+    # ---- for resident cycles (resident.py)
+
+    ahead, spare, resident_ids = 1, 0, None
+
+    @property
+    def resident_reads(self) -> tuple[Tensor, ...]:
+        return (self.cache.slab,)
+
+    @property
+    def resident_weights(self) -> tuple[torch.nn.Module, ...]:
+        return (self.lm.model,)
+
+    def resident_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
+        """Logits of rows that stand on the device, given as RowBuffer.write takes them."""
+        rows.write(tokens.clamp(max=self.lm.vocab_size - 1), positions, words, **where)
+        return self.lm.forward_padded(rows, self.cache)[0][:, : self.vocab_size]
+
+    def resident_accept(self, features: Tensor | None, path: Tensor) -> None:
+        """Nothing is kept of a tree: accepted tokens are run again with the next root, which costs rows alone."""
+
+    def resident_start(self, root: int) -> list[int]:
+        """The tokens that the cache lacks, the root last."""
+        return [*self._tokens[self.cache.length :], root]
+
+    def resident_end(self, tokens: list[int], drafted: int) -> None:
+        """These tokens are committed; the draft has run the first `drafted` of them, and the one behind them."""
+        self.cache.length = min(drafted + self.ahead, len(tokens))
+        self._tokens = tokens
 
 
 class _PaddedAttention(RotatingAttend):

@@ -19,9 +19,19 @@ from specengine.ops.caches import (
     tree_attention,
 )
 from specengine.ops.choices import choose_tokens, keyed_gumbel_argmax, walk
+from specengine.ops.resident import (
+    choose_rows,
+    hang_nodes,
+    move_rows,
+    select_candidates,
+    select_nodes,
+    take_subtree,
+    walk_down,
+)
 from specengine.ops.selection import BestFirst, best_candidates, best_first, select_best, top_children, top_entropy
 from specengine.ops.trees import ancestor_words, append_nodes, subtree, tree_mask
 from specengine.reference import LARGEST, MASK64, WORD_BITS, Candidates, Popped, philox4x32, philox_uniform
+from specengine.reference_resident import Found, Frontier, Selection, Walked
 
 __all__ = [
     "LARGEST",
@@ -31,26 +41,37 @@ __all__ = [
     "Backend",
     "BestFirst",
     "Candidates",
+    "Found",
+    "Frontier",
     "Popped",
+    "Selection",
+    "Walked",
     "ancestor_words",
     "append_nodes",
     "backends",
     "best_candidates",
     "best_first",
     "cached_attention",
+    "choose_rows",
     "choose_tokens",
     "compact_kv",
+    "hang_nodes",
     "keyed_gumbel_argmax",
+    "move_rows",
     "pack_mask",
     "philox4x32",
     "philox_uniform",
     "rope_store",
     "select_best",
+    "select_candidates",
+    "select_nodes",
     "strict_attention",
     "subtree",
+    "take_subtree",
     "top_children",
     "top_entropy",
     "tree_attention",
     "tree_mask",
     "walk",
+    "walk_down",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specengine import reference
+from specengine import reference, reference_resident
 from specengine.errors import BackendError
 
 VARIABLE = "SPECENGINE_BACKEND"
@@ -60,6 +60,13 @@ def _load_reference() -> dict[str, Callable[..., Any]]:
         "cached_attention": reference.cached_attention,
         "rope_store": reference.rope_store,
         "strict_attention": reference.strict_attention,
+        "select_nodes": reference_resident.select_nodes,
+        "select_candidates": reference_resident.select_candidates,
+        "hang_nodes": reference_resident.hang_nodes,
+        "take_subtree": reference_resident.take_subtree,
+        "choose_rows": reference_resident.choose_rows,
+        "walk_down": reference_resident.walk_down,
+        "move_rows": reference_resident.move_rows,
     }
 
 
@@ -83,9 +90,9 @@ def _load_cpp() -> dict[str, Callable[..., Any]]:
 
 
 def _load_triton() -> dict[str, Callable[..., Any]]:
-    from specengine import triton_kernels  # here, as it raises ImportError where Triton is missing
+    from specengine import triton_kernels, triton_resident  # here: it raises ImportError where Triton is missing
 
-    return triton_kernels.implementations()
+    return triton_kernels.implementations() | triton_resident.implementations()
 
 
 def _load_cuda() -> dict[str, Callable[..., Any]]:

@@ -15,6 +15,7 @@ from specengine.tree import TokenTree
 
 if TYPE_CHECKING:
     from specengine.drafters import Step
+    from specengine.policies._levels import Levels
 
 
 class TreePolicy:
@@ -44,6 +45,10 @@ class TreePolicy:
     def keep(self, tree: TokenTree) -> Tensor:
         """The nodes that the target verifies: ascending, with the root, closed under parent."""
         return torch.arange(tree.size, device=tree.device)
+
+    def levels(self) -> Levels | None:
+        """The same growth for trees that stand on the device; None where the host grows them."""
+        return None
 
     def begin(self, tokens: int) -> None:
         """A generation begins behind a prompt of so many tokens; for policies that read the context's length."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specengine.drafters import Step
 from specengine.policies import TreePolicy, require
+from specengine.policies._levels import BeamLevels
 from specengine.tree import TokenTree
 
 
@@ -27,3 +28,6 @@ class Chain(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
         nodes = step.add_best_children(tree, frontier, 1)
         return nodes if tree.passes < self.length else nodes[:0]
+
+    def levels(self) -> BeamLevels:
+        return BeamLevels(1, self.length)

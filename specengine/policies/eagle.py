@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specengine.policies._beam import Beam
+from specengine.policies._levels import BeamLevels
 
 
 @dataclass
@@ -30,3 +31,6 @@ class Eagle(Beam):
         "qwen3-script": {"width": 4, "expansions": 8, "budget": 32},
         "cpu": {"width": 4, "expansions": 2, "budget": 12},
     }
+
+    def levels(self) -> BeamLevels:
+        return BeamLevels(self.width, self.expansions + 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specengine.drafters import Step
 from specengine.policies import TreePolicy, require
+from specengine.policies._levels import GatedLevels
 from specengine.tree import TokenTree
 
 
@@ -63,3 +64,8 @@ class Talon(TreePolicy):
             found = step.best_of_layer(tree, frontier, room, log_gate=math.log(self.mu))
         nodes = tree.add(found.parents, found.tokens, found.log_probs)
         return nodes[:0] if tree.size == self.budget or tree.passes == self.max_depth else nodes
+
+    def levels(self) -> GatedLevels | None:
+        if self.budget < 2:
+            return None
+        return GatedLevels(self.budget, self.width, self.mu, self.robust_layers, self.max_depth)

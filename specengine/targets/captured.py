@@ -73,3 +73,17 @@ class CapturedTarget(HuggingFaceTarget):
         found = self.graphs.run(name, reads, lambda: self.lm.forward_padded(rows, self.cache, self._features))
         self.lm.seconds += time.perf_counter() - began
         return found
+
+    # ---- for resident cycles (resident.py)
+
+    @property
+    def resident_reads(self) -> tuple[Tensor, ...]:
+        return (self.cache.slab,)
+
+    def padded(self, rows: RowBuffer) -> tuple[Tensor, Tensor | None]:
+        """Logits and features of rows that stand on the device, padding included."""
+        return self.lm.forward_padded(rows, self.cache, self._features)
+
+    def resident_end(self, tokens: list[int]) -> None:
+        """These tokens are committed."""
+        self.cache.length, self.tokens = len(tokens), tokens

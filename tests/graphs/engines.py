@@ -54,7 +54,7 @@ def head(version: Any) -> Any:
     return toy.tiny_head(toy.head_config(version, model())).to(DEVICE)
 
 
-def engine_of(draft: str, policy: str, *, padded: bool) -> Engine:
+def engine_of(draft: str, policy: str, *, padded: bool, loop: str = "host") -> Engine:
     """A new engine over the shared models; draft `none` decodes plainly."""
     target = (CapturedTarget if padded else HuggingFaceTarget)(model())
     if draft == "none":
@@ -65,7 +65,7 @@ def engine_of(draft: str, policy: str, *, padded: bool) -> Engine:
         drafter = (CapturedSmallModel if padded else SmallModel)(near_copy(), target.vocab_size)
     else:
         drafter = (CapturedEagle if padded else Eagle)(head(int(draft[-1])), target.lm)
-    return Engine(target, drafter, toy.policy_for(policy, 3))
+    return Engine(target, drafter, toy.policy_for(policy, 3), loop=loop)
 
 
 class Operations(TorchDispatchMode):
