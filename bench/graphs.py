@@ -1,10 +1,12 @@
 """Captured against eager: plain decoding and policies with CUDA graphs and without, beside transformers' own decoding.
 
 Ways: transformers' `generate`, the same with a static cache (which transformers compiles on a CUDA device), plain
-decoding here, and each policy, the last two eagerly and as graphs. Every way answers the first prompt once before
+decoding here, and each policy, the last two eagerly and as graphs, with every loop that the policy can run in (see
+specengine/resident.py). Every way answers the first prompt once before
 anything is timed: kernels are compiled and graphs captured then. After that every way answers every prompt once per
 round, in turn; a prompt's figure is the median over rounds. Answers are greedy; those that differ from plain decoding's
-are counted, as half precision may flip near-ties.
+are counted, as half precision may flip near-ties. On a CUDA device the profiler counts, over one more answer of each
+way, how often the host waited for the device.
 
     python -m bench.graphs --device cuda --out FILE
     python -m bench.inflate --shape 8b --out build/8b && python -m bench.graphs --device cuda --model build/8b \\
@@ -27,7 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from specengine import Engine, models, ops
+from specengine import Engine, models, ops, resident
 
 POLICIES = ("eagle", "talon", "salf", "chain")
 PARTS = ("draft", "policy", "verify", "walk", "commit")
@@ -50,6 +52,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", help="default: the embedded model")
     parser.add_argument("--draft", help="default: the model's best")
     parser.add_argument("--policy", action="append", help=f"repeatable; default: {', '.join(POLICIES)}")
+    parser.add_argument(
+        "--loop", action="append", help="read, ahead or while; repeatable; default: all that a policy can"
+    )
     parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
     parser.add_argument("--per-set", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -67,7 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
         _measure(ways, item, prompt, args.rounds) | {"set": item.set}
         for item, prompt in zip(items, prompts, strict=True)
     ]
-    result = [_setting(args), *_captures(engines), _summary(rows), *rows]
+    waits = {name: _host_waits(way, prompts[0]) for name, way in ways.items()} if args.device != "cpu" else {}
+    result = [_setting(args), *_captures(engines), _summary(rows) | {"host_waits": waits}, *rows]
     for row in result[: -len(rows)]:
         print(json.dumps(row, indent=1))
     if args.out:
@@ -78,16 +84,29 @@ def _ways(args: argparse.Namespace) -> tuple[dict[str, Engine], dict[str, Way]]:
     path, dtype = models.resolve(args.model), getattr(torch, args.dtype)
     untouched, model = (AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device) for _ in range(2))
     engines = {"plain": Engine.from_pretrained(model, policy="plain")}
-    engines["plain, graphs"] = Engine.from_pretrained(model, policy="plain", graphs=True)
+    for loop in ("host", "read"):
+        engines[f"plain, graphs, {loop}"] = Engine.from_pretrained(model, policy="plain", graphs=True, loop=loop)
     for policy in args.policy or POLICIES:
         engines[policy] = Engine.from_pretrained(model, args.draft, policy, lookup=False)
-        engines[f"{policy}, graphs"] = Engine.from_pretrained(model, args.draft, policy, graphs=True)
+        captured = Engine.from_pretrained(model, args.draft, policy, graphs=True, loop="host")
+        engines[f"{policy}, graphs, host"] = captured
+        for loop in args.loop or _loops(captured, args.device):
+            engine = Engine.from_pretrained(model, args.draft, policy, graphs=True, loop=loop)
+            engines[f"{policy}, graphs, {loop}"] = engine
     length = args.max_new_tokens
     ways: dict[str, Way] = {
         "transformers": _transformers(untouched, length),
         "transformers, static cache": _transformers(untouched, length, cache_implementation="static"),
     }
     return engines, ways | {name: _engine(engine, length) for name, engine in engines.items()}
+
+
+def _loops(engine: Engine, device: str) -> list[str]:
+    """The loops on the device that these parts can run in; where trees never end early, two of them are the same."""
+    if resident.why_not(engine.target, engine.drafter, engine.policy):
+        return []
+    captured = device.startswith("cuda") and "cuda" in ops.backends(device)["walk"].available
+    return ["read", *(["ahead"] if engine.policy.levels().ends_early else []), *(["while"] if captured else [])]
 
 
 def _transformers(model: Any, length: int, **options: Any) -> Way:
@@ -139,6 +158,16 @@ def _measure(ways: dict[str, Way], item: workloads.Workload, prompt: list[int], 
     }
 
 
+def _host_waits(way: Way, prompt: list[int]) -> dict[str, int]:
+    """How often each call of the CUDA runtime on which the host waits was made for one answer."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        way(prompt)
+        torch.cuda.synchronize()
+    waiting = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+    return {event.key: event.count for event in profile.key_averages() if event.key in waiting}
+
+
 def _setting(args: argparse.Namespace) -> dict[str, Any]:
     taken = {op: backend.name for op, backend in ops.backends(args.device).items()}
     named = ("dtype", "device", "max_new_tokens", "per_set", "rounds")
@@ -149,7 +178,7 @@ def _captures(engines: dict[str, Engine]) -> list[dict[str, Any]]:
     return [
         {"record": "captures", "way": name, **asdict(engine.warmup(1024))}
         for name, engine in engines.items()
-        if name.endswith("graphs")
+        if ", graphs" in name
     ]
 
 
@@ -168,7 +197,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "speedup_over_transformers": {way: mean_ratio(way, "transformers") for way in ways},
         "speedup_over_static_cache": {way: mean_ratio(way, "transformers, static cache") for way in ways},
-        "speedup_over_plain_graphs": {way: mean_ratio(way, "plain, graphs") for way in ways},
+        "speedup_over_plain_graphs": {way: mean_ratio(way, "plain, graphs, read") for way in ways},
         "answers_that_differ_from_plain": {way: sum(way in row["differs_from_plain"] for row in rows) for way in ways},
     }
 

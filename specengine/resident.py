@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from specengine.drafters._captured import MOST_ROWS, CapturedEagle, CapturedSmal
 from specengine.errors import InputError
 from specengine.graphs import Graphs, RowBuffer, bucket, causal_words, words_for
 from specengine.policies import TreePolicy
-from specengine.policies._levels import Levels
+from specengine.policies._levels import Levels, NoLevels
 from specengine.reference import own_bits
 from specengine.sampling import Sampler, refuse_no_choice
 from specengine.targets.captured import CapturedTarget
@@ -75,8 +75,10 @@ def why_not(target: Any, drafter: Any, policy: TreePolicy | None) -> str:
     """Why these do not run as resident cycles; empty where they do."""
     if not isinstance(target, CapturedTarget):
         return "the target is not captured in graphs"
-    if not isinstance(drafter, CapturedEagle | CapturedSmallModel) or policy is None:
-        return f"{drafter.name if drafter is not None else 'no draft'} does not draft on the device"
+    if policy is None:
+        return ""
+    if not isinstance(drafter, CapturedEagle | CapturedSmallModel):
+        return f"{drafter.name} does not draft on the device"
     levels = policy.levels()
     if levels is None:
         return f"{type(policy).__name__.lower()} grows its trees on the host"
@@ -97,11 +99,30 @@ def for_parts(target: Any, drafter: Any, policy: TreePolicy | None, loop: str) -
     reason = why_not(target, drafter, policy)
     if reason and loop != "auto":
         raise InputError(f"loop: got {loop!r}, but {reason}; accepted auto, host")
-    return None if reason else Resident(target, drafter, policy, "read" if loop == "auto" else loop)  # type: ignore[arg-type]
+    return None if reason else Resident(target, drafter, policy, "read" if loop == "auto" else loop)
+
+
+class NoDraft:
+    """What plain decoding has instead of a draft."""
+
+    ahead, spare, drafted, resident_ids = 0, 0, 0, None
+    resident_reads: tuple[Tensor, ...] = ()
+    resident_weights: tuple[torch.nn.Module, ...] = ()
+
+    def reserve(self, tokens: int, nodes: int) -> None: ...
+
+    def resident_accept(self, features: Tensor | None, path: Tensor) -> None: ...
+
+    def resident_start(self, root: int) -> list[int]:
+        return [root]
+
+    def resident_end(self, tokens: list[int], drafted: int) -> None: ...
 
 
 class Resident:
-    """The cycles of one engine. loop: how the end of a tree's growth is seen where a policy may end it early
+    """The cycles of one engine; without a draft and a policy they decode plainly.
+
+    loop: how the end of a tree's growth is seen where a policy may end it early
 
     read   the host reads after each level whether there is another one
     ahead  it reads while the next level runs already; a level too many changes nothing
@@ -110,24 +131,29 @@ class Resident:
     """
 
     def __init__(
-        self, target: CapturedTarget, drafter: CapturedEagle | CapturedSmallModel, policy: TreePolicy, loop: str
+        self,
+        target: CapturedTarget,
+        drafter: CapturedEagle | CapturedSmallModel | None,
+        policy: TreePolicy | None,
+        loop: str,
     ) -> None:
-        levels = policy.levels()
-        assert levels is not None
-        self.target, self.drafter, self.policy, self.loop = target, drafter, policy, loop
-        self.levels: Levels = levels
-        device = target.device
+        self.target, self.loop = target, loop
+        self.drafter: Any = NoDraft() if drafter is None else drafter
+        self.levels: Levels = NoLevels() if policy is None else cast(Levels, policy.levels())
+        device, levels = target.device, self.levels
         self.graphs = Graphs(device)
-        self.tree = DeviceTree(policy.capacity, device)
-        self.budget = min(policy.budget, policy.capacity)
+        self.tree = DeviceTree(1 if policy is None else policy.capacity, device)
+        self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
         longest = bucket(levels.passes + 1)
         self.state = State.on(device, longest)
         self._accepted = RowBuffer(longest, 1, device)
         self._causal = causal_words(longest).to(device)
-        scratch = min(policy.capacity, (levels.passes - 1) * levels.width) or 1
+        scratch = max(1, min(self.tree.capacity, (levels.passes - 1) * levels.width))
         self._drafted = RowBuffer(bucket(levels.width), words_for(scratch), device)
         self._slots = own_bits(scratch, device)
-        self._seen = torch.zeros(policy.capacity + 1, words_for(scratch), dtype=torch.int64, device=device)  # by node
+        self._seen = torch.zeros(
+            self.tree.capacity + 1, words_for(scratch), dtype=torch.int64, device=device
+        )  # by node
         self._verified = RowBuffer(bucket(self.budget), words_for(self.budget), device)
         self._frontier = _frontier(levels.width, device)
         self._root_alone = _frontier(1, device)
@@ -160,9 +186,7 @@ class Resident:
             sources=place + (spare + 1),
             targets=(~last).long() * spare,
         )
-        self.tree.start(state.root)
         state.level.fill_(1)
-        state.used.fill_(0)
         self._grow(self._root_alone, logits.index_select(0, (state.taken.long() - 1).clamp(min=0)))
 
     def level(self) -> None:
@@ -216,8 +240,15 @@ class Resident:
         sums = (array.index_select(0, nodes).view(torch.int32) for array in (tree.log_probs, tree.path_log_probs))
         self._record.copy_(torch.cat([*numbers, state.committed, path, tokens, parents, depths, *sums]))
         length.add_(walked.live)
-        state.root.copy_(root)
         state.taken.copy_(walked.live)
+        self._start(root)
+
+    def _start(self, root: Tensor) -> None:
+        """A new tree under this token, int64 [1]."""
+        self.state.root.copy_(root)
+        self.state.level.fill_(0)
+        self.state.used.fill_(0)
+        self.tree.start(root)
 
     def _grow(self, frontier: ops.Frontier, logits: Tensor) -> None:
         ids = self.drafter.resident_ids
@@ -236,7 +267,8 @@ class Resident:
             self._whole_cycle().launch()
             return
         reads = self._reads()
-        self._run("root", reads)
+        if self.levels.passes:
+            self._run("root", reads)
         levels = self.levels.passes - 1
         if not self.levels.ends_early:
             for _ in range(levels):
@@ -304,7 +336,7 @@ class Resident:
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens and the cycle that may run behind the last of them."""
         self.target.reserve(tokens + self.budget, self.budget)
-        self.drafter.reserve(tokens + self.budget, self.policy.capacity)
+        self.drafter.reserve(tokens + self.budget, self.tree.capacity)
 
     @torch.inference_mode()
     def warm_up(self, tokens: int) -> None:
@@ -323,14 +355,15 @@ class Resident:
             self._whole_cycle()
             return
         reads = self._reads()
-        for name in ("root", *(["level"] if self.levels.passes > 1 else []), "verify"):
+        passes = self.levels.passes
+        for name in (*(["root"] if passes else []), *(["level"] if passes > 1 else []), "verify"):
             if not self.graphs.has(self._name(name), reads):
                 self._run(name, reads)
 
     @torch.inference_mode()
     def cycles(self, run: Any) -> Iterator[Cycle]:
         """The cycles of a generation whose first one has been made by the engine, until `run.reason` is set."""
-        drafted = self.drafter.cache.length - self.drafter.ahead
+        drafted = self.drafter.drafted
         self._begin(run)
         clock = time.perf_counter()
         try:
@@ -367,9 +400,9 @@ class Resident:
         length = run.history.length - 1
         assert length == self.target.cache.length
         state.length.fill_(length)
-        state.root.fill_(run.root)
         state.taken.fill_(len(committed))
         state.committed[: len(committed)] = torch.tensor(committed)
+        self._start(state.committed[len(committed) - 1 : len(committed)])
         if self._sampled:
             state.seed.fill_(signed(sampler.seed))
             state.temperature.fill_(float(sampler.processors[0].temperature) if sampler.processors else 1.0)

@@ -60,6 +60,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="run target and draft as CUDA graphs, captured once per padded size (default: no)",
     )
     group.add_argument(
+        "--loop",
+        default="auto",
+        help="with --graphs, where trees grow: host, or on the device with the end of a tree seen by read, ahead or "
+        "while (default: read where draft and policy can, else host)",
+    )
+    group.add_argument(
         "--strict",
         action="store_true",
         help="the same bits in every tree and in plain decoding, in bfloat16 too; costs more per node",
@@ -133,7 +139,7 @@ def flag(name: str) -> str:
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of Engine.from_pretrained that say how models are loaded."""
-    names = ("dtype", "device", "graphs", "lookup", "pack", "strict", "offline", "trust_remote_code")
+    names = ("dtype", "device", "graphs", "loop", "lookup", "pack", "strict", "offline", "trust_remote_code")
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 

@@ -166,6 +166,11 @@ class CapturedEagle(Eagle):
     ahead = 0  # of a sequence of n tokens and a root, n + ahead are in the cache once the root has been drafted from
 
     @property
+    def drafted(self) -> int:
+        """How many committed tokens the draft has run, each with the one behind it."""
+        return self.cache.length
+
+    @property
     def spare(self) -> int:
         """The row of the state buffer that padding reads and writes; behind it stand states of accepted tokens."""
         return self._nodes
@@ -275,6 +280,11 @@ class CapturedSmallModel(SmallModel):
     # ---- for resident cycles (resident.py)
 
     ahead, spare, resident_ids = 1, 0, None
+
+    @property
+    def drafted(self) -> int:
+        """How many committed tokens the draft has run, and the one behind them."""
+        return self.cache.length - self.ahead
 
     @property
     def resident_reads(self) -> tuple[Tensor, ...]:

@@ -36,6 +36,17 @@ class Levels(ABC):
         """
 
 
+class NoLevels(Levels):
+    """A tree of its root alone."""
+
+    width, passes, ends_early = 1, 0, False
+
+    def grow(
+        self, tree: DeviceTree, frontier: ops.Frontier, logits: Tensor, ids: Tensor | None, level: Tensor
+    ) -> ops.Frontier:
+        return frontier
+
+
 class BeamLevels(Levels):
     """EAGLE-2's beam: `width` children of each node, the best `width` of which are drafted from."""
 

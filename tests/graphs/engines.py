@@ -58,7 +58,7 @@ def engine_of(draft: str, policy: str, *, padded: bool, loop: str = "host") -> E
     """A new engine over the shared models; draft `none` decodes plainly."""
     target = (CapturedTarget if padded else HuggingFaceTarget)(model())
     if draft == "none":
-        return Engine(target, None, None)
+        return Engine(target, None, None, loop=loop if padded else "auto")
     if draft == "ngram":
         drafter: Any = NGram(longest=3, shortest=1)
     elif draft == "small_model":

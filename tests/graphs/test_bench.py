@@ -23,13 +23,15 @@ def test_it_measures_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     bench.main([*arguments, *sizes, "--out", str(tmp_path / "out.jsonl")])
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     kinds = [row["record"] for row in rows]
-    assert kinds == ["provenance", "settings", "captures", "captures", "summary", "row"]
-    ways = ["transformers", "transformers, static cache", "plain", "plain, graphs", "chain", "chain, graphs"]
+    assert kinds == ["provenance", "settings", *["captures"] * 3, "summary", "row"]
+    captured = ["plain, graphs, host", "plain, graphs, read", "chain", "chain, graphs, host"]
+    ways = ["transformers", "transformers, static cache", "plain", *captured]
     assert list(rows[-1]["tokens_per_second"]) == ways
     assert all(rate > 0 for rate in rows[-1]["tokens_per_second"].values())
     assert rows[-1]["differs_from_plain"] == []
     assert rows[2]["captured"] == ["verification of 1 rows"]
-    assert rows[-1]["cycle_ms"]["chain, graphs"]["verify"] > 0
+    assert rows[-1]["cycle_ms"]["chain, graphs, host"]["verify"] > 0
+    assert rows[-2]["host_waits"] == {}  # counted on a CUDA device
 
 
 def test_it_counts_answers_that_differ() -> None:

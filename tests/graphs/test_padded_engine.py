@@ -156,7 +156,7 @@ def test_a_larger_cache_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_moved_weights_are_captured_again() -> None:
     loaded = toy.tiny("llama").to(DEVICE)
-    engine = Engine(CapturedTarget(loaded), None, None)
+    engine = Engine(CapturedTarget(loaded), None, None, loop="host")
     before = engine.generate(PROMPT, max_new_tokens=6).token_ids
     layer = loaded.lm_head
     layer.weight = torch.nn.Parameter(layer.weight.detach().flip(0).clone(), requires_grad=False)

@@ -60,6 +60,17 @@ def test_a_level_too_many_changes_nothing(policy: str) -> None:
     check("eagle3", policy, "ahead")
 
 
+def test_plain_decoding() -> None:
+    engine, eager = (engine_of("none", "", padded=padded, loop=loop) for padded, loop in ((True, "read"), (False, "")))
+    with frozen():
+        for way in WAYS:
+            assert answer(engine, way) == answer(eager, way)
+    assert list(engine._resident.graphs.captures) == [
+        "resident verify of 1 rows, greedy",
+        "resident verify of 1 rows, sampled",
+    ]
+
+
 def test_an_older_head() -> None:
     check("eagle1", "eagle")
 
