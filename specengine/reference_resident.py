@@ -48,11 +48,37 @@ class Walked(NamedTuple):
     bonus: Tensor
 
 
-def select_nodes(scores: Tensor, size: Tensor, most: int) -> Found:
+class Queues(NamedTuple):
+    """The queues of ops.BestFirst, best first, behind their ends -inf. accepted, scores, log_probs: float32 [budget],
+    of G and of Q; parents, depths, tokens: int64 [budget]."""
+
+    accepted: Tensor
+    scores: Tensor
+    log_probs: Tensor
+    parents: Tensor
+    depths: Tensor
+    tokens: Tensor
+
+
+class Drawn(NamedTuple):
+    """What comes out of the queues, best first. parents, tokens: int64 [budget]; log_probs: float32 [budget]; live:
+    int32 [1]; expand: those of them to draft from; mass: float64 [1], the sum of these nodes' path probabilities."""
+
+    parents: Tensor
+    tokens: Tensor
+    log_probs: Tensor
+    live: Tensor
+    expand: Found
+    mass: Tensor
+
+
+def select_nodes(scores: Tensor, size: Tensor, most: int, limit: Tensor | None) -> Found:
     live = torch.arange(scores.shape[0], device=scores.device) < size
     values = scores.masked_fill(~live, -math.inf)
     best = reference.order_keys(values).topk(min(most, scores.shape[0])).indices
     count = (values[best] > -math.inf).sum(0, keepdim=True)
+    if limit is not None:
+        count = torch.minimum(count, limit.clamp(min=0))
     padding = torch.arange(best.shape[0], device=scores.device) >= count
     indices = best.masked_fill(padding, scores.shape[0]).sort().values.masked_fill(padding, 0)
     return Found(_padded(indices, most), count.int())
@@ -68,6 +94,56 @@ def select_candidates(logits: Tensor, scores: Tensor, most: int, limit: Tensor, 
     chosen = order // best.shape[1], best.reshape(-1)[order], log_probs.reshape(-1)[order], found[order]
     rows, columns, edges, sums = (_padded(part, most) for part in chosen)
     return Selection(rows, columns, edges, sums, count)
+
+
+def start_queues(budget: int, device: torch.device) -> Queues:
+    accepted, scores, log_probs = torch.full((3, budget), -math.inf, device=device)
+    accepted[0] = 0.0  # the root
+    parents, depths, tokens = torch.zeros(3, budget, dtype=torch.int64, device=device)
+    return Queues(accepted, scores, log_probs, parents, depths, tokens)
+
+
+def push_queues(queues: Queues, parents: Tensor, depths: Tensor, tokens: Tensor, edges: Tensor, scores: Tensor) -> Queues:
+    budget = queues.scores.shape[0]
+    given = (scores, edges, parents, depths, tokens)  # of equal scores those that were there rank first
+    best = reference.order_keys(torch.cat([queues.scores, scores])).topk(budget).indices
+    return Queues(queues.accepted, *(torch.cat(pair)[best] for pair in zip(queues[1:], given, strict=True)))
+
+
+def pop_queues(queues: Queues, batch: int, max_depth: int, going: Tensor) -> tuple[Queues, Drawn]:
+    budget, place = queues.scores.shape[0], torch.arange(queues.scores.shape[0], device=going.device)
+    there = queues.scores > -math.inf
+    inner = there & (queues.depths < max_depth)
+    taken = there & (inner.cumsum(0) - inner.long() < batch) & going
+    after, nodes = _accept(queues, taken)
+    worst = after.accepted[-1:]  # -inf where G is not full
+    drafted = (place < nodes) & (queues.scores > worst) & inner
+    count = drafted.sum(0, keepdim=True).int()
+    expand = place.masked_fill(~drafted, budget).sort().values.masked_fill(place >= count, 0)[:batch]
+    mass = (queues.scores.double().exp() * drafted).sum(0, keepdim=True)
+    found = Found(_padded(expand, batch), count)
+    return after, Drawn(queues.parents, queues.tokens, queues.log_probs, nodes.int(), found, mass)
+
+
+def fill_queues(queues: Queues) -> Drawn:
+    budget, place = queues.scores.shape[0], torch.arange(queues.scores.shape[0], device=queues.scores.device)
+    room = budget - (queues.accepted > -math.inf).sum(0, keepdim=True)
+    nodes = ((queues.scores > -math.inf) & (place < room)).sum(0, keepdim=True).int()
+    nothing = Found(place[:1], torch.zeros_like(nodes))
+    return Drawn(queues.parents, queues.tokens, queues.log_probs, nodes, nothing, nodes.double())
+
+
+def _accept(queues: Queues, taken: Tensor) -> tuple[Queues, Tensor]:
+    """The first entries of Q, those that are `taken`, into G; and how many of them G keeps, int64 [1]."""
+    budget, place = queues.scores.shape[0], torch.arange(taken.shape[0], device=taken.device)
+    ranked = torch.cat([queues.accepted, queues.scores.masked_fill(~taken, -math.inf)])
+    best = reference.order_keys(ranked).topk(budget).indices
+    kept = ((best >= budget) & (ranked[best] > -math.inf)).sum(0, keepdim=True)
+    count = taken.sum(0, keepdim=True)
+    source = (place + count).clamp(max=budget - 1)
+    scores, log_probs, *rest = (values[source] for values in queues[1:])
+    scores = scores.masked_fill(place + count >= budget, -math.inf)
+    return Queues(ranked[best], scores, log_probs, *rest), kept
 
 
 def hang_nodes(

@@ -218,6 +218,7 @@ class Resident:
     def verify(self) -> None:
         """The target's forward over the tree, the walk down, the commit in both caches, and the record."""
         state, tree, rows = self.state, self.tree, self._verified
+        self.levels.finish(tree)
         if self.budget < tree.capacity:
             nodes, count = tree.best(self.budget)
             parents, words = ops.take_subtree(tree.parents, tree.ancestors, nodes, count)

@@ -21,17 +21,21 @@ from specengine.ops.caches import (
 from specengine.ops.choices import choose_tokens, keyed_gumbel_argmax, walk
 from specengine.ops.resident import (
     choose_rows,
+    fill_queues,
     hang_nodes,
     move_rows,
+    pop_queues,
+    push_queues,
     select_candidates,
     select_nodes,
+    start_queues,
     take_subtree,
     walk_down,
 )
 from specengine.ops.selection import BestFirst, best_candidates, best_first, select_best, top_children, top_entropy
 from specengine.ops.trees import ancestor_words, append_nodes, subtree, tree_mask
 from specengine.reference import LARGEST, MASK64, WORD_BITS, Candidates, Popped, philox4x32, philox_uniform
-from specengine.reference_resident import Found, Frontier, Selection, Walked
+from specengine.reference_resident import Drawn, Found, Frontier, Queues, Selection, Walked
 
 __all__ = [
     "LARGEST",
@@ -41,9 +45,11 @@ __all__ = [
     "Backend",
     "BestFirst",
     "Candidates",
+    "Drawn",
     "Found",
     "Frontier",
     "Popped",
+    "Queues",
     "Selection",
     "Walked",
     "ancestor_words",
@@ -55,16 +61,20 @@ __all__ = [
     "choose_rows",
     "choose_tokens",
     "compact_kv",
+    "fill_queues",
     "hang_nodes",
     "keyed_gumbel_argmax",
     "move_rows",
     "pack_mask",
     "philox4x32",
     "philox_uniform",
+    "pop_queues",
+    "push_queues",
     "rope_store",
     "select_best",
     "select_candidates",
     "select_nodes",
+    "start_queues",
     "strict_attention",
     "subtree",
     "take_subtree",

@@ -10,17 +10,19 @@ from torch import Tensor
 
 from specengine.errors import InputError
 from specengine.ops._backends import FLOATS, describe, implementation
-from specengine.reference_resident import Found, Frontier, Selection, Walked
+from specengine.reference_resident import Drawn, Found, Frontier, Queues, Selection, Walked
 
 
-def select_nodes(scores: Tensor, size: Tensor, most: int) -> Found:
-    """As `select_best` of the first `size` scores: ascending indices of the best `most`; -inf is never selected.
+def select_nodes(scores: Tensor, size: Tensor, most: int, limit: Tensor | None = None) -> Found:
+    """As `select_best` of the first `size` scores: ascending indices of the best `most`, or of the best `limit` (int32
+    [1]) where that is less; -inf is never selected.
 
     scores: float32 [m] without NaN; the indices are padded with 0.
     """
-    if scores.dtype is not torch.float32 or scores.dim() != 1 or not _are_numbers(size) or most < 1:
-        raise InputError(f"scores, size: float32 [m], int32 [1] are needed, got {describe(scores, size)}")
-    return implementation("select_nodes", scores.device.type)(scores, size, most)
+    numbers = (size,) if limit is None else (size, limit)
+    if scores.dtype is not torch.float32 or scores.dim() != 1 or not _are_numbers(*numbers) or most < 1:
+        raise InputError(f"scores, size, limit: float32 [m], int32 [1] are needed, got {describe(scores, *numbers)}")
+    return implementation("select_nodes", scores.device.type)(scores, size, most, limit)
 
 
 def select_candidates(logits: Tensor, scores: Tensor, most: int, limit: Tensor, log_gate: Tensor) -> Selection:
@@ -34,6 +36,33 @@ def select_candidates(logits: Tensor, scores: Tensor, most: int, limit: Tensor, 
     if not _are_numbers(limit) or not log_gate.dtype is scores.dtype is torch.float32 or log_gate.shape != (1,):
         raise InputError(f"limit, log_gate: int32 [1], float32 [1] are needed, got {describe(limit, log_gate)}")
     return implementation("select_candidates", logits.device.type)(logits, scores, most, limit, log_gate)
+
+
+def start_queues(budget: int, device: torch.device) -> Queues:
+    """The queues of a best-first search with the root in G, as `best_first` makes them."""
+    return implementation("start_queues", device.type)(budget, device)
+
+
+def push_queues(
+    queues: Queues, parents: Tensor, depths: Tensor, tokens: Tensor, log_probs: Tensor, scores: Tensor
+) -> Queues:
+    """As `BestFirst.push`; -inf is padding. depths: of the nodes themselves. int64 [m] x 3, float32 [m] x 2."""
+    given = parents, depths, tokens, log_probs, scores
+    if any(part.shape != scores.shape for part in given) or scores.dtype is not torch.float32 or scores.dim() != 1:
+        raise InputError(f"candidates: int64 [m] x 3, float32 [m] x 2 are needed, got {describe(*given)}")
+    return implementation("push_queues", scores.device.type)(queues, *given)
+
+
+def pop_queues(queues: Queues, batch: int, max_depth: int, going: Tensor) -> tuple[Queues, Drawn]:
+    """As `BestFirst.pop`; nothing is drawn where `going`, bool [1], is false."""
+    if going.dtype is not torch.bool or going.shape != (1,) or batch < 1 or max_depth < 1:
+        raise InputError(f"going: bool [1] is needed, got {describe(going)}")
+    return implementation("pop_queues", going.device.type)(queues, batch, max_depth, going)
+
+
+def fill_queues(queues: Queues) -> Drawn:
+    """As `BestFirst.fill`, for the last time."""
+    return implementation("fill_queues", queues.scores.device.type)(queues)
 
 
 def hang_nodes(

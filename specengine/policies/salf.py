@@ -10,6 +10,7 @@ from torch import Tensor
 from specengine import ops
 from specengine.drafters import Step
 from specengine.policies import TreePolicy, require
+from specengine.policies._levels import BestFirstLevels
 from specengine.tree import TokenTree
 
 
@@ -79,3 +80,8 @@ class Salf(TreePolicy):
 
     def keep(self, tree: TokenTree) -> Tensor:
         return ops.select_best(tree.path_log_probs, self.budget)
+
+    def levels(self) -> BestFirstLevels | None:
+        if self.budget < 2:
+            return None
+        return BestFirstLevels(self.budget, self.batch, self.threshold, self.fill, self.max_depth)
