@@ -46,15 +46,7 @@ SPEC_INLINE int block_hits(const T* row, int64_t first, int64_t columns, const R
   } else {
     for (int i = 0; i < kBlock; ++i) reached[i] = i < size && score.of(defined(load(row, first + i))) >= limit;
   }
-  int count = 0;
-  for (int group = 0; group < kBlock; group += kLanes) {
-    int32_t any = 0;
-    for (int lane = 0; lane < kLanes; ++lane) any |= reached[group + lane];
-    if (!any) continue;
-    for (int lane = 0; lane < kLanes; ++lane)
-      if (reached[group + lane]) hits[count++] = static_cast<int16_t>(group + lane);
-  }
-  return count;
+  return list_hits(reached, hits);
 }
 
 SPEC_CLONES inline int block_hits_clones(const float* row, int64_t first, int64_t columns, const RowScore& score,

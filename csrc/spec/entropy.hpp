@@ -1,4 +1,5 @@
-// Entropy over the most likely columns of a row: three passes over it, and a bisection for where those columns end.
+// Entropy over the most likely columns of a row: two passes over it, and a search for where those columns end that a
+// sample of them starts.
 #pragma once
 
 #include <algorithm>
@@ -12,126 +13,152 @@
 
 namespace spec {
 
-constexpr float kFaintest = -87.0f;  // below the peak: what is fainter counts as this, as exp_nonpositive has it
-constexpr float kPadding = -88.0f;   // fills the last block; never selected
-constexpr int kGroup = 64;           // columns looked at together
 
 // Of weights exp(x), x <= 0.
 struct Moments {
   double sum = 0.0, weighted = 0.0;  // sums of exp(x) and of x * exp(x)
 };
 
+// A running sum of blocks, lane by lane: adding up the lanes of each block would take longer than the block.
+struct BlockSums {
+  double lanes[kLanes] = {};
+
+  SPEC_INLINE void add(const float* values) {
+    float partial[kLanes] = {};
+    for (int i = 0; i < kBlock; i += kLanes)
+      for (int lane = 0; lane < kLanes; ++lane) partial[lane] += values[i + lane];
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += partial[lane];
+  }
+
+  SPEC_INLINE double total() const {
+    double sum = 0.0;
+    for (const double lane : lanes) sum += lane;
+    return sum;
+  }
+};
+
 template <typename T>
 SPEC_INLINE float row_peak(const T* row, int64_t columns) {
-  float lanes[kLanes], peak = kLowest;
-  for (float& lane : lanes) lane = kLowest;
-  int64_t i = 0;
-  for (; i + kLanes <= columns; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float value = defined(load(row, i + lane));
-      lanes[lane] = value > lanes[lane] ? value : lanes[lane];
-    }
-  for (; i < columns; ++i) peak = std::max(peak, defined(load(row, i)));
-  return std::max(peak, *std::max_element(lanes, lanes + kLanes));
+  T room[kBlock];
+  float peak = kLowest;
+  for (int64_t first = 0; first < columns; first += kBlock)
+    peak = std::max(peak, block_max<kBlock>(full_block(row, first, columns, room)));
+  return peak;
 }
 
-// Sum of a block.
-SPEC_INLINE float block_total(const float* values) {
-  float lanes[kLanes] = {}, sum = 0.0f;
-  for (int i = 0; i < kBlock; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += values[i + lane];
-  for (const float lane : lanes) sum += lane;
-  return sum;
-}
-
-// Moments of the whole row. Where kKept, writes x = value - peak and exp(x), both padded to full blocks.
+// Moments of the whole row. Where kKept, writes x = value - peak and exp(x), to full blocks: of -inf where the row ends.
 template <bool kKept, typename T>
 SPEC_INLINE Moments exponentials(const T* row, int64_t columns, float peak, float* below, float* weights) {
-  Moments moments;
+  BlockSums sum, weighted;
+  T room[kBlock];
   float x[kBlock], weight[kBlock], products[kBlock];
   for (int64_t first = 0; first < columns; first += kBlock) {
-    if (columns - first >= kBlock) {
-      for (int i = 0; i < kBlock; ++i) x[i] = std::max(defined(load(row, first + i)) - peak, kFaintest);
-    } else {
-      for (int i = 0; i < kBlock; ++i)
-        x[i] = first + i < columns ? std::max(defined(load(row, first + i)) - peak, kFaintest) : kPadding;
-    }
+    const T* values = full_block(row, first, columns, room);
     for (int i = 0; i < kBlock; ++i) {
+      x[i] = below_peak(load(values, i), peak);
       weight[i] = exp_nonpositive(x[i]);
       products[i] = weight[i] * x[i];
     }
-    moments.sum += block_total(weight);
-    moments.weighted += block_total(products);
+    sum.add(weight);
+    weighted.add(products);
     if (kKept) {
       std::copy_n(x, kBlock, below + first);
       std::copy_n(weight, kBlock, weights + first);
     }
   }
-  return moments;
+  return {sum.total(), weighted.total()};
 }
 
-// How many are at `limit` or above; size: a multiple of kLanes.
+// How many are at `limit` or above; size: a multiple of kBlock.
 SPEC_INLINE int64_t count_from(const float* below, int64_t size, float limit) {
-  int32_t lanes[kLanes] = {};
-  for (int64_t i = 0; i < size; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += below[i + lane] >= limit;
   int64_t count = 0;
-  for (const int32_t lane : lanes) count += lane;
+  for (const float* x = below; x < below + size; x += kBlock) {
+    int32_t reached = 0;
+    for (int i = 0; i < kBlock; ++i) reached += x[i] >= limit;
+    count += reached;
+  }
   return count;
 }
 
 // Moments of those at `limit` or above; size: a multiple of kBlock.
 SPEC_INLINE Moments moments_from(const float* below, const float* weights, int64_t size, float limit) {
-  Moments moments;
+  BlockSums sum, weighted;
   float kept[kBlock], products[kBlock];
   for (int64_t first = 0; first < size; first += kBlock) {
     for (int i = 0; i < kBlock; ++i) {
-      kept[i] = weights[first + i] * static_cast<float>(below[first + i] >= limit);
+      kept[i] = below[first + i] >= limit ? weights[first + i] : 0.0f;
       products[i] = kept[i] * below[first + i];
     }
-    moments.sum += block_total(kept);
-    moments.weighted += block_total(products);
+    sum.add(kept);
+    weighted.add(products);
   }
-  return moments;
+  return {sum.total(), weighted.total()};
 }
 
-// Copies those of [low, high) to out, which has room for `size`, a multiple of kGroup; returns how many. Few are
-// expected, so whole groups are passed over.
+// Copies those of [low, high) to out; returns how many. size: a multiple of kBlock.
 SPEC_INLINE int64_t collect_within(const float* below, int64_t size, float low, float high, float* out) {
   int64_t count = 0;
-  for (int64_t first = 0; first < size; first += kGroup) {
-    const float* x = below + first;
-    int32_t any = 0;
-    for (int i = 0; i < kGroup; ++i) any |= (x[i] >= low) & (x[i] < high);
-    if (!any) continue;
-    for (int i = 0; i < kGroup; ++i) {
-      out[count] = x[i];
-      count += (x[i] >= low) & (x[i] < high);
-    }
+  int32_t reached[kBlock];
+  int16_t hits[kBlock];
+  for (const float* x = below; x < below + size; x += kBlock) {
+    for (int i = 0; i < kBlock; ++i) reached[i] = (x[i] >= low) & (x[i] < high);
+    const int hit_count = list_hits(reached, hits);
+    for (int hit = 0; hit < hit_count; ++hit) out[count++] = x[hits[hit]];
   }
   return count;
 }
 
-// Moments of the `top` largest of x = below[...], of which `columns` are no padding; 1 <= top < columns.
-SPEC_INLINE Moments top_moments(const float* below, const float* weights, int64_t size, int64_t columns,
-                                int64_t top, float* edge) {
-  constexpr int64_t kFew = 64;       // then sorting them out costs less than another halving
-  constexpr int kHalvings = 20;      // more do not help: what is still together there ties, or as good as
-  float low = kFaintest, high = 1.0f;  // count(low) >= top > count(high)
-  int64_t above = 0, within = columns;
-  for (int halving = 0; halving < kHalvings && within > kFew; ++halving) {
-    const float middle = 0.5f * (low + high);
-    const int64_t count = count_from(below, size, middle);
-    if (count >= top)
-      within = count - above, low = middle;
-    else
-      within -= count - above, above = count, high = middle;
-  }
-  Moments moments = moments_from(below, weights, size, high);
-  const int64_t found = collect_within(below, size, low, high, edge), wanted = top - above;
+// Where the rank-th largest of x = below[...] lies: low <= it < high.
+struct Window {
+  float low = kFaintest, high = 1.0f;  // all of them are within
+  int64_t above = 0, within;           // how many are at `high` or above; how many are inside
+};
+
+// Narrows the window to one side of `limit`, where that is inside.
+SPEC_INLINE void split(const float* below, int64_t size, int64_t rank, float limit, Window* window) {
+  if (limit <= window->low || limit >= window->high) return;
+  const int64_t count = count_from(below, size, limit);
+  if (count >= rank)
+    window->within = count - window->above, window->low = limit;
+  else
+    window->within -= count - window->above, window->above = count, window->high = limit;
+}
+
+// Halves the window until at most `few` are inside.
+SPEC_INLINE void narrow(const float* below, int64_t size, int64_t rank, int64_t few, Window* window) {
+  constexpr int kHalvings = 20;  // more do not help: what is still together there ties, or as good as
+  for (int halving = 0; halving < kHalvings && window->within > few; ++halving)
+    split(below, size, rank, 0.5f * (window->low + window->high), window);
+}
+
+// Narrows the window to where a sample, the first columns of each block, expects the rank-th largest: within about two
+// standard deviations. Where it is mistaken the window is still right, and wider.
+SPEC_INLINE void guess(const float* below, int64_t size, int64_t rank, float* sample, Window* window) {
+  const int64_t sampled = size / kBlock * kLanes, padded = (sampled + kBlock - 1) / kBlock * kBlock;
+  for (int64_t i = 0; i < sampled; i += kLanes) std::copy_n(below + i / kLanes * kBlock, kLanes, sample + i);
+  std::fill(sample + sampled, sample + padded, kFaintest);
+  const int64_t sample_rank = 1 + (rank - 1) * kLanes / kBlock;
+  const auto deviation = static_cast<int64_t>(std::sqrt(static_cast<double>(sample_rank)));
+  Window found;
+  found.within = padded;
+  narrow(sample, padded, sample_rank, 2 + 2 * deviation, &found);
+  const float margin = 0.5f * (found.high - found.low);
+  split(below, size, rank, found.high + margin, window);
+  split(below, size, rank, found.low - margin, window);
+}
+
+// Moments of the `top` largest of x = below[...]; 1 <= top < size.
+SPEC_INLINE Moments top_moments(const float* below, const float* weights, int64_t size, int64_t top, float* edge) {
+  constexpr int64_t kFew = 128;  // then sorting them out costs less than another halving
+  Window window;
+  window.within = size;
+  guess(below, size, top, edge, &window);
+  narrow(below, size, top, kFew, &window);
+  Moments moments = moments_from(below, weights, size, window.high);
+  const int64_t found = collect_within(below, size, window.low, window.high, edge), wanted = top - window.above;
   std::nth_element(edge, edge + (wanted - 1), edge + found, std::greater<float>());
   for (int64_t i = 0; i < wanted; ++i) {
-    const double weight = exp_nonpositive(edge[i]);
+    const float weight = exp_nonpositive(edge[i]);
     moments.sum += weight;
     moments.weighted += weight * edge[i];
   }
@@ -152,7 +179,7 @@ SPEC_INLINE float row_entropy(const T* row, int64_t columns, int64_t top, bool n
   } else {
     const auto size = static_cast<int64_t>(scratch->below.size());
     all = exponentials<true>(row, columns, peak, scratch->below.data(), scratch->weights.data());
-    best = top_moments(scratch->below.data(), scratch->weights.data(), size, columns, top, scratch->edge.data());
+    best = top_moments(scratch->below.data(), scratch->weights.data(), size, top, scratch->edge.data());
   }
   // p = exp(x - log_sum), so -sum p log p = -exp(-log_sum) * (sum exp(x) x - log_sum * sum exp(x))
   const double log_sum = normalized ? -static_cast<double>(peak) : std::log(all.sum);

@@ -29,19 +29,25 @@ SPEC_INLINE float load(const uint16_t* values, int64_t i) {
   return value;
 }
 
-constexpr int kLanes = 16;  // independent running results, which is what lets a compiler use vectors
+// bfloat16 of -inf.
+constexpr uint16_t kLowestBits = 0xff80;
 
-// Largest of kCount values (a multiple of kLanes), as `defined`.
-template <int kCount>
-SPEC_INLINE float block_max(const float* values) {
-  float lanes[kLanes];
-  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = defined(values[lane]);
-  for (int i = kLanes; i < kCount; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float value = defined(values[i + lane]);
-      lanes[lane] = value > lanes[lane] ? value : lanes[lane];
-    }
-  return *std::max_element(lanes, lanes + kLanes);
+// `least` where the value is smaller or NaN.
+SPEC_INLINE float at_least(float value, float least) { return value > least ? value : least; }
+
+constexpr int kLanes = 16;  // independent running results, which is what lets a compiler use vectors
+constexpr int kWide = 64;   // the same where the result is a maximum: of fewer, g++ makes scalars
+
+// Largest of kCount values (a multiple of kWide), as `defined`. T: float, or uint16_t for bfloat16.
+template <int kCount, typename T>
+SPEC_INLINE float block_max(const T* values) {
+  float best[kWide];
+  std::fill_n(best, kWide, kLowest);
+  for (int first = 0; first < kCount; first += kWide)
+    for (int i = 0; i < kWide; ++i) best[i] = at_least(load(values, first + i), best[i]);
+  for (int half = kWide / 2; half >= kLanes; half /= 2)
+    for (int i = 0; i < half; ++i) best[i] = at_least(best[i + half], best[i]);
+  return defined(*std::max_element(best, best + kLanes));
 }
 
 struct Scored {

@@ -14,9 +14,11 @@ namespace spec {
 
 constexpr int kBlock = 256;  // columns whose maximum is kept: only blocks that can hold a winner are read again
 
+constexpr float kFaintest = -87.0f;  // below the peak: what is fainter counts as this
+
 // exp for x <= 0, relative error below 2e-7; below -87 it stays at 1.6e-38. Polynomial: Cephes expf.
 SPEC_INLINE float exp_nonpositive(float x) {
-  x = x > -87.0f ? x : -87.0f;
+  x = at_least(x, kFaintest);
   const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the addition rounds to an integer
   const float n = shifted - 12582912.0f;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -33,12 +35,32 @@ SPEC_INLINE float exp_nonpositive(float x) {
   return p * power;
 }
 
+// The kBlock columns from `first` on: in the row itself, or in `room`, filled up with -inf, where the row ends before.
+SPEC_INLINE const float* full_block(const float* row, int64_t first, int64_t columns, float* room) {
+  if (columns - first >= kBlock) return row + first;
+  std::fill(std::copy(row + first, row + columns, room), room + kBlock, kLowest);
+  return room;
+}
+
+SPEC_INLINE const uint16_t* full_block(const uint16_t* row, int64_t first, int64_t columns, uint16_t* room) {
+  if (columns - first >= kBlock) return row + first;
+  std::fill(std::copy(row + first, row + columns, room), room + kBlock, kLowestBits);
+  return room;
+}
+
+// value - peak as exp_nonpositive tells it apart, -87 to 0; the value as `defined`, peak finite and not below it.
+SPEC_INLINE float below_peak(float value, float peak) {
+  const float below = at_least(value - peak, kFaintest);
+  return below < 0.0f ? below : 0.0f;  // +inf
+}
+
 // Sum of exp(value - peak) over a full block; peak is finite and no value is above it.
-SPEC_INLINE float block_sum(const float* values, float peak) {
-  float lanes[kLanes] = {};
+template <typename T>
+SPEC_INLINE float block_sum(const T* values, float peak) {
+  float weights[kBlock], lanes[kLanes] = {}, sum = 0.0f;
+  for (int i = 0; i < kBlock; ++i) weights[i] = exp_nonpositive(below_peak(load(values, i), peak));
   for (int i = 0; i < kBlock; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += exp_nonpositive(values[i + lane] - peak);
-  float sum = 0.0f;
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += weights[i + lane];
   for (const float lane : lanes) sum += lane;
   return sum;
 }
@@ -48,13 +70,9 @@ template <typename T>
 SPEC_INLINE void row_pass(const T* row, int64_t columns, bool with_sum, float* maxima, float* peak, float* log_sum) {
   double sum = 0.0;
   *peak = kLowest;
-  float values[kBlock];
+  T room[kBlock];
   for (int64_t first = 0, block = 0; first < columns; first += kBlock, ++block) {
-    if (columns - first >= kBlock) {
-      for (int i = 0; i < kBlock; ++i) values[i] = defined(load(row, first + i));
-    } else {
-      for (int i = 0; i < kBlock; ++i) values[i] = first + i < columns ? defined(load(row, first + i)) : kLowest;
-    }
+    const T* values = full_block(row, first, columns, room);
     maxima[block] = block_max<kBlock>(values);
     if (maxima[block] > *peak) {
       sum *= *peak > kLowest ? std::exp(static_cast<double>(*peak) - maxima[block]) : 0.0;
@@ -75,6 +93,39 @@ SPEC_CLONES inline void row_pass_clones(const uint16_t* row, int64_t columns, bo
   row_pass(row, columns, with_sum, maxima, peak, log_sum);
 }
 
+// Places at which a block's flags are set, ascending; returns how many. Few are expected.
+SPEC_INLINE int list_hits(const int32_t* reached, int16_t* hits) {
+  int count = 0;
+  for (int group = 0; group < kBlock; group += kLanes) {
+    int32_t any = 0;
+    for (int lane = 0; lane < kLanes; ++lane) any |= reached[group + lane];
+    if (!any) continue;
+    for (int lane = 0; lane < kLanes; ++lane)
+      if (reached[group + lane]) hits[count++] = static_cast<int16_t>(group + lane);
+  }
+  return count;
+}
+
+// Columns of the block at `first` that are not below the threshold (NaN is not), as places in it; returns how many.
+template <typename T>
+SPEC_INLINE int block_winners(const T* row, int64_t first, int64_t columns, float threshold, int16_t* winners) {
+  T room[kBlock];
+  const T* values = full_block(row, first, columns, room);
+  int32_t reached[kBlock];
+  for (int i = 0; i < kBlock; ++i) reached[i] = !(load(values, i) < threshold);
+  return list_hits(reached, winners);
+}
+
+SPEC_CLONES inline int block_winners_clones(const float* row, int64_t first, int64_t columns, float threshold,
+                                            int16_t* winners) {
+  return block_winners(row, first, columns, threshold, winners);
+}
+
+SPEC_CLONES inline int block_winners_clones(const uint16_t* row, int64_t first, int64_t columns, float threshold,
+                                            int16_t* winners) {
+  return block_winners(row, first, columns, threshold, winners);
+}
+
 // The k best columns of each row by (value descending, column ascending), 1 <= k <= columns, and their values, or
 // log-probabilities over the row unless `normalized`. T: float, or uint16_t for bfloat16; row_stride in elements.
 // log_probs, best: [rows, k].
@@ -84,6 +135,7 @@ void top_children(const T* logits, int64_t rows, int64_t columns, int64_t row_st
   const int64_t blocks = (columns + kBlock - 1) / kBlock;
   std::vector<float> maxima(static_cast<size_t>(blocks)), ranked;
   std::vector<Scored> candidates;
+  int16_t winners[kBlock];
   for (int64_t r = 0; r < rows; ++r) {
     const T* row = logits + r * row_stride;
     float peak, log_sum;
@@ -98,10 +150,10 @@ void top_children(const T* logits, int64_t rows, int64_t columns, int64_t row_st
     candidates.clear();
     for (int64_t block = 0; block < blocks; ++block) {
       if (maxima[static_cast<size_t>(block)] < threshold) continue;
-      const int64_t last = std::min(columns, (block + 1) * kBlock);
-      for (int64_t i = block * kBlock; i < last; ++i) {
-        const float value = defined(load(row, i));
-        if (value >= threshold) candidates.push_back({value, i});
+      const int count = block_winners_clones(row, block * kBlock, columns, threshold, winners);
+      for (int i = 0; i < count; ++i) {
+        const int64_t column = block * kBlock + winners[i];
+        if (column < columns) candidates.push_back({defined(load(row, column)), column});
       }
     }
     std::partial_sort(candidates.begin(), candidates.begin() + k, candidates.end(), better);

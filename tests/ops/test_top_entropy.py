@@ -53,6 +53,21 @@ class TestTopEntropy:
         for top in (1, 100, 1000, columns - 1, columns):
             check_entropy(logits.to(dtype), top, False)
 
+    @pytest.mark.parametrize("columns", [8192, 8200, 20011])
+    def test_rows_that_mislead_a_sample(self, columns):
+        """The search for the `top` starts from some columns of each block, so here those are unlike the others."""
+        logits = torch.randn(6, columns, generator=torch.Generator().manual_seed(columns))
+        sampled = torch.arange(columns) % 256 < 16
+        logits[0, sampled] += 20.0
+        logits[1, sampled] -= 20.0
+        logits[2, ~sampled] = -INF
+        logits[3, ~sampled] = 1.0
+        logits[4, sampled] = NAN
+        logits[5] = torch.arange(columns) * -0.001  # sorted
+        for top in (1, 60, 1000, columns - 17, columns - 1):
+            check_entropy(logits, top, False)
+            check_entropy(logits - logits.nan_to_num(-INF).amax(1, keepdim=True), top, True)
+
     @each_backend
     def test_known_values(self, backend):
         even = ops.top_entropy(torch.zeros(1, 1024), 2000)
