@@ -48,6 +48,13 @@ PYBIND11_MODULE(_expander, module) {
   module.def("ancestor_words", [](uintptr_t parents, int64_t nodes, uintptr_t out) {
     return spec::ancestor_words(at<const int64_t>(parents), nodes, at<uint64_t>(out));
   });
+  module.def("append_nodes", [](const std::vector<uintptr_t>& tree, int64_t words, int64_t size, int64_t count,
+                                uintptr_t parents, uintptr_t tokens, uintptr_t log_probs) {
+    const spec::TreeArrays arrays{at<int64_t>(tree[0]), at<int64_t>(tree[1]), at<int64_t>(tree[2]), at<float>(tree[3]),
+                                  at<float>(tree[4]),   at<uint64_t>(tree[5]), words};
+    return spec::append_nodes(arrays, size, count, at<const int64_t>(parents), at<const int64_t>(tokens),
+                              at<const float>(log_probs));
+  });
   module.def("subtree", [](uintptr_t parents, int64_t size, uintptr_t nodes, int64_t count, uintptr_t new_parents,
                            uintptr_t ancestors) {
     return spec::subtree(at<const int64_t>(parents), size, at<const int64_t>(nodes), count, at<int64_t>(new_parents),

@@ -13,6 +13,7 @@ from torch import Tensor
 from specengine import reference
 from specengine._expander import BestFirst as _BestFirst
 from specengine._expander import ancestor_words as _ancestor_words
+from specengine._expander import append_nodes as _append_nodes
 from specengine._expander import best_candidates as _best_candidates
 from specengine._expander import compact_rows as _compact_rows
 from specengine._expander import keyed_gumbel_argmax as _keyed_gumbel_argmax
@@ -33,6 +34,26 @@ def ancestor_words(parents: Tensor) -> Tensor:
     if not _ancestor_words(parents.data_ptr(), n, out.data_ptr()):
         raise InputError(WRONG_PARENTS)
     return out
+
+
+def append_nodes(
+    tree: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    size: int,
+    parents: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+) -> None:
+    parents, tokens, log_probs = parents.contiguous(), tokens.contiguous(), log_probs.contiguous()
+    if not _append_nodes(
+        [array.data_ptr() for array in tree],
+        tree[-1].shape[1],
+        size,
+        parents.shape[0],
+        parents.data_ptr(),
+        tokens.data_ptr(),
+        log_probs.data_ptr(),
+    ):
+        raise InputError(f"parents: {parents.tolist()} are not all among the {size} nodes that are there")
 
 
 def subtree(parents: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
-#include <vector>
+#include <memory>
 
 #include "spec/scores.hpp"
 #include "spec/top_children.hpp"
@@ -165,8 +165,16 @@ SPEC_INLINE Moments top_moments(const float* below, const float* weights, int64_
   return moments;
 }
 
+// Left as allocated: for one row, filling it would take as long as a pass over the row.
 struct EntropyScratch {
-  std::vector<float> below, weights, edge;  // [columns, padded to full blocks] each
+  explicit EntropyScratch(int64_t columns)
+      : size((columns + kBlock - 1) / kBlock * kBlock),
+        below(new float[static_cast<size_t>(size)]),
+        weights(new float[static_cast<size_t>(size)]),
+        edge(new float[static_cast<size_t>(size)]) {}
+
+  int64_t size;  // of each: the columns, to full blocks
+  std::unique_ptr<float[]> below, weights, edge;
 };
 
 template <typename T>
@@ -177,9 +185,8 @@ SPEC_INLINE float row_entropy(const T* row, int64_t columns, int64_t top, bool n
   if (top >= columns) {
     all = best = exponentials<false>(row, columns, peak, nullptr, nullptr);
   } else {
-    const auto size = static_cast<int64_t>(scratch->below.size());
-    all = exponentials<true>(row, columns, peak, scratch->below.data(), scratch->weights.data());
-    best = top_moments(scratch->below.data(), scratch->weights.data(), size, top, scratch->edge.data());
+    all = exponentials<true>(row, columns, peak, scratch->below.get(), scratch->weights.get());
+    best = top_moments(scratch->below.get(), scratch->weights.get(), scratch->size, top, scratch->edge.get());
   }
   // p = exp(x - log_sum), so -sum p log p = -exp(-log_sum) * (sum exp(x) x - log_sum * sum exp(x))
   const double log_sum = normalized ? -static_cast<double>(peak) : std::log(all.sum);
@@ -201,13 +208,7 @@ SPEC_CLONES inline float row_entropy_clones(const uint16_t* row, int64_t columns
 template <typename T>
 void top_entropy(const T* logits, int64_t rows, int64_t columns, int64_t row_stride, int64_t top, bool normalized,
                  float* out) {
-  EntropyScratch scratch;
-  if (top < columns) {
-    const auto padded = static_cast<size_t>((columns + kBlock - 1) / kBlock * kBlock);
-    scratch.below.resize(padded);
-    scratch.weights.resize(padded);
-    scratch.edge.resize(padded);
-  }
+  EntropyScratch scratch(top < columns ? columns : 0);
   for (int64_t r = 0; r < rows; ++r)
     out[r] = row_entropy_clones(logits + r * row_stride, columns, top, normalized, &scratch);
 }

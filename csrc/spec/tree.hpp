@@ -33,6 +33,34 @@ inline bool ancestor_words(const int64_t* parents, int64_t nodes, uint64_t* out)
   return true;
 }
 
+// A tree's arrays, of fixed capacity: [capacity] each, ancestors [capacity, words].
+struct TreeArrays {
+  int64_t *tokens, *parents, *depths;
+  float *log_probs, *path_log_probs;  // of the edge to a node; their sum from the root
+  uint64_t* ancestors;
+  int64_t words;
+};
+
+// Hangs `count` nodes into the tree, which has `size` and room for them. False where a parent is no earlier node, with
+// nothing written.
+inline bool append_nodes(const TreeArrays& tree, int64_t size, int64_t count, const int64_t* parents,
+                         const int64_t* tokens, const float* log_probs) {
+  for (int64_t i = 0; i < count; ++i)
+    if (parents[i] < 0 || parents[i] >= size + i) return false;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t node = size + i, parent = parents[i];
+    tree.tokens[node] = tokens[i];
+    tree.parents[node] = parent;
+    tree.depths[node] = tree.depths[parent] + 1;
+    tree.log_probs[node] = log_probs[i];
+    tree.path_log_probs[node] = tree.path_log_probs[parent] + log_probs[i];
+    uint64_t* row = tree.ancestors + node * tree.words;
+    std::copy_n(tree.ancestors + parent * tree.words, tree.words, row);
+    row[node / kWordBits] |= uint64_t{1} << (node % kWordBits);
+  }
+  return true;
+}
+
 // The tree of `count` nodes alone, renumbered in their order; parents: [size]. Writes new_parents [count] and ancestors
 // [count, words_for(count)]. False unless nodes ascend from the root and hold every node's parent; outputs are
 // undefined then.

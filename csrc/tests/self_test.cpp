@@ -115,6 +115,32 @@ void test_subtree(const std::vector<int64_t>& parents, std::vector<int64_t> kept
   if (count > 2) refuses(1, kept[2]);
 }
 
+// Appended in two parts to a tree of fixed capacity, against what the parents say.
+void test_append_nodes(const std::vector<int64_t>& parents, const std::vector<uint64_t>& ancestors, int64_t words) {
+  const auto nodes = static_cast<int64_t>(parents.size()), first = 1 + (nodes - 1) / 2;
+  std::vector<int64_t> tokens(parents.size(), 7), above(parents.size(), -1), depths(parents.size());
+  std::vector<float> edges(parents.size()), paths(parents.size());
+  std::vector<uint64_t> rows(static_cast<size_t>(nodes * words));
+  rows[0] = 1;
+  std::vector<int64_t> ids(parents.size());
+  std::iota(ids.begin(), ids.end(), 100);
+  const std::vector<float> log_probs(parents.size(), -0.5f);
+  const spec::TreeArrays tree{tokens.data(), above.data(), depths.data(), edges.data(), paths.data(), rows.data(), words};
+  const auto append = [&](int64_t size, int64_t count, const int64_t* given) {
+    return spec::append_nodes(tree, size, count, given, ids.data() + size, log_probs.data() + size);
+  };
+  check(append(1, first - 1, parents.data() + 1), "append_nodes accepts", nodes);
+  check(append(first, nodes - first, parents.data() + first), "append_nodes accepts more", nodes);
+  check(above == parents && rows == ancestors, "append_nodes", nodes);
+  for (int64_t i = 1; i < nodes; ++i) {
+    check(tokens[i] == ids[i] && edges[i] == -0.5f, "append_nodes values", nodes);
+    check(depths[i] == depths[parents[i]] + 1 && paths[i] == -0.5f * static_cast<float>(depths[i]), "depths", nodes);
+  }
+  if (nodes == 1) return;
+  for (const int64_t wrong : {int64_t{-1}, nodes - 1})
+    check(!append(nodes - 1, 1, &wrong) && above == parents, "append_nodes refuses", nodes);
+}
+
 void test_tree() {
   for (const int64_t nodes : {1, 2, 63, 64, 65, 128, 129, 256}) {
     std::vector<int64_t> parents(static_cast<size_t>(nodes), -1);
@@ -122,6 +148,7 @@ void test_tree() {
     const int64_t words = spec::words_for(nodes);
     std::vector<uint64_t> ancestors(static_cast<size_t>(nodes * words), ~uint64_t{0});
     check(spec::ancestor_words(parents.data(), nodes, ancestors.data()), "ancestor_words accepts", nodes);
+    test_append_nodes(parents, ancestors, words);
     std::vector<uint8_t> mask(static_cast<size_t>(nodes * nodes), 7);
     spec::tree_mask(ancestors.data(), nodes, words, nodes, mask.data());
     for (int64_t node = 0; node < nodes; ++node) {

@@ -79,6 +79,7 @@ def _load_cpp() -> dict[str, Callable[..., Any]]:
 
     return {
         "ancestor_words": native.ancestor_words,
+        "append_nodes": native.append_nodes,
         "subtree": native.subtree,
         "tree_mask": native.tree_mask,
         "select_best": native.select_best,

@@ -42,13 +42,16 @@ def append_nodes(
     """Write nodes into a tree's arrays from entry `size` on: tokens, parents, depths, edge and path log-probabilities,
     ancestor words.
 
-    tree: int64 [capacity] x 3, float32 [capacity] x 2, int64 [capacity, ceil(capacity / 64)]; parents, tokens: int64
-    [m], parents below `size`; log_probs: float32 [m]; size + m within the capacity.
+    tree: int64 [capacity] x 3, float32 [capacity] x 2, int64 [capacity, ceil(capacity / 64)], contiguous; parents,
+    tokens: int64 [m], parents below `size`; log_probs: float32 [m]; size + m within the capacity.
     """
     m, capacity = parents.shape[0], tree[0].shape[0]
     if not parents.shape == tokens.shape == log_probs.shape or size + m > capacity:
         given = describe(parents, tokens, log_probs)
         raise InputError(f"parents, tokens, log_probs: [m] with m up to {capacity - size} is needed, got {given}")
+    if not parents.dtype is tokens.dtype is torch.int64 or log_probs.dtype is not torch.float32:
+        given = describe(parents, tokens, log_probs)
+        raise InputError(f"parents, tokens, log_probs: int64 [m] x 2, float32 [m] are needed, got {given}")
     implementation("append_nodes", parents.device.type)(tree, size, parents, tokens, log_probs)
 
 

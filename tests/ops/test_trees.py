@@ -72,6 +72,56 @@ class TestAncestorWordsAndTreeMask:
                 ops.tree_mask(torch.zeros(2, 1, dtype=torch.int64), columns)
 
 
+class TestAppendNodes:
+    @staticmethod
+    def tree(capacity):
+        words = torch.zeros(capacity, -(-capacity // 64), dtype=torch.int64)
+        words[0, 0] = 1
+        whole, floats = torch.zeros(3, capacity, dtype=torch.int64), torch.zeros(2, capacity)
+        whole[1, 0] = -1
+        return (*whole, *floats, words)
+
+    @given(trees(), st.integers(0, 80))
+    @thorough
+    def test_against_ancestors(self, parents, spare):
+        """Level by level, as a level's parents must be there before it."""
+        arrays, order, depth = self.tree(len(parents) + spare), [0], {0: 0}
+        edges = torch.rand(len(parents), generator=torch.Generator().manual_seed(len(parents)))
+        while len(order) < len(parents):
+            level = [node for node, parent in enumerate(parents) if parent in depth and node not in depth]
+            depth |= {node: depth[parents[node]] + 1 for node in level}
+            places = torch.tensor([order.index(parents[node]) for node in level])
+            ops.append_nodes(arrays, len(order), places, torch.tensor(level), edges[level])
+            order += level
+        tokens, _, depths, log_probs, paths, words = (array[: len(order)] for array in arrays)
+        assert tokens[1:].tolist() == order[1:]
+        assert depths.tolist() == [depth[node] for node in order]
+        assert torch.equal(log_probs[1:], edges[order[1:]])
+        mask = ops.tree_mask(words, len(parents))
+        for place, node in enumerate(order):
+            above = sorted(ancestors_or_self(parents, node))
+            assert {order[column] for column in mask[place].nonzero()[:, 0].tolist()} == set(above)
+            assert float(paths[place]) == pytest.approx(float(edges[above[1:]].sum()), rel=1e-5)
+
+    def test_strided_inputs(self):
+        given = torch.tensor([[0, 9], [0, 9]])[:, 0], torch.tensor([[5, 9], [6, 9]])[:, 0], torch.zeros(2, 2)[:, 1]
+        arrays = self.tree(3)
+        ops.append_nodes(arrays, 1, *given)
+        assert arrays[0].tolist() == [0, 5, 6]
+
+    def test_refuses(self, backend):
+        arrays, one = self.tree(3), torch.zeros(1, dtype=torch.int64)
+        for parents, tokens, edges in ((one, one, torch.zeros(2)), (one, one.int(), torch.zeros(1))):
+            with pytest.raises(InputError, match="parents, tokens, log_probs"):
+                ops.append_nodes(arrays, 1, parents, tokens, edges)
+        with pytest.raises(InputError, match="up to 0 is needed"):
+            ops.append_nodes(arrays, 3, one, one, torch.zeros(1))
+        if backend == "cpp":
+            for wrong in (one - 1, one + 1):
+                with pytest.raises(InputError, match="not all among the 1 nodes"):
+                    ops.append_nodes(arrays, 1, wrong, one, torch.zeros(1))
+
+
 class TestSubtree:
     @given(trees(), st.data())
     @thorough
