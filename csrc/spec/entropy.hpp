@@ -85,10 +85,8 @@ SPEC_INLINE Moments moments_from(const float* below, const float* weights, int64
   BlockSums sum, weighted;
   float kept[kBlock], products[kBlock];
   for (int64_t first = 0; first < size; first += kBlock) {
-    for (int i = 0; i < kBlock; ++i) {
-      kept[i] = below[first + i] >= limit ? weights[first + i] : 0.0f;
-      products[i] = kept[i] * below[first + i];
-    }
+    for (int i = 0; i < kBlock; ++i) kept[i] = below[first + i] >= limit ? weights[first + i] : 0.0f;
+    for (int i = 0; i < kBlock; ++i) products[i] = kept[i] * below[first + i];
     sum.add(kept);
     weighted.add(products);
   }

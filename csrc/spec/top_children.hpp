@@ -93,15 +93,17 @@ SPEC_CLONES inline void row_pass_clones(const uint16_t* row, int64_t columns, bo
   row_pass(row, columns, with_sum, maxima, peak, log_sum);
 }
 
-// Places at which a block's flags are set, ascending; returns how many. Few are expected.
+// Places at which a block's flags, 0 or 1, are set, ascending; returns how many. Few are expected.
 SPEC_INLINE int list_hits(const int32_t* reached, int16_t* hits) {
   int count = 0;
   for (int group = 0; group < kBlock; group += kLanes) {
     int32_t any = 0;
     for (int lane = 0; lane < kLanes; ++lane) any |= reached[group + lane];
     if (!any) continue;
-    for (int lane = 0; lane < kLanes; ++lane)
-      if (reached[group + lane]) hits[count++] = static_cast<int16_t>(group + lane);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      hits[count] = static_cast<int16_t>(group + lane);
+      count += reached[group + lane];
+    }
   }
   return count;
 }
