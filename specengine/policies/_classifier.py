@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu
+from torch.nn.functional import linear, pad, silu
 
 from specengine.errors import InputError
 from specengine.models.files import atomic
@@ -35,7 +35,8 @@ class Mlp(nn.Module):
         self.output = nn.Linear(hidden, 1)
 
     def logits(self, features: Tensor) -> Tensor:
-        return self.output(self.hidden(features).relu())[..., 0]
+        first, last = self.hidden, self.output  # by their weights, as calling a module takes longer than the products
+        return linear(linear(features, first.weight, first.bias).relu(), last.weight, last.bias)[..., 0]
 
     def forward(self, features: Tensor) -> Tensor:
         return self.logits(features).sigmoid()
@@ -69,11 +70,11 @@ class AcceptanceHead(nn.Module):
 def c2t_features(path_log_probs: Tensor, entropies: Tensor, depths: Tensor, depth_base: int) -> Tensor:
     """float32 [..., 3]: path probability, entropy in nats of the parent's distribution, depth.
 
-    path_log_probs, entropies: float32; depths: of the nodes, 1 for the root's children, which count as `depth_base`.
-    The three broadcast. Source: C2T, section 4.1 and Algorithm 1.
+    path_log_probs: float32 [...]; entropies, float32, and depths broadcast to it; depths: of the nodes, 1 for the
+    root's children, which count as `depth_base`. Source: C2T, section 4.1 and Algorithm 1.
     """
-    parts = (path_log_probs.exp(), entropies, (depths + (depth_base - 1)).float())
-    return torch.stack(torch.broadcast_tensors(*parts), -1)
+    probs, depths = path_log_probs.exp(), (depths + (depth_base - 1)).float()
+    return torch.stack((probs, entropies.expand_as(probs), depths.expand_as(probs)), -1)
 
 
 def disco_features(top_probs: Tensor, entropies: Tensor, depths: Tensor, depth_base: int) -> Tensor:
@@ -82,7 +83,8 @@ def disco_features(top_probs: Tensor, entropies: Tensor, depths: Tensor, depth_b
     top_probs: float32 [rows, <= 10], descending, filled up with 0; depths: int64 [rows], of the children proposed, 1
     for the root's, which count as `depth_base`. Source: Disco, Mamou et al. 2024; as in Learning to Draft, A.1.
     """
-    probs = pad(top_probs, (0, TOP_PROBS - top_probs.shape[1]))
+    missing = TOP_PROBS - top_probs.shape[1]
+    probs = pad(top_probs, (0, missing)) if missing else top_probs
     return torch.cat([probs, entropies[:, None], (depths + (depth_base - 1)).float()[:, None]], 1)
 
 

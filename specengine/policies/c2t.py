@@ -82,15 +82,17 @@ class C2t(TreePolicy):
         log_probs, tokens = step.best_children(self.children)
         paths = tree.path_log_probs[frontier][:, None] + log_probs
         entropies = step.entropy(self.top or self._learned.facts["top"])
-        confidence = self.confidence(paths, entropies[:, None], tree.depths[frontier][:, None] + 1)
-        proposed = confidence.masked_fill(log_probs == -math.inf, -math.inf).reshape(-1)
-        kept = self.select(proposed, tree.passes, self.hard_cap - tree.size)
+        depth = torch.full((1, 1), tree.passes, device=tree.device)  # of a layer: one for all
+        confidence = self.confidence(paths, entropies[:, None], depth)
+        if step.normalized:  # only such rows are sparse, as in Step.add_best_children
+            confidence = confidence.masked_fill(log_probs == -math.inf, -math.inf)
+        kept = self.select(confidence.reshape(-1), tree.passes, self.hard_cap - tree.size)
         parents = frontier[kept // log_probs.shape[1]]
         nodes = tree.add(parents, tokens.reshape(-1)[kept], log_probs.reshape(-1)[kept])
         return nodes if tree.passes < self.max_depth and tree.size < self.hard_cap else nodes[:0]
 
     def confidence(self, path_log_probs: Tensor, entropies: Tensor, depths: Tensor) -> Tensor:
-        """float32, of the shape that the three broadcast to, as c2t_features takes them."""
+        """float32, of the shape of `path_log_probs`; the three as c2t_features takes them."""
         net, facts = self._learned.on(path_log_probs.device)
         return net(c2t_features(path_log_probs, entropies, depths, facts["depth_base"]))
 
@@ -100,8 +102,7 @@ class C2t(TreePolicy):
         confidence: float32 [m], -inf for what was not proposed; level: 1 for the root's children; room: nodes left.
         """
         count = min(room, self.layer or room)
-        sure = confidence >= torch.tensor(self.threshold, dtype=torch.float32, device=confidence.device)
-        kept = ops.select_best(confidence.masked_fill(~sure, -math.inf), count)
+        kept = ops.select_best(torch.where(confidence >= self.threshold, confidence, -math.inf), count)
         if level == 1 and len(kept) < self.min_level1:
             return ops.select_best(confidence, min(self.min_level1, count))
         return kept

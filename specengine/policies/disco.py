@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from specengine import ops
 from specengine.drafters import Step
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
@@ -44,7 +43,7 @@ class Disco(Beam):
         self._learned = _classifier.load("disco", self.classifier)
 
     def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
-        best = beam[ops.select_best(tree.path_log_probs[beam], 1)]
+        best = beam[tree.path_log_probs[beam].argmax(0, keepdim=True)]
         source = step.row(int((frontier == tree.parents[best]).nonzero()[0]))
         net, facts = self._learned.on(tree.device)
         top_probs = source.best_children(TOP_PROBS)[0].exp()
