@@ -98,12 +98,14 @@ def select_candidates(logits: Tensor, scores: Tensor, most: int, limit: Tensor, 
 
 def start_queues(budget: int, device: torch.device) -> Queues:
     accepted, scores, log_probs = torch.full((3, budget), -math.inf, device=device)
-    accepted[0] = 0.0  # the root
+    accepted[:1].zero_()  # the root
     parents, depths, tokens = torch.zeros(3, budget, dtype=torch.int64, device=device)
     return Queues(accepted, scores, log_probs, parents, depths, tokens)
 
 
-def push_queues(queues: Queues, parents: Tensor, depths: Tensor, tokens: Tensor, edges: Tensor, scores: Tensor) -> Queues:
+def push_queues(
+    queues: Queues, parents: Tensor, depths: Tensor, tokens: Tensor, edges: Tensor, scores: Tensor
+) -> Queues:
     budget = queues.scores.shape[0]
     given = (scores, edges, parents, depths, tokens)  # of equal scores those that were there rank first
     best = reference.order_keys(torch.cat([queues.scores, scores])).topk(budget).indices

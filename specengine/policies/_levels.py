@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +39,7 @@ class Levels(ABC):
         target's id of each column, or None where they are the columns; level: int32 [1], passes so far.
         """
 
-    def finish(self, tree: DeviceTree) -> None:
+    def finish(self, tree: DeviceTree) -> None:  # noqa: B027  most have nothing left to do
         """Once after the last level of a tree, before it is verified."""
 
 
@@ -121,7 +120,9 @@ class BestFirstLevels(Levels):
         fresh = ops.start_queues(self._budget, logits.device)
         if self._queues is None:
             self._queues = fresh
-        known = (torch.where(level == 1, new, old) for new, old in zip(fresh, self._queues, strict=True))
+        going = frontier.live > 0
+        begins = (level == 1) & going
+        known = (torch.where(begins, new, old) for new, old in zip(fresh, self._queues, strict=True))
         no_gate = torch.full((1,), -math.inf, device=logits.device)
         limit = torch.full_like(tree.size, self._budget - 1)
         found = ops.select_candidates(logits, frontier.scores, self._budget - 1, limit, no_gate)
@@ -130,7 +131,7 @@ class BestFirstLevels(Levels):
         scores = found.scores.masked_fill(padding, -math.inf)
         tokens = _target_ids(found.columns, ids)
         queues = ops.push_queues(ops.Queues(*known), parents, depths + 1, tokens, found.log_probs, scores)
-        queues, drawn = ops.pop_queues(queues, self._batch, self._depth, frontier.live > 0)
+        queues, drawn = ops.pop_queues(queues, self._batch, self._depth, going)
         for into, values in zip(self._queues, queues, strict=True):
             into.copy_(values)
         expand = ops.Found(drawn.expand.indices[: self.width], drawn.expand.live * (drawn.mass >= self._threshold))

@@ -13,6 +13,7 @@ from specengine import ops
 from specengine.drafters import Step
 from specengine.policies import TreePolicy, _classifier, require
 from specengine.policies._classifier import Classifier, c2t_features
+from specengine.policies._levels import ClassifiedLevels
 from specengine.tree import TokenTree
 
 
@@ -71,6 +72,11 @@ class C2t(TreePolicy):
         return float(self._learned.facts["beta"]) if self.beta is None else self.beta
 
     @property
+    def entropy_over(self) -> int:
+        """How many of the likeliest tokens entropies are summed over."""
+        return int(self.top or self._learned.facts["top"])
+
+    @property
     def capacity(self) -> int:
         widest, total = 1, 1
         for _ in range(self.max_depth):
@@ -81,7 +87,7 @@ class C2t(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
         log_probs, tokens = step.best_children(self.children)
         paths = tree.path_log_probs[frontier][:, None] + log_probs
-        entropies = step.entropy(self.top or self._learned.facts["top"])
+        entropies = step.entropy(self.entropy_over)
         depth = torch.full((1, 1), tree.passes, device=tree.device)  # of a layer: one for all
         confidence = self.confidence(paths, entropies[:, None], depth)
         if step.normalized:  # only such rows are sparse, as in Step.add_best_children
@@ -106,3 +112,6 @@ class C2t(TreePolicy):
         if level == 1 and len(kept) < self.min_level1:
             return ops.select_best(confidence, min(self.min_level1, count))
         return kept
+
+    def levels(self) -> ClassifiedLevels:
+        return ClassifiedLevels(self, self.layer or self.hard_cap)
