@@ -2,7 +2,7 @@
 
 Three functions, each captured once, make a cycle: `root` runs the accepted tokens through the draft and grows the first
 level, `level` every other one, `verify` runs the target, walks down the tree and commits. All that changes from cycle
-to cycle stands in device memory. What the host wants to know is one record of about a kilobyte, which it reads while
+to cycle stands in device memory. What the host wants to know is one record of a few kilobytes, which it reads while
 the next cycle runs; a cycle begun behind the end of an answer is forgotten.
 """
 
