@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from specengine import ops
 from specengine.cache import KVCache
+from specengine.compiling import compiled
 from specengine.errors import UnsupportedModelError
 from specengine.graphs import RowBuffer
 from specengine.packing import Packed, worth_packing
@@ -173,9 +174,10 @@ class CausalLM:
     four tokens at construction.
 
     pack: run the linear layers with packed weights; None decides by the device, the dtype and the free memory.
+    compile_blocks: run `forward_padded` with the blocks compiled around their attention (see specengine.compiling).
     """
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False) -> None:
         refuse_unsupported(model)
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
@@ -186,6 +188,7 @@ class CausalLM:
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self._packed = Packed(model) if (worth_packing(model) if pack is None else pack) else None
+        self._compiles = compile_blocks
         self.refresh()
         self._choose_attention()
 
@@ -200,7 +203,10 @@ class CausalLM:
 
     def refresh(self) -> None:
         """Take in weights that were changed since the last call; cheap where none were."""
+        before = getattr(self, "_runs", None)
         self._runs: Any = self.model if self._packed is None else self._packed.model()
+        if self._runs is not before:
+            self._runs_padded: Any = compiled(self._runs) if self._compiles else self._runs
 
     @property
     def attention(self) -> str:
@@ -285,7 +291,7 @@ class CausalLM:
         else:
             # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
             arguments |= {"attention_mask": self._dummy_mask, "tree": visibility}
-        found = self._call(tokens, positions, _SlabView(cache, start, rows), features, arguments)
+        found = self._call(self._runs, tokens, positions, _SlabView(cache, start, rows), features, arguments)
         self.seconds += time.perf_counter() - began
         return found
 
@@ -297,16 +303,23 @@ class CausalLM:
         All shapes are static and nothing is read by the host, so it can be captured. Only with the tree attention.
         """
         arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": rows}
-        return self._call(rows.tokens, rows.positions, _PaddedSlabView(cache, rows), features, arguments)
+        view = _PaddedSlabView(cache, rows)
+        return self._call(self._runs_padded, rows.tokens, rows.positions, view, features, arguments)
 
     def _call(
-        self, tokens: Tensor, positions: Tensor, cache: Cache, features: tuple[int, ...], arguments: dict[str, Any]
+        self,
+        runs: Any,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        features: tuple[int, ...],
+        arguments: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         if features:
             arguments["output_hidden_states"] = True
         if "position_ids" in self._accepts:
             arguments["position_ids"] = positions.clamp(max=self.max_context - 1)[None]
-        out = self._runs(input_ids=tokens[None], past_key_values=cache, use_cache=True, **arguments)
+        out = runs(input_ids=tokens[None], past_key_values=cache, use_cache=True, **arguments)
         states = torch.cat([out.hidden_states[i][0] for i in features], dim=-1) if features else None
         return out.logits[0], states
 

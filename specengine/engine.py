@@ -139,8 +139,8 @@ class Engine:
                 is the head that ships for the default model, and `ngram` for any other model
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
-        options dtype, device, tokenizer, draft_options, policy_options, graphs, loop, lookup, strict, pack, offline,
-                trust_remote_code, progress: see specengine.loading.LoadOptions
+        options dtype, device, tokenizer, draft_options, policy_options, graphs, loop, compile_blocks, lookup, strict,
+                pack, offline, trust_remote_code, progress: see specengine.loading.LoadOptions
 
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
         """

@@ -58,6 +58,8 @@ class LoadOptions:
     loop               with graphs: where trees grow. `host`: a read per draft pass; `read`, `ahead`, `while`: on the
                        device, and how the end of a tree is seen there (see resident.py); `auto`: `read` where draft and
                        policy can, else `host`
+    compile_blocks     with graphs: the target's norms and feed-forward layers through torch.compile, when they are first
+                       used
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
                        precision is as exact as float32; costs more per node
     progress           called with lines about what takes long; by default they go to stderr
@@ -74,6 +76,7 @@ class LoadOptions:
     pack: bool | None = None
     graphs: bool | None = None
     loop: str = "auto"
+    compile_blocks: bool = False
     strict: bool = False
     progress: Callable[[str], None] | None = None
 
@@ -91,6 +94,8 @@ class LoadOptions:
             if self.dtype is not None and self.dtype not in _DTYPES:
                 raise InputError(f"dtype: got {self.dtype!r}, accepted {', '.join(_DTYPES)} or a torch.dtype")
             self.dtype = _DTYPES[self.dtype or "auto"]
+        if self.compile_blocks and not self.graphs:
+            raise InputError("compile_blocks: it is for the padded forwards of graphs; add graphs=True")
         self.device = _device(self.device) if self.device is not None else None
         return self
 
@@ -134,7 +139,7 @@ def load(
 
 def _target(model: PreTrainedModel, options: LoadOptions) -> HuggingFaceTarget:
     if options.graphs:
-        return CapturedTarget(model, pack=options.pack)
+        return CapturedTarget(model, pack=options.pack, compile_blocks=options.compile_blocks)
     return HuggingFaceTarget(model, pack=options.pack, strict=options.strict)
 
 

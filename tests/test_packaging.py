@@ -26,6 +26,7 @@ LAYERS = (
         "causal_lm",
         "graphs",
         "packing",
+        "compiling",
         "models",
         "options",
         "stopping",

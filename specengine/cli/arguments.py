@@ -60,6 +60,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="run target and draft as CUDA graphs, captured once per padded size (default: no)",
     )
     group.add_argument(
+        "--compile-blocks",
+        action="store_true",
+        help="with --graphs, run the target's norms and feed-forward layers through torch.compile",
+    )
+    group.add_argument(
         "--loop",
         default="auto",
         help="with --graphs, where trees grow: host, or on the device with the end of a tree seen by read, ahead or "
@@ -139,7 +144,18 @@ def flag(name: str) -> str:
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of Engine.from_pretrained that say how models are loaded."""
-    names = ("dtype", "device", "graphs", "loop", "lookup", "pack", "strict", "offline", "trust_remote_code")
+    names = (
+        "dtype",
+        "device",
+        "graphs",
+        "loop",
+        "compile_blocks",
+        "lookup",
+        "pack",
+        "strict",
+        "offline",
+        "trust_remote_code",
+    )
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 

@@ -20,8 +20,8 @@ class CapturedTarget(HuggingFaceTarget):
     UnsupportedModelError where the model's forward cannot be captured.
     """
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None) -> None:
-        super().__init__(model, pack=pack)
+    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False) -> None:
+        super().__init__(model, pack=pack, compile_blocks=compile_blocks)
         self.lm.require_capture()
         self.graphs = Graphs(self.device)
         self._buffers: dict[int, RowBuffer] = {}

@@ -23,8 +23,10 @@ class HuggingFaceTarget(Target):
     UnsupportedModelError where this model on this device cannot keep that.
     """
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, strict: bool = False) -> None:
-        self.lm = CausalLM(model, pack=pack)
+    def __init__(
+        self, model: PreTrainedModel, *, pack: bool | None = None, strict: bool = False, compile_blocks: bool = False
+    ) -> None:
+        self.lm = CausalLM(model, pack=pack, compile_blocks=compile_blocks)
         self._strict_rows = strict_rows(self.lm) if strict else 0  # that one forward may hold
         self.cache = self.lm.new_cache(1)
         self.tokens: list[int] = []
