@@ -58,8 +58,7 @@ class LoadOptions:
     loop               with graphs: where trees grow. `host`: a read per draft pass; `read`, `ahead`, `while`: on the
                        device, and how the end of a tree is seen there (see resident.py); `auto`: `read` where draft and
                        policy can, else `host`
-    compile_blocks     with graphs: the target's norms and feed-forward layers through torch.compile, when they are first
-                       used
+    compile_blocks     with graphs: the target's norms and feed-forward layers through torch.compile, on first use
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
                        precision is as exact as float32; costs more per node
     progress           called with lines about what takes long; by default they go to stderr
