@@ -21,7 +21,7 @@ from specengine.cycle import Cycle, Seconds
 from specengine.device_tree import DeviceTree
 from specengine.drafters._captured import MOST_ROWS, CapturedEagle, CapturedSmallModel
 from specengine.errors import InputError
-from specengine.graphs import Graphs, RowBuffer, bucket, causal_words, words_for
+from specengine.graphs import WARM_UPS, Graphs, RowBuffer, bucket, causal_words, words_for
 from specengine.policies import TreePolicy
 from specengine.policies._levels import Levels, NoLevels
 from specengine.reference import own_bits
@@ -151,9 +151,8 @@ class Resident:
         scratch = max(1, min(self.tree.capacity, (levels.passes - 1) * levels.width))
         self._drafted = RowBuffer(bucket(levels.width), words_for(scratch), device)
         self._slots = own_bits(scratch, device)
-        self._seen = torch.zeros(
-            self.tree.capacity + 1, words_for(scratch), dtype=torch.int64, device=device
-        )  # by node
+        nodes = self.tree.capacity + 1  # and a spare one, for padding
+        self._seen = torch.zeros(nodes, words_for(scratch), dtype=torch.int64, device=device)  # slots, by node
         self._verified = RowBuffer(bucket(self.budget), words_for(self.budget), device)
         self._frontier = _frontier(levels.width, device)
         self._root_alone = _frontier(1, device)
@@ -335,9 +334,10 @@ class Resident:
         return not sampler.processors if sampler.seed is None else not sampler.reads_history
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens and the cycle that may run behind the last of them."""
-        self.target.reserve(tokens + self.budget, self.budget)
-        self.drafter.reserve(tokens + self.budget, self.tree.capacity)
+        """Make room for so many tokens, the cycle that may run behind the last of them, and the runs of a capture."""
+        most = tokens + self.budget + (WARM_UPS + 2) * len(self.state.committed)
+        self.target.reserve(most, self.budget)
+        self.drafter.reserve(most, self.tree.capacity)
 
     @torch.inference_mode()
     def warm_up(self, tokens: int) -> None:
