@@ -1,246 +1,30 @@
-"""csrc/*.cu: what nvcc makes of them, the library without a GPU, and the answers of the kernels, on a GPU and emulated.
+"""The logic of the kernels on the host, and their answers, on a GPU and emulated.
 
 Emulated means that the kernels' sources are compiled by g++ with csrc/tests/emulated/cuda_runtime.h.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import math
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from specengine import cuda, ops, reference
-from specengine.errors import BackendError, InputError
+from specengine import cuda, reference
+from specengine.errors import InputError
 from specengine.tree import TokenTree
 from tests.test_native import COMPILER, build_and_run
 
-ROOT = Path(__file__).resolve().parents[1]
-CSRC = ROOT / "csrc"
-NVCC = shutil.which("nvcc")
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc on the path")
-KERNELS = {"start_kernel", "push_kernel", "draw_kernel", "append_kernel", "walk_kernel", "compact_kernel"}
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
-@pytest.fixture(scope="module")
-def setup_script() -> ModuleType:
-    pytest.importorskip("setuptools")
-    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def built(setup_script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The library, by the command of setup.py with warnings as errors, and what ptxas says of it."""
-    library = tmp_path_factory.mktemp("cuda") / "_cuda.so"
-    sources = sorted(str(source) for source in CSRC.glob("*.cu"))
-    command = setup_script.nvcc_command(NVCC, sources, str(library), str(CSRC))
-    strict = ["-Werror", "all-warnings", "-Xptxas", "-v"]
-    done = subprocess.run([*command, *strict], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return library, done.stderr + done.stdout
-
-
-@pytest.fixture
-def library(built: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    monkeypatch.setattr(cuda, "LIBRARY", built[0])
-    return cuda.library()
-
-
-def declarations() -> dict[str, str]:
-    """Names and arguments of what csrc/spec/device_abi.hpp exports."""
-    text = re.sub(r"//.*", "", (CSRC / "spec" / "device_abi.hpp").read_text(encoding="utf-8"))
-    return dict(re.findall(r"^SPEC_EXPORT [\w ]+?[ *]+(\w+)\(([^)]*)\);", text, re.MULTILINE))
-
-
-def ctype(argument: str) -> type:
-    if "*" in argument:
-        return ctypes.c_void_p
-    return {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "double": ctypes.c_double}[argument.split()[0]]
-
-
-# ---- the interface
-
-
-def test_signatures_are_those_of_the_header() -> None:
-    declared = {name: [ctype(one.strip()) for one in rest.split(",") if one] for name, rest in declarations().items()}
-    assert len(declared) == 13
-    for name, arguments in cuda.SIGNATURES.items():
-        assert list(arguments) == declared.pop(name), name
-    assert set(declared) == {"spec_abi_version", "spec_error", "spec_queues_bytes"}
-
-
-def test_numbers_are_those_of_the_headers() -> None:
-    text = "".join(file.read_text(encoding="utf-8") for file in (CSRC / "spec").glob("device_*.hpp"))
-    assert f"SPEC_ABI_VERSION {cuda.ABI_VERSION} " in text
-    assert f"kCapacity = {cuda.CAPACITY};" in text
-    assert f"kMostWalked = {cuda.MOST_WALKED};" in text
-
-
-# ---- what nvcc makes of it
-
-
-@needs_nvcc
-def test_compiles_for_each_target_without_spills(built: tuple[Path, str]) -> None:
-    report = built[1]
-    compiled = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", report)
-    for target in ("sm_80", "sm_90a"):
-        names = " ".join(name for name, one in compiled if one == target)
-        assert all(kernel in names for kernel in KERNELS | {"condition_kernel"}), target
-    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    assert len(spills) == len(compiled)
-    assert set(spills) == {("0", "0", "0")}
-    assert max(int(count) for count in re.findall(r"Used (\d+) registers", report)) <= 64
-
-
-@needs_nvcc
-def test_exports_the_interface_alone(built: tuple[Path, str]) -> None:
-    done = subprocess.run(["nm", "-D", "--defined-only", built[0]], capture_output=True, text=True, check=True)
-    assert {line.split()[-1] for line in done.stdout.splitlines()} == set(declarations())
-
-
-@needs_nvcc
-def test_library_needs_neither_cuda_nor_torch_to_load(built: tuple[Path, str]) -> None:
-    done = subprocess.run(["readelf", "-d", built[0]], capture_output=True, text=True, check=True)
-    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", done.stdout)
-    assert needed
-    assert not [name for name in needed if "cuda" in name or "torch" in name]
-
-
-# ---- where something is missing
-
-
-def test_library_that_is_not_built_names_the_build_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "_cuda.so")
-    with pytest.raises(BackendError, match=r"not built; .* SPECENGINE_CUDA=1 pip install"):
-        cuda.library()
-    with pytest.raises(ImportError, match="not built"):
-        cuda.implementations()
-
-
-def test_library_that_is_damaged_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    damaged = tmp_path / "_cuda.so"
-    damaged.write_bytes(b"nothing that loads")
-    monkeypatch.setattr(cuda, "LIBRARY", damaged)
-    with pytest.raises(BackendError, match=r"cannot be loaded .* build it again"):
-        cuda.library()
-
-
-@needs_nvcc
-def test_library_of_other_sources_says_so(built: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    older = built[0].with_name("older.so")
-    shutil.copy(built[0], older)
-    monkeypatch.setattr(cuda, "LIBRARY", older)
-    monkeypatch.setattr(cuda, "ABI_VERSION", cuda.ABI_VERSION + 1)
-    with pytest.raises(BackendError, match="interface"):
-        cuda.library()
-
-
-@needs_nvcc
-def test_calls_without_a_driver_give_a_clean_error(library: ctypes.CDLL) -> None:
-    if cuda.driver_version():
-        pytest.skip("there is a driver")
-    nothing, loop = [None] * 20, ctypes.c_void_p()
-    codes = [
-        library.spec_queues_start(None, 60, 10, 60, None, None),
-        library.spec_queues_push(*nothing[:8], 0, *nothing[:3]),
-        library.spec_queues_draw(None, 1, 0.5, *nothing[:9]),
-        library.spec_tree_append(*nothing[:7], 64, 1, *nothing[:6], 0, *nothing[:5]),
-        library.spec_walk(*nothing[:4], 64, *nothing[:4]),
-        library.spec_compact_kv(None, 4, 64, 128, *nothing[:4]),
-        library.spec_loop_create(None, 1, None, 1, 1, 8, ctypes.byref(loop)),
-    ]
-    for code in codes:
-        with pytest.raises(BackendError, match=r"CUDA error \d+: .*no NVIDIA driver was found"):
-            cuda.check(code)
-    assert not loop
-    cuda.check(0)
-
-
-@needs_nvcc
-def test_sizes_outside_the_capacity_are_refused(library: ctypes.CDLL) -> None:
-    invalid = 1  # cudaErrorInvalidValue
-    nothing = [None] * 20
-    assert library.spec_queues_start(None, cuda.CAPACITY + 1, 1, 1, None, None) == invalid
-    assert library.spec_queues_start(None, 1, 0, 1, None, None) == invalid
-    assert library.spec_walk(*nothing[:4], cuda.MOST_WALKED + 1, *nothing[:4]) == invalid
-    assert library.spec_tree_append(*nothing[:7], 65, 1, *nothing[:6], 0, *nothing[:5]) == invalid
-    assert library.spec_compact_kv(None, 0, 64, 128, *nothing[:4]) == invalid
-    assert library.spec_loop_create(None, None, None, None, None, 8, None) == invalid
-
-
-@needs_nvcc
-def test_provider_offers_ops_of_that_name(library: ctypes.CDLL) -> None:
-    assert set(cuda.implementations()) <= set(ops.backends())
-    large = cuda.best_first(cuda.CAPACITY + 1, 3, 3, "cpu")
-    assert isinstance(large, reference.BestFirst)
-
-
-def test_what_does_not_fit_is_refused_before_any_call() -> None:
-    whole, real = torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2, 1, 4, 4)
-    one = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(InputError, match="budget"):
-        cuda.Queues(cuda.CAPACITY + 1, 1, 1)
-    with pytest.raises(InputError, match=r"tokens: int64 \[3\] on cuda is needed"):
-        cuda.walk_into(whole, whole, whole, whole, one, whole)
-    with pytest.raises(InputError, match=r"tokens: got 0"):
-        cuda.walk_into(whole[:0], whole, whole, whole, one, whole)
-    with pytest.raises(InputError, match="slab"):
-        cuda.compact_rows(real, whole, one, one)
-    with pytest.raises(InputError, match="limit"):
-        cuda.Loop(None, one, one, 0)
-    with pytest.raises(InputError, match="flag"):
-        cuda.Loop(None, one, one, 1)
-
-
-# ---- when the library is built
-
-
-@pytest.mark.parametrize(
-    ("asked", "home", "wanted"), [("1", "", True), ("0", "/opt/cuda", False), ("", "/nowhere", False)]
-)
-def test_build_is_asked_for(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, asked: str, home: str, wanted: bool
-) -> None:
-    monkeypatch.setenv("SPECENGINE_CUDA", asked)
-    monkeypatch.setenv("CUDA_HOME", home)
-    assert setup_script.cuda_is_wanted() is wanted
-
-
-def test_nvcc_on_the_path_of_a_machine_without_a_device_is_left_alone(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SPECENGINE_CUDA", raising=False)
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.setattr(setup_script.os.path, "exists", lambda path: False)
-    assert not setup_script.cuda_is_wanted()
-
-
-def test_library_is_not_named_like_a_module_of_python(setup_script: ModuleType) -> None:
-    build = object.__new__(setup_script.OptionalBuildExt)  # naming a file needs no distribution
-    assert build.get_ext_filename("specengine._cuda") == str(Path("specengine", "_cuda.so"))
-    assert build.get_ext_filename("_cuda") == "_cuda.so"
-
-
-def test_unknown_wish_is_refused(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECENGINE_CUDA", "yes")
-    with pytest.raises(SystemExit, match="SPECENGINE_CUDA"):
-        setup_script.cuda_is_wanted()
-
-
-# ---- the logic of the kernels, on the host under the sanitizers
+# ---- the logic, on the host under the sanitizers
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++) on the path")
@@ -250,7 +34,7 @@ def test_logic_of_the_kernels_on_the_host(tmp_path: Path) -> None:
     assert "all checks passed" in run.stdout
 
 
-# ---- the answers of the kernels, against the reference
+# ---- the answers, against the reference
 
 
 def emulated_source(file: Path) -> str:

@@ -1,0 +1,20 @@
+"""What the tests of csrc/*.cu share: the script that builds."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def setup_script() -> ModuleType:
+    pytest.importorskip("setuptools")
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
