@@ -33,10 +33,17 @@ near_copy = cache(toy.near_copy)
 
 def plainly(family: str, prompt: list[int], count: int, **options: Any) -> list[int]:
     """What transformers' own greedy generate answers."""
+    if not options:
+        return list(_without_options(family, tuple(prompt), count))
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "pad_token_id": 0, **options}
     out = untouched(family).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)
     return out[0, len(prompt) :].tolist()
+
+
+@cache  # every policy is compared with the same answers
+def _without_options(family: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    return plainly(family, list(prompt), count, do_sample=False)
 
 
 def engine_of(
