@@ -6,6 +6,7 @@ JSON object per launched kernel: what it needs and which instructions it has.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -76,25 +77,32 @@ def divisible(value: Any) -> bool:
 
 def facts(compiled: Any) -> dict[str, Any]:
     """Registers and spilled bytes of a thread, shared bytes of a program, and counts of instructions."""
+    return {**facts_of(compiled.asm["cubin"]), "shared": compiled.metadata.shared}
+
+
+@functools.cache  # several cases may come to one program, and the tools take longer than the compiler
+def facts_of(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-        code = subprocess.run([TOOLS / "nvdisasm", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.search(rf"{name}:(\d+)", usage.stdout + usage.stderr)[1]) for name in ("REG", "STACK"))
+        usage = printed("cuobjdump", "-res-usage", file.name)
+        code = printed("nvdisasm", "--no-dataflow", file.name)  # the data flow would only annotate branches
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return {
         "registers": registers,
         "stack": stack,
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        "shared": compiled.metadata.shared,
         "wgmma": len(re.findall(r"\bHGMMA\b", code)),
         "mma": len(re.findall(r"\bHMMA\b", code)),
         "async_16_bytes": len(re.findall(r"\bLDGSTS\.E\S*\.128\b", code)),
         "load_16_bytes": len(re.findall(r"\bLDG\.E\S*\.128\b", code)),
         "load_narrow": len(re.findall(r"\bLDG\.E(?!\S*\.(?:128|64))", code)),
     }
+
+
+def printed(tool: str, *arguments: str) -> str:
+    done = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def attention(
