@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# processes that share the tests, each with one thread and about 2 GB
+TEST_WORKERS ?= 2
 PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.txt
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/*)
 
@@ -15,7 +17,7 @@ demo: $(VENV)/.installed-run  ## generate with and without speculation, and comp
 	$(VENV)/bin/specengine demo
 
 test: $(VENV)/.installed-dev  ## all tests that need no GPU, with coverage
-	$(RUN) -m pytest --cov=specengine --cov-report=term --cov-fail-under=90
+	$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal --cov=specengine --cov-report=term --cov-fail-under=90
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -20,7 +20,11 @@ def _usable_cores() -> int:
 
 def pytest_configure() -> None:
     # tiny models gain nothing from more threads, and tests that compare timings suffer from oversubscription
-    torch.set_num_threads(min(4, _usable_cores()))
+    if "PYTEST_XDIST_WORKER" in os.environ:  # other workers have the other cores
+        os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+        torch.set_num_threads(1)
+    else:
+        torch.set_num_threads(min(4, _usable_cores()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
