@@ -26,11 +26,15 @@ if INTERPRETED:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On a device all tests of this folder are tests of the device."""
     for item in items:
-        if not INTERPRETED and Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        if not INTERPRETED:
             item.add_marker(pytest.mark.gpu)
+        if config.pluginmanager.hasplugin("pytest_cov") and item.path.name != "test_provider.py":
+            item.add_marker(pytest.mark.no_cover)  # it halves the interpreter's speed, and none of it is measured
 
 
 @pytest.fixture(scope="session")
