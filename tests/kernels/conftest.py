@@ -26,15 +26,11 @@ if INTERPRETED:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On a device all tests of this folder are tests of the device."""
     for item in items:
-        if Path(__file__).parent not in item.path.parents:
-            continue
-        if not INTERPRETED:
+        if not INTERPRETED and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-        if config.pluginmanager.hasplugin("pytest_cov") and item.path.name != "test_provider.py":
-            item.add_marker(pytest.mark.no_cover)  # it halves the interpreter's speed, and none of it is measured
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +44,18 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _not_traced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Coverage measures specengine: of these tests the provider's. Its tracer halves the interpreter's speed.
+
+    Not by pytest-cov's `no_cover`, which does nothing in the workers of pytest-xdist.
+    """
+    tracer = sys.gettrace()
+    if not type(tracer).__module__.startswith("coverage") or request.path.name == "test_provider.py":
+        yield
+        return
+    sys.settrace(None)
+    yield
+    sys.settrace(tracer)
