@@ -9,6 +9,7 @@
 #include "spec/strict_attention.hpp"
 #include "spec/best_first.hpp"
 #include "spec/candidates.hpp"
+#include "spec/classifier.hpp"
 #include "spec/compaction.hpp"
 #include "spec/entropy.hpp"
 #include "spec/gumbel.hpp"
@@ -32,6 +33,12 @@ void write(const std::vector<spec::Candidate>& found, int64_t* rows, int64_t* co
     log_probs[i] = found[i].log_prob;
     scores[i] = found[i].score;
   }
+}
+
+// parameters: hidden weight and bias, output weight and bias.
+spec::Network network(const std::vector<uintptr_t>& parameters, int64_t inputs, int64_t hidden) {
+  return {at<const float>(parameters[0]), at<const float>(parameters[1]), at<const float>(parameters[2]),
+          *at<const float>(parameters[3]), inputs, hidden};
 }
 
 // (nodes, those of them to draft from, their mass)
@@ -103,6 +110,15 @@ PYBIND11_MODULE(_expander, module) {
       spec::top_entropy(at<const uint16_t>(logits), rows, columns, row_stride, top, normalized, at<float>(out));
     else
       spec::top_entropy(at<const float>(logits), rows, columns, row_stride, top, normalized, at<float>(out));
+  });
+  module.def("mlp", [](const std::vector<uintptr_t>& net, int64_t inputs, int64_t hidden, uintptr_t features,
+                       int64_t count, uintptr_t out) {
+    spec::probabilities(network(net, inputs, hidden), at<const float>(features), count, at<float>(out));
+  });
+  module.def("classify_paths", [](const std::vector<uintptr_t>& net, int64_t hidden, uintptr_t paths,
+                                  uintptr_t entropies, float depth, int64_t rows, int64_t children, uintptr_t out) {
+    spec::classify_paths(network(net, 3, hidden), at<const float>(paths), at<const float>(entropies), depth, rows,
+                         children, at<float>(out));
   });
   py::class_<spec::BestFirst>(module, "BestFirst")
       .def(py::init<int64_t, int64_t, int64_t>())

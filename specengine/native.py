@@ -15,8 +15,10 @@ from specengine._expander import BestFirst as _BestFirst
 from specengine._expander import ancestor_words as _ancestor_words
 from specengine._expander import append_nodes as _append_nodes
 from specengine._expander import best_candidates as _best_candidates
+from specengine._expander import classify_paths as _classify_paths
 from specengine._expander import compact_rows as _compact_rows
 from specengine._expander import keyed_gumbel_argmax as _keyed_gumbel_argmax
+from specengine._expander import mlp as _mlp
 from specengine._expander import select_best as _select_best
 from specengine._expander import strict_attention as _strict_attention
 from specengine._expander import subtree as _subtree
@@ -116,6 +118,21 @@ def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
     logits = _with_dense_rows(logits)
     out = torch.empty(logits.shape[0])
     _top_entropy(*_matrix(logits), top, normalized, out.data_ptr())
+    return out
+
+
+def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:
+    features, (hidden, inputs) = features.contiguous(), net[0].shape
+    out = torch.empty(features.shape[:-1])
+    _mlp([part.data_ptr() for part in net], inputs, hidden, features.data_ptr(), out.numel(), out.data_ptr())
+    return out
+
+
+def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: int, net: Sequence[Tensor]) -> Tensor:
+    paths, entropies, (rows, children) = path_log_probs.contiguous(), entropies.contiguous(), path_log_probs.shape
+    out, addresses = torch.empty_like(paths), [part.data_ptr() for part in net]
+    given = paths.data_ptr(), entropies.data_ptr(), depth, rows, children
+    _classify_paths(addresses, net[0].shape[0], *given, out.data_ptr())
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from specengine.errors import InputError
 
@@ -141,6 +141,17 @@ def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
     log_probs, _ = top_children(logits, top, normalized)
     log_probs = log_probs.double()
     return -torch.where(log_probs > -math.inf, log_probs.exp() * log_probs, 0.0).sum(1).float()
+
+
+def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:
+    # by their weights, as calling a module takes longer than the products
+    hidden = linear(features, net[0], net[1]).relu()
+    return linear(hidden, net[2], net[3])[..., 0].sigmoid()
+
+
+def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: int, net: Sequence[Tensor]) -> Tensor:
+    probs = path_log_probs.exp()
+    return mlp(torch.stack((probs, entropies[:, None].expand_as(probs), torch.full_like(probs, depth)), -1), net)
 
 
 class BestFirst:

@@ -10,6 +10,7 @@
 
 #include "spec/best_first.hpp"
 #include "spec/candidates.hpp"
+#include "spec/classifier.hpp"
 #include "spec/compaction.hpp"
 #include "spec/entropy.hpp"
 #include "spec/gumbel.hpp"
@@ -321,6 +322,28 @@ void test_top_entropy(const char* what) {
       }
 }
 
+void test_classifier() {
+  for (const int64_t hidden : {1, 7, 48}) {
+    const auto weights = random_scores(hidden * 3, false, false), bias = random_scores(hidden, false, false),
+               last = random_scores(hidden, false, false), paths = random_scores(10, false, false);
+    const float entropies[] = {0.5f, 2.0f};
+    const spec::Network net{weights.data(), bias.data(), last.data(), 0.25f, 3, hidden};
+    std::vector<float> out(10, NAN), alone(1, NAN);
+    spec::classify_paths(net, paths.data(), entropies, 2.0f, 2, 5, out.data());
+    for (int64_t i = 0; i < 10; ++i) {
+      const float features[] = {std::exp(paths[i]), entropies[i / 5], 2.0f};
+      double sum = 0.25;
+      for (int64_t unit = 0; unit < hidden; ++unit) {
+        double value = bias[unit];
+        for (int64_t j = 0; j < 3; ++j) value += static_cast<double>(weights[unit * 3 + j]) * features[j];
+        sum += value > 0.0 ? last[unit] * value : 0.0;
+      }
+      spec::probabilities(net, features, 1, alone.data());
+      check(alone[0] == out[i] && std::fabs(out[i] - 1.0 / (1.0 + std::exp(-sum))) < 1e-5, "classifier", hidden);
+    }
+  }
+}
+
 // Every candidate ever pushed with its number, instead of arrays.
 struct Known {
   float score, log_prob;
@@ -445,6 +468,7 @@ int main() {
   test_best_candidates<uint16_t>("best_candidates bfloat16");
   test_top_entropy<float>("top_entropy float32");
   test_top_entropy<uint16_t>("top_entropy bfloat16");
+  test_classifier();
   test_best_first();
   test_compact_rows();
   return verdict();

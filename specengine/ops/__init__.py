@@ -32,7 +32,16 @@ from specengine.ops.resident import (
     take_subtree,
     walk_down,
 )
-from specengine.ops.selection import BestFirst, best_candidates, best_first, select_best, top_children, top_entropy
+from specengine.ops.selection import (
+    BestFirst,
+    best_candidates,
+    best_first,
+    classify_paths,
+    mlp,
+    select_best,
+    top_children,
+    top_entropy,
+)
 from specengine.ops.trees import ancestor_words, append_nodes, subtree, tree_mask
 from specengine.reference import LARGEST, MASK64, WORD_BITS, Candidates, Popped, philox4x32, philox_uniform
 from specengine.reference_resident import Drawn, Found, Frontier, Queues, Selection, Walked
@@ -60,10 +69,12 @@ __all__ = [
     "cached_attention",
     "choose_rows",
     "choose_tokens",
+    "classify_paths",
     "compact_kv",
     "fill_queues",
     "hang_nodes",
     "keyed_gumbel_argmax",
+    "mlp",
     "move_rows",
     "pack_mask",
     "philox4x32",

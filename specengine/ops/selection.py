@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,6 +82,41 @@ def top_entropy(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
     if top < 1 or logits.shape[1] < 1:
         raise InputError(f"top: got {top} of {logits.shape[1]} columns, at least 1 of 1 is needed")
     return implementation("top_entropy", logits.device.type)(logits, min(top, logits.shape[1]), normalized)
+
+
+def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:
+    """The probability that a network of one hidden layer of ReLU units gives, without gradients on a CPU.
+
+    features: float32 [..., inputs]; net: float32 weights and biases, [hidden, inputs], [hidden], [1, hidden], [1].
+    Returns float32 [...].
+    """
+    inputs = features.shape[-1]
+    _require_network(net, inputs)
+    if features.dtype is not torch.float32:
+        raise InputError(f"features: float32 [..., {inputs}] is needed, got {describe(features)}")
+    return implementation("mlp", features.device.type)(features, net)
+
+
+def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: int, net: Sequence[Tensor]) -> Tensor:
+    """As `mlp` of C2T's three features: each candidate's path probability, its parent's entropy, its depth.
+
+    path_log_probs: float32 [rows, children]; entropies: float32 [rows], in nats; depth: one for all. Returns float32
+    [rows, children].
+    """
+    _require_network(net, 3)
+    if not path_log_probs.dtype is entropies.dtype is torch.float32 or path_log_probs.shape[:-1] != entropies.shape:
+        given = describe(path_log_probs, entropies)
+        raise InputError(f"path_log_probs, entropies: float32 [rows, children], [rows] are needed, got {given}")
+    return implementation("classify_paths", path_log_probs.device.type)(path_log_probs, entropies, depth, net)
+
+
+def _require_network(net: Sequence[Tensor], inputs: int) -> None:
+    hidden = net[0].shape[0]
+    shapes = [(hidden, inputs), (hidden,), (1, hidden), (1,)]
+    if [tuple(part.shape) for part in net] != shapes or any(
+        part.dtype is not torch.float32 or not part.is_contiguous() for part in net
+    ):
+        raise InputError(f"net: float32 {', '.join(map(str, shapes))} are needed, got {describe(*net)}")
 
 
 def best_first(budget: int, batch: int, max_depth: int | None = None, device: torch.device | str = "cpu") -> BestFirst:

@@ -88,8 +88,8 @@ class C2t(TreePolicy):
         log_probs, tokens = step.best_children(self.children)
         paths = tree.path_log_probs[frontier][:, None] + log_probs
         entropies = step.entropy(self.entropy_over)
-        depth = torch.full((1, 1), tree.passes, device=tree.device)  # of a layer: one for all
-        confidence = self.confidence(paths, entropies[:, None], depth)
+        net, facts = self._learned.on(tree.device)
+        confidence = ops.classify_paths(paths, entropies, tree.passes - 1 + facts["depth_base"], net.parts)
         if step.normalized:  # only such rows are sparse, as in Step.add_best_children
             confidence = confidence.masked_fill(log_probs == -math.inf, -math.inf)
         kept = self.select(confidence.reshape(-1), tree.passes, self.hard_cap - tree.size)
@@ -98,7 +98,7 @@ class C2t(TreePolicy):
         return nodes if tree.passes < self.max_depth and tree.size < self.hard_cap else nodes[:0]
 
     def confidence(self, path_log_probs: Tensor, entropies: Tensor, depths: Tensor) -> Tensor:
-        """float32, of the shape of `path_log_probs`; the three as c2t_features takes them."""
+        """float32, of the shape of `path_log_probs`, for nodes of any depths; the three as c2t_features takes them."""
         net, facts = self._learned.on(path_log_probs.device)
         return net(c2t_features(path_log_probs, entropies, depths, facts["depth_base"]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from specengine.drafters import Step
@@ -43,10 +44,10 @@ class Disco(Beam):
         self._learned = _classifier.load("disco", self.classifier)
 
     def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
-        best = beam[tree.path_log_probs[beam].argmax(0, keepdim=True)]
-        source = step.row(int((frontier == tree.parents[best]).nonzero()[0]))
+        best = int(tree.path_log_probs[beam].argmax())
+        source = step.row(frontier.tolist().index(int(tree.parents[beam[best]])))
         net, facts = self._learned.on(tree.device)
         top_probs = source.best_children(TOP_PROBS)[0].exp()
         entropies = source.entropy(facts["top"])
-        features = disco_features(top_probs, entropies, tree.depths[best], facts["depth_base"])
-        return float(net(features)) < self.threshold
+        depth = torch.full((1,), tree.passes, device=tree.device)  # of a level: one for all
+        return float(net(disco_features(top_probs, entropies, depth, facts["depth_base"]))) < self.threshold

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from specengine import policies
+from specengine import ops, policies
 from specengine.cycle import Seconds
 from specengine.drafting import draft_tree
 from specengine.errors import InputError
@@ -153,7 +153,7 @@ def test_one_by_one_gives_what_all_at_once_gives(seed: int, size: int) -> None:
     )
     assert torch.allclose(together, single, atol=1e-6)
     reference = policy._learned.net.double()
-    exact = reference(torch.stack([paths.double().exp(), entropies.double(), depths.double() - 1], 1))
+    exact = reference.logits(torch.stack([paths.double().exp(), entropies.double(), depths.double() - 1], 1)).sigmoid()
     assert torch.allclose(together.double(), exact, atol=1e-5)
 
 
@@ -171,11 +171,11 @@ def test_features_are_as_defined() -> None:
     assert torch.allclose(rows, torch.tensor([[0.7, 0.3, 0, 0, 0, 0, 0, 0, 0, 0, 0.6, 1.0]]))
 
 
-def test_siblings_share_their_parents_entropy() -> None:
+def test_siblings_share_their_parents_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
     policy, draft = with_net(C2t(beta=0.0, children=3, layer=4, max_depth=3), 1), drafter((12, 3, 0.5))
-    inner = policy.confidence
-    policy.confidence = lambda p, h, d: (seen.append(h), inner(p, h, d))[1]  # type: ignore[method-assign]
+    inner = ops.classify_paths
+    monkeypatch.setattr(ops, "classify_paths", lambda p, h, d, net: (seen.append(h), inner(p, h, d, net))[1])
     tree = grown(policy, draft)
     assert [len(entropies) for entropies in seen] == [1, 3, 4]
     for node in range(3):

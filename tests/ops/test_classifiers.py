@@ -1,0 +1,71 @@
+"""Networks of one hidden layer: every backend against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specengine import ops
+from specengine.errors import InputError
+from specengine.policies._classifier import Mlp, c2t_features
+
+pytestmark = pytest.mark.usefixtures("backend", "one_thread")
+
+
+def network(seed: int, inputs: int, hidden: int) -> Mlp:
+    torch.manual_seed(seed)
+    return Mlp(inputs, hidden).requires_grad_(False)
+
+
+def exact(net: Mlp, features: Tensor) -> Tensor:
+    weights = [part.double() for part in net.parts]
+    return ((features.double() @ weights[0].T + weights[1]).relu() @ weights[2][0] + weights[3][0]).sigmoid()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    shape=st.lists(st.integers(0, 5), max_size=2),
+    inputs=st.integers(1, 13),
+    hidden=st.integers(1, 50),
+)
+def test_mlp(seed: int, shape: list[int], inputs: int, hidden: int) -> None:
+    net, features = network(seed, inputs, hidden), torch.randn(*shape, inputs) * 3
+    found = net(features)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), exact(net, features), rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 999), rows=st.integers(1, 9), children=st.integers(1, 11), depth=st.integers(0, 12))
+def test_classify_paths(seed: int, rows: int, children: int, depth: int) -> None:
+    net = network(seed, 3, 48)
+    paths = torch.randn(rows, 2 * children)[:, ::2] * 3 - 4  # rows are not dense
+    entropies = torch.rand(rows) * 4
+    paths[0, 0] = -math.inf
+    found = ops.classify_paths(paths, entropies, depth, net.parts)
+    features = c2t_features(paths, entropies[:, None], torch.full_like(paths, depth, dtype=torch.int64), 1)
+    torch.testing.assert_close(found.double(), exact(net, features), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_flow_where_the_network_learns() -> None:
+    net, features = Mlp(3, 8), torch.randn(5, 3)
+    net(features).sum().backward()
+    assert net.hidden.weight.grad is not None
+    assert bool(net.hidden.weight.grad.abs().sum() > 0)
+
+
+def test_other_shapes_and_dtypes_are_refused() -> None:
+    net, features = network(0, 3, 8), torch.randn(5, 3)
+    for wrong in (features[:, :2], features.double(), features.to(torch.bfloat16)):
+        with pytest.raises(InputError, match=r"(is|are) needed, got"):
+            ops.mlp(wrong, net.parts)
+    with pytest.raises(InputError, match=r"net: float32 \(8, 3\), \(8,\), \(1, 8\), \(1,\) are needed"):
+        ops.mlp(features, [*net.parts[:3], torch.zeros(2)])
+    with pytest.raises(InputError, match="path_log_probs, entropies"):
+        ops.classify_paths(features, torch.zeros(4), 1, net.parts)
