@@ -175,7 +175,7 @@ def test_it_copies_over_captured_passes_too() -> None:
     prompt = [5, 6, 7, 8, 9, 10] * 6
     expected = Engine.from_pretrained(model, policy="plain").generate(prompt, max_new_tokens=40).token_ids
     bare, copying = (
-        Engine.from_pretrained(model, first_layers(model, 1), "eagle", graphs=True, lookup=lookup)
+        Engine.from_pretrained(model, first_layers(model, 1), "eagle", graphs=True, loop="host", lookup=lookup)
         for lookup in (False, True)
     )
     assert copying.generate(prompt, max_new_tokens=40).token_ids == expected
