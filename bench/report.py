@@ -56,10 +56,10 @@ def summaries(records: Iterable[Record]) -> list[Record]:
     plain = {(row["set"], row["id"]): row for row in rows if row["way"] == "plain"}
     found = []
     for way in dict.fromkeys(row["way"] for row in rows if row["way"] not in dropped):
-        own = [row for row in rows if row["way"] == way and (row["set"], row["id"]) in plain]
+        own = [row for row in rows if row["way"] == way and (not plain or (row["set"], row["id"]) in plain)]
         for name in (*dict.fromkeys(row["set"] for row in own), ALL):
             members = own if name == ALL else [row for row in own if row["set"] == name]
-            base = [plain[row["set"], row["id"]] for row in members]
+            base = [plain[row["set"], row["id"]] for row in members] if plain else []
             found.append({"record": "summary", "way": way, "set": name, **_counters(members), **_times(members, base)})
     return found
 
@@ -75,8 +75,15 @@ def _counters(rows: list[Record]) -> Record:
         "verified": round(total["verified"] / total["cycles"], 3),
         "drafted": round(total["drafted"] / total["cycles"], 3),
         "gamma": total["verified"],
-        "diverging": sum(row["diverges_at"] is not None for row in rows),
+        **_differences(rows),
     }
+
+
+def _differences(rows: list[Record]) -> Record:
+    """How many answers leave plain decoding's; nothing where they were not compared."""
+    if any("diverges_at" not in row for row in rows):
+        return {}
+    return {"diverging": sum(row["diverges_at"] is not None for row in rows)}
 
 
 def _times(rows: list[Record], plain: list[Record]) -> Record:
@@ -136,7 +143,7 @@ COLUMNS: list[Column] = [
     ("verify ms", lambda r: _number(r.get("median_ms", {}), "verify", 1)),
     ("policy share", lambda r: f"{100 * r['policy_share']:.1f} %" if "policy_share" in r else NOTHING),
     *SPEEDS,
-    ("diverging", lambda r: f"{r['diverging']} of {r['prompts']}"),
+    ("diverging", lambda r: f"{r['diverging']} of {r['prompts']}" if "diverging" in r else NOTHING),
 ]
 
 
@@ -145,7 +152,7 @@ def policy_tables(records: list[Record], set_: str = ALL) -> list[Table]:
     ways = _places(records).get("policies", [])
     picked = _picked(records, set_)
     rows = [[way, *(show(picked[way]) for _, show in COLUMNS)] for way, _ in ways if way in picked]
-    if len(rows) < 2:  # plain decoding alone
+    if all(way == "plain" for way, *_ in rows):
         return []
     return [Table("policies", _title("Policies", records, set_), ("policy", *(name for name, _ in COLUMNS)), rows)]
 

@@ -308,6 +308,19 @@ def test_a_policy_that_cannot_run_is_reported(
     assert verdict in printed
 
 
+def test_counters_alone_need_no_plain_decoding(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, records = run(folder, "--policy", "chain", "--counters-only", "--no-plain")
+    assert found == 0
+    assert {row["way"] for row in of(records, "row")} == {"chain"}
+    assert all("diverges_at" not in row and "seconds" not in row for row in of(records, "row"))
+    (total,) = (record for record in of(records, "summary") if record["set"] == "all")
+    assert total["tau"] >= 1
+    assert "diverging" not in total
+    assert "| chain " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(folder, "--policy", "chain", "--no-plain")
+
+
 def test_another_answer_than_plain_decodings_is_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = bench_policies._answer
 
