@@ -120,6 +120,12 @@ PYBIND11_MODULE(_expander, module) {
     spec::classify_paths(network(net, 3, hidden), at<const float>(paths), at<const float>(entropies), depth, rows,
                          children, at<float>(out));
   });
+  module.def("classify_row", [](const std::vector<uintptr_t>& net, int64_t inputs, int64_t hidden, uintptr_t row,
+                                bool bfloat16, int64_t columns, int64_t top, bool normalized, float depth) {
+    const spec::Network known = network(net, inputs, hidden);
+    return bfloat16 ? spec::classify_row(known, at<const uint16_t>(row), columns, top, normalized, depth)
+                    : spec::classify_row(known, at<const float>(row), columns, top, normalized, depth);
+  });
   py::class_<spec::BestFirst>(module, "BestFirst")
       .def(py::init<int64_t, int64_t, int64_t>())
       .def_property_readonly("bound", [](const spec::BestFirst& queue) { return spec::best_first_bound(queue.state); })

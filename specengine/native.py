@@ -16,6 +16,7 @@ from specengine._expander import ancestor_words as _ancestor_words
 from specengine._expander import append_nodes as _append_nodes
 from specengine._expander import best_candidates as _best_candidates
 from specengine._expander import classify_paths as _classify_paths
+from specengine._expander import classify_row as _classify_row
 from specengine._expander import compact_rows as _compact_rows
 from specengine._expander import keyed_gumbel_argmax as _keyed_gumbel_argmax
 from specengine._expander import mlp as _mlp
@@ -134,6 +135,13 @@ def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: int, net: S
     given = paths.data_ptr(), entropies.data_ptr(), depth, rows, children
     _classify_paths(addresses, net[0].shape[0], *given, out.data_ptr())
     return out
+
+
+def classify_row(logits: Tensor, top: int, depth: int, net: Sequence[Tensor], normalized: bool) -> float:
+    row = _with_dense_rows(logits[None])
+    address, bfloat16, _, columns, _ = _matrix(row)
+    parts, (hidden, inputs) = [part.data_ptr() for part in net], net[0].shape
+    return _classify_row(parts, inputs, hidden, address, bfloat16, columns, top, normalized, depth)
 
 
 def _with_dense_rows(logits: Tensor) -> Tensor:

@@ -154,6 +154,14 @@ def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: int, net: S
     return mlp(torch.stack((probs, entropies[:, None].expand_as(probs), torch.full_like(probs, depth)), -1), net)
 
 
+def classify_row(logits: Tensor, top: int, depth: int, net: Sequence[Tensor], normalized: bool) -> float:
+    count = net[0].shape[1] - 2
+    probs = top_children(logits[None], min(count, logits.shape[0]), normalized)[0][0].exp()
+    missing = probs.new_zeros(count - probs.shape[0])
+    last = top_entropy(logits[None], min(top, logits.shape[0]), normalized), probs.new_full((1,), depth)
+    return float(mlp(torch.cat([probs, missing, *last]), net))
+
+
 class BestFirst:
     """As ops.BestFirst says, in Python lists; best first."""
 

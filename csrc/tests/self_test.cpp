@@ -339,6 +339,12 @@ void test_classifier() {
         sum += value > 0.0 ? last[unit] * value : 0.0;
       }
       spec::probabilities(net, features, 1, alone.data());
+      const float short_row[] = {std::fabs(paths[i])};  // one column: a probability of 1, an entropy of 0
+      const spec::Network by_row{weights.data(), bias.data(), last.data(), 0.25f, 3, hidden};
+      const float sure[] = {1.0f, 0.0f, 4.0f};
+      float wanted;
+      spec::probabilities(by_row, sure, 1, &wanted);
+      check(std::fabs(spec::classify_row(by_row, short_row, 1, 1, false, 4.0f) - wanted) < 1e-5, "row", hidden);
       check(alone[0] == out[i] && std::fabs(out[i] - 1.0 / (1.0 + std::exp(-sum))) < 1e-5, "classifier", hidden);
     }
   }

@@ -110,6 +110,23 @@ def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: int, net: S
     return implementation("classify_paths", path_log_probs.device.type)(path_log_probs, entropies, depth, net)
 
 
+def classify_row(logits: Tensor, top: int, depth: int, net: Sequence[Tensor], normalized: bool = False) -> float:
+    """As `mlp` of Disco's features: a distribution's largest probabilities, its entropy in nats over its `top`
+    likeliest columns, the depth.
+
+    logits: float32, bfloat16 or float16 [V], read as in `top_children`; as many probabilities as the network has
+    inputs, but two, filled up with 0.
+    """
+    inputs = net[0].shape[1]
+    _require_network(net, inputs)
+    if logits.dtype not in FLOATS or logits.dim() != 1 or not logits.shape[0] or top < 1 or inputs < 3:
+        raise InputError(
+            f"logits: float32, bfloat16 or float16 [V] is needed, got {describe(logits)} and {inputs} inputs"
+        )
+    run = implementation("classify_row", logits.device.type)
+    return run(logits, min(top, logits.shape[0]), depth, net, normalized)
+
+
 def _require_network(net: Sequence[Tensor], inputs: int) -> None:
     hidden = net[0].shape[0]
     shapes = [(hidden, inputs), (hidden,), (1, hidden), (1,)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
+from specengine import ops
 from specengine.drafters import Step
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
-from specengine.policies._classifier import TOP_PROBS, Classifier, disco_features
+from specengine.policies._classifier import Classifier
 from specengine.tree import TokenTree
 
 
@@ -44,10 +44,8 @@ class Disco(Beam):
         self._learned = _classifier.load("disco", self.classifier)
 
     def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
-        best = int(tree.path_log_probs[beam].argmax())
-        source = step.row(frontier.tolist().index(int(tree.parents[beam[best]])))
-        net, facts = self._learned.on(tree.device)
-        top_probs = source.best_children(TOP_PROBS)[0].exp()
-        entropies = source.entropy(facts["top"])
-        depth = torch.full((1,), tree.passes, device=tree.device)  # of a level: one for all
-        return float(net(disco_features(top_probs, entropies, depth, facts["depth_base"]))) < self.threshold
+        best = int(beam[tree.path_log_probs[beam].argmax()])
+        row = step.logits[frontier.tolist().index(int(tree.parents[best]))]
+        net, facts = self._learned.on(row.device)
+        depth = tree.passes - 1 + facts["depth_base"]
+        return ops.classify_row(row, facts["top"], depth, net.parts, step.normalized) < self.threshold

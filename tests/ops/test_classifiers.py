@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.errors import InputError
-from specengine.policies._classifier import Mlp, c2t_features
+from specengine.policies._classifier import Mlp, c2t_features, disco_features
 
 pytestmark = pytest.mark.usefixtures("backend", "one_thread")
 
@@ -53,6 +53,28 @@ def test_classify_paths(seed: int, rows: int, children: int, depth: int) -> None
     torch.testing.assert_close(found.double(), exact(net, features), rtol=1e-5, atol=1e-6)
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    columns=st.integers(1, 400),
+    top=st.integers(1, 120),
+    depth=st.integers(0, 12),
+    kind=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    normalized=st.booleans(),
+)
+def test_classify_row(seed: int, columns: int, top: int, depth: int, kind: torch.dtype, normalized: bool) -> None:
+    net = network(seed, 12, 128)
+    logits = (torch.randn(columns) * 4).to(kind)
+    if normalized:
+        logits = logits.float().log_softmax(0).to(kind)
+    found = ops.classify_row(logits, top, depth, net.parts, normalized)
+    log_probs = logits.double() if normalized else logits.double().log_softmax(0)
+    best = log_probs.sort(descending=True).values
+    entropy = -(best[:top].exp() * best[:top]).sum()[None]
+    features = disco_features(best[:10].exp()[None], entropy, torch.tensor([depth]), 1)[0]
+    assert found == pytest.approx(float(exact(net, features)), abs=2e-5)
+
+
 def test_gradients_flow_where_the_network_learns() -> None:
     net, features = Mlp(3, 8), torch.randn(5, 3)
     net(features).sum().backward()
@@ -67,5 +89,7 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
             ops.mlp(wrong, net.parts)
     with pytest.raises(InputError, match=r"net: float32 \(8, 3\), \(8,\), \(1, 8\), \(1,\) are needed"):
         ops.mlp(features, [*net.parts[:3], torch.zeros(2)])
+    with pytest.raises(InputError, match="logits: float32, bfloat16 or float16"):
+        ops.classify_row(features, 5, 1, net.parts)
     with pytest.raises(InputError, match="path_log_probs, entropies"):
         ops.classify_paths(features, torch.zeros(4), 1, net.parts)
