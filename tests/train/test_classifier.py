@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specengine import policies
+from specengine import ops, policies
 from specengine.cli import main
 from specengine.cycle import Seconds
 from specengine.drafting import draft_tree
@@ -141,13 +141,19 @@ def test_questions_are_what_stands_before_the_first_answer(tmp_path: Path) -> No
 # ---------------------------------------------------------------------------------------------------- rows
 
 
-def test_rows_of_c2t_are_what_the_policy_computes(trees: Trees) -> None:
+def test_rows_of_c2t_are_what_the_policy_computes(trees: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
     """The serving policy, which keeps everything here, classifies the same features at the same nodes."""
     logged = next(iter(trees))
     seen: list[torch.Tensor] = []
     policy = policies.make("c2t", beta=0.0, children=4, layer=4, max_depth=2)
-    inner = policy._learned.net.forward
-    policy._learned.net.forward = lambda features: (seen.append(features), inner(features))[1]  # type: ignore[union-attr]
+    inner = ops.classify_paths
+
+    def classified(paths: torch.Tensor, entropies: torch.Tensor, depth: int, net: Any) -> torch.Tensor:
+        columns = paths.exp(), entropies[:, None].expand_as(paths), torch.full_like(paths, depth)
+        seen.append(torch.stack(columns, -1))
+        return inner(paths, entropies, depth, net)
+
+    monkeypatch.setattr(ops, "classify_paths", classified)
     drafter = engine().drafter
     assert drafter is not None
     drafter.begin(PROMPTS[0][:-1])
