@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bench import provenance
 from specengine import ops
-from specengine.policies._classifier import Mlp, c2t_features
+from specengine.policies._classifier import Mlp
 
 VOCABULARIES = (32768, 128256, 151936)
 ALPHAS = (0.7, 1.35, 5.0)  # creative text, natural language, a nearly certain continuation
@@ -179,13 +179,12 @@ def salf(layer: Layer) -> Rule:
 def c2t(layer: Layer) -> Rule:
     """Entropy of each parent, and the classifier's verdict on its best children."""
     classifier = _classifier().to(layer.logits.device)
-    depths = torch.full((len(layer.scores), WIDTH), 2, device=layer.logits.device)
 
     def run() -> Selected:
         entropy = ops.top_entropy(layer.logits, ENTROPY_TOP, layer.normalized)
         log_probs, columns = ops.top_children(layer.logits, WIDTH, layer.normalized)
         paths = layer.scores[:, None] + log_probs
-        confidence = classifier(c2t_features(paths, entropy[:, None], depths, 0)).view(-1)
+        confidence = ops.classify_paths(paths, entropy, 1, classifier.parts).view(-1)
         order = _best_of(confidence, BETA)
         return Selected(order // WIDTH, columns.view(-1)[order], paths.view(-1)[order])
 
