@@ -13,7 +13,10 @@ from specengine.tree import TokenTree
 
 @dataclass
 class Seconds:
-    """Wall-clock seconds of one cycle by part; `model` is what the draft and target forwards took of `total`."""
+    """Wall-clock seconds of one cycle by part; `model` is what the draft and target forwards took of `total`.
+
+    split: whether the parts were measured; of a cycle that stays on a device only `total` is, and counts as `model`.
+    """
 
     draft: float = 0.0
     policy: float = 0.0
@@ -22,6 +25,7 @@ class Seconds:
     commit: float = 0.0
     total: float = 0.0
     model: float = 0.0
+    split: bool = True
 
     @property
     def host(self) -> float:
@@ -105,7 +109,7 @@ class Stats:
         self.time_commit_s += seconds.commit
         self.time_model_s += seconds.model
         self.time_host_s += seconds.host
-        if seconds.total > 0:
+        if seconds.total > 0 and seconds.split:
             self.host_shares.append(seconds.host / seconds.total)
 
     @property

@@ -271,6 +271,7 @@ class Engine:
         return run
 
     def _resident_cycles(self, cycles: Resident, run: _Run) -> Iterator[Cycle]:
+        run.stats.notes.append(resident.NOTE)
         for cycle in cycles.cycles(run):
             self._count(run, cycle)
             yield cycle

@@ -29,6 +29,7 @@ from specengine.sampling import Sampler, refuse_no_choice
 from specengine.targets.captured import CapturedTarget
 from specengine.tree import TokenTree
 
+NOTE = "graphs: after the first, cycles stayed on the device; their times are not split into parts"
 LOOPS = ("read", "ahead", "while")
 NUMBERS = 6  # of a record, before its lists
 
@@ -387,7 +388,7 @@ class Resident:
                     if run.commit(record.tokens[kept - 1]):
                         break
                 now = time.perf_counter()
-                seconds = Seconds(total=now - clock, model=now - clock)
+                seconds = Seconds(total=now - clock, model=now - clock, split=False)
                 clock = now
                 yield Cycle(record.tree, record.path[:kept], record.tokens[:kept], seconds, record.grown - 1)
         finally:

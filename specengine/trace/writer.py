@@ -82,7 +82,7 @@ class TraceWriter:
             committed_texts=[self._text(token) for token in cycle.tokens],
             text=text,
             passes=grown.passes,
-            seconds={part: round(seconds, 7) for part, seconds in asdict(cycle.seconds).items()},
+            seconds={part: round(seconds, 7) for part, seconds in asdict(cycle.seconds).items() if part != "split"},
         )
 
     def _text(self, token: int) -> str:

@@ -18,6 +18,7 @@ from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.graphs import Graphs
 from specengine.loading import HeadOptions, load_eagle
+from specengine.resident import NOTE
 from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
@@ -44,7 +45,8 @@ def test_an_engine_loaded_with_graphs_answers_as_one_without() -> None:
     found = Engine.from_pretrained(model(), near_copy(), "talon", graphs=True).generate(PROMPT, max_new_tokens=8)
     assert found.token_ids == expected.token_ids
     noted = "graphs: without a CUDA device the padded forwards run uncaptured"
-    assert found.stats.notes == ([] if DEVICE.type == "cuda" else [noted])
+    assert found.stats.notes == [*([] if DEVICE.type == "cuda" else [noted]), NOTE]
+    assert len(found.stats.host_shares) == 1  # of the first cycle, which the host made
     assert not expected.stats.notes
 
 
