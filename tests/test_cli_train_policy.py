@@ -105,6 +105,8 @@ def test_live_by_the_wall_clock_and_by_measured_costs(
         (["--data", "x", "-o", "epochs=0"], "epochs: got 0"),
         (["--data", "nowhere"], "data: nowhere is no folder of training text"),
         (["--data", "nowhere", "--costs", "tpu"], "costs: tpu is neither one of vicuna-13b-h200"),
+        ([], "data, prompts, candidates: accepted --data, --prompts or both, or --candidates alone"),
+        (["--candidates", "x", "--data", "x", "--costs", "8b-l40"], "or --candidates alone"),
         (["--candidates", "nowhere"], "candidates: they are for a cost table that is given by --costs"),
         (["--candidates", "x", "--live", "--costs", "8b-l40"], "not for live training"),
         (["--candidates", "nowhere", "--costs", "8b-l40"], "candidates: nowhere is no folder of logged candidates"),
@@ -150,6 +152,23 @@ def test_the_comparison(model: str, tmp_path: Path, capsys: Any) -> None:
     assert set(decisions["microseconds"]) == {"depth", "size"}
     assert -1 <= found["spearman_of_rewards"] <= 1
     assert len(by_setting["live_and_replayed"]) == 6 + 12
+
+
+def test_questions_of_a_text_and_of_ones_own(
+    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--data and --prompts together, -o prompts of the text's; a draft that is not to copy does not."""
+    texts = [[5, 6, 7 + number] for number in range(10)]
+    monkeypatch.setattr(command.Corpus, "open", lambda _: object())
+    monkeypatch.setattr(command, "questions", lambda _: texts)
+    monkeypatch.setattr(command, "read_prompts", lambda _: [["what is it"]])
+    out = tmp_path / "out"
+    given = ["train", "policy", str(out), "--target", model, "--draft", model, "--data", "x", "--prompts", prompts]
+    given += ["--costs", "8b-l40", *SMALL, "-o", "again=", "-o", "size_steps=32", "-o", "depth_steps=32"]
+    assert main([*given, "-o", "prompts=2", "--no-lookup"]) == 0
+    trees = CandidateTrees.open(out / "candidates")
+    assert len(list(trees.answers())) == 3
+    assert "lookup" not in trees.manifest["draft"]
 
 
 def test_ranks_share_ties() -> None:

@@ -17,7 +17,7 @@ from specengine.registry import build
 from specengine.train.candidates import CandidateOptions, CandidateTrees, log_candidates
 from specengine.train.corpus import Corpus
 from specengine.train.costs import PUBLISHED, Costs, find_costs, measure
-from specengine.train.outcomes import split
+from specengine.train.outcomes import evenly, hold_back, split
 from specengine.train.policies import read_log, require_extra, train_policy
 from specengine.train.policy_curve import plot
 from specengine.train.policy_options import RECIPES, PolicyOptions, find_recipe
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="learn while the engine runs, also under a cost table; otherwise from logged trees, which is much faster. "
         "The reward wallclock is always live",
     )  # fmt: skip
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_argument_group("questions", "of --data, --prompts or both; or the trees logged of some earlier")
     source.add_argument("--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns")
     source.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {FORMATS}")
     source.add_argument(
@@ -58,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target", metavar="MODEL", help="a Hugging Face id or a local path (default: the embedded)")
     parser.add_argument("--draft", help="as for generate (default: the target's)")
+    parser.add_argument(
+        "--lookup",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="log trees of a draft that copies from the text before, or does not (default: as for generate)",
+    )
     parser.add_argument("--dtype", default="auto", help="auto (as stored), bfloat16, float16 or float32")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument("--offline", action="store_true", help="never use a network")
@@ -73,6 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         PolicyOptions, asdict(find_recipe(arguments.recipe).options) | dict(arguments.option), "option"
     )
     live = arguments.live or options.reward == "wallclock"
+    asked = arguments.data or arguments.prompts
+    if bool(asked) == bool(arguments.candidates):
+        raise InputError("data, prompts, candidates: accepted --data, --prompts or both, or --candidates alone")
     if arguments.candidates and (live or arguments.costs == MEASURE):
         raise InputError("candidates: they are for a cost table that is given by --costs, and not for live training")
     costs = None if arguments.costs == MEASURE else find_costs(arguments.costs)
@@ -85,7 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
         ground = _logged([CandidateTrees.open(folder) for folder in arguments.candidates], options, costs)
     else:
         engine = load_engine(arguments)
-        prompts = [question(engine, turn[0]) for turn in turns] if corpus is None else questions(corpus)
+        texts = [] if corpus is None else questions(corpus)
+        prompts = [texts[place] for place in evenly(len(texts), options.prompts or len(texts))]
+        prompts += [question(engine, turn[0]) for turn in turns]
         ground = _with_engine(engine, prompts, arguments.folder, options, costs, live)
     pair = train_policy(ground, arguments.folder, options, progress=say)
     plot(read_log(arguments.folder), arguments.folder / "curve.svg")
@@ -98,15 +109,13 @@ def _with_engine(
 ) -> Ground:
     from specengine.train.grounds import LiveGround
 
-    held = max(1, round(options.held_back * len(prompts)))
-    if len(prompts) < 2:
-        raise InputError(f"prompts: got {len(prompts)}, two or more are needed: some are held back")
+    learnt, held = hold_back(prompts, options.held_back)
     if costs is None and options.reward != "wallclock":
         costs = measure(engine, prompts[0])
         say(f"costs: {costs.record()}")
     if live:
         table = None if options.reward == "wallclock" else costs
-        return LiveGround(engine, prompts[:-held], prompts[-held:], table, options)
+        return LiveGround(engine, learnt, held, table, options)
     logging = CandidateOptions(length=options.length, width=options.width, expansions=options.expansions)
     trees = log_candidates(engine, prompts, folder / "candidates", logging, name=_name(engine), progress=say)
     assert costs is not None, "only the wall clock needs none"

@@ -13,7 +13,8 @@ def load_engine(arguments: argparse.Namespace) -> Engine:
     """The engine whose target and draft the command line names, with the draft's own policy."""
     names = ("dtype", "device", "offline", "trust_remote_code")
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    return Engine.from_pretrained(arguments.target, arguments.draft, **given)
+    lookup = getattr(arguments, "lookup", None)
+    return Engine.from_pretrained(arguments.target, arguments.draft, lookup=lookup, **given)
 
 
 def question(engine: Engine, text: str) -> list[int]:

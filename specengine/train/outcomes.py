@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from specengine.train.costs import Costs
 
 RewardName = Literal["table", "wallclock", "accept", "time"]
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 
 def reward(kind: RewardName, committed: Array | int, cost: Array | float, plain: float) -> Any:
@@ -191,13 +192,23 @@ def cycle_cost(costs: Costs, shape: Shape, expansions: int, size: int) -> float:
 
 
 def split(folders: Sequence[CandidateTrees], shape: Shape, costs: Costs, held_back: float) -> tuple[Outcomes, Outcomes]:
-    """What is learnt from and what is held back: the last answers of each folder, at least one."""
-    learnt, held = [], []
-    for trees in folders:
-        answers = [answer for answer in trees.answers() if answer]
-        count = max(1, round(held_back * len(answers)))
-        if count >= len(answers):
-            raise InputError(f"candidates: {trees.folder} has {len(answers)} answers, two or more are needed")
-        learnt += answers[:-count]
-        held += answers[-count:]
+    """What is learnt from and what is held back, of the answers of all folders."""
+    learnt, held = hold_back([answer for trees in folders for answer in trees.answers() if answer], held_back)
     return Outcomes.of(learnt, shape, costs), Outcomes.of(held, shape, costs)
+
+
+def hold_back(items: Sequence[T], share: float) -> tuple[list[T], list[T]]:
+    """The items that are learnt from, and a share of them, at least one, that is not: evenly far apart.
+
+    InputError where nothing would be left to learn from.
+    """
+    held = set(evenly(len(items), max(1, round(share * len(items)))))
+    if len(held) == len(items):
+        raise InputError(f"held_back: {share} of {len(items)} answers leaves none to learn from")
+    return [item for place, item in enumerate(items) if place not in held], [items[place] for place in sorted(held)]
+
+
+def evenly(total: int, count: int) -> list[int]:
+    """`count` places of `total`, ascending and evenly far apart; all where there are no more."""
+    count = min(count, total)
+    return [(2 * place + 1) * total // (2 * count) for place in range(count)]

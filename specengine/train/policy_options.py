@@ -27,6 +27,7 @@ class PolicyOptions:
                    rate rises over the share `warmup` of the steps and then falls to 0 on a line
     target_kl      divergence that ends an update early where a network is trained again; 0: none does
     hidden_size, hidden_depth, hidden_critic   units of the hidden layers
+    prompts        questions taken from a text's, at most and evenly over it; 0: all
     held_back      share of the answers that nothing is learnt from; the checkpoint that is fastest on them is kept
     validate_every rollouts
     environments   that logged trees are drawn in at a time
@@ -60,6 +61,7 @@ class PolicyOptions:
     hidden_depth: tuple[int, ...] = (1024,)
     hidden_critic: tuple[int, ...] = (1024, 256)
     activation: str = "relu"
+    prompts: int = 0
     held_back: float = 0.2
     validate_every: int = 5
     environments: int = 64
@@ -68,7 +70,7 @@ class PolicyOptions:
 
     def __post_init__(self) -> None:
         whole = {"size_steps": 0, "depth_steps": 0, "rollout": 2, "minibatch": 2, "epochs": 1, "validate_every": 1}
-        whole |= {"environments": 1, "length": 4, "seed": 0, "fixed_size": 1, "fixed_depth": 0}
+        whole |= {"environments": 1, "length": 4, "seed": 0, "prompts": 0, "fixed_size": 1, "fixed_depth": 0}
         for name, least in whole.items():
             self._require(name, getattr(self, name) >= least, f"{least} or more")
         for name in ("again_share", "learning_rate", "clip"):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specengine import policies
 from specengine.cycle import Seconds
@@ -19,7 +22,7 @@ from specengine.policies._ltd import Networks
 from specengine.policies.ltd import Ltd, depth_observation, size_observation
 from specengine.train.candidates import CandidateTrees, log_candidates
 from specengine.train.grounds import live_cycles
-from specengine.train.outcomes import Outcomes, path_ranks, split
+from specengine.train.outcomes import Outcomes, hold_back, path_ranks, split
 from specengine.verification import walk
 from tests.toy import CPU, ToyTarget
 from tests.train.policies.engines import COSTS, LOGGING, PROMPTS, SHAPE, TARGET, engine
@@ -121,5 +124,14 @@ def test_trees_that_are_too_small_are_refused(trees: CandidateTrees) -> None:
     assert len(Outcomes.of(answers, replace(SHAPE, expansions=2), COSTS)) == sum(map(len, answers))
     with pytest.raises(InputError, match="no logged tree"):
         Outcomes.of([[]], SHAPE, COSTS)
-    with pytest.raises(InputError, match="two or more are needed"):
+    with pytest.raises(InputError, match=r"held_back: 1.0 of 8 answers leaves none to learn from"):
         split([trees], SHAPE, COSTS, 1.0)
+
+
+@given(st.integers(2, 300), st.floats(0, 0.49))
+def test_what_is_held_back_is_spread_over_all_answers(total: int, share: float) -> None:
+    learnt, held = hold_back(range(total), share)
+    assert sorted(learnt + held) == list(range(total))
+    assert len(held) == max(1, round(share * total))
+    gaps = [b - a for a, b in pairwise(held)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
