@@ -11,6 +11,7 @@
 #include "spec/candidates.hpp"
 #include "spec/classifier.hpp"
 #include "spec/compaction.hpp"
+#include "spec/decisions.hpp"
 #include "spec/entropy.hpp"
 #include "spec/gumbel.hpp"
 #include "spec/top_children.hpp"
@@ -47,6 +48,19 @@ py::tuple draw(spec::BestFirst& queue, int64_t count, bool expands, uintptr_t pa
   const spec::Drawn drawn = spec::draw(queue.state, count, expands, at<int64_t>(parents), at<int64_t>(tokens),
                                        at<float>(log_probs), at<int64_t>(expand));
   return py::make_tuple(drawn.nodes, drawn.expanded, drawn.mass);
+}
+
+// shape: that of spec::AttentionShape, in its order.
+void attend(bool bfloat16, const std::vector<int64_t>& shape, float scale, uintptr_t query, uintptr_t keys,
+            uintptr_t values, const spec::VisibleSlots& visible, uintptr_t out) {
+  const spec::AttentionShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4],
+                                   shape[5], shape[6], shape[7], shape[8], scale};
+  if (bfloat16)
+    spec::strict_attention(sizes, at<const uint16_t>(query), at<const uint16_t>(keys), at<const uint16_t>(values),
+                           visible, at<uint16_t>(out));
+  else
+    spec::strict_attention(sizes, at<const float>(query), at<const float>(keys), at<const float>(values), visible,
+                           at<float>(out));
 }
 
 }  // namespace
@@ -141,14 +155,31 @@ PYBIND11_MODULE(_expander, module) {
   module.def("strict_attention", [](bool bfloat16, const std::vector<int64_t>& shape, float scale, uintptr_t query,
                                     uintptr_t keys, uintptr_t values, uintptr_t mask, uintptr_t out) {
     py::gil_scoped_release release;
-    const spec::AttentionShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4],
-                                     shape[5], shape[6], shape[7], shape[8], scale};
-    if (bfloat16)
-      spec::strict_attention(sizes, at<const uint16_t>(query), at<const uint16_t>(keys), at<const uint16_t>(values),
-                             at<const uint8_t>(mask), at<uint16_t>(out));
-    else
-      spec::strict_attention(sizes, at<const float>(query), at<const float>(keys), at<const float>(values),
-                             at<const uint8_t>(mask), at<float>(out));
+    const auto visible = spec::visible_by_mask(shape[2], shape[3], at<const uint8_t>(mask));
+    attend(bfloat16, shape, scale, query, keys, values, visible, out);
+  });
+  module.def("strict_cached_attention",
+             [](bool bfloat16, const std::vector<int64_t>& shape, float scale, uintptr_t query, uintptr_t keys,
+                uintptr_t values, int64_t columns, uintptr_t nodes, uintptr_t counts, uintptr_t prefix, uintptr_t live,
+                uintptr_t out) {
+               py::gil_scoped_release release;
+               const auto visible =
+                   spec::visible_by_paths(shape[2], columns, at<const int32_t>(nodes), at<const int32_t>(counts),
+                                          *at<const int32_t>(prefix), *at<const int32_t>(live));
+               attend(bfloat16, shape, scale, query, keys, values, visible, out);
+             });
+  module.def("beam_observation", [](const std::vector<int64_t>& window, float pad, float lowest, uintptr_t scores,
+                                    uintptr_t depths, int64_t count, float first_fact, float second_fact,
+                                    uintptr_t out) {
+    const spec::BeamWindow shown{window[0], window[1], window[2], window[3], window[4], pad, lowest};
+    spec::beam_observation(shown, at<const float>(scores), at<const int64_t>(depths), count, first_fact, second_fact,
+                           at<float>(out));
+  });
+  module.def("best_action", [](const std::vector<int64_t>& sizes, const std::vector<uintptr_t>& parameters, bool tanh,
+                               uintptr_t observation) {
+    std::vector<const float*> addresses;
+    for (const uintptr_t address : parameters) addresses.push_back(at<const float>(address));
+    return spec::best_action(sizes, addresses, tanh, at<const float>(observation));
   });
   module.def("keyed_gumbel_argmax", [](uintptr_t scores, int64_t size, uint64_t seed, uint64_t position) {
     py::gil_scoped_release release;

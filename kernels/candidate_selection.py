@@ -26,7 +26,7 @@ MOST_RANKERS = 128
 
 
 class Selection(NamedTuple):
-    """Candidates, best first; entries from `count` on are undefined, except that scores are -inf there.
+    """Candidates, best first; from `count` on rows and tokens are 0, log-probabilities and scores -inf.
 
     rows, tokens: int64 [R]; log_probs: float32 [R], of the edge; scores: float32 [R], of the path; count: int32 [1];
     anchor: float32 [1], the layer's best score.

@@ -6,6 +6,7 @@ Importing this raises ImportError where the extension is not built, or was built
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from specengine import reference
 from specengine._expander import BestFirst as _BestFirst
 from specengine._expander import ancestor_words as _ancestor_words
 from specengine._expander import append_nodes as _append_nodes
+from specengine._expander import beam_observation as _beam_observation
+from specengine._expander import best_action as _best_action
 from specengine._expander import best_candidates as _best_candidates
 from specengine._expander import classify_paths as _classify_paths
 from specengine._expander import classify_row as _classify_row
@@ -22,13 +25,14 @@ from specengine._expander import keyed_gumbel_argmax as _keyed_gumbel_argmax
 from specengine._expander import mlp as _mlp
 from specengine._expander import select_best as _select_best
 from specengine._expander import strict_attention as _strict_attention
+from specengine._expander import strict_cached_attention as _strict_cached_attention
 from specengine._expander import subtree as _subtree
 from specengine._expander import top_children as _top_children
 from specengine._expander import top_entropy as _top_entropy
 from specengine._expander import tree_mask as _tree_mask
 from specengine._expander import walk as _walk
 from specengine.errors import InputError
-from specengine.reference import HAS_NAN, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Candidates, Popped
+from specengine.reference import HAS_NAN, LOWEST, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Candidates, Paths, Popped
 
 
 def ancestor_words(parents: Tensor) -> Tensor:
@@ -204,29 +208,53 @@ class BestFirst:
         return Popped(parents, tokens, log_probs, expand, mass)
 
 
+def beam_observation(
+    scores: Tensor, depths: Tensor, width: int, pad: float, shown: tuple[int, int], room: int,
+    facts: tuple[float, float], repeats: int,
+) -> Tensor:  # fmt: skip
+    scores, depths = scores.contiguous(), depths.contiguous()
+    out = torch.empty(room + 2 * repeats)
+    window, lowest = [width, *shown, room, repeats], pad if pad < 0 else LOWEST
+    given = scores.data_ptr(), depths.data_ptr(), scores.shape[0]
+    _beam_observation(window, pad, lowest, *given, *facts, out.data_ptr())
+    return out
+
+
+def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) -> int:
+    sizes = [layers[0].shape[1], *(weight.shape[0] for weight in layers[::2])]
+    addresses = [part.data_ptr() for part in layers]
+    return _best_action(sizes, addresses, activation == "tanh", observation.contiguous().data_ptr())
+
+
 def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     if query.dtype is torch.float16:
         whole = strict_attention(query.float(), key.float(), value.float(), mask, scale)
         return whole.to(torch.float16)
+    mask = None if mask is None else mask.contiguous()
+    return _attended(_strict_attention, query, key, value, scale, 0 if mask is None else mask.data_ptr())
+
+
+def strict_cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
+) -> Tensor:
+    if query.dtype is torch.float16:
+        whole = strict_cached_attention(query.float(), key.float(), value.float(), paths, prefix, live, scale)
+        return whole.to(torch.float16)
+    nodes, counts = (part.contiguous() for part in paths)
+    numbers = nodes.data_ptr(), counts.data_ptr(), prefix.data_ptr(), live.data_ptr()
+    return _attended(_strict_cached_attention, query, key, value, scale, nodes.shape[1], *numbers)
+
+
+def _attended(run: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, *seen: int) -> Tensor:
     if key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
     query = query.contiguous()
-    if mask is not None:
-        mask = mask.contiguous()
     heads, rows, size = query.shape
     sizes = [key.shape[0], heads // key.shape[0], rows, key.shape[1], size]
     strides = [key.stride(0), key.stride(1), value.stride(0), value.stride(1)]
     out = torch.empty_like(query)
-    _strict_attention(
-        query.dtype is torch.bfloat16,
-        sizes + strides,
-        scale,
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        0 if mask is None else mask.data_ptr(),
-        out.data_ptr(),
-    )
+    given = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    run(query.dtype is torch.bfloat16, sizes + strides, scale, *given, *seen, out.data_ptr())
     return out
 
 

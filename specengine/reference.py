@@ -22,6 +22,14 @@ WRONG_SUBTREE = "nodes: must be ascending, start with the root and contain every
 HAS_NAN = "contains NaN"
 
 
+class Paths(NamedTuple):
+    """Of each row the nodes that it sees, in the order of their positions: nodes int32 [n, most], of which the first
+    `counts`, int32 [n], count."""
+
+    nodes: Tensor
+    counts: Tensor
+
+
 class Candidates(NamedTuple):
     """Scored continuations of a layer. rows, columns: int64 [m]; log_probs: float32 [m], of the edge; scores: float32
     [m], of the path."""
@@ -149,6 +157,42 @@ def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:
     return linear(hidden, net[2], net[3])[..., 0].sigmoid()
 
 
+LOWEST = -1e4  # finite, so that an impossible candidate does not silence a network
+
+
+def lay_out(scores: Tensor, depths: Tensor, width: int, places: int, pad: float) -> Tensor:
+    """float32 [places]: path log-probabilities, in the order of creation, each level of a beam from its own place on.
+
+    scores: float32 [m]; depths: int64 [m], ascending from 1. A level holds parents by children, row-major, and has room
+    for width (the first) or width**2 of them; where there are fewer, they stand together at its beginning. Vacant
+    places hold the pad; scores below a negative pad, or LOWEST, count as that.
+    """
+    scores = scores.clamp(min=pad if pad < 0 else LOWEST)
+    laid = torch.full((places,), pad, device=scores.device)
+    first = torch.searchsorted(depths, depths)
+    start = (depths > 1) * width + (depths - 2).clamp(min=0) * width**2
+    laid[start + torch.arange(len(depths), device=depths.device) - first] = scores
+    return laid
+
+
+def beam_observation(
+    scores: Tensor, depths: Tensor, width: int, pad: float, shown: tuple[int, int], room: int,
+    facts: tuple[float, float], repeats: int,
+) -> Tensor:  # fmt: skip
+    laid = lay_out(scores[1:], depths[1:], width, shown[1], pad)[shown[0] :]
+    vacant = laid.new_full((room - len(laid),), pad)
+    return torch.cat([laid, vacant, *(laid.new_full((repeats,), fact) for fact in facts)])
+
+
+def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) -> int:
+    values = observation
+    for place in range(0, len(layers), 2):  # without modules, whose calls take longer than these products
+        if place:
+            values = values.tanh() if activation == "tanh" else values.relu()
+        values = linear(values, layers[place], layers[place + 1])
+    return int(values.argmax())
+
+
 def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: int, net: Sequence[Tensor]) -> Tensor:
     probs = path_log_probs.exp()
     return mlp(torch.stack((probs, entropies[:, None].expand_as(probs), torch.full_like(probs, depth)), -1), net)
@@ -264,6 +308,45 @@ def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
             weights = (grouped[:, :, None] * keys[:, None]).sum(-1).softmax(-1)
             out[:, row] = (weights[..., None] * values[:, None]).sum(2).view(heads, size).to(query.dtype)
     return out
+
+
+def order_paths(words: Tensor) -> Paths:
+    named = (words[:, :, None] >> torch.arange(WORD_BITS, device=words.device) & 1).flatten(1)
+    rows, most = named.shape
+    places = torch.where(named.bool(), named.cumsum(1) - 1, most)  # behind the end: not named
+    ids = torch.arange(most, dtype=torch.int32, device=words.device).expand(rows, most)
+    nodes = torch.zeros(rows, most + 1, dtype=torch.int32, device=words.device).scatter_(1, places, ids)
+    return Paths(nodes[:, :most].contiguous(), named.sum(1).int())
+
+
+CHUNK = 64  # positions that are summed together
+
+
+def strict_cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
+) -> Tensor:
+    # By chunks of absolute positions, so that neither the tree nor the size of the cache changes the order of sums.
+    (heads, rows, size), (kv_heads, capacity, _) = query.shape, key.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = (query.to(wide) * scale).view(kv_heads, -1, rows, 1, size)
+    ends = torch.where(torch.arange(rows, device=key.device) < live, prefix + paths.counts, 0)
+    peak = torch.full(grouped.shape[:3], -math.inf, dtype=wide, device=key.device)
+    total, sums = torch.zeros_like(peak), torch.zeros_like(query, dtype=wide).view(*peak.shape, size)
+    for start in range(0, capacity, CHUNK):
+        positions = torch.arange(start, min(start + CHUNK, capacity), device=key.device)
+        place = (positions - prefix).clamp(0, paths.nodes.shape[1] - 1).expand(rows, -1)
+        slots = torch.where(positions < prefix, positions, prefix + paths.nodes.gather(1, place))
+        seen = positions < ends[:, None]
+        slots = slots.masked_fill(~seen, 0)
+        keys, values = (cache[:, slots].to(wide).masked_fill_(~seen[..., None], 0.0) for cache in (key, value))
+        scores = (grouped * keys[:, None]).sum(-1).masked_fill_(~seen, -math.inf)
+        higher = torch.maximum(peak, scores.amax(-1))
+        shift = higher.masked_fill(higher == -math.inf, 0.0)  # of a row that has seen nothing yet
+        weights, fade = (scores - shift[..., None]).exp(), (peak - shift).exp()
+        total = total * fade + weights.sum(-1)
+        sums = sums * fade[..., None] + (weights[..., None] * values[:, None]).sum(-2)
+        peak = higher
+    return (sums / total.clamp(min=torch.finfo(wide).tiny)[..., None]).view(heads, rows, size).to(query.dtype)
 
 
 def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Tensor:

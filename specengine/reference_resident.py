@@ -59,17 +59,24 @@ class Queues(NamedTuple):
     depths: Tensor
     tokens: Tensor
 
+    @classmethod
+    def start(cls, budget: int, device: torch.device | str) -> Queues:
+        """With the root in G."""
+        accepted, scores, log_probs = torch.full((3, budget), -math.inf, device=device)
+        accepted[:1].zero_()
+        parents, depths, tokens = torch.zeros(3, budget, dtype=torch.int64, device=device)
+        return cls(accepted, scores, log_probs, parents, depths, tokens)
+
 
 class Drawn(NamedTuple):
     """What comes out of the queues, best first. parents, tokens: int64 [budget]; log_probs: float32 [budget]; live:
-    int32 [1]; expand: those of them to draft from; mass: float64 [1], the sum of these nodes' path probabilities."""
+    int32 [1]; expand: those of them to draft from."""
 
     parents: Tensor
     tokens: Tensor
     log_probs: Tensor
     live: Tensor
     expand: Found
-    mass: Tensor
 
 
 def select_nodes(scores: Tensor, size: Tensor, most: int, limit: Tensor | None) -> Found:
@@ -96,23 +103,44 @@ def select_candidates(logits: Tensor, scores: Tensor, most: int, limit: Tensor, 
     return Selection(rows, columns, edges, sums, count)
 
 
-def start_queues(budget: int, device: torch.device) -> Queues:
-    accepted, scores, log_probs = torch.full((3, budget), -math.inf, device=device)
-    accepted[:1].zero_()  # the root
-    parents, depths, tokens = torch.zeros(3, budget, dtype=torch.int64, device=device)
-    return Queues(accepted, scores, log_probs, parents, depths, tokens)
+def step_queues(
+    queues: Queues,
+    found: Selection,
+    frontier: Frontier,
+    ids: Tensor | None,
+    level: Tensor,
+    batch: int,
+    max_depth: int,
+    threshold: float,
+) -> Drawn:
+    going, begins = frontier.live > 0, level == 1
+    fresh = Queues.start(queues.scores.shape[0], level.device)
+    known = (torch.where(begins, new, old) for new, old in zip(fresh, queues, strict=True))
+    after, drawn = _pop(_push(Queues(*known), found, frontier, ids), batch, max_depth, threshold, going)
+    for into, values in zip(queues, after, strict=True):
+        into.copy_(torch.where(going, values, into))
+    return drawn
 
 
-def push_queues(
-    queues: Queues, parents: Tensor, depths: Tensor, tokens: Tensor, edges: Tensor, scores: Tensor
-) -> Queues:
-    budget = queues.scores.shape[0]
-    given = (scores, edges, parents, depths, tokens)  # of equal scores those that were there rank first
-    best = reference.order_keys(torch.cat([queues.scores, scores])).topk(budget).indices
+def fill_queues(queues: Queues) -> Drawn:
+    place = torch.arange(queues.scores.shape[0], device=queues.scores.device)
+    room = len(place) - (queues.accepted > -math.inf).sum(0, keepdim=True)
+    nodes = ((queues.scores > -math.inf) & (place < room)).sum(0, keepdim=True).int()
+    nothing = Found(place[:1], torch.zeros_like(nodes))
+    return Drawn(queues.parents, queues.tokens, queues.log_probs, nodes, nothing)
+
+
+def _push(queues: Queues, found: Selection, frontier: Frontier, ids: Tensor | None) -> Queues:
+    padding = torch.arange(found.scores.shape[0], device=found.scores.device) >= found.live
+    parents, depths = (part.index_select(0, found.rows) for part in (frontier.nodes, frontier.depths))
+    tokens = found.columns if ids is None else ids.index_select(0, found.columns)
+    given = (found.scores.masked_fill(padding, -math.inf), found.log_probs, parents, depths + 1, tokens)
+    # of equal scores those that were there rank first
+    best = reference.order_keys(torch.cat([queues.scores, given[0]])).topk(queues.scores.shape[0]).indices
     return Queues(queues.accepted, *(torch.cat(pair)[best] for pair in zip(queues[1:], given, strict=True)))
 
 
-def pop_queues(queues: Queues, batch: int, max_depth: int, going: Tensor) -> tuple[Queues, Drawn]:
+def _pop(queues: Queues, batch: int, max_depth: int, threshold: float, going: Tensor) -> tuple[Queues, Drawn]:
     budget, place = queues.scores.shape[0], torch.arange(queues.scores.shape[0], device=going.device)
     there = queues.scores > -math.inf
     inner = there & (queues.depths < max_depth)
@@ -120,19 +148,11 @@ def pop_queues(queues: Queues, batch: int, max_depth: int, going: Tensor) -> tup
     after, nodes = _accept(queues, taken)
     worst = after.accepted[-1:]  # -inf where G is not full
     drafted = (place < nodes) & (queues.scores > worst) & inner
+    mass = (queues.scores.double().exp() * drafted).sum(0, keepdim=True)
+    drafted &= mass >= threshold
     count = drafted.sum(0, keepdim=True).int()
     expand = place.masked_fill(~drafted, budget).sort().values.masked_fill(place >= count, 0)[:batch]
-    mass = (queues.scores.double().exp() * drafted).sum(0, keepdim=True)
-    found = Found(_padded(expand, batch), count)
-    return after, Drawn(queues.parents, queues.tokens, queues.log_probs, nodes.int(), found, mass)
-
-
-def fill_queues(queues: Queues) -> Drawn:
-    budget, place = queues.scores.shape[0], torch.arange(queues.scores.shape[0], device=queues.scores.device)
-    room = budget - (queues.accepted > -math.inf).sum(0, keepdim=True)
-    nodes = ((queues.scores > -math.inf) & (place < room)).sum(0, keepdim=True).int()
-    nothing = Found(place[:1], torch.zeros_like(nodes))
-    return Drawn(queues.parents, queues.tokens, queues.log_probs, nodes, nothing, nodes.double())
+    return after, Drawn(queues.parents, queues.tokens, queues.log_probs, nodes.int(), Found(expand, count))
 
 
 def _accept(queues: Queues, taken: Tensor) -> tuple[Queues, Tensor]:

@@ -141,6 +141,7 @@ class Resident:
         self.target, self.loop = target, loop
         self.drafter: Any = NoDraft() if drafter is None else drafter
         self.levels: Levels = NoLevels() if policy is None else cast(Levels, policy.levels())
+        self.levels.states = getattr(self.drafter, "resident_states", None)
         device, levels = target.device, self.levels
         self.graphs = Graphs(device)
         self.tree = DeviceTree(1 if policy is None else policy.capacity, device)
@@ -154,7 +155,7 @@ class Resident:
         self._slots = own_bits(scratch, device)
         nodes = self.tree.capacity + 1  # and a spare one, for padding
         self._seen = torch.zeros(nodes, words_for(scratch), dtype=torch.int64, device=device)  # slots, by node
-        self._verified = RowBuffer(bucket(self.budget), words_for(self.budget), device)
+        self._verified = RowBuffer(target.padded_rows(self.budget), words_for(self.budget), device)
         self._frontier = _frontier(levels.width, device)
         self._root_alone = _frontier(1, device)
         self._root_alone.live.fill_(1)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from specengine_kernels import candidate_selection, frontier, kv_compaction, verification
+from specengine_kernels import best_first, candidate_selection, frontier, kv_compaction, verification
 from torch import Tensor
 
 from specengine import reference_resident as reference
-from specengine.reference_resident import Found, Frontier, Selection, Walked
+from specengine.reference_resident import Drawn, Found, Frontier, Queues, Selection, Walked
 
 MOST_CANDIDATES = 4096  # of one selection by the kernels; they rank by counting
 
@@ -22,11 +22,34 @@ def select_candidates(logits: Tensor, scores: Tensor, most: int, limit: Tensor, 
     if most > MOST_CANDIDATES or logits.stride(1) != 1 or not candidate_selection.fits(*logits.shape):
         return reference.select_candidates(logits, scores, most, limit, log_gate)
     given = {"budget": limit.clamp(0, most), "log_gate": log_gate}
-    found = candidate_selection.select_candidates(logits, scores.contiguous(), most, **given)
-    # what stands behind the count was never written: it must be an index all the same
-    padding = torch.arange(most, device=logits.device) >= found.count
-    rows, columns = (part.masked_fill(padding, 0) for part in (found.rows, found.tokens))
-    return Selection(rows, columns, found.log_probs, found.scores, found.count)
+    return Selection(*candidate_selection.select_candidates(logits, scores.contiguous(), most, **given)[:5])
+
+
+def step_queues(
+    queues: Queues,
+    found: Selection,
+    frontier: Frontier,
+    ids: Tensor | None,
+    level: Tensor,
+    batch: int,
+    max_depth: int,
+    threshold: float,
+) -> Drawn:
+    if queues.scores.shape[0] > best_first.MOST_BUDGET:
+        return reference.step_queues(queues, found, frontier, ids, level, batch, max_depth, threshold)
+    given = best_first.Queues(*queues), best_first.Candidates(*found), frontier.nodes, frontier.depths, frontier.live
+    options = {"batch": batch, "max_depth": max_depth, "threshold": threshold, "target_ids": ids}
+    return _drawn(best_first.step_queues(*given, level, **options))
+
+
+def fill_queues(queues: Queues) -> Drawn:
+    if queues.scores.shape[0] > best_first.MOST_BUDGET:
+        return reference.fill_queues(queues)
+    return _drawn(best_first.fill_queues(best_first.Queues(*queues)))
+
+
+def _drawn(given: best_first.Drawn) -> Drawn:
+    return Drawn(given.parents, given.tokens, given.log_probs, given.count, Found(given.expand, given.expanded))
 
 
 def hang_nodes(
@@ -75,6 +98,8 @@ def implementations() -> dict[str, Callable[..., Any]]:
     """What `ops` finds here."""
     return {
         "select_candidates": select_candidates,
+        "step_queues": step_queues,
+        "fill_queues": fill_queues,
         "hang_nodes": hang_nodes,
         "choose_rows": choose_rows,
         "walk_down": walk_down,

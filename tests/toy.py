@@ -19,6 +19,8 @@ from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step
 from specengine.models.eagle_head import EagleConfig, EagleHead, head_from, make_head
 from specengine.policies import TreePolicy
+from specengine.policies._ended import AcceptedLevels
+from specengine.policies._levels import Scored
 from specengine.policies.specdecpp import Specdecpp
 from specengine.targets import Target
 from specengine.tree import TokenTree
@@ -155,7 +157,7 @@ HIDDEN_SIZE = 576  # of the states that the shipped SpecDec++ head reads
 def hidden_states(logits: Tensor) -> Tensor:
     """float32 [rows, HIDDEN_SIZE], made of the distributions."""
     probabilities = logits.float().softmax(-1).nan_to_num()
-    return probabilities[:, torch.arange(HIDDEN_SIZE) % logits.shape[1]]
+    return probabilities[:, torch.arange(HIDDEN_SIZE, device=logits.device) % logits.shape[1]]
 
 
 class AnyDraftSpecdecpp(Specdecpp):
@@ -165,6 +167,15 @@ class AnyDraftSpecdecpp(Specdecpp):
         if step.hidden is None or step.hidden.shape[1] != HIDDEN_SIZE:
             step = replace(step, hidden=hidden_states(step.logits))
         return super().grow(tree, frontier, step)
+
+    def levels(self) -> AcceptedLevels:
+        return _AnyDraftLevels(self)
+
+
+class _AnyDraftLevels(AcceptedLevels):
+    def goes_on(self, scored: Scored) -> Tensor:
+        self.states = lambda nodes: hidden_states(scored.logits)
+        return super().goes_on(scored)
 
 
 @dataclass

@@ -10,6 +10,6 @@ kernel costs at least.
     python -m bench.kernels --out FILE         the table, with provenance
 """
 
-from bench.kernels import attention, choice, compaction, selection
+from bench.kernels import attention, choice, compaction, search, selection
 
-WAYS = [*attention.WAYS, *selection.WAYS, *compaction.WAYS, *choice.WAYS]
+WAYS = [*attention.WAYS, *selection.WAYS, *compaction.WAYS, *choice.WAYS, *search.WAYS]

@@ -15,7 +15,7 @@ import torch
 
 import bench.kernels
 from bench.kernels import WAYS
-from bench.kernels.cases import CASES, QUICK, Case, Choice, Selection, kind_of
+from bench.kernels.cases import CASES, QUICK, Case, Choice, Search, Selection, kind_of
 from bench.kernels.inputs import INPUTS
 from bench.kernels.timing import launch_floor, rows_of
 from bench.kernels.way import Way, installed
@@ -39,8 +39,10 @@ def chosen(args: argparse.Namespace) -> Iterator[tuple[Case, list[Way], bool]]:
         ways = [way for way in WAYS if way.kind == kind]
         if args.way:
             ways = [way for way in ways if any(part in way.name for part in args.way)]
-        # the layer's logits were just written where selection or a choice follows; the caches of attention were not
-        for warm in (True, False) if isinstance(case, Selection | Choice) else (False,):
+        # the layer's logits were just written where selection or a choice follows; the caches of attention were not;
+        # queues are never cold
+        either = (True, False) if isinstance(case, Selection | Choice) else (isinstance(case, Search),)
+        for warm in either:
             yield case, ways, warm
 
 

@@ -51,7 +51,15 @@ class Choice:
     sampled: bool = False
 
 
-Case = Attention | Selection | Compaction | Choice
+@dataclass(frozen=True)
+class Search:
+    """A step of a best-first search: `budget` - 1 candidates go into the queues, a batch comes out."""
+
+    budget: int
+    batch: int
+
+
+Case = Attention | Selection | Compaction | Choice | Search
 NODES, PREFIXES = (1, 16, 32, 64, 128, 256), (512, 2048, 4096, 16384, 32768)
 CASES: list[Case] = [
     *(Attention(nodes, prefix) for nodes, prefix in product(NODES, PREFIXES)),
@@ -62,6 +70,7 @@ CASES: list[Case] = [
     *(Compaction(layers, kept) for layers, kept in product((1, 32), (2, 8, 50))),
     *(Choice(nodes, columns, sampled)
       for nodes, columns, sampled in product((1, 16, 64), (49152, 128256), (False, True))),
+    *(Search(budget, batch) for budget, batch in ((12, 4), (60, 10), (256, 32))),
 ]  # fmt: skip
 QUICK: list[Case] = [
     Attention(64, 4096),
@@ -69,6 +78,7 @@ QUICK: list[Case] = [
     Selection(10, 128256, gated=True),
     Compaction(32, 8),
     Choice(64, 128256),
+    Search(60, 10),
 ]
 
 
@@ -92,4 +102,7 @@ def floor_of(case: Case) -> Floor:
         return Floor(case.rows * case.columns * 2, 0)
     if isinstance(case, Choice):
         return Floor(case.nodes * case.columns * 2, 0)
+    if isinstance(case, Search):
+        entry = 3 * 4 + 3 * 8  # read and written: of G a score, of Q two numbers and three of 64 bits
+        return Floor(2 * case.budget * entry + (case.budget - 1) * (2 * 4 + 2 * 8), 0)
     return Floor(2 * 2 * case.layers * case.kv_heads * (case.kept - 1) * case.size * 2, 0)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.cases import Attention, Choice, Compaction, Selection
+from bench.kernels.cases import Attention, Choice, Compaction, Search, Selection
 
 
 class Tree(NamedTuple):
@@ -98,9 +98,34 @@ def row_inputs(case: Choice, device: torch.device) -> Rows:
     return Rows(logits, nodes // 8 + 1000, nodes, (nodes - 1).div(2, rounding_mode="floor").clamp(min=-1), seed, drawn)
 
 
+class Layers(NamedTuple):
+    """A frontier, int64 [batch] x 2 and int32 [1], the tokens of the draft's columns, and two layers of candidates,
+    best first: rows, columns int64 [m], log-probabilities, scores float32 [m], count int32 [1]; levels: int32 [2]."""
+
+    nodes: Tensor
+    depths: Tensor
+    live: Tensor
+    ids: Tensor
+    first: tuple[Tensor, ...]
+    second: tuple[Tensor, ...]
+    levels: Tensor
+
+
+def search_inputs(case: Search, device: torch.device) -> Layers:
+    def layer() -> tuple[Tensor, ...]:
+        rows, columns = (torch.randint(most, (case.budget - 1,), device=device) for most in (case.batch, 32000))
+        scores = (-6.0 * torch.rand(case.budget - 1, device=device)).sort(descending=True).values
+        return rows, columns, scores / 2, scores, torch.full_like(live, case.budget - 1)
+
+    nodes, levels = torch.arange(case.batch, device=device), torch.tensor([1, 2], dtype=torch.int32, device=device)
+    live, ids = torch.full_like(levels[:1], case.batch), torch.randperm(32000, device=device)
+    return Layers(nodes, nodes // 4, live, ids, layer(), layer(), levels)
+
+
 INPUTS: dict[str, Callable[..., Any]] = {
     "attention": tree_inputs,
     "selection": layer_inputs,
     "compaction": slab_inputs,
     "choice": row_inputs,
+    "search": search_inputs,
 }

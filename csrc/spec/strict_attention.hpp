@@ -135,25 +135,50 @@ class StrictHead {
   std::vector<float> keys_, values_, own_keys_, scores_, query_, sums_;
 };
 
-// query, out: [heads * groups, rows, size]; mask: [rows, slots] of 0 or 1, or null where every row sees every slot.
-template <typename T>
-void strict_attention(const AttentionShape& shape, const T* query, const T* keys, const T* values,
-                      const uint8_t* mask, T* out) {
-  std::vector<std::vector<int64_t>> visible(static_cast<size_t>(shape.rows));
-  int64_t shared = shape.slots;
-  for (int64_t row = 0; row < shape.rows; ++row) {
+// The slots that each row sees, ascending; a row without any gives 0.
+using VisibleSlots = std::vector<std::vector<int64_t>>;
+
+// mask: [rows, slots] of 0 or 1, or null where every row sees every slot.
+inline VisibleSlots visible_by_mask(int64_t rows, int64_t slots, const uint8_t* mask) {
+  VisibleSlots visible(static_cast<size_t>(rows));
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t slot = 0; slot < slots; ++slot)
+      if (mask == nullptr || mask[row * slots + slot]) visible[static_cast<size_t>(row)].push_back(slot);
+  return visible;
+}
+
+// Of each of the first `live` rows: the slots before `prefix`, then prefix + nodes[j] for j < counts.
+// nodes: [rows, columns], ascending.
+inline VisibleSlots visible_by_paths(int64_t rows, int64_t columns, const int32_t* nodes, const int32_t* counts,
+                                     int64_t prefix, int64_t live) {
+  VisibleSlots visible(static_cast<size_t>(rows));
+  for (int64_t row = 0; row < std::min(rows, live); ++row) {
     auto& slots = visible[static_cast<size_t>(row)];
-    for (int64_t slot = 0; slot < shape.slots; ++slot)
-      if (mask == nullptr || mask[row * shape.slots + slot]) slots.push_back(slot);
+    for (int64_t slot = 0; slot < prefix; ++slot) slots.push_back(slot);
+    for (int64_t j = 0; j < counts[row]; ++j) slots.push_back(prefix + nodes[row * columns + j]);
+  }
+  return visible;
+}
+
+// query, out: [heads * groups, rows, size].
+template <typename T>
+void strict_attention(AttentionShape shape, const T* query, const T* keys, const T* values,
+                      const VisibleSlots& visible, T* out) {
+  int64_t shared = shape.slots, end = 0;
+  for (const auto& slots : visible) {
+    if (slots.empty()) continue;
     int64_t leading = 0;
     while (leading < static_cast<int64_t>(slots.size()) && slots[static_cast<size_t>(leading)] == leading) ++leading;
     shared = std::min(shared, leading);
+    end = std::max(end, slots.back() + 1);
   }
+  shape.slots = end;  // what stands behind is not read
   StrictHead head(shape.slots, shape.size);
   for (int64_t h = 0; h < shape.heads; ++h) {
     head.read(keys + h * shape.key_head, shape.key_row, values + h * shape.value_head, shape.value_row);
     for (int64_t row = 0; row < shape.rows; ++row) {
-      head.look(visible[static_cast<size_t>(row)], shared);
+      const auto& slots = visible[static_cast<size_t>(row)];
+      head.look(slots, std::min(shared, static_cast<int64_t>(slots.size())));
       for (int64_t g = 0; g < shape.groups; ++g) {
         const int64_t place = ((h * shape.groups + g) * shape.rows + row) * shape.size;
         head.attend(query + place, shape.scale, out + place);

@@ -12,8 +12,10 @@
 #include "spec/candidates.hpp"
 #include "spec/classifier.hpp"
 #include "spec/compaction.hpp"
+#include "spec/decisions.hpp"
 #include "spec/entropy.hpp"
 #include "spec/gumbel.hpp"
+#include "spec/strict_attention.hpp"
 #include "spec/top_children.hpp"
 #include "spec/tree.hpp"
 #include "tests/check.hpp"
@@ -350,6 +352,59 @@ void test_classifier() {
   }
 }
 
+void test_decisions() {
+  const spec::BeamWindow window{2, 2, 6, 5, 2, -9.0f, -7.0f};  // the level behind the first, and a vacant place
+  const float scores[] = {0.0f, -1.0f, -2.0f, -3.0f, -8.0f, -5.0f};
+  const int64_t depths[] = {0, 1, 1, 2, 2, 2};
+  std::vector<float> seen(9, NAN);
+  spec::beam_observation(window, scores, depths, 6, 0.5f, 0.25f, seen.data());
+  check(seen == std::vector<float>{-3, -7, -5, -9, -9, 0.5f, 0.5f, 0.25f, 0.25f}, "observation", 0);
+  for (const bool tanh : {false, true})
+    for (const int64_t hidden : {1, 16, 37}) {
+      const auto first = random_scores(hidden * 9, false, false), bias = random_scores(hidden, false, false),
+                 last = random_scores(hidden * 3, false, false), rest = random_scores(3, false, false);
+      std::vector<double> out(3);
+      for (int64_t action = 0; action < 3; ++action) {
+        out[action] = rest[action];
+        for (int64_t unit = 0; unit < hidden; ++unit) {
+          double value = bias[unit];
+          for (int64_t i = 0; i < 9; ++i) value += static_cast<double>(first[unit * 9 + i]) * seen[i];
+          out[action] += last[action * hidden + unit] * (tanh ? std::tanh(value) : std::max(value, 0.0));
+        }
+      }
+      const int64_t action = spec::best_action({9, hidden, 3}, {first.data(), bias.data(), last.data(), rest.data()},
+                                               tanh, seen.data());
+      check(out[action] >= *std::max_element(out.begin(), out.end()) - 1e-3, "action", hidden);
+    }
+}
+
+// Rows along paths, against the same rows by a mask; the cache ends with the last slot that is seen.
+void test_strict_attention() {
+  const int64_t heads = 2, groups = 3, rows = 4, columns = 2, live = 3, size = 20;
+  for (const int64_t prefix : {0, 5, 70}) {
+    const int64_t slots = prefix + 3;
+    const int32_t nodes[] = {0, -7, 0, 1, 0, 2, -7, -7}, counts[] = {1, 2, 2, -7};
+    std::vector<uint8_t> mask(static_cast<size_t>(rows * slots), 0);
+    for (int64_t row = 0; row < live; ++row) {
+      std::fill_n(mask.begin() + row * slots, prefix, 1);
+      for (int64_t j = 0; j < counts[row]; ++j) mask[row * slots + prefix + nodes[row * columns + j]] = 1;
+    }
+    const auto query = random_scores(heads * groups * rows * size, false, false),
+               keys = random_scores(heads * slots * size, false, false),
+               values = random_scores(heads * slots * size, false, false);
+    const spec::AttentionShape shape{heads, groups, rows, slots, size, slots * size, size, slots * size, size, 0.3f};
+    std::vector<float> out(query.size(), NAN), wanted(query.size(), NAN);
+    const auto attend = [&](const spec::VisibleSlots& visible, std::vector<float>& to) {
+      spec::strict_attention(shape, query.data(), keys.data(), values.data(), visible, to.data());
+    };
+    attend(spec::visible_by_mask(rows, slots, mask.data()), wanted);
+    attend(spec::visible_by_paths(rows, columns, nodes, counts, prefix, live), out);
+    check(out == wanted && out[3 * size] == 0.0f, "strict attention", prefix);
+    attend(spec::visible_by_paths(rows, columns, nodes, counts, prefix, 0), out);
+    check(std::all_of(out.begin(), out.end(), [](float value) { return value == 0.0f; }), "no live row", prefix);
+  }
+}
+
 // Every candidate ever pushed with its number, instead of arrays.
 struct Known {
   float score, log_prob;
@@ -475,6 +530,8 @@ int main() {
   test_top_entropy<float>("top_entropy float32");
   test_top_entropy<uint16_t>("top_entropy bfloat16");
   test_classifier();
+  test_decisions();
+  test_strict_attention();
   test_best_first();
   test_compact_rows();
   return verdict();

@@ -188,6 +188,10 @@ class CapturedEagle(Eagle):
         rows.write(tokens, positions, words, spare=self.spare, **where)
         return self._pass(rows)[0]
 
+    def resident_states(self, nodes: Tensor) -> Tensor:
+        """The hidden states, [n, hidden size], of nodes that passes were run from; the root's is that of row 0."""
+        return self._states.index_select(0, nodes)
+
     def resident_accept(self, features: Tensor | None, path: Tensor) -> None:
         """Take the features of accepted nodes, [nodes, features * hidden size]; path: int64 [n], padded."""
         if features is None:

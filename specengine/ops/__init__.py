@@ -13,22 +13,23 @@ from specengine.ops._backends import VARIABLE, Backend, backends
 from specengine.ops.caches import (
     cached_attention,
     compact_kv,
+    order_paths,
     pack_mask,
     rope_store,
     strict_attention,
+    strict_cached_attention,
     tree_attention,
 )
 from specengine.ops.choices import choose_tokens, keyed_gumbel_argmax, walk
+from specengine.ops.decisions import beam_observation, best_action
 from specengine.ops.resident import (
     choose_rows,
     fill_queues,
     hang_nodes,
     move_rows,
-    pop_queues,
-    push_queues,
     select_candidates,
     select_nodes,
-    start_queues,
+    step_queues,
     take_subtree,
     walk_down,
 )
@@ -44,7 +45,7 @@ from specengine.ops.selection import (
     top_entropy,
 )
 from specengine.ops.trees import ancestor_words, append_nodes, subtree, tree_mask
-from specengine.reference import LARGEST, MASK64, WORD_BITS, Candidates, Popped, philox4x32, philox_uniform
+from specengine.reference import LARGEST, MASK64, WORD_BITS, Candidates, Paths, Popped, philox4x32, philox_uniform
 from specengine.reference_resident import Drawn, Found, Frontier, Queues, Selection, Walked
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "Drawn",
     "Found",
     "Frontier",
+    "Paths",
     "Popped",
     "Queues",
     "Selection",
@@ -65,6 +67,8 @@ __all__ = [
     "ancestor_words",
     "append_nodes",
     "backends",
+    "beam_observation",
+    "best_action",
     "best_candidates",
     "best_first",
     "cached_attention",
@@ -78,17 +82,17 @@ __all__ = [
     "keyed_gumbel_argmax",
     "mlp",
     "move_rows",
+    "order_paths",
     "pack_mask",
     "philox4x32",
     "philox_uniform",
-    "pop_queues",
-    "push_queues",
     "rope_store",
     "select_best",
     "select_candidates",
     "select_nodes",
-    "start_queues",
+    "step_queues",
     "strict_attention",
+    "strict_cached_attention",
     "subtree",
     "take_subtree",
     "top_children",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specengine.errors import InputError
 from specengine.ops._backends import describe, implementation
+from specengine.reference import Paths
 
 
 def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
@@ -128,3 +129,33 @@ def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     if mask is not None and (mask.dtype is not torch.bool or mask.shape != (rows, key.shape[1])):
         raise InputError(f"mask: bool [{rows}, {key.shape[1]}] is needed, got {describe(mask)}")
     return implementation("strict_attention", query.device.type)(query, key, value, mask, scale)
+
+
+def order_paths(words: Tensor) -> Paths:
+    """The nodes that each row's words name, in the order of their bits; made once per forward.
+
+    words: int64 [n, w], bit j % 64 of word j // 64: the row sees node j. Returns nodes int32 [n, 64 * w], ascending,
+    and how many count, int32 [n]. No host read, so it can be captured.
+    """
+    if words.dtype is not torch.int64 or words.dim() != 2:
+        raise InputError(f"words: int64 [n, words] is needed, got {describe(words)}")
+    return implementation("order_paths", words.device.type)(words)
+
+
+def strict_cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
+) -> Tensor:
+    """As `cached_attention`, with what `strict_attention` promises: sums go over fixed chunks of absolute positions,
+    the j-th node of a row's path having position prefix + j, so that the tree around a row changes no bit of it.
+
+    paths: of the rows, by `order_paths`; prefix, live: int32 [1] on the device. No host read, so it can be captured.
+    """
+    heads, rows, _ = query.shape
+    if key.shape != value.shape or heads % key.shape[0] or not query.dtype is key.dtype is value.dtype:
+        raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}")
+    if any(part.dtype is not torch.int32 or len(part) != rows for part in paths) or paths.nodes.dim() != 2:
+        raise InputError(f"paths: int32 [{rows}, most], int32 [{rows}] are needed, got {describe(*paths)}")
+    if any(number.dtype is not torch.int32 or number.shape != (1,) for number in (prefix, live)):
+        raise InputError(f"prefix, live: int32 [1] each is needed, got {describe(prefix, live)}")
+    run = implementation("strict_cached_attention", query.device.type)
+    return run(query, key, value, paths, prefix, live, scale)

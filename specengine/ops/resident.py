@@ -38,26 +38,32 @@ def select_candidates(logits: Tensor, scores: Tensor, most: int, limit: Tensor, 
     return implementation("select_candidates", logits.device.type)(logits, scores, most, limit, log_gate)
 
 
-def start_queues(budget: int, device: torch.device) -> Queues:
-    """The queues of a best-first search with the root in G, as `best_first` makes them."""
-    return implementation("start_queues", device.type)(budget, device)
+def step_queues(
+    queues: Queues,
+    found: Selection,
+    frontier: Frontier,
+    ids: Tensor | None,
+    level: Tensor,
+    batch: int,
+    max_depth: int,
+    threshold: float,
+) -> Drawn:
+    """As `BestFirst.push` of what was found under the frontier, then as `BestFirst.pop`; changes `queues`.
 
-
-def push_queues(
-    queues: Queues, parents: Tensor, depths: Tensor, tokens: Tensor, log_probs: Tensor, scores: Tensor
-) -> Queues:
-    """As `BestFirst.push`; -inf is padding. depths: of the nodes themselves. int64 [m] x 3, float32 [m] x 2."""
-    given = parents, depths, tokens, log_probs, scores
-    if any(part.shape != scores.shape for part in given) or scores.dtype is not torch.float32 or scores.dim() != 1:
-        raise InputError(f"candidates: int64 [m] x 3, float32 [m] x 2 are needed, got {describe(*given)}")
-    return implementation("push_queues", scores.device.type)(queues, *given)
-
-
-def pop_queues(queues: Queues, batch: int, max_depth: int, going: Tensor) -> tuple[Queues, Drawn]:
-    """As `BestFirst.pop`; nothing is drawn where `going`, bool [1], is false."""
-    if going.dtype is not torch.bool or going.shape != (1,) or batch < 1 or max_depth < 1:
-        raise InputError(f"going: bool [1] is needed, got {describe(going)}")
-    return implementation("pop_queues", going.device.type)(queues, batch, max_depth, going)
+    At `level`, int32 [1], 1 the queues begin anew. Where the frontier is empty nothing changes and nothing is drawn;
+    where the mass is below `threshold` nothing is to be drafted from. found: scores descend and are not NaN; ids:
+    int64 [draft vocabulary], the tokens of its columns, or None where they are the columns.
+    """
+    budget, count = queues.scores.shape[0], found.scores.shape
+    if any(part.shape != count for part in found[:4]) or found.scores.dtype is not torch.float32 or len(count) != 1:
+        raise InputError(f"found: int64 [m] x 2, float32 [m] x 2 are needed, got {describe(*found[:4])}")
+    if any(part.shape != (budget,) for part in queues) or not _are_numbers(found.live, frontier.live, level):
+        given = describe(*queues, found.live, frontier.live, level)
+        raise InputError(f"queues, live, level: [budget] x 6, int32 [1] x 3 are needed, got {given}")
+    if batch < 1 or max_depth < 1:
+        raise InputError(f"batch, max_depth: 1 or more are needed, got {batch}, {max_depth}")
+    run = implementation("step_queues", level.device.type)
+    return run(queues, found, frontier, ids, level, batch, max_depth, threshold)
 
 
 def fill_queues(queues: Queues) -> Drawn:

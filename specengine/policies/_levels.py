@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +24,14 @@ class Levels(ABC):
     width       nodes drafted from in one pass, at most
     passes      draft passes per tree, at most
     ends_early  whether a tree may end before that: then its frontier is empty
+    states      gives the draft's hidden states of nodes that it has run, int64 [n] to [n, hidden size]; None where the
+                draft has none
     """
 
     width: int
     passes: int
     ends_early: bool
+    states: Callable[[Tensor], Tensor] | None = None
 
     @abstractmethod
     def grow(
@@ -54,6 +58,27 @@ class NoLevels(Levels):
         return frontier
 
 
+class Scored(NamedTuple):
+    """A level of a beam just scored, whose nodes are in the tree in a moment.
+
+    frontier, logits: the nodes drafted from, and of each a row, [rows, draft vocabulary]; paths: float32 [rows *
+    children], path log-probabilities of their children; beam: the best of these; passes: int32 [1], so far.
+    """
+
+    tree: DeviceTree
+    frontier: ops.Frontier
+    logits: Tensor
+    paths: Tensor
+    beam: ops.Found
+    passes: Tensor
+
+    @property
+    def scores(self) -> Tensor:
+        """float32 [width]: path log-probabilities of the beam, -inf for padding."""
+        padding = torch.arange(len(self.beam.indices), device=self.paths.device) >= self.beam.live
+        return self.paths.index_select(0, self.beam.indices).masked_fill(padding, -math.inf)
+
+
 class BeamLevels(Levels):
     """EAGLE-2's beam: `width` children of each node, the best `width` of which are drafted from."""
 
@@ -67,12 +92,46 @@ class BeamLevels(Levels):
     ) -> ops.Frontier:
         log_probs, columns = ops.top_children(logits, self.width)
         parents = frontier.nodes[:, None].expand_as(columns).reshape(-1)
-        tokens, edges = _target_ids(columns.reshape(-1), ids), log_probs.reshape(-1)
+        tokens, edges = target_ids(columns.reshape(-1), ids), log_probs.reshape(-1)
         count = frontier.live * columns.shape[1]
         paths = (frontier.scores[:, None] + log_probs).reshape(-1)
         beam = ops.select_nodes(paths, count, self.width)
-        drafted = beam.live * (level < self.passes)
+        drafted = beam.live * self.goes_on(Scored(tree, frontier, logits, paths, beam, level))
         return tree.add(parents, tokens, edges, count, ops.Found(beam.indices, drafted))
+
+    def goes_on(self, scored: Scored) -> Tensor:
+        """Whether the beam is drafted from: bool [1]."""
+        return scored.passes < self.passes
+
+
+class FixedLevels(Levels):
+    """A tree of one shape: each node of a level has as many children as `branching` says of that level."""
+
+    ends_early = False
+
+    def __init__(self, branching: tuple[int, ...]) -> None:
+        sizes = [math.prod(branching[:depth]) for depth in range(len(branching) + 1)]
+        self.width, self.passes = max(sizes[:-1]), len(branching)
+        self._widest, self._most = max(sizes), max(branching)
+        self._branching = torch.tensor(branching, dtype=torch.int32)
+
+    def grow(
+        self, tree: DeviceTree, frontier: ops.Frontier, logits: Tensor, ids: Tensor | None, level: Tensor
+    ) -> ops.Frontier:
+        if self._branching.device != logits.device:
+            self._branching = self._branching.to(logits.device)
+        log_probs, columns = ops.top_children(logits, self._most)
+        rows, children = columns.shape
+        at = (level.long() - 1).clamp(0, self.passes - 1)
+        each = self._branching.index_select(0, at).clamp(max=children)
+        entry = torch.arange(min(rows * children, self._widest), device=logits.device)
+        row = (entry // each).clamp(max=rows - 1)  # beyond the frontier's children it is padding
+        place = row * children + entry % each
+        tokens, edges = (part.reshape(-1).index_select(0, place) for part in (columns, log_probs))
+        count = frontier.live * each
+        expand = ops.Found(torch.arange(self.width, device=logits.device), count * (level < self.passes))
+        parents = frontier.nodes.index_select(0, row)
+        return tree.add(parents, target_ids(tokens, ids), edges, count, expand)
 
 
 class GatedLevels(Levels):
@@ -100,7 +159,7 @@ class GatedLevels(Levels):
         nodes = torch.arange(self.width, device=logits.device)
         expand = ops.Found(nodes, found.live * goes_on)
         parents = frontier.nodes.index_select(0, found.rows)
-        return tree.add(parents, _target_ids(found.columns, ids), found.log_probs, found.live, expand)
+        return tree.add(parents, target_ids(found.columns, ids), found.log_probs, found.live, expand)
 
 
 class BestFirstLevels(Levels):
@@ -113,29 +172,18 @@ class BestFirstLevels(Levels):
         self._budget, self._batch, self._threshold, self._fill = budget, batch, threshold, fill
         self._depth = budget if max_depth is None else max_depth
         self._queues: ops.Queues | None = None
+        self._most, self._no_gate = torch.tensor([budget - 1], dtype=torch.int32), torch.tensor([-math.inf])
 
     def grow(
         self, tree: DeviceTree, frontier: ops.Frontier, logits: Tensor, ids: Tensor | None, level: Tensor
     ) -> ops.Frontier:
-        fresh = ops.start_queues(self._budget, logits.device)
         if self._queues is None:
-            self._queues = fresh
-        going = frontier.live > 0
-        begins = (level == 1) & going
-        known = (torch.where(begins, new, old) for new, old in zip(fresh, self._queues, strict=True))
-        no_gate = torch.full((1,), -math.inf, device=logits.device)
-        limit = torch.full_like(tree.size, self._budget - 1)
-        found = ops.select_candidates(logits, frontier.scores, self._budget - 1, limit, no_gate)
-        parents, depths = (part.index_select(0, found.rows) for part in (frontier.nodes, frontier.depths))
-        padding = torch.arange(self._budget - 1, device=logits.device) >= found.live
-        scores = found.scores.masked_fill(padding, -math.inf)
-        tokens = _target_ids(found.columns, ids)
-        queues = ops.push_queues(ops.Queues(*known), parents, depths + 1, tokens, found.log_probs, scores)
-        queues, drawn = ops.pop_queues(queues, self._batch, self._depth, going)
-        for into, values in zip(self._queues, queues, strict=True):
-            into.copy_(values)
-        expand = ops.Found(drawn.expand.indices[: self.width], drawn.expand.live * (drawn.mass >= self._threshold))
-        return tree.add(drawn.parents, drawn.tokens, drawn.log_probs, drawn.live, expand)
+            self._queues = ops.Queues.start(self._budget, logits.device)
+            self._most, self._no_gate = (number.to(logits.device) for number in (self._most, self._no_gate))
+        found = ops.select_candidates(logits, frontier.scores, self._budget - 1, self._most, self._no_gate)
+        how = self._batch, self._depth, self._threshold
+        drawn = ops.step_queues(self._queues, found, frontier, ids, level, *how)
+        return tree.add(drawn.parents, drawn.tokens, drawn.log_probs, drawn.live, drawn.expand)
 
     def finish(self, tree: DeviceTree) -> None:
         if self._fill and self._queues is not None:
@@ -171,9 +219,9 @@ class ClassifiedLevels(Levels):
         goes_on = (level < policy.max_depth) & (tree.size + count < policy.hard_cap)
         expand = ops.Found(torch.arange(self.width, device=logits.device), count * goes_on)
         parents = frontier.nodes.index_select(0, chosen // log_probs.shape[1])
-        tokens, edges = _target_ids(columns.reshape(-1)[chosen], ids), log_probs.reshape(-1)[chosen]
+        tokens, edges = target_ids(columns.reshape(-1)[chosen], ids), log_probs.reshape(-1)[chosen]
         return tree.add(parents, tokens, edges, count, expand)
 
 
-def _target_ids(columns: Tensor, ids: Tensor | None) -> Tensor:
+def target_ids(columns: Tensor, ids: Tensor | None) -> Tensor:
     return columns if ids is None else ids.index_select(0, columns)

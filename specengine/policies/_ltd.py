@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from specengine import ops
 from specengine.errors import InputError
 from specengine.models.files import atomic
 from specengine.policies import require
@@ -28,7 +28,7 @@ from specengine.policies._classifier import METADATA, check_state
 FORMAT = 1
 FOLDER = Path(__file__).parent / "networks" / "smollm2-135m-instruct"  # what ships, and for which target
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}
-DEPTH_REPEATS, SIZE_REPEATS = 14, 29  # of the context's length and of the number of expansions in an observation
+REPEATS = {"depth": 14, "size": 29}  # of the context's length and of the number of expansions in an observation
 STOP, GO_ON = 0, 1
 
 
@@ -77,8 +77,8 @@ class Shape:
     @property
     def inputs(self) -> dict[str, int]:
         return {
-            "depth": self.width**2 + 2 * DEPTH_REPEATS,
-            "size": self.candidates + 2 * SIZE_REPEATS,
+            "depth": self.width**2 + 2 * REPEATS["depth"],
+            "size": self.candidates + 2 * REPEATS["size"],
         }
 
     @property
@@ -97,7 +97,8 @@ class Networks(nn.Module):
         self.shape, self.activation = shape, activation
         self.depth = perceptron(shape.inputs["depth"], hidden["depth"], shape.outputs["depth"], activation)
         self.size = perceptron(shape.inputs["size"], hidden["size"], shape.outputs["size"], activation)
-        self._act = torch.tanh if activation == "tanh" else torch.relu
+
+        self._parameters_of = {name: list(getattr(self, name).parameters()) for name in ("depth", "size")}
 
     @property
     def hidden(self) -> dict[str, list[int]]:
@@ -108,18 +109,17 @@ class Networks(nn.Module):
         return _layers(self.depth)[0].weight.device
 
     def goes_on(self, observation: Tensor, expansions: int) -> bool:
-        return int(self.actions("depth", observation)) == GO_ON
+        return self._best("depth", observation) == GO_ON
 
     def choose_size(self, observation: Tensor) -> int:
-        return int(self.actions("size", observation))
+        return self._best("size", observation)
+
+    def _best(self, name: str, observation: Tensor) -> int:
+        return ops.best_action(observation, self._parameters_of[name], self.activation)
 
     def actions(self, name: str, observations: Tensor) -> Tensor:
         """The best actions of network `name`, int64 [...], for float32 [..., inputs]."""
-        values = observations
-        *hidden, last = _layers(getattr(self, name))
-        for layer in hidden:  # without nn.Module's call, which takes longer than these products
-            values = self._act(linear(values, layer.weight, layer.bias))
-        return linear(values, last.weight, last.bias).argmax(-1)
+        return getattr(self, name)(observations).argmax(-1)
 
 
 def perceptron(inputs: int, hidden: Sequence[int], outputs: int, activation: str) -> nn.Sequential:

@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from specengine.drafters import Step
 from specengine.policies import require
 from specengine.policies._beam import Beam
+from specengine.policies._ended import StoppedBeamLevels
+from specengine.policies._levels import Scored
 from specengine.tree import TokenTree
 
 
@@ -38,6 +41,17 @@ class Ddd(Beam):
         require("ddd", "threshold", self.threshold, "a number", not math.isnan(self.threshold))
 
     def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
-        if tree.passes - 1 not in self.checks:
-            return False
-        return float(tree.path_log_probs[beam].logsumexp(0)) < self.threshold
+        return tree.passes - 1 in self.checks and bool(self.is_lost(tree.path_log_probs[beam]))
+
+    def levels(self) -> StoppedBeamLevels:
+        return StoppedBeamLevels(self.width, self.expansions + 1, self._ends)
+
+    def is_lost(self, scores: Tensor) -> Tensor:
+        """Whether the answer has probably left a beam of these path log-probabilities: bool []."""
+        return scores.double().logsumexp(0) < self.threshold
+
+    def _ends(self, scored: Scored) -> Tensor:
+        asked = torch.zeros_like(scored.passes, dtype=torch.bool)
+        for check in self.checks:
+            asked = asked | (scored.passes == check + 1)
+        return asked & self.is_lost(scored.scores)

@@ -12,6 +12,8 @@ from specengine.drafters import Step
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
 from specengine.policies._classifier import Classifier
+from specengine.policies._ended import StoppedBeamLevels
+from specengine.policies._levels import Scored
 from specengine.tree import TokenTree
 
 
@@ -49,3 +51,17 @@ class Disco(Beam):
         net, facts = self._learned.on(row.device)
         depth = tree.passes - 1 + facts["depth_base"]
         return ops.classify_row(row, facts["top"], depth, net.parts, step.normalized) < self.threshold
+
+    def levels(self) -> StoppedBeamLevels:
+        return StoppedBeamLevels(self.width, self.expansions + 1, self._ends)
+
+    def _ends(self, scored: Scored) -> Tensor:
+        """The same without a read: the network's features, one by one."""
+        children = len(scored.paths) // len(scored.logits)
+        best = scored.beam.indices.index_select(0, scored.scores.argmax(0, keepdim=True))
+        row = scored.logits.index_select(0, best // children)
+        net, facts = self._learned.on(row.device)
+        probabilities = ops.top_children(row, _classifier.TOP_PROBS)[0].exp()
+        entropy = ops.top_entropy(row, facts["top"])
+        features = _classifier.disco_features(probabilities, entropy, scored.passes, facts["depth_base"])
+        return net(features[0]).double() < self.threshold

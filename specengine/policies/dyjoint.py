@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specengine.policies._chain import StoppedChain
+from specengine.policies._chain import Number, StoppedChain
 
 
 @dataclass
@@ -19,5 +19,5 @@ class DyJoint(StoppedChain):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {"c2t-table7": {}}
 
-    def score(self, edge: float, path: float) -> float:
+    def score(self, edge: Number, path: Number) -> Number:
         return path

@@ -13,6 +13,7 @@ from torch import Tensor
 from specengine.cycle import Cycle
 from specengine.drafters import Step
 from specengine.policies import TreePolicy, require
+from specengine.policies._ended import BranchedLevels
 from specengine.tree import TokenTree
 
 LEAST_HISTORY = 5  # cycles
@@ -104,17 +105,16 @@ class DynaTree(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
         log_probs, tokens = step.best_children(self.branch_max)
         paths = tree.path_log_probs[frontier][:, None] + log_probs
-        chosen = self._within_branch(tree, log_probs) & (log_probs > -math.inf)
-        if self.prune == "leaf":
-            likely = paths >= _log(self.least)
-            if tree.passes == 1:
-                likely[:, 0] = True
-            chosen &= likely
+        chosen = self.chosen(log_probs, paths, tree.passes == 1)
         row, place = chosen.nonzero(as_tuple=True)  # by parent, best first: the order of the paper's queue
         room = self.capacity - tree.size
         row, place = row[:room], place[:room]
         nodes = tree.add(frontier[row], tokens[row, place], log_probs[row, place])
-        return nodes[self._expandable(tree, nodes)] if tree.size < self.capacity else nodes[:0]
+        expandable = self.expandable(tree.depths[nodes], tree.path_log_probs[nodes])
+        return nodes[expandable] if tree.size < self.capacity else nodes[:0]
+
+    def levels(self) -> BranchedLevels | None:
+        return None if self.history else BranchedLevels(self)
 
     def observe(self, cycle: Cycle) -> None:
         height = int(cycle.tree.depths.max())
@@ -126,20 +126,29 @@ class DynaTree(TreePolicy):
             self._since = 0
             self._adjust(sum(self._rates) / len(self._rates) - self.target)
 
-    def _within_branch(self, tree: TokenTree, log_probs: Tensor) -> Tensor:
-        """Which of the best children belong to the node's branches, bool [rows, places]."""
-        if tree.passes == 1 and self.root == "paper":
-            return (torch.arange(log_probs.shape[1], device=log_probs.device) < 1)[None].expand_as(log_probs)
+    @property
+    def lowest(self) -> float:
+        """The path probability below which nothing is drafted from."""
+        return max(self.stop, self.least) if self.prune == "expand" else self.stop
+
+    def chosen(self, log_probs: Tensor, paths: Tensor, first: bool | Tensor) -> Tensor:
+        """Which of the best children become nodes, bool [rows, places], by the log-probabilities of their edges and
+        paths; first: whether the root is their parent, bool [1] on the device."""
+        place = torch.arange(log_probs.shape[1], device=log_probs.device)
         sure, unsure = log_probs[:, :1] >= math.log(self._high), log_probs[:, :1] < math.log(self.low)
         counts = torch.full_like(sure, self.branch_mid, dtype=torch.int64)
         counts = counts.masked_fill(sure, self.branch_min).masked_fill(unsure, self.branch_max)
-        return torch.arange(log_probs.shape[1], device=log_probs.device) < counts
+        chosen = (place < counts) & (log_probs > -math.inf)
+        if self.root == "paper":
+            chosen &= (place < 1) | (first ^ True)
+        if self.prune == "leaf":
+            chosen &= (paths >= _log(self.least)) | ((place < 1) & first)
+        return chosen
 
-    def _expandable(self, tree: TokenTree, nodes: Tensor) -> Tensor:
-        depths, paths = tree.depths[nodes] - 1, tree.path_log_probs[nodes]
-        lowest = max(self.stop, self.least) if self.prune == "expand" else self.stop
-        shallow = (depths < round(self._base_depth)) | (paths >= _log(self._deep))
-        return (depths < self.max_depth) & (paths >= _log(lowest)) & shallow
+    def expandable(self, depths: Tensor, paths: Tensor) -> Tensor:
+        """Which nodes are drafted from, by their depths, 1 for the root's children, and path log-probabilities."""
+        shallow = (depths <= round(self._base_depth)) | (paths >= _log(self._deep))
+        return (depths <= self.max_depth) & (paths >= _log(self.lowest)) & shallow
 
     def _adjust(self, excess: float) -> None:
         if self.law == "banded":

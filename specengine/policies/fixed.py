@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specengine.drafters import Step
 from specengine.policies import TreePolicy, require
+from specengine.policies._levels import FixedLevels
 from specengine.tree import TokenTree
 
 
@@ -32,3 +33,6 @@ class Fixed(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
         nodes = step.add_best_children(tree, frontier, self.branching[tree.passes - 1])
         return nodes if tree.passes < len(self.branching) else nodes[:0]
+
+    def levels(self) -> FixedLevels:
+        return FixedLevels(self.branching)

@@ -14,11 +14,11 @@ from specengine.cycle import Cycle
 from specengine.drafters import Step
 from specengine.policies import _ltd, require
 from specengine.policies._beam import Beam
-from specengine.policies._ltd import DEPTH_REPEATS, SIZE_REPEATS, Networks, Shape
+from specengine.policies._ltd import REPEATS, Networks, Shape
+from specengine.reference import lay_out
 from specengine.tree import TokenTree
 
 CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0
-LOWEST = -1e4  # finite, so that an impossible candidate does not silence a network
 
 
 class Decisions(Protocol):
@@ -95,13 +95,13 @@ class Ltd(Beam):
         done, shape = tree.passes - 1, self._shape
         if self.depth is not None or not shape.asks(done):
             return False
-        observation = depth_observation(candidates(tree, shape), self._context, done, shape)
+        observation = observed("depth", tree, self._context, done, shape)
         return not self._deciding(tree).goes_on(observation, done)
 
     def keep(self, tree: TokenTree) -> Tensor:
         size, shape = self.size, self._shape
         if size is None:
-            observation = size_observation(candidates(tree, shape), self._context, tree.passes - 1, shape)
+            observation = observed("size", tree, self._context, tree.passes - 1, shape)
             size = shape.sizes[self._deciding(tree).choose_size(observation)]
         return ops.select_best(tree.path_log_probs, 1 + size)
 
@@ -112,38 +112,39 @@ class Ltd(Beam):
         return decisions
 
 
-def candidates(tree: TokenTree, shape: Shape) -> Tensor:
-    """float32 [shape.candidates]: path log-probabilities in the order of creation, each level from its own place on.
-
-    A level holds parents by children, row-major, and has room for width (the first) or width**2 of them; where the
-    draft proposed fewer, they stand together at its beginning. Vacant places hold the pad.
-    """
-    return laid_out(tree.path_log_probs[1:], tree.depths[1:], shape)
+def observed(which: str, tree: TokenTree, context: int, expansions: int, shape: Shape) -> Tensor:
+    """What network `which` sees of a running beam: depth_observation or size_observation of its candidates."""
+    repeats, grown = REPEATS[which], shape.grown(expansions)
+    return ops.beam_observation(
+        tree.path_log_probs,
+        tree.depths,
+        shape.width,
+        pad=shape.pad,
+        shown=(shape.grown(expansions - 1) if which == "depth" and expansions else 0, grown),
+        room=shape.inputs[which] - 2 * repeats,
+        facts=(context / CONTEXT_UNIT, expansions / EXPANSIONS_UNIT),
+        repeats=repeats,
+    )
 
 
 def laid_out(scores: Tensor, depths: Tensor, shape: Shape) -> Tensor:
-    """As `candidates`, of path log-probabilities float32 [m] and their depths int64 [m], ascending."""
-    scores = scores.clamp(min=shape.pad if shape.pad < 0 else LOWEST)
-    vacant = shape.candidates - len(scores)
-    if not len(scores) or len(scores) == shape.grown(int(depths[-1]) - 1):
-        return pad(scores, (0, vacant), value=shape.pad)
-    first = torch.searchsorted(depths, depths)
-    start = (depths > 1) * shape.width + (depths - 2).clamp(min=0) * shape.width**2
-    laid = torch.full((shape.candidates,), shape.pad, device=scores.device)
-    laid[start + torch.arange(len(depths), device=depths.device) - first] = scores
-    return laid
+    """float32 [shape.candidates]: the candidates' path log-probabilities, each level from its own place on.
+
+    scores: float32 [m], in the order of creation; depths: int64 [m], ascending from 1.
+    """
+    return lay_out(scores, depths, shape.width, shape.candidates, shape.pad)
 
 
 def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:
     """float32 [..., width**2 + 28]: the last level's candidates, the context's length, the number of expansions.
 
-    laid: float32 [..., shape.candidates] (see `candidates`); context: tokens committed, [...]; expansions: complete.
+    laid: float32 [..., shape.candidates] (see `laid_out`); context: tokens committed, [...]; expansions: complete.
     Before the first expansion the last level has `width` candidates. Source: Learning to Draft, equation 3.
     """
     start = shape.grown(expansions - 1) if expansions else 0
     level = laid[..., start : shape.grown(expansions)]
-    level = pad(level, (0, shape.inputs["depth"] - 2 * DEPTH_REPEATS - level.shape[-1]), value=shape.pad)
-    return _with_facts(level, context, expansions, DEPTH_REPEATS)
+    level = pad(level, (0, shape.inputs["depth"] - 2 * REPEATS["depth"] - level.shape[-1]), value=shape.pad)
+    return _with_facts(level, context, expansions, REPEATS["depth"])
 
 
 def size_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:
@@ -157,7 +158,7 @@ def size_observation(laid: Tensor, context: Tensor | int, expansions: int, shape
         if expansions == shape.expansions
         else pad(laid[..., :grown], (0, shape.candidates - grown), value=shape.pad)
     )
-    return _with_facts(shown, context, expansions, SIZE_REPEATS)
+    return _with_facts(shown, context, expansions, REPEATS["size"])
 
 
 def _with_facts(values: Tensor, context: Tensor | int, expansions: int, repeats: int) -> Tensor:

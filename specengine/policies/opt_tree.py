@@ -12,6 +12,7 @@ from torch import Tensor
 from specengine import ops
 from specengine.drafters import Step
 from specengine.policies import TreePolicy, require
+from specengine.policies._ended import OptimalLevels
 from specengine.tree import TokenTree
 
 
@@ -61,17 +62,27 @@ class OptTree(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
         found = step.best_of_layer(tree, frontier, self.nodes)
         layer = tree.add(found.parents, found.tokens, found.log_probs)
-        value = self._expected(tree.path_log_probs[self.keep(tree)])
+        value = float(self.expected(tree.path_log_probs[self.keep(tree)]))
         before, self._value = (-math.inf if tree.passes == 1 + self.lag else self._value), value
-        first = tree.passes <= self.lag
-        return layer if tree.passes < self.max_depth and (first or value - before > self.threshold) else layer[:0]
+        return layer if self.goes_on(tree.passes, value - before) else layer[:0]
 
     def keep(self, tree: TokenTree) -> Tensor:
-        scores = tree.path_log_probs
-        if self.lag:
-            scores = scores[tree.depths < max(tree.passes, 2)]  # a height of one has no layer to leave out
-        return ops.select_best(scores, self.budget)
+        return ops.select_best(self.counted(tree.path_log_probs, tree.depths, tree.passes), self.budget)
+
+    def levels(self) -> OptimalLevels:
+        return OptimalLevels(self)
+
+    def goes_on(self, passes: Any, gain: Any) -> Any:
+        """Whether another layer is drafted after so many, of which the newest added `gain`; numbers or tensors."""
+        return (passes < self.max_depth) & ((passes <= self.lag) | (gain > self.threshold))
+
+    def counted(self, scores: Tensor, depths: Tensor, passes: int | Tensor) -> Tensor:
+        """Path log-probabilities of all nodes, those of a layer that is left out at -inf."""
+        if not self.lag:
+            return scores
+        return scores.masked_fill((depths >= passes) & (depths > 1), -math.inf)  # of one layer none can be left out
 
     @staticmethod
-    def _expected(path_log_probs: Tensor) -> float:
-        return float(path_log_probs[1:].to(torch.float64).exp().sum())
+    def expected(path_log_probs: Tensor) -> Tensor:
+        """The sum of the path probabilities of all but the root, which comes first: float64 []."""
+        return path_log_probs[1:].to(torch.float64).exp().sum()

@@ -13,6 +13,7 @@ from specengine.errors import InputError
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
 from specengine.policies._classifier import Classifier
+from specengine.policies._ended import AcceptedLevels
 from specengine.tree import TokenTree
 
 
@@ -53,20 +54,32 @@ class Specdecpp(Beam):
     def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
         if tree.passes == 1:  # the root is certain
             self._reached = torch.ones(tree.capacity, device=tree.device)
-            self._states(step)
+            self._require(step.hidden)
             return False
-        acceptance = self._learned.on(tree.device).net(self._states(step))
+        acceptance = self.acceptance(self._require(step.hidden).to(tree.device))
         self._reached[frontier] = self._reached[tree.parents[frontier]] * acceptance
-        return tree.passes > self.minimum and float(1 - self._reached[frontier].max()) > self.threshold
+        return tree.passes > self.minimum and bool(self.is_doubtful(self._reached[frontier]))
 
-    def _states(self, step: Step) -> Tensor:
-        """The step's hidden states; InputError where the draft has none, or those of another draft's width."""
+    def levels(self) -> AcceptedLevels:
+        return AcceptedLevels(self)
+
+    def acceptance(self, states: Tensor | None) -> Tensor:
+        """Of tokens with these hidden states, float32 [rows]; InputError where the head cannot read them."""
+        states = self._require(states)
+        return self._learned.on(states.device).net(states)
+
+    def is_doubtful(self, reached: Tensor) -> Tensor:
+        """Whether on each path some token was probably rejected, by the products of acceptances, [m]: bool []."""
+        return (1 - reached.max()).double() > self.threshold
+
+    def _require(self, states: Tensor | None) -> Tensor:
+        """These states; InputError where the draft has none, or those of another draft's width."""
         size = self._learned.facts["hidden_size"]
-        if step.hidden is None:
+        if states is None:
             raise InputError("policy specdecpp: it reads the draft's hidden states, which only EAGLE heads give")
-        if step.hidden.shape[-1] != size:
+        if states.shape[-1] != size:
             raise InputError(
                 f"policy specdecpp.classifier: it was trained on hidden states of width {size}, this draft's have "
-                f"{step.hidden.shape[-1]}; train one for it with: {_classifier.training_command('specdecpp')}"
+                f"{states.shape[-1]}; train one for it with: {_classifier.training_command('specdecpp')}"
             )
-        return step.hidden if step.results is None else step.hidden.to(step.results)
+        return states

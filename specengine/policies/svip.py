@@ -8,9 +8,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from specengine import ops
 from specengine.drafters import Step
 from specengine.policies import require
 from specengine.policies._beam import Beam
+from specengine.policies._ended import StoppedBeamLevels
+from specengine.policies._levels import Scored
 from specengine.tree import TokenTree
 
 
@@ -38,5 +41,16 @@ class Svip(Beam):
 
     def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
         best = int(tree.path_log_probs[frontier].argmax())
-        entropy = float(step.row(best).entropy())
-        return math.sqrt(self.factor * max(entropy, 0.0)) > self.threshold
+        return bool(self.is_flat(step.row(best).entropy()))
+
+    def levels(self) -> StoppedBeamLevels:
+        return StoppedBeamLevels(self.width, self.expansions + 1, self._ends)
+
+    def is_flat(self, entropy: Tensor) -> Tensor:
+        """Whether a distribution of this entropy, float32 [1], ends the growth: bool [1]."""
+        return (self.factor * entropy.double().clamp(min=0.0)).sqrt() > self.threshold
+
+    def _ends(self, scored: Scored) -> Tensor:
+        best = scored.frontier.scores.argmax(0, keepdim=True)
+        logits = scored.logits.index_select(0, best)
+        return self.is_flat(ops.top_entropy(logits, logits.shape[1]))

@@ -18,6 +18,7 @@ from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.graphs import Graphs
+from specengine.policies import TreePolicy
 from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
@@ -54,8 +55,8 @@ def head(version: Any) -> Any:
     return toy.tiny_head(toy.head_config(version, model())).to(DEVICE)
 
 
-def engine_of(draft: str, policy: str, *, padded: bool, loop: str = "host") -> Engine:
-    """A new engine over the shared models; draft `none` decodes plainly."""
+def engine_of(draft: str, policy: str | TreePolicy, *, padded: bool, loop: str = "host") -> Engine:
+    """A new engine over the shared models; draft `none` decodes plainly, a policy's name is that of a small one."""
     target = (CapturedTarget if padded else HuggingFaceTarget)(model())
     if draft == "none":
         return Engine(target, None, None, loop=loop if padded else "auto")
@@ -65,7 +66,7 @@ def engine_of(draft: str, policy: str, *, padded: bool, loop: str = "host") -> E
         drafter = (CapturedSmallModel if padded else SmallModel)(near_copy(), target.vocab_size)
     else:
         drafter = (CapturedEagle if padded else Eagle)(head(int(draft[-1])), target.lm)
-    return Engine(target, drafter, toy.policy_for(policy, 3), loop=loop)
+    return Engine(target, drafter, toy.policy_for(policy, 3) if isinstance(policy, str) else policy, loop=loop)
 
 
 class Operations(TorchDispatchMode):

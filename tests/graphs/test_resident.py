@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from specengine import Engine, cache, graphs
+from specengine import Engine, cache, graphs, policies
 from specengine.errors import InputError, NumericalError
+from specengine.policies import TreePolicy, _classifier
 from specengine.resident import LOOPS, Resident
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT, Operations, engine_of, frozen
@@ -19,7 +21,7 @@ WAYS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5}]
 POLICIES = [name for name in toy.POLICIES if name != "random" and toy.policy_for(name, 3).levels() is not None]
 
 
-def resident(draft: str, policy: str, loop: str = "read") -> Engine:
+def resident(draft: str, policy: str | TreePolicy, loop: str = "read") -> Engine:
     engine = engine_of(draft, policy, padded=True, loop=loop)
     assert isinstance(engine._resident, Resident)
     return engine
@@ -35,7 +37,7 @@ def answer(engine: Engine, options: dict[str, Any], prompt: list[int] = PROMPT, 
     return stream.result.token_ids, trees, counters, [cycle.drafted for cycle in cycles]
 
 
-def check(draft: str, policy: str, loop: str = "read", **options: Any) -> None:
+def check(draft: str, policy: str | TreePolicy, loop: str = "read", **options: Any) -> None:
     engine, eager = resident(draft, policy, loop), engine_of(draft, policy, padded=False)
     with frozen() as calls:
         for way in WAYS:
@@ -46,7 +48,8 @@ def check(draft: str, policy: str, loop: str = "read", **options: Any) -> None:
 
 
 def test_there_are_policies() -> None:
-    assert {"eagle", "chain", "talon"} <= set(POLICIES)
+    beams, chains = {"eagle", "ddd", "svip", "disco", "specdecpp"}, {"chain", "dymax", "dyjoint"}
+    assert set(POLICIES) == beams | chains | {"talon", "salf", "c2t", "opt_tree", "fixed"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -58,6 +61,50 @@ def test_every_policy_that_can(draft: str, policy: str) -> None:
 @pytest.mark.parametrize("policy", [name for name in POLICIES if toy.policy_for(name, 3).levels().ends_early])
 def test_a_level_too_many_changes_nothing(policy: str) -> None:
     check("eagle3", policy, "ahead")
+
+
+@pytest.mark.parametrize("loop", ["read", "ahead"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ddd", {"width": 3, "expansions": 4, "budget": 10, "checks": (1, 2, 3), "threshold": -2.0}),
+        ("svip", {"width": 3, "expansions": 4, "budget": 10, "threshold": 0.7}),
+        ("svip", {"width": 1, "expansions": 6, "budget": 8, "threshold": 0.7}),
+        ("disco", {"width": 3, "expansions": 4, "budget": 10, "threshold": 0.6}),
+        ("dymax", {"length": 5, "threshold": 0.2}),
+        ("dyjoint", {"length": 5, "threshold": 0.01}),
+        ("opt_tree", {"nodes": 7, "max_depth": 5, "threshold": 0.05}),
+        ("opt_tree", {"nodes": 7, "max_depth": 5, "threshold": 0.05, "lag": True}),
+        ("dynatree", {"history": False, "base_depth": 2, "max_depth": 4, "nodes": 20, "stop": 0.02, "deep": 0.1}),
+    ],
+)
+def test_trees_end_at_the_heights_of_the_host(name: str, options: dict[str, Any], loop: str) -> None:
+    policy = policies.make(name, **options)
+    check("small_model", policy, loop)
+    assert len(heights("small_model", policy)) > 1
+
+
+@pytest.mark.parametrize("loop", ["read", "ahead"])
+def test_a_head_reads_the_hidden_states_on_the_device(loop: str, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    net = _classifier.AcceptanceHead(32, 16).requires_grad_(False)
+    net.output.weight.mul_(12.0)  # so that acceptances differ
+    facts = {"depth_base": 0, "top": 10, "beta": 0.5, "hidden_size": 32, "width": 16, "blocks": 1}
+    _classifier.save(tmp_path / "net.safetensors", "specdecpp", net, facts)
+    shape = {"width": 3, "expansions": 4, "budget": 10, "threshold": 0.5}
+    policy = policies.make("specdecpp", classifier=str(tmp_path / "net.safetensors"), **shape)
+    check("eagle3", policy, loop)
+    assert len(heights("eagle3", policy)) > 1
+    without = resident("small_model", policy, loop)
+    for run in (lambda: without.generate(PROMPT), lambda: without.warmup(tokens=100)):
+        with pytest.raises(InputError, match="which only EAGLE heads give"):
+            run()
+
+
+def heights(draft: str, policy: TreePolicy) -> set[int]:
+    """Draft passes of the trees of the answers above."""
+    streams = [engine_of(draft, policy, padded=False).stream(PROMPT, max_new_tokens=12, **way) for way in WAYS]
+    return {piece.cycle.tree.passes for stream in streams for piece in stream}
 
 
 def test_plain_decoding() -> None:
@@ -112,10 +159,11 @@ def test_a_stream_that_is_closed_leaves_the_engine_usable(draft: str) -> None:
     assert answer(engine, {})[0] == expected
 
 
+@pytest.mark.parametrize("policy", ["talon", "opt_tree", "fixed", "svip"])
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
-def test_nothing_is_read_before_it_is_written(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_before_it_is_written(draft: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in all of both caches' scratch, and in all states of the last tree, before each cycle."""
-    engine, eager = resident(draft, "talon"), engine_of(draft, "talon", padded=False)
+    engine, eager = resident(draft, policy), engine_of(draft, policy, padded=False)
     launch = Resident.launch
 
     def poisoned(self: Resident) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from bench.kernels import WAYS
 from bench.kernels.__main__ import main
-from bench.kernels.cases import CASES, Attention, Case, Compaction, Selection, floor_of, kind_of
+from bench.kernels.cases import CASES, Attention, Case, Compaction, Search, Selection, floor_of, kind_of
 from bench.kernels.inputs import INPUTS
 from bench.kernels.truth import MOST_ERROR, error_of, truth
 from bench.kernels.way import Way
@@ -21,16 +21,21 @@ SMALL: list[Case] = [
     Selection(3, 700, 20, gated=False),
     Selection(3, 700, 20, gated=True),
     Compaction(2, 5, 2, 16, 10),
+    Search(12, 4),
+    Search(60, 10),
 ]
-ON_CPU = [way for way in WAYS if way.needs == "torch" and "efficient" not in way.name and "cudnn" not in way.name]
+HERE = ("torch", "specengine")
+ON_CPU = [way for way in WAYS if way.needs in HERE and "efficient" not in way.name and "cudnn" not in way.name]
 
 
 @pytest.mark.parametrize("way", ON_CPU, ids=lambda way: f"{way.kind}: {way.name}")
 def test_baselines_are_right(way: Way) -> None:
+    if way.needs == "specengine":
+        pytest.importorskip("specengine.native", exc_type=ImportError)
     check(way)
 
 
-@pytest.mark.parametrize("kind", ["selection", "compaction"])  # the interpreter cannot multiply bfloat16
+@pytest.mark.parametrize("kind", ["selection", "compaction", "search"])  # the interpreter cannot multiply bfloat16
 def test_own_kernels_are_right(kind: str) -> None:
     pytest.importorskip("triton")
     check(next(way for way in WAYS if way.kind == kind and way.name == "specengine"))

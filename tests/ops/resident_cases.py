@@ -96,36 +96,51 @@ def check_hang_nodes(seed: int, size: int, count: int, padding: int, width: int,
     assert found.scores[live:].tolist() == [-math.inf] * (width - live)
 
 
-def check_queues(seed: int, budget: int, batch: int, max_depth: int, device: str) -> None:
+def check_queues(seed: int, budget: int, batch: int, max_depth: int, rows: int, device: str) -> None:
     """A whole search beside BestFirst: the same nodes drawn, in order, the same to draft from, and the same filled."""
     random = torch.Generator().manual_seed(seed)
-    ours, theirs = ops.start_queues(budget, torch.device(device)), ops.best_first(budget, batch, max_depth)
-    yes, no = (torch.tensor([value], device=device) for value in (True, False))
-    for _ in range(4):
-        count = int(torch.randint(0, 7, (1,), generator=random))
-        whole = torch.randint(0, 3, (3, count), generator=random)
-        scores = scores_of(int(whole.sum()) + seed, count, "cpu").sort(descending=True).values
+
+    def whole(most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=random)
+
+    queues = ops.Queues.start(budget, device)
+    for array in queues:  # what an earlier search may have left
+        array.fill_(-0.5 if array.is_floating_point() else 7)
+    theirs = ops.best_first(budget, batch, max_depth)
+    ids = torch.randperm(9, generator=random) if seed % 2 else None
+    for level in range(1, 5):
+        count = int(whole(7 + seed % 60, 1))
+        nodes, depths, places, columns = whole(9, rows), whole(3, rows), whole(rows, count), whole(9, count)
+        scores = scores_of(int(places.sum()) + seed, count, "cpu").sort(descending=True).values
         edges = torch.rand(count, generator=random)
-        theirs.push(whole[0], whole[1], whole[2], edges, scores)
-        padding = torch.full((3,), -math.inf)
-        given = torch.cat([whole, torch.zeros(3, 3, dtype=torch.int64)], 1).to(device)
-        sums, weights = torch.cat([scores, padding]).to(device), torch.cat([edges, padding]).to(device)
-        ours = ops.push_queues(ours, given[0], given[1] + 1, given[2], weights, sums)
-        after, nothing = ops.pop_queues(ours, batch, max_depth, no)
+        tokens = columns if ids is None else ids[columns]
+        theirs.push(nodes[places], depths[places], tokens, edges, scores)
+        wanted = theirs.pop()
+        poison = torch.full((3,), math.nan)
+        padded = [torch.cat([part, torch.zeros(3, dtype=torch.int64)]) for part in (places, columns)]
+        padded += [torch.cat([part, poison]) for part in (edges, scores)]
+        found = ops.Selection(*(part.to(device) for part in padded), number(count, device))
+        on_device = nodes.to(device), depths.to(device), torch.zeros(rows, device=device)
+        given = None if ids is None else ids.to(device), number(level, device), batch, max_depth
+        before = [part.tolist() for part in queues]
+        nothing = ops.step_queues(queues, found, ops.Frontier(*on_device, number(0, device)), *given, 0.0)
         assert int(nothing.live) == int(nothing.expand.live) == 0
-        assert [part.tolist() for part in after] == [part.tolist() for part in ours]
-        ours, drawn = ops.pop_queues(ours, batch, max_depth, yes)
-        check_drawn(drawn, theirs.pop())
-    check_drawn(ops.fill_queues(ours), theirs.fill(), masses=False)
+        assert [part.tolist() for part in queues] == before
+        # the mass reaches the one threshold and not the other
+        stops = bool(whole(2, 1))
+        threshold = wanted.mass * (1 + 1e-9) + 1e-12 if stops else wanted.mass * (1 - 1e-9)
+        drawn = ops.step_queues(queues, found, ops.Frontier(*on_device, number(1, device)), *given, threshold)
+        check_drawn(drawn, wanted._replace(expand=wanted.expand[:0]) if stops else wanted)
+        assert drawn.expand.indices.shape == (min(batch, budget),)
+    check_drawn(ops.fill_queues(queues), theirs.fill())
 
 
-def check_drawn(drawn: ops.Drawn, wanted: ops.Popped, *, masses: bool = True) -> None:
+def check_drawn(drawn: ops.Drawn, wanted: ops.Popped) -> None:
     live, expanded = int(drawn.live), int(drawn.expand.live)
     ours = drawn.parents[:live], drawn.tokens[:live], drawn.log_probs[:live]
     assert [part.tolist() for part in ours] == [part.tolist() for part in wanted[:3]]
     assert drawn.expand.indices[:expanded].tolist() == wanted.expand.tolist()
-    if masses:
-        assert math.isclose(float(drawn.mass), wanted.mass, rel_tol=1e-12, abs_tol=1e-300)
+    assert not drawn.expand.indices[expanded:].any()
 
 
 def check_take_subtree(seed: int, size: int, most: int, capacity: int, device: str) -> None:
@@ -212,7 +227,9 @@ CHECKS: dict[str, Callable[[int, str], None]] = {
     "hang_nodes": lambda seed, device: check_hang_nodes(
         seed, 1 + seed % 70, seed % 17, seed % 5 + 1, 1 + seed % 8, 80, device
     ),
-    "queues": lambda seed, device: check_queues(seed, 1 + seed % 9, 1 + seed % 4, 1 + seed % 3, device),
+    "step_queues": lambda seed, device: check_queues(
+        seed, 1 + seed % 9 * (1 + seed % 8), 1 + seed % 4, 1 + seed % 3, 1 + seed % 5, device
+    ),
     "take_subtree": lambda seed, device: check_take_subtree(seed, 1 + seed % 90, 1 + seed % 70, 130, device),
     "choose_rows": lambda seed, device: check_choose_rows(
         seed, 2 + seed % 4, 3 + seed % 70, (torch.float32, torch.bfloat16)[seed % 2], device

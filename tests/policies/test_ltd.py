@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specengine import policies
+from specengine import ops, policies
 from specengine.cycle import Seconds
 from specengine.drafting import draft_tree
 from specengine.engine import Engine
@@ -26,7 +26,7 @@ from specengine.errors import InputError
 from specengine.policies import _ltd
 from specengine.policies._ltd import Networks, Shape
 from specengine.policies.eagle import Eagle
-from specengine.policies.ltd import Ltd, candidates, depth_observation, size_observation
+from specengine.policies.ltd import Ltd, depth_observation, laid_out, observed, size_observation
 from specengine.tree import TokenTree
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
 
@@ -144,14 +144,19 @@ def test_layout_against_a_slow_one() -> None:
     assert seen.tolist() == pytest.approx([*laid, *[0.25] * 29, *[0.3] * 29])
 
 
+def laid(tree: TokenTree, shape: Shape) -> Tensor:
+    return laid_out(tree.path_log_probs[1:], tree.depths[1:], shape)
+
+
 def test_candidates_stand_parent_by_parent() -> None:
     tree = TokenTree.root(0, 8)
     tree.add(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-1.0, -2.0]))
     tree.add(torch.tensor([2, 2, 1, 1]), torch.tensor([5, 6, 5, 6]), torch.tensor([-0.5, -3.0, -0.1, -30.0]))
     shape = Shape(width=2, expansions=2, sizes=(2,))
-    laid = candidates(tree, shape)
-    assert laid.tolist() == pytest.approx([-1, -2, -2.5, -5, -1.1, -20, *[-20] * 4]), "nothing is below the pad"
-    assert candidates(tree, replace(shape, pad=0.0)).tolist() == pytest.approx([-1, -2, -2.5, -5, -1.1, -31, *[0] * 4])
+    assert laid(tree, shape).tolist() == pytest.approx([-1, -2, -2.5, -5, -1.1, -20, *[-20] * 4]), (
+        "nothing is below the pad"
+    )
+    assert laid(tree, replace(shape, pad=0.0)).tolist() == pytest.approx([-1, -2, -2.5, -5, -1.1, -31, *[0] * 4])
 
 
 def test_levels_that_the_draft_did_not_fill_keep_their_places() -> None:
@@ -160,9 +165,34 @@ def test_levels_that_the_draft_did_not_fill_keep_their_places() -> None:
     tree.add(torch.tensor([1, 1]), torch.tensor([5, 6]), torch.tensor([-0.5, -0.25]))
     tree.add(torch.tensor([2]), torch.tensor([7]), torch.tensor([-math.inf]))
     shape = Shape(width=2, expansions=2, sizes=(2,))
-    assert candidates(tree, shape).tolist() == [-1, -20, -1.5, -1.25, -20, -20, -20, -20, -20, -20]
-    assert candidates(tree, replace(shape, pad=0.0)).tolist() == [-1, 0, -1.5, -1.25, 0, 0, -1e4, 0, 0, 0]
-    assert candidates(TokenTree.root(0, 1), shape).tolist() == [-20.0] * 10
+    assert laid(tree, shape).tolist() == [-1, -20, -1.5, -1.25, -20, -20, -20, -20, -20, -20]
+    assert laid(tree, replace(shape, pad=0.0)).tolist() == [-1, 0, -1.5, -1.25, 0, 0, -1e4, 0, 0, 0]
+    assert laid(TokenTree.root(0, 1), shape).tolist() == [-20.0] * 10
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    width=st.integers(1, 4),
+    pad=st.sampled_from([-20.0, -3.0, 0.0]),
+    part=st.sampled_from([0.3, 1]),
+)
+def test_a_running_beam_is_observed_as_a_logged_one(seed: int, width: int, pad: float, part: float) -> None:
+    """By every backend, also where the draft left places vacant, at every depth."""
+    draw, shape = torch.Generator().manual_seed(seed), Shape(width=width, expansions=3, sizes=(1,), least=0, pad=pad)
+    tree = TokenTree.root(0, 1 + shape.candidates)
+    for expansions in range(shape.expansions + 1):
+        parents = (tree.depths[: tree.size] == expansions).nonzero()[:width, 0].repeat_interleave(width)
+        parents = parents[torch.rand(len(parents), generator=draw) < part]
+        edges = torch.randn(len(parents), generator=draw) * 9 - 9
+        edges[torch.rand(len(parents), generator=draw) < 0.1] = -math.inf
+        tree.add(parents, torch.arange(len(parents)), edges)
+        for which, observe in (("depth", depth_observation), ("size", size_observation)):
+            expected = observe(laid(tree, shape), 1234, expansions, shape)
+            for backend in ops.backends()["beam_observation"].available:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setenv(ops.VARIABLE, backend)
+                    assert torch.equal(observed(which, tree, 1234, expansions, shape), expected)
 
 
 def test_observations_of_many_trees_are_those_of_each() -> None:
@@ -218,7 +248,12 @@ def test_networks_compute_what_torch_does(activation: str) -> None:
         seen = torch.randn(6, SMALL.inputs[name]) * 5
         expected = getattr(networks, name)(seen).argmax(-1)
         assert torch.equal(networks.actions(name, seen), expected)
-        assert [int(networks.actions(name, row)) for row in seen] == expected.tolist()
+        decide = networks.goes_on if name == "depth" else networks.choose_size
+        for backend in ops.backends()["best_action"].available:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(ops.VARIABLE, backend)
+                given = [1] if name == "depth" else []
+                assert [int(decide(row, *given)) for row in seen] == expected.tolist()
 
 
 def test_a_pair_comes_back_from_its_file(tmp_path: Path) -> None:
