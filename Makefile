@@ -42,9 +42,9 @@ bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, into bench/resu
 	$(RUN) -m bench.tree_construction --device cuda --out bench/results/tree-construction-gpu.jsonl
 	$(RUN) -m bench.policies --device cuda --rounds 3 --out bench/results/policies-gpu.jsonl
 	$(RUN) -m bench.kernels --out bench/results/kernels-gpu.jsonl
-	$(ON_KERNELS) $(RUN) -m bench.graphs --out bench/results/graphs-gpu.jsonl
+	$(ON_KERNELS) $(RUN) -m bench.graphs --strict --out bench/results/graphs-gpu.jsonl
 	$(RUN) -m bench.inflate --shape 8b --out build/8b
-	$(ON_KERNELS) $(RUN) -m bench.graphs --model build/8b --draft build/8b/head --out bench/results/graphs-8b-gpu.jsonl
+	$(ON_KERNELS) $(RUN) -m bench.graphs --strict --model build/8b --draft build/8b/head --out bench/results/graphs-8b-gpu.jsonl
 
 # trees stand on the host there, and are built by C++
 ON_KERNELS := SPECENGINE_BACKEND=triton,cpp

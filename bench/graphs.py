@@ -5,7 +5,8 @@ decoding here, and each policy, the last two eagerly and as graphs, with every l
 specengine/resident.py). Every way answers the first prompt once before
 anything is timed: kernels are compiled and graphs captured then. After that every way answers every prompt once per
 round, in turn; a prompt's figure is the median over rounds. Answers are greedy; those that differ from plain decoding's
-are counted, as half precision may flip near-ties. On a CUDA device the profiler counts, over one more answer of each
+are counted, as half precision may flip near-ties. With --strict plain decoding and the policies also run with strict
+verification, where none may differ from strict plain decoding. On a CUDA device the profiler counts, over one more answer of each
 way, how often the host waited for the device.
 
     python -m bench.graphs --device cuda --out FILE
@@ -32,6 +33,7 @@ from bench import provenance, workloads
 from specengine import Engine, models, ops, resident
 
 POLICIES = ("eagle", "talon", "salf", "chain")
+STRICT = ", strict"
 PARTS = ("draft", "policy", "verify", "walk", "commit")
 
 
@@ -55,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--loop", action="append", help="read, ahead or while; repeatable; default: all that a policy can"
     )
+    parser.add_argument("--strict", action="store_true", help="graphs with strict verification as well")
     parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
     parser.add_argument("--per-set", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -93,6 +96,11 @@ def _ways(args: argparse.Namespace) -> tuple[dict[str, Engine], dict[str, Way]]:
         for loop in args.loop or _loops(captured, args.device):
             engine = Engine.from_pretrained(model, args.draft, policy, graphs=True, loop=loop)
             engines[f"{policy}, graphs, {loop}"] = engine
+    if args.strict:
+        for policy in ("plain", *(args.policy or POLICIES)):
+            engines[f"{policy}, graphs{STRICT}"] = Engine.from_pretrained(
+                model, None if policy == "plain" else args.draft, policy, graphs=True, strict=True
+            )
     length = args.max_new_tokens
     ways: dict[str, Way] = {
         "transformers": _transformers(untouched, length),
@@ -141,7 +149,9 @@ def _measure(ways: dict[str, Way], item: workloads.Workload, prompt: list[int], 
             seconds[name].append(time.perf_counter() - began)
     rates = {name: round(len(answers[name].tokens) / statistics.median(spent), 2) for name, spent in seconds.items()}
     print(item.set, item.id, rates, file=sys.stderr, flush=True)
-    expected = answers["plain"].tokens
+    plain = {False: answers["plain"].tokens}
+    if f"plain, graphs{STRICT}" in answers:
+        plain[True] = answers[f"plain, graphs{STRICT}"].tokens
     return {
         "record": "row",
         "id": item.id,
@@ -154,7 +164,9 @@ def _measure(ways: dict[str, Way], item: workloads.Workload, prompt: list[int], 
             for name, answer in answers.items()
             if answer.parts
         },
-        "differs_from_plain": [name for name, answer in answers.items() if answer.tokens != expected],
+        "differs_from_plain": [
+            name for name, answer in answers.items() if answer.tokens != plain[name.endswith(STRICT)]
+        ],
     }
 
 
@@ -170,7 +182,7 @@ def _host_waits(way: Way, prompt: list[int]) -> dict[str, int]:
 
 def _setting(args: argparse.Namespace) -> dict[str, Any]:
     taken = {op: backend.name for op, backend in ops.backends(args.device).items()}
-    named = ("dtype", "device", "max_new_tokens", "per_set", "rounds")
+    named = ("dtype", "device", "max_new_tokens", "per_set", "rounds", "strict")
     return {"record": "settings", **{name: getattr(args, name) for name in named}, "backends_there": taken}
 
 

@@ -307,7 +307,9 @@ def tree_attention(
     """
     batch, nodes, heads, size = q.shape
     kv_heads, groups = k_cache.shape[1], heads // k_cache.shape[1]
-    _check(q, k_cache, v_cache, words, (prefix_len, n_q, n_tree), scale)
+    check_caches(q, k_cache, v_cache, (prefix_len, n_q, n_tree), scale)
+    if words.dtype is not torch.int64 or words.shape[:2] != (batch, nodes) or words.stride(2) != 1:
+        raise ValueError(f"words: int64 [{batch}, {nodes}, words] is needed, got {words.dtype} {list(words.shape)}")
     rows = nodes * groups
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     tiles = tiles_for(rows, size, q.dtype) if tiles is None else tiles
@@ -372,10 +374,11 @@ def tree_attention(
     return out
 
 
-def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, words: Tensor, lengths: tuple[Tensor, ...], scale: float | None
+def check_caches(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: tuple[Tensor, ...], scale: float | None
 ) -> None:
-    batch, nodes, heads, size = q.shape
+    """ValueError where these do not fit together as `tree_attention` takes them."""
+    batch, _, heads, size = q.shape
     if k_cache.shape != v_cache.shape or k_cache.shape[0] != batch or k_cache.shape[3] != size:
         got = f"{list(k_cache.shape)}, {list(v_cache.shape)}"
         raise ValueError(f"k_cache, v_cache: [{batch}, Hkv, S, {size}] are needed, got {got}")
@@ -383,11 +386,9 @@ def _check(
         raise ValueError(f"q: {heads} heads are not a multiple of {k_cache.shape[1]} key-value heads")
     if not q.dtype is k_cache.dtype is v_cache.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"q, k_cache, v_cache: one of float16, bfloat16, float32, got {q.dtype}, {k_cache.dtype}")
-    if words.dtype is not torch.int64 or words.shape[:2] != (batch, nodes):
-        raise ValueError(f"words: int64 [{batch}, {nodes}, words] is needed, got {words.dtype} {list(words.shape)}")
     if any(length.dtype is not torch.int32 or length.shape != (batch,) for length in lengths):
-        raise ValueError(f"prefix_len, n_q, n_tree: int32 [{batch}] each are needed")
-    if any(tensor.stride(-1) != 1 for tensor in (q, k_cache, v_cache, words)):
-        raise ValueError("q, k_cache, v_cache, words: the last dimension must be contiguous")
+        raise ValueError(f"lengths: int32 [{batch}] each are needed")
+    if any(tensor.stride(-1) != 1 for tensor in (q, k_cache, v_cache)):
+        raise ValueError("q, k_cache, v_cache: the last dimension must be contiguous")
     if scale is not None and not scale > 0:
         raise ValueError(f"scale: got {scale}, a positive number is needed")

@@ -23,7 +23,7 @@ from specengine import ops
 from specengine.cache import KVCache
 from specengine.compiling import compiled
 from specengine.errors import UnsupportedModelError
-from specengine.graphs import RowBuffer
+from specengine.graphs import Rows
 from specengine.packing import Packed, worth_packing
 
 ATTENTION = "specengine"
@@ -76,7 +76,7 @@ class _SlabView(Cache):
 class _PaddedSlabView(Cache):
     """The same with static shapes: `update` writes at a slot that the device knows, and gives the whole slab."""
 
-    def __init__(self, cache: KVCache, rows: RowBuffer) -> None:
+    def __init__(self, cache: KVCache, rows: Rows) -> None:
         super().__init__(layers=[])
         self.slab = cache.slab
         self.slots = rows.slots + torch.arange(rows.rows, device=self.slab.device)
@@ -129,14 +129,14 @@ def _tree_attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    tree: Visibility | RowBuffer | None = None,
+    tree: Visibility | Rows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of transformers' AttentionInterface; calls without `tree` get transformers' SDPA, untouched."""
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if unknown or key.shape != value.shape:
         raise _NeedsDenseMask(", ".join(unknown) or "keys and values of different sizes")
-    if isinstance(tree, RowBuffer):
+    if isinstance(tree, Rows):
         return attend_padded(query[0], key[0], value[0], tree, scaling).transpose(0, 1)[None], None
     if tree is None or tree.causal:
         mask = None if tree is not None else attention_mask
@@ -150,9 +150,11 @@ def _tree_attention_forward(
     return out.transpose(0, 1)[None], None
 
 
-def attend_padded(query: Tensor, keys: Tensor, values: Tensor, rows: RowBuffer, scale: float | None = None) -> Tensor:
+def attend_padded(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float | None = None) -> Tensor:
     """Attention of padded rows, [heads, rows, head size], over a slab, [KV heads, capacity, head size]."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if rows.paths is not None:
+        return ops.strict_cached_attention(query, keys, values, rows.paths, rows.prefix, rows.live, scale)
     return ops.cached_attention(query, keys, values, rows.words, rows.prefix, rows.live, rows.seen, scale)
 
 
@@ -296,7 +298,7 @@ class CausalLM:
         return found
 
     def forward_padded(
-        self, rows: RowBuffer, cache: KVCache, features: tuple[int, ...] = ()
+        self, rows: Rows, cache: KVCache, features: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """As `forward`, of rows that stand in a buffer with what they see; padding gives rows without a meaning.
 

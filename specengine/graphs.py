@@ -8,7 +8,7 @@ its size. Elsewhere than on CUDA the same functions are called over the same buf
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specengine import ops
 from specengine.errors import UnsupportedModelError
-from specengine.reference import WORD_BITS
+from specengine.reference import WORD_BITS, Paths
 
 T = TypeVar("T")
 SMALLEST_BUCKET = 8  # of more than one row
@@ -43,7 +44,22 @@ def room(slots: int) -> int:
     return max(FEWEST_SLOTS, 1 << (slots - 1).bit_length())
 
 
-class RowBuffer:
+@dataclass(eq=False)
+class Rows:
+    """The padded rows of one forward, on the device (see RowBuffer). paths: given where their attention is strict."""
+
+    rows: int
+    tokens: Tensor
+    positions: Tensor
+    words: Tensor
+    slots: Tensor
+    prefix: Tensor
+    live: Tensor
+    seen: Tensor
+    paths: Paths | None = None
+
+
+class RowBuffer(Rows):
     """Rows of a forward over a cache, padded: filled on the host, read on the device.
 
     rows, words: how many, and how many visibility words each has. On the device:
@@ -58,7 +74,7 @@ class RowBuffer:
     """
 
     def __init__(self, rows: int, words: int, device: torch.device) -> None:
-        self.rows = rows
+        self.rows, self.paths = rows, None
         pinned = device.type == "cuda"
         self._sent = torch.cuda.Event() if pinned else None
         self._host = torch.zeros(4 + rows * (4 + words), dtype=torch.int64, pin_memory=pinned)
@@ -126,6 +142,14 @@ class RowBuffer:
         self.words.copy_(pad(words, (0, self.words.shape[1] - words.shape[1], 0, self.rows - len(words))))
         for number, value in ((self.slots, slot), (self.prefix, prefix), (self.live, live), (self.seen, seen)):
             number.copy_(value)
+
+    def strict_pieces(self, rows: int) -> Iterator[Rows]:
+        """Forwards of `rows` rows each, to be run in this order, whose attention is strict."""
+        for first in range(0, self.rows, rows):
+            part = slice(first, first + rows)
+            live, paths = (self.live - first).clamp(0, rows), ops.order_paths(self.words[part])
+            given = self.tokens[part], self.positions[part], self.words[part], self.slots + first
+            yield Rows(rows, *given, self.prefix, live, self.seen.clamp(max=first + rows), paths)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -138,7 +138,9 @@ def load(
 
 def _target(model: PreTrainedModel, options: LoadOptions) -> HuggingFaceTarget:
     if options.graphs:
-        return CapturedTarget(model, pack=options.pack, compile_blocks=options.compile_blocks)
+        return CapturedTarget(
+            model, pack=options.pack, strict=options.strict, compile_blocks=options.compile_blocks
+        )
     return HuggingFaceTarget(model, pack=options.pack, strict=options.strict)
 
 
@@ -229,10 +231,6 @@ def _drafter(draft: Any, target: HuggingFaceTarget, tokenizer: Any, options: Loa
 
 
 def _check_graphs(draft: Any, options: LoadOptions) -> None:
-    if options.strict:
-        raise InputError(
-            "graphs, strict: strict verification runs in pieces that follow the tree; leave one of them out"
-        )
     if isinstance(draft, Drafter) and not isinstance(draft, CapturedEagle | CapturedSmallModel | NGram):
         raise InputError(
             f"graphs, draft: a {type(draft).__name__} is taken as it is, and its passes are not captured; pass its "

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from specengine_kernels import candidate_selection, frontier, kv_compaction, verification
 from specengine_kernels import rope_store as rope_kernel
+from specengine_kernels import strict_attention as strict_kernel
 from specengine_kernels import tree_attention as attention_kernel
 from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import reference
-from specengine.reference import WORD_BITS, Candidates
+from specengine.reference import WORD_BITS, Candidates, Paths
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
@@ -152,6 +153,19 @@ def cached_attention(
     return out[0].transpose(0, 1)
 
 
+def strict_cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
+) -> Tensor:
+    known = query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0
+    if not known or not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+        return reference.strict_cached_attention(query, key, value, paths, prefix, live, scale)
+    rows, way = query.transpose(0, 1)[None], (paths.nodes.contiguous()[None], paths.counts[None])
+    out = strict_kernel.strict_attention(
+        rows, key[None], value[None], *way, prefix, live, scale=scale, upcast=INTERPRETED
+    )
+    return out[0].transpose(0, 1)
+
+
 def rope_store(
     query: Tensor,
     key: Tensor,
@@ -188,6 +202,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "choose_tokens": choose_tokens,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
         "rope_store": rope_store,
+        "strict_cached_attention": strict_cached_attention,
         "walk": walk,
         "compact_kv": compact_kv,
         "pack_mask": pack_mask,

@@ -134,7 +134,8 @@ def strict_rows(lm: CausalLM) -> int:
             return most
     raise UnsupportedModelError(
         f"strict: on this {lm.device.type} the matrix products of {lm.model.dtype} change with the number of rows, so "
-        "no tree can have the bits of plain decoding; bfloat16 on a CPU with AMX keeps them"
+        "no tree can have the bits of plain decoding; bfloat16 on a CPU with AMX keeps them, and with graphs=True all "
+        "forwards have one number of rows"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,11 @@ def test_version(capsys: Any) -> None:
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"specengine {specengine.__version__}\n"
+
+
+def test_it_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["specengine", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("specengine", run_name="__main__")
+    assert ended.value.code == 0
+    assert specengine.__version__ in capsys.readouterr().out

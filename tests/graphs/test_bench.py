@@ -20,11 +20,12 @@ def test_it_measures_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tokenizer.save_pretrained(tmp_path / "model")
     arguments = ["--model", str(tmp_path / "model"), "--draft", "ngram", "--policy", "chain", "--dtype", "float32"]
     sizes = ["--per-set", "1", "--rounds", "1", "--max-new-tokens", "6", "--device", "cpu"]
-    bench.main([*arguments, *sizes, "--out", str(tmp_path / "out.jsonl")])
+    bench.main([*arguments, *sizes, "--strict", "--out", str(tmp_path / "out.jsonl")])
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     kinds = [row["record"] for row in rows]
-    assert kinds == ["provenance", "settings", *["captures"] * 3, "summary", "row"]
+    assert kinds == ["provenance", "settings", *["captures"] * 5, "summary", "row"]
     captured = ["plain, graphs, host", "plain, graphs, read", "chain", "chain, graphs, host"]
+    captured += ["plain, graphs, strict", "chain, graphs, strict"]
     ways = ["transformers", "transformers, static cache", "plain", *captured]
     assert list(rows[-1]["tokens_per_second"]) == ways
     assert all(rate > 0 for rate in rows[-1]["tokens_per_second"].values())
@@ -35,8 +36,7 @@ def test_it_measures_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_it_counts_answers_that_differ() -> None:
-    ways = {
-        name: (lambda prompt, name=name: bench.Answer([1, 2] if name == "plain" else [1, 3])) for name in ("plain", "x")
-    }
+    first = {"plain": 2, "x": 3, "plain, graphs, strict": 3, "y, strict": 3, "z, strict": 2}
+    ways = {name: (lambda prompt, token=token: bench.Answer([1, token])) for name, token in first.items()}
     item = bench.workloads.Workload("set", "id", "text")
-    assert bench._measure(ways, item, [1], 1)["differs_from_plain"] == ["x"]
+    assert bench._measure(ways, item, [1], 1)["differs_from_plain"] == ["x", "z, strict"]

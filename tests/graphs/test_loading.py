@@ -60,15 +60,13 @@ def test_a_head_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert type(load_eagle(tmp_path, target.lm, HeadOptions(), graphs=graphs)) is kind
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"strict": True}, "graphs, strict: .* leave one of them out"),
-    ],
-)
-def test_combinations_that_are_refused(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InputError, match=reason):
-        Engine.from_pretrained(model(), near_copy(), graphs=True, **options)
+def test_strict_verification_under_graphs() -> None:
+    engine = Engine.from_pretrained(model(), near_copy(), graphs=True, strict=True)
+    assert isinstance(engine.target, CapturedTarget)
+    assert engine.target.strict
+    prompt = [1, 2, 3]
+    plain = Engine(engine.target, None, None).generate(prompt, max_new_tokens=8)
+    assert engine.generate(prompt, max_new_tokens=8).token_ids == plain.token_ids
 
 
 def test_a_draft_whose_passes_would_not_be_captured_is_refused() -> None:

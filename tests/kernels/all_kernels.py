@@ -10,14 +10,21 @@ import sys
 from collections.abc import Callable
 
 import torch
-from specengine_kernels import candidate_selection, frontier, kv_compaction, rope_store, tree_attention, verification
+from specengine_kernels import (
+    best_first,
+    candidate_selection,
+    frontier,
+    kv_compaction,
+    rope_store,
+    strict_attention,
+    tree_attention,
+    verification,
+)
 from torch import Tensor
 
+from specengine import ops
 from tests import toy
-
-
-def number(value: int, device: str) -> Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=device)
+from tests.kernels.searches import number, poisoned_queues, random_level, same
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -34,6 +41,21 @@ def attention(seed: int, device: str) -> None:
     given = (tree.ancestors[None].to(device), *(number(value, device) for value in (prefix, nodes, nodes)))
     out = tree_attention.tree_attention(q, k, v, *given)
     wanted, _ = tree_attention.reference(q.double(), k, v, *given)
+    limit = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[kind]
+    assert (out.double() - wanted).norm() <= limit * wanted.norm(), seed
+
+
+def strict(seed: int, device: str) -> None:
+    nodes, prefix = 1 + seed * 7 % 64, seed * 53 % 1200
+    kind = torch.float32 if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
+    tree = toy.random_tree(seed, nodes, 500)
+    paths = ops.order_paths(tree.ancestors)
+    q = random(1, nodes, 6, 32, seed=seed).to(device, kind)
+    k, v = (random(1, 2, prefix + nodes + 5, 32, seed=seed + i).to(device, kind) for i in (1, 2))
+    k[:, :, prefix + nodes :], v[:, :, prefix + nodes :] = math.nan, math.nan
+    given = (*(part[None].to(device) for part in paths), number(prefix, device), number(nodes, device))
+    out = strict_attention.strict_attention(q, k, v, *given)
+    wanted = strict_attention.reference(q.double(), k, v, *given)
     limit = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[kind]
     assert (out.double() - wanted).norm() <= limit * wanted.norm(), seed
 
@@ -111,6 +133,22 @@ def growth(seed: int, device: str) -> None:
     assert torch.equal(out[1], table[tree.tokens[nodes]]), seed
 
 
+def search(seed: int, device: str) -> None:
+    budget, rows = 1 + seed * 17 % 256, 1 + seed % 9
+    queues = poisoned_queues(budget, device)
+    options = {"batch": 1 + seed % 16, "max_depth": (2, 99)[seed % 2], "threshold": (0.0, 0.3)[seed // 2 % 2]}
+    ids = torch.arange(50, device=device) * 3
+    for level in range(1, 5):
+        count = (seed + level) * 29 % (budget + 5)
+        nodes, depths, candidates = random_level(seed + level, rows, count, (3, 10**6)[seed % 2], device)
+        given = queues, candidates, nodes, depths
+        wanted = best_first.reference(*given, level=level, target_ids=ids, **options)
+        drawn = best_first.step_queues(*given, *(number(n, device) for n in (rows, level)), target_ids=ids, **options)
+        same(queues, drawn, wanted)
+        room = budget - len(wanted.accepted)
+        assert int(best_first.fill_queues(queues).count) == min(room, len(wanted.queue)), seed
+
+
 def rotation(seed: int, device: str) -> None:
     n, size, start = 1 + seed % 20, (16, 64, 80)[seed % 3], seed % 7
     query, key, value = (random(n, heads, size, seed=seed + heads).to(device) for heads in (6, 2, 2))
@@ -126,11 +164,13 @@ def rotation(seed: int, device: str) -> None:
 
 KERNELS: dict[str, Callable[[int, str], None]] = {
     "attention": attention,
+    "strict": strict,
     "selection": selection,
     "choices": choices,
     "walks": walks,
     "compaction": compaction,
     "growth": growth,
+    "search": search,
     "rotation": rotation,
 }
 

@@ -7,6 +7,7 @@ JSON object per launched kernel: what it needs and which instructions it has.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import subprocess
@@ -17,7 +18,16 @@ from typing import Any
 
 import torch
 import triton
-from specengine_kernels import candidate_selection, frontier, kv_compaction, rope_store, tree_attention, verification
+from specengine_kernels import (
+    best_first,
+    candidate_selection,
+    frontier,
+    kv_compaction,
+    rope_store,
+    strict_attention,
+    tree_attention,
+    verification,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -51,11 +61,12 @@ class Compiling:
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.kernel.params):
             value = values[parameter.name]
-            if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            special = not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or (special and type(value) is int and value == 1):
                 signature[parameter.name], constants[(index,)] = "constexpr", value
                 continue
-            signature[parameter.name] = type_of(value)
-            if divisible(value):
+            signature[parameter.name] = parameter.annotation_type or type_of(value)
+            if special and divisible(value):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=TARGET, options=options)
@@ -81,7 +92,7 @@ def facts(compiled: Any) -> dict[str, Any]:
 
 
 @functools.cache  # several cases may come to one program, and the tools take longer than the compiler
-def facts_of(cubin: bytes) -> dict[str, int]:
+def facts_of(cubin: bytes) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -89,6 +100,7 @@ def facts_of(cubin: bytes) -> dict[str, int]:
         code = printed("nvdisasm", "--no-dataflow", file.name)  # the data flow would only annotate branches
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return {
+        "code": hashlib.sha256(cubin).hexdigest(),
         "registers": registers,
         "stack": stack,
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
@@ -114,6 +126,13 @@ def attention(
     words, one = torch.empty(1, nodes, 4, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
     chosen = tree_attention.Tiles(*tiles) if tiles else None
     tree_attention.tree_attention(q, cache, cache, words, one, one, one, splits=splits, tiles=chosen)
+
+
+def strict(groups: int, size: int, dtype: str) -> None:
+    kind, kv_heads = getattr(torch, dtype), 8
+    q, one = torch.empty(1, 64, groups * kv_heads, size, dtype=kind), torch.empty(1, dtype=torch.int32)
+    cache, nodes = torch.empty(1, kv_heads, 4352, size, dtype=kind), torch.empty(1, 64, 64, dtype=torch.int32)
+    strict_attention.strict_attention(q, cache, cache, nodes, nodes[..., 0].contiguous(), one, one)
 
 
 def selection(rows: int, columns: int, most: int, dtype: str) -> None:
@@ -149,6 +168,15 @@ def append(most: int, capacity: int, width: int) -> None:
     frontier.append_nodes(tree, *drawn, one, room, one, **options)
 
 
+def queues(budget: int, batch: int, mapped: bool) -> None:
+    whole, real, one = torch.empty(budget, dtype=torch.int64), torch.empty(budget), torch.empty(1, dtype=torch.int32)
+    state = best_first.Queues(real, real, real, whole, whole, whole)
+    found = best_first.Candidates(whole, whole, real, real, one)
+    options = {"batch": batch, "max_depth": budget, "threshold": 0.6, "target_ids": whole if mapped else None}
+    best_first.step_queues(state, found, whole, whole, one, one, **options)
+    best_first.fill_queues(state)
+
+
 def gather(width: int, channels: int, dtype: str) -> None:
     rows, whole = torch.empty(64, channels, dtype=getattr(torch, dtype)), torch.empty(64, dtype=torch.int64)
     one = torch.empty(1, dtype=torch.int32)
@@ -166,8 +194,17 @@ def rope(rows: int, groups: int, size: int, dtype: str) -> None:
 
 
 CASES = {"attention": attention, "selection": selection, "compaction": compaction, "choice": choice, "walk": walk}
-CASES |= {"append": append, "gather": gather, "rope": rope}
-MODULES = (tree_attention, candidate_selection, kv_compaction, verification, frontier, rope_store)
+CASES |= {"append": append, "gather": gather, "rope": rope, "queues": queues, "strict": strict}
+MODULES = (
+    tree_attention,
+    strict_attention,
+    candidate_selection,
+    kv_compaction,
+    verification,
+    frontier,
+    rope_store,
+    best_first,
+)
 
 
 def main() -> None:

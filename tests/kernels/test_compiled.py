@@ -24,6 +24,9 @@ REST = [
     ["attention", 64, 3, 64, "float16"],
     ["attention", 64, 4, 128, "float32", 1],
     ["attention", 64, 4, 256, "bfloat16"],
+    ["strict", 4, 128, "bfloat16"],
+    ["strict", 3, 64, "float16"],
+    ["strict", 4, 128, "float32"],
     ["selection", 10, 128256, 60, "bfloat16"],
     ["selection", 64, 248320, 256, "bfloat16"],
     ["selection", 1, 49152, 8, "float32"],
@@ -36,6 +39,9 @@ REST = [
     ["walk", 1024],
     ["append", 60, 256, 64],
     ["append", 1000, 1024, 64],
+    ["queues", 60, 10, True],
+    ["queues", 256, 32, False],
+    ["queues", 1024, 64, True],
     ["gather", 10, 4096, "bfloat16"],
     ["rope", 64, 4, 128, "bfloat16"],
     ["rope", 16, 3, 64, "float32"],
@@ -46,6 +52,8 @@ FULL = {
     "rest": [
         *(["attention", 64, 4, size, "float32", splits] for size in (64, 80, 128, 256) for splits in (1, 4)),
         *(["attention", 64, groups, 128, "bfloat16", splits] for groups in (1, 3, 7, 8) for splits in (1, 16)),
+        *(["strict", 4, size, t] for size in (64, 80, 128, 256) for t in ("bfloat16", "float32")),
+        *(["strict", groups, 128, "float16"] for groups in (1, 7, 8)),
         *(["selection", w, v, 256, t] for w in (1, 16, 64) for v in (32000, 151936) for t in ("float16", "float32")),
         *(["compaction", 32, 8, size, t] for size in (80, 256) for t in ("bfloat16", "float32")),
     ],
@@ -71,9 +79,10 @@ def check(kernels: list[dict[str, Any]], cases: list[list[Any]]) -> None:
         assert kernel["shared"] <= SHARED_BYTES, kernel
         name, half = kernel["kernel"], "float32" not in kernel["case"]
         if name == "_attend":
-            _, nodes, groups = kernel["case"][:3]
+            case, nodes, groups = kernel["case"][:3]
+            rows = 64 if case == "strict" else nodes * groups
             assert kernel["async_16_bytes"], kernel
-            assert not half or (kernel["wgmma"] if nodes * groups > 32 else kernel["mma"]), kernel
+            assert not half or (kernel["wgmma"] if rows > 32 else kernel["mma"]), kernel
         if name in ("_stats", "_filter", "_compact"):
             assert kernel["load_16_bytes"], kernel
 
@@ -85,6 +94,14 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_shipped_configurations(shipped: list[dict[str, Any]]) -> None:
     check([kernel for kernel in shipped if kernel["case"] != SPILLING], ATTENTION + REST)
+
+
+def test_strict_sums_of_shared_and_own_tiles_are_one_program(shipped: list[dict[str, Any]]) -> None:
+    """Two that mean the same may be compiled to other roundings."""
+    for case in (case for case in REST if case[0] == "strict"):
+        launched = [kernel for kernel in shipped if kernel["case"] == case and kernel["kernel"] == "_attend"]
+        assert [kernel["grid"][0] for kernel in launched][1] == 64
+        assert len({kernel["code"] for kernel in launched}) == 1
 
 
 def test_the_check_sees_spills(shipped: list[dict[str, Any]]) -> None:

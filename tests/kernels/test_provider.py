@@ -33,6 +33,7 @@ SERVED = {
     "keyed_gumbel_argmax",
     "pack_mask",
     "rope_store",
+    "strict_cached_attention",
     "tree_attention",
     "walk",
 }
@@ -262,6 +263,8 @@ def test_cached_attention(live: int, padding: int, prefix: int, seed: int, garba
     found = ops.cached_attention(query, key, value, words, *numbers, 0.25)
     wanted = reference.cached_attention(query, key, value, words, *numbers, 0.25)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    strict = ops.strict_cached_attention(query, key, value, ops.order_paths(words), *numbers[:2], 0.25)
+    torch.testing.assert_close(strict, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_rope_store() -> None:
