@@ -6,8 +6,8 @@ specengine/resident.py). Every way answers the first prompt once before
 anything is timed: kernels are compiled and graphs captured then. After that every way answers every prompt once per
 round, in turn; a prompt's figure is the median over rounds. Answers are greedy; those that differ from plain decoding's
 are counted, as half precision may flip near-ties. With --strict plain decoding and the policies also run with strict
-verification, where none may differ from strict plain decoding. On a CUDA device the profiler counts, over one more answer of each
-way, how often the host waited for the device.
+verification, where none may differ from strict plain decoding. On a CUDA device the profiler counts, over one more
+answer of each way, how often the host waited for the device.
 
     python -m bench.graphs --device cuda --out FILE
     python -m bench.inflate --shape 8b --out build/8b && python -m bench.graphs --device cuda --model build/8b \\
