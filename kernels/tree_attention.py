@@ -374,9 +374,7 @@ def tree_attention(
     return out
 
 
-def check_caches(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: tuple[Tensor, ...], scale: float | None
-) -> None:
+def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: tuple[Tensor, ...], scale: float | None) -> None:
     """ValueError where these do not fit together as `tree_attention` takes them."""
     batch, _, heads, size = q.shape
     if k_cache.shape != v_cache.shape or k_cache.shape[0] != batch or k_cache.shape[3] != size:

@@ -16,7 +16,8 @@ from transformers.utils import cached_file
 from specengine import drafters, models, policies, registry
 from specengine.causal_lm import CausalLM
 from specengine.drafters import Drafter
-from specengine.drafters._captured import CapturedEagle, CapturedSmallModel
+from specengine.drafters._captured_eagle import CapturedEagle
+from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.drafters.eagle import Eagle, require_fit
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
@@ -138,9 +139,7 @@ def load(
 
 def _target(model: PreTrainedModel, options: LoadOptions) -> HuggingFaceTarget:
     if options.graphs:
-        return CapturedTarget(
-            model, pack=options.pack, strict=options.strict, compile_blocks=options.compile_blocks
-        )
+        return CapturedTarget(model, pack=options.pack, strict=options.strict, compile_blocks=options.compile_blocks)
     return HuggingFaceTarget(model, pack=options.pack, strict=options.strict)
 
 

@@ -1,75 +1,32 @@
 """Cycles that stay on the device: drafting, verification and commit as graphs, with one read by the host, a cycle late.
 
-Three functions, each captured once, make a cycle: `root` runs the accepted tokens through the draft and grows the first
-level, `level` every other one, `verify` runs the target, walks down the tree and commits. All that changes from cycle
-to cycle stands in device memory. What the host wants to know is one record of a few kilobytes, which it reads while
-the next cycle runs; a cycle begun behind the end of an answer is forgotten.
+The functions of device_cycle.py, each captured once, make a cycle. What the host wants to know is one record of a few
+kilobytes, which it reads while the next cycle runs; a cycle begun behind the end of an answer is forgotten.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specengine import ops
 from specengine.cycle import Cycle, Seconds
-from specengine.device_tree import DeviceTree
-from specengine.drafters._captured import MOST_ROWS, CapturedEagle, CapturedSmallModel
+from specengine.device_cycle import DeviceCycle
+from specengine.drafters._captured_eagle import CapturedEagle
+from specengine.drafters._captured_small_model import CapturedSmallModel
+from specengine.drafters._passes import MOST_ROWS
 from specengine.errors import InputError
-from specengine.graphs import WARM_UPS, Graphs, RowBuffer, bucket, causal_words, words_for
+from specengine.graphs import WARM_UPS, Graphs
 from specengine.policies import TreePolicy
-from specengine.policies._levels import Levels, NoLevels
-from specengine.reference import own_bits
 from specengine.sampling import Sampler, refuse_no_choice
 from specengine.targets.captured import CapturedTarget
-from specengine.tree import TokenTree
 
 NOTE = "graphs: after the first, cycles stayed on the device; their times are not split into parts"
 LOOPS = ("read", "ahead", "while")
-NUMBERS = 6  # of a record, before its lists
-
-
-class Record(NamedTuple):
-    """What the host learns of a cycle. length: tokens committed before it, the root excluded; accepted: nodes
-    with the root, 0 where the target gave no token; tokens, path: as in Cycle; grown: nodes drafted with the root;
-    tree: what was verified."""
-
-    length: int
-    accepted: int
-    tokens: list[int]
-    path: list[int]
-    grown: int
-    tree: TokenTree
-
-
-@dataclass
-class State:
-    """Of the sequence, on the device: `length`, committed tokens without the root; `root`; `committed`, the tokens of
-    the last cycle with the root last, `taken` of them; `level`, draft passes, and `used`, scratch slots of the tree."""
-
-    length: Tensor
-    root: Tensor
-    committed: Tensor
-    taken: Tensor
-    level: Tensor
-    used: Tensor
-    seed: Tensor
-    temperature: Tensor
-
-    @classmethod
-    def on(cls, device: torch.device, longest: int) -> State:
-        def whole(size: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        numbers = [whole(1, torch.int32) for _ in range(4)]
-        length, taken, level, used = numbers
-        committed, heat = whole(longest, torch.int64), torch.ones(1, device=device)
-        return cls(length, whole(1, torch.int64), committed, taken, level, used, whole(1, torch.int64), heat)
 
 
 def why_not(target: Any, drafter: Any, policy: TreePolicy | None) -> str:
@@ -103,23 +60,6 @@ def for_parts(target: Any, drafter: Any, policy: TreePolicy | None, loop: str) -
     return None if reason else Resident(target, drafter, policy, "read" if loop == "auto" else loop)
 
 
-class NoDraft:
-    """What plain decoding has instead of a draft."""
-
-    ahead, spare, drafted, resident_ids = 0, 0, 0, None
-    resident_reads: tuple[Tensor, ...] = ()
-    resident_weights: tuple[torch.nn.Module, ...] = ()
-
-    def reserve(self, tokens: int, nodes: int) -> None: ...
-
-    def resident_accept(self, features: Tensor | None, path: Tensor) -> None: ...
-
-    def resident_start(self, root: int) -> list[int]:
-        return [root]
-
-    def resident_end(self, tokens: list[int], drafted: int) -> None: ...
-
-
 class Resident:
     """The cycles of one engine; without a draft and a policy they decode plainly.
 
@@ -138,128 +78,13 @@ class Resident:
         policy: TreePolicy | None,
         loop: str,
     ) -> None:
-        self.target, self.loop = target, loop
-        self.drafter: Any = NoDraft() if drafter is None else drafter
-        self.levels: Levels = NoLevels() if policy is None else cast(Levels, policy.levels())
-        self.levels.states = getattr(self.drafter, "resident_states", None)
-        device, levels = target.device, self.levels
-        self.graphs = Graphs(device)
-        self.tree = DeviceTree(1 if policy is None else policy.capacity, device)
-        self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
-        longest = bucket(levels.passes + 1)
-        self.state = State.on(device, longest)
-        self._accepted = RowBuffer(longest, 1, device)
-        self._causal = causal_words(longest).to(device)
-        scratch = max(1, min(self.tree.capacity, (levels.passes - 1) * levels.width))
-        self._drafted = RowBuffer(bucket(levels.width), words_for(scratch), device)
-        self._slots = own_bits(scratch, device)
-        nodes = self.tree.capacity + 1  # and a spare one, for padding
-        self._seen = torch.zeros(nodes, words_for(scratch), dtype=torch.int64, device=device)  # slots, by node
-        self._verified = RowBuffer(target.padded_rows(self.budget), words_for(self.budget), device)
-        self._frontier = _frontier(levels.width, device)
-        self._root_alone = _frontier(1, device)
-        self._root_alone.live.fill_(1)
-        pinned = device.type == "cuda"
-        size = NUMBERS + 2 * longest + 5 * self.budget
-        self._record = torch.zeros(size, dtype=torch.int64, device=device)
-        self._records = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self.cycle, self.loop = DeviceCycle(target, drafter, policy), loop
+        self.target, self.drafter, self.levels = target, self.cycle.drafter, self.cycle.levels
+        self.graphs = Graphs(target.device)
+        pinned = target.device.type == "cuda"
+        self._records = [torch.zeros(self.cycle.record.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._flags = [torch.zeros(1, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._sampled = False
         self._loops: dict[bool, tuple[tuple[Any, ...], Any]] = {}
-
-    # ---- a cycle, on the device
-
-    def root(self) -> None:
-        """The tokens committed last through the draft, then the first level of a new tree."""
-        state, rows, place = self.state, self._accepted, self._place(self._accepted.rows)
-        start = state.length + self.drafter.ahead - state.taken
-        last = place == state.taken - 1
-        spare = self.drafter.spare
-        logits = self.drafter.resident_pass(
-            rows,
-            state.committed,
-            start + place,
-            self._causal,
-            slot=start,
-            prefix=start,
-            live=state.taken,
-            seen=state.taken,
-            sources=place + (spare + 1),
-            targets=(~last).long() * spare,
-        )
-        state.level.fill_(1)
-        self._grow(self._root_alone, logits.index_select(0, (state.taken.long() - 1).clamp(min=0)))
-
-    def level(self) -> None:
-        """One draft pass from the frontier, and the next level; nothing where the frontier is empty."""
-        state, tree, frontier = self.state, self.tree, self._frontier
-        nodes, count = frontier.nodes, frontier.live
-        place = self._place(len(nodes))
-        parents = tree.parents.index_select(0, nodes).clamp(min=0)
-        slots = (state.used + place).clamp(max=len(self._slots) - 1)
-        words = self._seen.index_select(0, parents) | self._slots.index_select(0, slots)
-        self._seen.index_copy_(0, nodes.masked_fill(place >= count, tree.capacity), words)
-        stable = state.length + self.drafter.ahead
-        logits = self.drafter.resident_pass(
-            self._drafted,
-            tree.tokens.index_select(0, nodes),
-            frontier.depths + (stable - 1),
-            words,
-            slot=stable + state.used,
-            prefix=stable,
-            live=count,
-            seen=state.used + count,
-            sources=parents,
-            targets=nodes,
-        )
-        state.used.add_(count)
-        state.level.add_(count > 0)
-        self._grow(frontier, logits[: len(nodes)])
-
-    def verify(self) -> None:
-        """The target's forward over the tree, the walk down, the commit in both caches, and the record."""
-        state, tree, rows = self.state, self.tree, self._verified
-        self.levels.finish(tree)
-        if self.budget < tree.capacity:
-            nodes, count = tree.best(self.budget)
-            parents, words = ops.take_subtree(tree.parents, tree.ancestors, nodes, count)
-        else:
-            nodes, count, parents, words = self._place(tree.capacity), tree.size, tree.parents, tree.ancestors
-        tokens, depths = (array.index_select(0, nodes) for array in (tree.tokens, tree.depths))
-        length = state.length
-        rows.write(tokens, depths + length, words, slot=length, prefix=length, live=count, seen=count)
-        logits, features = self.target.padded(rows)
-        seed = state.seed if self._sampled else None
-        chosen = ops.choose_rows(logits[: self.budget], depths + (length + 1), seed, state.temperature)
-        walked = ops.walk_down(tokens, parents, chosen, count)
-        path = pad_to(walked.nodes, len(state.committed))
-        ops.move_rows(self.target.cache.slab, path, walked.live, length)
-        self.drafter.resident_accept(features, path)
-        inner = self._place(len(path)) < walked.live - 1
-        root = walked.bonus.clamp(min=0)  # a cycle may be under way before the host sees that there is none
-        state.committed.copy_(torch.where(inner, tokens.index_select(0, path.roll(-1)), root))
-        numbers = (walked.live.long(), walked.bonus, tree.size.long(), count.long(), state.level.long(), length.long())
-        sums = (array.index_select(0, nodes).view(torch.int32) for array in (tree.log_probs, tree.path_log_probs))
-        self._record.copy_(torch.cat([*numbers, state.committed, path, tokens, parents, depths, *sums]))
-        length.add_(walked.live)
-        state.taken.copy_(walked.live)
-        self._start(root)
-
-    def _start(self, root: Tensor) -> None:
-        """A new tree under this token, int64 [1]."""
-        self.state.root.copy_(root)
-        self.state.level.fill_(0)
-        self.state.used.fill_(0)
-        self.tree.start(root)
-
-    def _grow(self, frontier: ops.Frontier, logits: Tensor) -> None:
-        ids = self.drafter.resident_ids
-        found = self.levels.grow(self.tree, frontier, logits, ids, self.state.level)
-        for into, values in zip(self._frontier, found, strict=True):
-            into.copy_(values)
-
-    def _place(self, count: int) -> Tensor:
-        return torch.arange(count, device=self.target.device)
 
     # ---- a cycle, as the host starts it
 
@@ -279,24 +104,28 @@ class Resident:
             self._run_ahead(reads, levels)
         else:
             for _ in range(levels):
-                if not int(self._frontier.live):
+                if not int(self.cycle.frontier.live):
                     break
                 self._run("level", reads)
         self._run("verify", reads)
 
     def _run_ahead(self, reads: tuple[Tensor, ...], levels: int) -> None:
-        sent = self._send(self._frontier.live, self._flags[0])
+        sent = self._send(self.cycle.frontier.live, self._flags[0])
         for number in range(levels):
             self._run("level", reads)
-            before, sent = sent, self._send(self._frontier.live, self._flags[(number + 1) % 2])
+            before, sent = sent, self._send(self.cycle.frontier.live, self._flags[(number + 1) % 2])
             if not int(received(before)):
                 break
 
     def _run(self, name: str, reads: tuple[Tensor, ...]) -> None:
-        self.graphs.run(self._name(name), reads, getattr(self, name))
+        self.graphs.run(self._name(name), reads, getattr(self.cycle, name))
 
     def _name(self, name: str) -> str:
-        kind = f" of {self._verified.rows} rows, {'sampled' if self._sampled else 'greedy'}" if name == "verify" else ""
+        kind = (
+            f" of {self.cycle.verified.rows} rows, {'sampled' if self.cycle.sampled else 'greedy'}"
+            if name == "verify"
+            else ""
+        )
         return f"resident {name}{kind}"
 
     def _reads(self) -> tuple[Tensor, ...]:
@@ -311,14 +140,14 @@ class Resident:
 
         reads = self._reads()
         signature = tuple((tensor.data_ptr(), tuple(tensor.shape)) for tensor in reads)
-        known = self._loops.get(self._sampled)
+        known = self._loops.get(self.cycle.sampled)
         if known is None or known[0] != signature:
             before, body, after = (
-                self.graphs.capture(self._name(name), getattr(self, name)) for name in ("root", "level", "verify")
+                self.graphs.capture(self._name(name), getattr(self.cycle, name)) for name in ("root", "level", "verify")
             )
             rounds = torch.zeros(1, dtype=torch.int32, device=self.target.device)
-            loop = Loop(body, self._frontier.live, rounds, self.levels.passes - 1, before, after)
-            known = self._loops[self._sampled] = (signature, loop)
+            loop = Loop(body, self.cycle.frontier.live, rounds, self.levels.passes - 1, before, after)
+            known = self._loops[self.cycle.sampled] = (signature, loop)
         return known[1]
 
     def _send(self, values: Tensor, into: Tensor) -> Any:
@@ -337,23 +166,23 @@ class Resident:
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens, the cycle that may run behind the last of them, and the runs of a capture."""
-        most = tokens + self.budget + (WARM_UPS + 2) * len(self.state.committed)
-        self.target.reserve(most, self.budget)
-        self.drafter.reserve(most, self.tree.capacity)
+        most = tokens + self.cycle.budget + (WARM_UPS + 2) * len(self.cycle.state.committed)
+        self.target.reserve(most, self.cycle.budget)
+        self.drafter.reserve(most, self.cycle.tree.capacity)
 
     @torch.inference_mode()
     def warm_up(self, tokens: int) -> None:
         """Capture everything, for texts of up to so many tokens."""
         self.reserve(tokens)
-        for self._sampled in (False, True):
+        for self.cycle.sampled in (False, True):
             self._prepare()
 
     def _prepare(self) -> None:
         """Capture what is not captured yet. That runs the functions, so the state is set only afterwards."""
         if self.graphs.require_same(self.target.lm.model, *self.drafter.resident_weights):
             self._loops.clear()
-        self.state.length.fill_(self.target.cache.length)
-        self.state.taken.fill_(0)
+        self.cycle.state.length.fill_(self.target.cache.length)
+        self.cycle.state.taken.fill_(0)
         if self._is_one_graph:
             self._whole_cycle()
             return
@@ -371,15 +200,15 @@ class Resident:
         clock = time.perf_counter()
         try:
             self.launch()
-            ahead = self._send(self._record, self._records[0])
+            ahead = self._send(self.cycle.record, self._records[0])
             number = 0
             while run.reason is None:
                 number += 1
                 sent = ahead
                 if run.stopper.left > 1:  # the cycle under way gives one token at least
                     self.launch()
-                    ahead = self._send(self._record, self._records[number % 2])
-                record = self._read(received(sent))
+                    ahead = self._send(self.cycle.record, self._records[number % 2])
+                record = self.cycle.read(received(sent))
                 drafted = record.length
                 if not record.accepted:
                     refuse_no_choice(None, run.history.length)
@@ -396,8 +225,8 @@ class Resident:
             self._end(run, drafted)
 
     def _begin(self, run: Any) -> None:
-        state, sampler = self.state, run.sampler
-        self._sampled = sampler.seed is not None
+        state, sampler = self.cycle.state, run.sampler
+        self.cycle.sampled = sampler.seed is not None
         self._prepare()
         committed = self.drafter.resident_start(run.root)
         length = run.history.length - 1
@@ -405,8 +234,8 @@ class Resident:
         state.length.fill_(length)
         state.taken.fill_(len(committed))
         state.committed[: len(committed)] = torch.tensor(committed)
-        self._start(state.committed[len(committed) - 1 : len(committed)])
-        if self._sampled:
+        self.cycle.start(state.committed[len(committed) - 1 : len(committed)])
+        if self.cycle.sampled:
             state.seed.fill_(signed(sampler.seed))
             state.temperature.fill_(float(sampler.processors[0].temperature) if sampler.processors else 1.0)
 
@@ -414,21 +243,6 @@ class Resident:
         tokens = run.history.ids[0].tolist()[:-1]
         self.target.resident_end(tokens)
         self.drafter.resident_end(tokens, drafted)
-
-    def _read(self, values: Tensor) -> Record:
-        longest = len(self.state.committed)
-        numbers, committed, path, *arrays = values.split([NUMBERS, longest, longest, *[self.budget] * 5])
-        count, _, grown, kept, passes, length = numbers.tolist()
-        tokens, parents, depths, *sums = (array[:kept].clone() for array in arrays)
-        tree = TokenTree.of(tokens, parents, depths, *(bits.int().view(torch.float32) for bits in sums))
-        tree.passes = passes
-        return Record(length, count, committed[:count].tolist(), path[:count].tolist(), grown, tree)
-
-
-def _frontier(width: int, device: torch.device) -> ops.Frontier:
-    nodes, depths = torch.zeros(2, width, dtype=torch.int64, device=device)
-    scores, live = torch.zeros(width, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    return ops.Frontier(nodes, depths, scores, live)
 
 
 def received(sent: Any) -> Tensor:
@@ -442,8 +256,3 @@ def received(sent: Any) -> Tensor:
 def signed(value: int) -> int:
     """The int64 with the bits of a number modulo 2**64."""
     return ((value + 2**63) & ops.MASK64) - 2**63
-
-
-def pad_to(values: Tensor, size: int) -> Tensor:
-    """The first `size` values, filled up with 0."""
-    return torch.nn.functional.pad(values[:size], (0, max(0, size - len(values))))

@@ -91,7 +91,7 @@ class CapturedTarget(HuggingFaceTarget):
         """How many rows a tree of so many nodes is padded to."""
         return -(-size // STRICT_ROWS) * STRICT_ROWS if self.strict else bucket(size)
 
-    # ---- for resident cycles (resident.py)
+    # ---- for cycles on the device (device_cycle.py)
 
     @property
     def resident_reads(self) -> tuple[Tensor, ...]:

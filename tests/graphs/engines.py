@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specengine import Engine, graphs
-from specengine.drafters._captured import CapturedEagle, CapturedSmallModel
+from specengine.drafters._captured_eagle import CapturedEagle
+from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel

@@ -11,7 +11,8 @@ import torch
 
 from specengine import Engine
 from specengine.cli.arguments import add_model_arguments, load_options
-from specengine.drafters._captured import CapturedEagle, CapturedSmallModel
+from specengine.drafters._captured_eagle import CapturedEagle
+from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel

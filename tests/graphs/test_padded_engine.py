@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specengine import Engine, cache, graphs, ops
-from specengine.drafters import _captured
-from specengine.drafters._captured import CapturedSmallModel
+from specengine.drafters import _passes
+from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.errors import EngineBusyError, InputError
 from specengine.graphs import Graphs
 from specengine.targets.captured import CapturedTarget
@@ -90,7 +90,7 @@ def test_families(family: str) -> None:
 
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_a_frontier_wider_than_a_pass_is_run_in_pieces(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_captured, "MOST_ROWS", 8)
+    monkeypatch.setattr(_passes, "MOST_ROWS", 8)
     monkeypatch.setattr(toy, "policy_for", lambda *_: toy.policies.make("eagle", width=12, expansions=2, budget=40))
     check(draft, "")
 

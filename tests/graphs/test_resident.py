@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specengine import Engine, cache, graphs, policies
+from specengine.device_cycle import DeviceCycle
 from specengine.errors import InputError, NumericalError
 from specengine.policies import TreePolicy, _classifier
 from specengine.resident import LOOPS, Resident
@@ -167,16 +168,16 @@ def test_nothing_is_read_before_it_is_written(draft: str, policy: str, monkeypat
     launch = Resident.launch
 
     def poisoned(self: Resident) -> None:
-        length, drafter = int(self.state.length), self.drafter
-        taken = int(self.state.taken)
+        cycle, drafter = self.cycle, self.drafter
+        length, taken = int(cycle.state.length), int(cycle.state.taken)
         self.target.cache.slab[:, :, :, length:] = math.nan
         drafter.cache.slab[:, :, :, length + drafter.ahead - taken :] = math.nan
         if hasattr(drafter, "_states"):
             drafter._states[: drafter.spare] = math.nan
             drafter._states[drafter.spare + 1 + taken :] = math.nan
-        for array in (self.tree.log_probs, self.tree.path_log_probs):
+        for array in (cycle.tree.log_probs, cycle.tree.path_log_probs):
             array[1:] = math.nan
-        self.tree.parents[1:] = 0
+        cycle.tree.parents[1:] = 0
         launch(self)
 
     monkeypatch.setattr(Resident, "launch", poisoned)
@@ -207,7 +208,7 @@ def test_warmup_captures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_read_before_the_record_and_that_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beam's cycle starts without any read by the host, and the next one starts before its record is read."""
     engine, order = resident("eagle3", "eagle"), list[str]()
-    launch, read = Resident.launch, Resident._read
+    launch, read = Resident.launch, DeviceCycle.read
 
     def launched(self: Resident) -> None:
         order.append("launch")
@@ -215,7 +216,7 @@ def test_no_read_before_the_record_and_that_one_late(monkeypatch: pytest.MonkeyP
             launch(self)
 
     monkeypatch.setattr(Resident, "launch", launched)
-    monkeypatch.setattr(Resident, "_read", lambda self, values: order.append("read") or read(self, values))
+    monkeypatch.setattr(DeviceCycle, "read", lambda self, values: order.append("read") or read(self, values))
     cycles = len(answer(engine, {})[1])
     assert order[:5] == ["launch", "launch", "read", "launch", "read"]
     assert order.count("read") == cycles - 1  # the first cycle is the engine's

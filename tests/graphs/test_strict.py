@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import Engine, policies
-from specengine.drafters._captured import CapturedSmallModel
+from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.errors import UnsupportedModelError
 from specengine.targets import captured
 from specengine.targets.captured import STRICT_ROWS, CapturedTarget, require_strict

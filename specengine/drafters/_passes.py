@@ -1,0 +1,90 @@
+"""What captured drafts share: a module of drafts, none itself.
+
+The padded frontier: a pass of n nodes runs as one of `bucket(n)` rows, of which only the n are looked at. Policies see
+what they see without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specengine.graphs import Graphs, RowBuffer, SlotWords, bucket, words_for
+
+MOST_ROWS = 64  # of one pass; more nodes are run in pieces, as none sees another of its own pass
+
+HOST = torch.device("cpu")
+
+
+class Passes:
+    """The padded passes of one draft: buffers by size, and whom each node sees in the scratch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.graphs = Graphs(device)
+        self.slots = SlotWords()
+        self._buffers: dict[tuple[int, int], RowBuffer] = {}
+
+    def rows(self, count: int, nodes: int) -> RowBuffer:
+        """The buffer for `count` rows of a tree of up to `nodes` nodes."""
+        key = bucket(count), words_for(nodes)
+        if key not in self._buffers:
+            self._buffers[key] = RowBuffer(*key, self.graphs.device)
+        return self._buffers[key]
+
+
+def in_pieces(nodes: Tensor, run: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """What `run` gives of all nodes, at most MOST_ROWS of them at a time."""
+    if len(nodes) <= MOST_ROWS:
+        return run(nodes)
+    pieces = [[found.clone() for found in run(piece)] for piece in nodes.split(MOST_ROWS)]  # the next overwrites them
+    return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
+
+
+class ResidentDraft(Protocol):
+    """What cycles on the device (device_cycle.py) need of a draft; the host knows no length meanwhile.
+
+    ahead             of a sequence of n tokens and a root, n + ahead are in the cache once the root was drafted from
+    spare             the source and target of padding; behind it stand what accepted tokens are run from
+    drafted           committed tokens that the draft has run, as `resident_end` takes them
+    resident_ids      the target's ids of the draft's columns, on the device; None where they are the columns
+    resident_reads    tensors that a capture reads and `reserve` may replace; resident_weights: modules that it reads
+    """
+
+    @property
+    def ahead(self) -> int: ...
+
+    @property
+    def resident_ids(self) -> Tensor | None: ...
+
+    @property
+    def spare(self) -> int: ...
+
+    @property
+    def drafted(self) -> int: ...
+
+    @property
+    def resident_reads(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def resident_weights(self) -> tuple[torch.nn.Module, ...]: ...
+
+    @property
+    def resident_states(self) -> Callable[[Tensor], Tensor] | None:
+        """The hidden states, [n, hidden size], of nodes (int64 [n]) that passes were run from; None without any."""
+
+    def reserve(self, tokens: int, nodes: int) -> None: ...
+
+    def resident_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
+        """Logits of rows that stand on the device, given as RowBuffer.write takes them."""
+
+    def resident_accept(self, features: Tensor | None, path: Tensor) -> None:
+        """Take the features of accepted nodes, [nodes, features * hidden size]; path: int64 [n], padded."""
+
+    def resident_start(self, root: int) -> list[int]:
+        """Make ready; the tokens that the draft has not run, the root last."""
+
+    def resident_end(self, tokens: list[int], drafted: int) -> None:
+        """These tokens are committed, of which the draft has run `drafted`."""
