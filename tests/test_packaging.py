@@ -32,7 +32,7 @@ LAYERS = (
         "stopping",
         "prompts",
     },
-    {"drafting", "resident", "engine", "loading", "custom_generate"},
+    {"drafting", "device_cycle", "resident", "engine", "loading", "custom_generate"},
     {"train", "serve", "integrations", "trace", "checking", "demo", "inspection", "cli", "__main__"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
