@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from specengine.graphs import Rows
 from specengine.packing import Packed, worth_packing
 
 ATTENTION = "specengine"
+LARGEST_FLASH_HEAD = 256  # channels that flash-attn takes
 PREFILL_ROWS = 1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 
 
@@ -34,14 +37,16 @@ PREFILL_ROWS = 1024  # prompts are run in pieces of this many tokens, which boun
 class Visibility:
     """Which cache slots each row of a forward sees.
 
-    mask    bool [rows, slots], or None where every row sees every slot, or where `causal` says it
-    prefix  how many slots at the start every row of the mask sees, as far as is known
-    causal  rows are the first tokens of the sequence and see themselves and what stands before
-    strict  a row's attention shall not depend on the rows around it
+    mask      bool [rows, slots], or None where every row sees every slot, or where `causal` says it
+    prefix    how many slots at the start every row of the mask sees, as far as is known
+    causal    rows are the first tokens of the sequence and see themselves and what stands before
+    in_order  rows are consecutive tokens, the last of the sequence, and see themselves and what stands before
+    strict    a row's attention shall not depend on the rows around it
     """
 
     mask: Tensor | None = None
     causal: bool = False
+    in_order: bool = False
     strict: bool = False
     prefix: int = 0
     packed: Any = None  # the mask as ops.tree_attention is fastest with, made once per forward
@@ -138,6 +143,10 @@ def _tree_attention_forward(
         raise _NeedsDenseMask(", ".join(unknown) or "keys and values of different sizes")
     if isinstance(tree, Rows):
         return attend_padded(query[0], key[0], value[0], tree, scaling).transpose(0, 1)[None], None
+    if tree is not None and tree.in_order:
+        found = prompt_attention(query, key, value, scaling)
+        if found is not None:
+            return found, None
     if tree is None or tree.causal:
         mask = None if tree is not None else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -148,6 +157,34 @@ def _tree_attention_forward(
     else:
         out = ops.tree_attention(query[0], key[0], value[0], tree.for_groups(groups, query.dtype), scale)
     return out.transpose(0, 1)[None], None
+
+
+@lru_cache(maxsize=1)
+def flash_attention() -> Callable[..., Tensor] | None:
+    """flash_attn_func of the package flash-attn; None where it is not installed, or not for this torch."""
+    try:
+        from flash_attn import flash_attn_func
+    except (ImportError, OSError):  # a wheel for another torch fails to find its symbols
+        return None
+    return flash_attn_func
+
+
+def flash_takes(query: Tensor) -> bool:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and query.shape[-1] <= LARGEST_FLASH_HEAD
+
+
+def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
+    """Attention of consecutive tokens, the last of the sequence, by flash-attn, without a mask in memory.
+
+    query: [1, Hq, rows, D]; key, value: [1, Hkv, slots, D]. Returns [1, rows, Hq, D]; None where flash-attn does not
+    take these, or is not there.
+    """
+    run = flash_attention() if flash_takes(query) else None
+    if run is None:
+        return None
+    # with fewer queries than keys its causal mask is aligned with the last of both
+    return run(*(states.transpose(1, 2) for states in (query, key, value)), softmax_scale=scale, causal=True)
 
 
 def attend_padded(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float | None = None) -> Tensor:
@@ -463,7 +500,9 @@ def causal_rows(rows: int, before: int, device: torch.device) -> Visibility:
     """Visibility of `rows` consecutive tokens behind `before` others."""
     if rows == 1:
         return Visibility()
-    return Visibility(causal=True) if before == 0 else Visibility(_lower_right(rows, before, device), prefix=before)
+    if before == 0:
+        return Visibility(causal=True, in_order=True)
+    return Visibility(_lower_right(rows, before, device), prefix=before, in_order=True)
 
 
 def _lower_right(rows: int, before: int, device: torch.device) -> Tensor:
