@@ -75,7 +75,7 @@ def test_the_control_without_it_has_other_bits() -> None:
     assert not all(same)
 
 
-def specdecpp(target: HuggingFaceTarget, folder: Path) -> tuple[Eagle, TreePolicy]:
+def specdecpp(target: HuggingFaceTarget, folder: Path, draft: type[Eagle] = Eagle) -> tuple[Eagle, TreePolicy]:
     """Its untrained classifier for states as wide as the target's, and a random EAGLE head, for only those give any."""
     model, file = target.model, folder / "specdecpp.safetensors"
     config = head_config(3, model, layer_ids=(0, 1))
@@ -84,7 +84,7 @@ def specdecpp(target: HuggingFaceTarget, folder: Path) -> tuple[Eagle, TreePolic
     facts = {"depth_base": 0, "top": 1, "beta": 0.5, **sizes}
     _classifier.save(file, "specdecpp", _classifier.AcceptanceHead(**sizes), facts)
     policy = policies.make("specdecpp", classifier=str(file), width=3, expansions=4, budget=10, threshold=0.8)
-    return Eagle(head_from(config, random_state(config), torch.bfloat16, CPU), target.lm), policy
+    return draft(head_from(config, random_state(config), torch.bfloat16, target.device), target.lm), policy
 
 
 @pytest.mark.parametrize("name", NAMES)

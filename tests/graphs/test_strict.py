@@ -1,6 +1,7 @@
 """Strict verification under graphs: forwards of one number of rows, and a node's bits are those of plain decoding."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import Engine, policies
+from specengine.drafters._captured_eagle import CapturedEagle
 from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.errors import UnsupportedModelError
 from specengine.targets import captured
@@ -16,9 +18,10 @@ from specengine.targets.captured import STRICT_ROWS, CapturedTarget, require_str
 from specengine.tree import TokenTree
 from tests import toy
 from tests.graphs.engines import DEVICE, frozen
+from tests.test_strict import specdecpp
 
 PROMPT = [5, 9, 2, 31, 7, 12]
-NAMES = [name for name in policies.names() if name not in ("plain", "specdecpp")]  # whose head reads an EAGLE head
+NAMES = [name for name in policies.names() if name != "plain"]
 
 
 @cache
@@ -85,15 +88,18 @@ def test_a_larger_cache_changes_nothing() -> None:
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_answers_equal_plain_decoding_under_every_policy(name: str, sampled: bool) -> None:
+def test_bfloat16_answers_equal_plain_decoding_under_every_policy(name: str, sampled: bool, tmp_path: Path) -> None:
     """Where trees grow on the device and where they grow on the host."""
     target = strict_target()
     options: dict[str, Any] = {"max_new_tokens": 12} | ({"temperature": 1.0, "seed": 5} if sampled else {})
     wanted = Engine(target, None, None).generate(PROMPT, **options).token_ids
-    drafter = CapturedSmallModel(bfloat16(seed=1), target.vocab_size)
+    drafter: Any = CapturedSmallModel(bfloat16(seed=1), target.vocab_size)
+    policy = None
+    if name == "specdecpp":
+        drafter, policy = specdecpp(target, tmp_path, CapturedEagle)
     for loop in ("auto", "host"):
         with frozen():
-            result = Engine(target, drafter, toy.policy_for(name), loop=loop).generate(PROMPT, **options)
+            result = Engine(target, drafter, policy or toy.policy_for(name), loop=loop).generate(PROMPT, **options)
         assert result.token_ids == wanted, loop
         assert result.stats.num_draft_tokens > 0
 
