@@ -16,7 +16,7 @@ from specengine.models.eagle_head import head_from
 from specengine.policies import TreePolicy, _classifier
 from specengine.targets.huggingface import HuggingFaceTarget, strict_rows
 from specengine.tree import TokenTree
-from tests.toy import CPU, head_config, policy_for, random_state, random_tree, tiny
+from tests.toy import head_config, policy_for, random_state, random_tree, tiny
 
 NAMES = [name for name in policies.names() if name != "plain"]
 
