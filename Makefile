@@ -35,16 +35,18 @@ bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine'
 test-gpu: $(VENV)/.installed-gpu  ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu
 
-bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, into bench/results
+# a policy that fails there stands in its file and in the report, and the rest goes on
+bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, and kernels and graphs, into bench/results
 	$(RUN) -m bench.overhead --device cuda --out bench/results/overhead-gpu.jsonl
 	$(RUN) -m bench.end_to_end --device cuda --out bench/results/end-to-end-gpu.jsonl
 	$(RUN) -m bench.exactness --device cuda --out bench/results/exactness-gpu.jsonl
 	$(RUN) -m bench.tree_construction --device cuda --out bench/results/tree-construction-gpu.jsonl
-	$(RUN) -m bench.policies --device cuda --rounds 3 --out bench/results/policies-gpu.jsonl
+	-$(RUN) -m bench.policies --device cuda --rounds 3 --out bench/results/policies-gpu.jsonl
 	$(RUN) -m bench.kernels --out bench/results/kernels-gpu.jsonl
-	$(ON_KERNELS) $(RUN) -m bench.graphs --strict --out bench/results/graphs-gpu.jsonl
+	-$(ON_KERNELS) $(RUN) -m bench.graphs --strict --out bench/results/graphs-gpu.jsonl
 	$(RUN) -m bench.inflate --shape 8b --out build/8b
-	$(ON_KERNELS) $(RUN) -m bench.graphs --strict --model build/8b --draft build/8b/head --out bench/results/graphs-8b-gpu.jsonl
+	-$(ON_KERNELS) $(RUN) -m bench.graphs --strict --model build/8b --draft build/8b/head --out bench/results/graphs-8b-gpu.jsonl
+	$(RUN) -m bench.report --plot $(addprefix bench/results/,$(addsuffix -gpu.jsonl,kernels graphs graphs-8b policies tree-construction))
 
 # trees stand on the host there, and are built by C++
 ON_KERNELS := SPECENGINE_BACKEND=triton,cpp

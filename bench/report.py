@@ -1,6 +1,7 @@
 """Tables in markdown from result files, so that a figure in the docs is one that a committed file holds.
 
 python -m bench.report bench/results/policies.jsonl [--only policies] [--set gsm8k]
+python -m bench.report bench/results/kernels-gpu.jsonl --plot      the tables beside it as .md, a plot as .svg
 """
 
 from __future__ import annotations
@@ -10,33 +11,13 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-Record = dict[str, Any]
+from bench import device_tables, plots
+from bench.table import NOTHING, Record, Table, number
 
 ALL = "all"
-NOTHING = "–"
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table. `kind` is what --only picks."""
-
-    kind: str
-    title: str
-    header: tuple[str, ...]
-    rows: list[list[str]]
-
-    def markdown(self) -> str:
-        widths = [max(len(row[i]) for row in (self.header, *self.rows)) for i in range(len(self.header))]
-        lines = [self.header, ["-" * width for width in widths], *self.rows]
-        text = "\n".join(
-            "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in lines
-        )
-        return f"**{self.title}**\n\n{text}"
 
 
 # ---------------------------------------------------------------------------------------------------- summaries
@@ -120,27 +101,29 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
         *not_run_tables(records),
         *loss_tables(records),
         *construction_tables(records),
+        *device_tables.graph_tables(records),
+        *device_tables.kernel_tables(records),
     ]
     return [table for table in made if table.rows]
 
 
 Column = tuple[str, Callable[[Record], str]]
 COUNTERS: list[Column] = [
-    ("tau", lambda r: _number(r, "tau", 2)),
-    ("delta", lambda r: _number(r, "delta", 2)),
-    ("verified", lambda r: _number(r, "verified", 1)),
-    ("drafted", lambda r: _number(r, "drafted", 1)),
+    ("tau", lambda r: number(r, "tau", 2)),
+    ("delta", lambda r: number(r, "delta", 2)),
+    ("verified", lambda r: number(r, "verified", 1)),
+    ("drafted", lambda r: number(r, "drafted", 1)),
     ("gamma", lambda r: f"{r['gamma']:,}"),
 ]
 SPEEDS: list[Column] = [
-    ("speed, mean", lambda r: _number(r, "speed_mean", 2)),
-    ("speed, total", lambda r: _number(r, "speed_total", 2)),
+    ("speed, mean", lambda r: number(r, "speed_mean", 2)),
+    ("speed, total", lambda r: number(r, "speed_total", 2)),
 ]
 COLUMNS: list[Column] = [
     *COUNTERS,
-    ("draft ms", lambda r: _number(r.get("median_ms", {}), "draft", 2)),
-    ("policy ms", lambda r: _number(r.get("median_ms", {}), "policy", 2)),
-    ("verify ms", lambda r: _number(r.get("median_ms", {}), "verify", 1)),
+    ("draft ms", lambda r: number(r.get("median_ms", {}), "draft", 2)),
+    ("policy ms", lambda r: number(r.get("median_ms", {}), "policy", 2)),
+    ("verify ms", lambda r: number(r.get("median_ms", {}), "verify", 1)),
     ("policy share", lambda r: f"{100 * r['policy_share']:.1f} %" if "policy_share" in r else NOTHING),
     *SPEEDS,
     ("diverging", lambda r: f"{r['diverging']} of {r['prompts']}" if "diverging" in r else NOTHING),
@@ -256,12 +239,8 @@ def _title(what: str, records: list[Record], set_: str) -> str:
     return f"{title}; {settings['draft']}, {precision}, {run}"
 
 
-def _number(record: Record, name: str, digits: int) -> str:
-    return f"{record[name]:.{digits}f}" if name in record else NOTHING
-
-
 def _cell(record: Record, speed: str, length: str) -> str:
-    return f"{_number(record, speed, 2)} ({_number(record, length, 2)})"
+    return f"{number(record, speed, 2)} ({number(record, length, 2)})"
 
 
 # ---------------------------------------------------------------------------------------------------- command line
@@ -269,20 +248,31 @@ def _cell(record: Record, speed: str, length: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", type=Path, nargs="+", help="of bench.policies, bench.losses, bench.tree_construction")
-    kinds = ["policies", "sweeps", "sets", "not-run", "losses", "construction"]
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="of bench.policies, losses, tree_construction, graphs, kernels"
+    )
+    kinds = ["policies", "sweeps", "sets", "not-run", "losses", "construction", "graphs", "kernels"]
     parser.add_argument("--only", choices=kinds, action="append", help="repeatable")
     parser.add_argument("--set", default=ALL, help="the prompt set of the policies' and the sweeps' tables")
+    parser.add_argument("--plot", action="store_true", help="FILE.md and, of graphs and kernels, FILE.svg as well")
     args = parser.parse_args(argv)
-    for path in args.files:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        found = [table for table in tables(records, args.set) if not args.only or table.kind in args.only]
-        if not found:
-            print(f"{path}: no table is to be made of it", file=sys.stderr)
-            return 1
-        print(_source(path, records), end="\n\n")
-        for table in found:
-            print(table.markdown(), end="\n\n")
+    return max([_report(path, args) for path in args.files])
+
+
+def _report(path: Path, args: argparse.Namespace) -> int:
+    if not path.is_file():
+        print(f"{path}: there is no such file", file=sys.stderr)
+        return 1
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [table for table in tables(records, args.set) if not args.only or table.kind in args.only]
+    if not found:
+        print(f"{path}: no table is to be made of it", file=sys.stderr)
+        return 1
+    text = "\n\n".join([_source(path, records), *(table.markdown() for table in found)])
+    print(text, end="\n\n")
+    if args.plot:
+        path.with_suffix(".md").write_text(text + "\n")
+        print(plots.plot(records, path.with_suffix(".svg")), file=sys.stderr)
     return 0
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from bench.kernels.cases import Attention
 from bench.kernels.inputs import Tree, pack, random_tree
 from bench.kernels.way import Way, kernel
+from bench.kernels.xqa import result, xqa
 
 
 def triton_attention(
@@ -102,4 +103,5 @@ WAYS = [
     Way("attention", "torch sdpa cudnn", partial(sdpa, backend="CUDNN_ATTENTION"), from_folded),
     Way("attention", "torch flex", flex, lambda case, out: out[0].transpose(0, 1), "triton"),
     Way("attention", "flashinfer fa2", flashinfer, lambda case, out: out, "flashinfer"),
+    Way("attention", "flashinfer xqa", xqa, result, "flashinfer"),
 ]  # fmt: skip

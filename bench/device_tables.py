@@ -1,0 +1,198 @@
+"""Tables of what was measured on a device: kernels against what users have today, policies as captured graphs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bench.table import NOTHING, Record, Table, number
+
+OURS = "specengine"  # of the kernels' ways; those whose names only begin with it are ours too, and no baselines
+PLAIN = "plain, graphs, read"
+PARTS = ("draft", "policy", "verify", "walk", "commit", "total")
+
+# ---------------------------------------------------------------------------------------------------- kernels
+
+LABELS: dict[str, Callable[[Record], str]] = {
+    "attention": lambda r: f"{r['nodes']} x {r['prefix']:,} slots, {r['heads']}/{r['kv_heads']} heads of {r['size']}",
+    "selection": lambda r: f"{r['rows']} x {r['columns']:,}, best {r['most']}{', gated' if r['gated'] else ''}",
+    "compaction": lambda r: f"{r['layers']} layers, {r['kept']} nodes",
+    "choice": lambda r: f"{r['nodes']} x {r['columns']:,}{', sampled' if r['sampled'] else ''}",
+    "search": lambda r: f"budget {r['budget']}, batch {r['batch']}",
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a kernel should reach in the cases whose fields have these values.
+
+    most: microseconds, from a row with its floors and the launch floor; over: the least ratios of other ways' times to
+    ours.
+    """
+
+    kind: str
+    where: dict[str, tuple[object, ...]]
+    most: Callable[[Record, float], float]
+    over: dict[str, float] = field(default_factory=dict)
+
+
+def floors(times: float) -> Callable[[Record, float], float]:
+    return lambda row, _: times * max(row["bytes_us"], row["operations_us"])
+
+
+def microseconds(most: float) -> Callable[[Record, float], float]:
+    return lambda *_: most
+
+
+EFFICIENT, FLEX, FA2, XQA = "torch sdpa efficient", "torch flex", "flashinfer fa2", "flashinfer xqa"
+NARROW = {EFFICIENT: 3.0, FLEX: 1.5, FA2: 1.5, XQA: 1.2}
+MIDDLE = {EFFICIENT: 3.0, FLEX: 2.0, XQA: 1.7}
+SDPA = {f"torch sdpa {name}": 4.0 for name in ("math", "efficient", "cudnn")}
+EAGLES = "eagle's torch operations"
+# heads of an 8B model; logits are warm, as they stand where a selection or a choice follows the layer that wrote them
+LLAMA, WARM = {"heads": (32,)}, {"cache": ("warm",)}
+GOALS = [
+    Goal("attention", LLAMA | {"nodes": (1, 16, 32), "prefix": (4096,)}, floors(2.0), NARROW),
+    Goal("attention", LLAMA | {"nodes": (1, 16, 32), "prefix": (16384,)}, floors(1.35), NARROW),
+    Goal("attention", LLAMA | {"nodes": (1, 16, 32), "prefix": (32768,)}, floors(1.25), NARROW),
+    Goal("attention", LLAMA | {"nodes": (64,), "prefix": (4096,)}, floors(2.8), MIDDLE),
+    Goal("attention", LLAMA | {"nodes": (64,), "prefix": (16384,)}, floors(2.2), MIDDLE),
+    Goal("attention", LLAMA | {"nodes": (64,), "prefix": (512,)}, microseconds(7.0), SDPA),
+    Goal("attention", LLAMA | {"nodes": (256,)}, floors(2.2), {FA2: 1.5, FLEX: 3.0}),
+    Goal("selection", WARM | {"rows": (10,), "columns": (128256,)}, lambda _, launch: min(8.0, 3 * launch + 3.0),
+         {EAGLES: 10.0, "flashinfer softmax, top_k": 3.0}),
+    Goal("selection", WARM | {"rows": (64,), "columns": (128256,)}, microseconds(15.0), {EAGLES: 6.0}),
+    Goal("search", {}, microseconds(4.0), {"C++ on the host, and the copies": 5.0}),
+    Goal("choice", WARM | {"nodes": (64,), "columns": (128256,), "sampled": (False,)},
+         lambda row, _: min(9.0, 2 * row["bytes_us"] + 4.0), {"torch argmax, no walk, eager": 3.0}),
+    Goal("choice", WARM | {"nodes": (64,), "columns": (128256,), "sampled": (True,)}, microseconds(16.0)),
+    Goal("compaction", {"layers": (32,)}, microseconds(4.0), {"torch, each layer": 40.0}),
+]  # fmt: skip
+
+
+def kernel_tables(records: list[Record]) -> list[Table]:
+    """From bench.kernels: a table per kernel, a row per case, a column per way; then what was not measured."""
+    launch = next((record["median"] for record in records if record["record"] == "launch floor"), None)
+    own = [record for record in records if record["record"] in LABELS and "way" in record]
+    made = []
+    for kind, label in LABELS.items():
+        cases: dict[tuple[str, str], dict[str, Record]] = {}
+        for record in own:
+            if record["record"] == kind:
+                cases.setdefault((label(record), record["cache"]), {})[record["way"]] = record
+        ways = list(dict.fromkeys(way for found in cases.values() for way in found))
+        rows = [
+            [case, cache, _floor(found), *(_time(found.get(way, {})) for way in ways), *_judged(found, launch)]
+            for (case, cache), found in cases.items()
+        ]
+        header = ("case", "cache", "floor", *ways, "ours over floor", "best other over ours", "goal")
+        title = f"{kind.capitalize()}: microseconds per call" + (f"; a launch is {launch:.2f}" if launch else "")
+        made.append(Table("kernels", title, header, rows))
+    return [*made, _not_measured(own)]
+
+
+def _time(record: Record) -> str:
+    return "wrong" if "wrong" in record else number(record, "median", 1)
+
+
+def _floor_of(found: dict[str, Record]) -> float | None:
+    record = next(iter(found.values()))
+    return max(record["bytes_us"], record["operations_us"]) if "bytes_us" in record else None
+
+
+def _floor(found: dict[str, Record]) -> str:
+    floor = _floor_of(found)
+    return NOTHING if floor is None else f"{floor:.1f}"
+
+
+def _judged(found: dict[str, Record], launch: float | None) -> list[str]:
+    """Ours over the floor, the best baseline over ours, and whether the goal is met."""
+    if "median" not in found.get(OURS, {}):
+        return [NOTHING, NOTHING, "missed: wrong" if "wrong" in found.get(OURS, {}) else NOTHING]
+    ours, floor = found[OURS]["median"], _floor_of(found)
+    others = {way: r["median"] for way, r in found.items() if "median" in r and not way.startswith(OURS)}
+    best = min(others, key=others.__getitem__, default=None)
+    return [
+        f"{ours / floor:.2f}" if floor else NOTHING,
+        f"{others[best] / ours:.2f} ({best})" if best else NOTHING,
+        _goal(found[OURS], others, launch),
+    ]
+
+
+def _goal(row: Record, others: dict[str, float], launch: float | None) -> str:
+    goals = (goal for goal in GOALS if goal.kind == row["record"])
+    goal = next((g for g in goals if all(row[name] in values for name, values in g.where.items())), None)
+    if goal is None:
+        return NOTHING
+    missed, unknown = [], [way for way in goal.over if way not in others]
+    if "bytes_us" in row and launch is not None:
+        most = goal.most(row, launch)
+        missed += [f"{row['median']:.1f} > {most:.1f}"] if row["median"] > most else []
+    else:
+        unknown.append("floors")
+    for way, least in goal.over.items():
+        ratio = others.get(way, float("inf")) / row["median"]
+        missed += [f"{ratio:.2f} < {least:g} x {way}"] if ratio < least else []
+    if missed:
+        return "missed: " + "; ".join(missed)
+    return "met" + (f", without {', '.join(unknown)}" if unknown else "")
+
+
+def _not_measured(rows: list[Record]) -> Table:
+    """Ways that could not be measured, how often and why; the first reason of those that differ in numbers only."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if "wrong" in row:
+            found.setdefault((row["record"], row["way"], "wrong result"), []).append(f"error {row['wrong']:.2g}")
+        elif "skipped" in row:
+            alike = "".join(letter for letter in row["skipped"] if not letter.isdigit())
+            found.setdefault((row["record"], row["way"], alike), []).append(row["skipped"])
+    lines = [
+        [kind, way, str(len(reasons)), " ".join(reasons[0].replace("|", "/").split())]
+        for (kind, way, _), reasons in found.items()
+    ]
+    return Table("kernels", "Not measured", ("kernel", "way", "cases", "reason"), lines)
+
+
+# ---------------------------------------------------------------------------------------------------- graphs
+
+
+def graph_tables(records: list[Record]) -> list[Table]:
+    """From bench.graphs: a row per way, speeds as means over prompts, milliseconds of a cycle as the host sees them."""
+    summary = next((r for r in records if r["record"] == "summary" and "speedup_over_plain_graphs" in r), None)
+    if summary is None:
+        return []
+    rows = [record for record in records if record["record"] == "row"]
+    header = ("way", "tokens/s", "over transformers", "over captured plain", "tau", *(f"{part} ms" for part in PARTS))
+    lines = [
+        [
+            way,
+            number(summary["tokens_per_second"], way, 1),
+            number(summary["speedup_over_transformers"], way, 2),
+            number(summary["speedup_over_plain_graphs"], way, 2),
+            _mean([row["mean_acceptance_length"].get(way) for row in rows], 2),
+            *(_mean([row["cycle_ms"].get(way, {}).get(part) for row in rows], 2) for part in PARTS),
+            _waits(summary["host_waits"].get(way)),
+            f"{summary['answers_that_differ_from_plain'][way]} of {summary['prompts']}",
+        ]
+        for way in summary["tokens_per_second"]
+    ]
+    return [Table("graphs", _title(records, summary), (*header, "host waits", "differ from plain"), lines)]
+
+
+def _mean(values: list[float | None], digits: int) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.mean(known):.{digits}f}" if known and len(known) == len(values) else NOTHING
+
+
+def _waits(calls: Record | None) -> str:
+    """Of one answer; not those of a way whose profile failed."""
+    return NOTHING if calls is None or "failed" in calls else str(sum(calls.values()))
+
+
+def _title(records: list[Record], summary: Record) -> str:
+    settings = next((record for record in records if record["record"] == "settings"), {})
+    named = [settings[name] for name in ("model", "dtype") if name in settings]
+    length = [f"{settings['max_new_tokens']} tokens"] if "max_new_tokens" in settings else []
+    return ", ".join(["Graphs", *named, f"{summary['prompts']} prompts", *length])
