@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from specengine_kernels import candidate_selection, frontier, kv_compaction, verification
+from specengine_kernels import candidate_selection, entropy, frontier, kv_compaction, verification
 from specengine_kernels import rope_store as rope_kernel
 from specengine_kernels import strict_attention as strict_kernel
+from specengine_kernels import top_children as children_kernel
 from specengine_kernels import tree_attention as attention_kernel
 from torch import Tensor
 from torch.nn.functional import pad
@@ -25,6 +26,8 @@ from specengine.reference import WORD_BITS, Candidates, Paths
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 MOST_CANDIDATES = 4096  # of one selection by the kernels; they rank by counting
+MOST_CHILDREN = 256  # of a row, for the same reason
+MOST_ROWS = 65535  # of a launch's second dimension
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it at import, too
 
 
@@ -76,6 +79,18 @@ def _selection(whole: Tensor, room: int, most: int) -> candidate_selection.Selec
     log_probs, scores = numbers.view(torch.float32).split(room)
     count, anchor = count.view(torch.int32)[:1], anchor.view(torch.float32)[:1]
     return candidate_selection.Selection(rows[:most], tokens[:most], log_probs[:most], scores[:most], count, anchor)
+
+
+def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
+    if k > MOST_CHILDREN or not 0 < logits.shape[0] <= MOST_ROWS:
+        return reference.top_children(logits, k, normalized)
+    return children_kernel.top_children(logits if logits.stride(1) == 1 else logits.contiguous(), k, normalized)
+
+
+def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
+    if not 0 < logits.shape[0] <= MOST_ROWS:
+        return reference.top_entropy(logits, top, normalized)
+    return entropy.top_entropy(logits if logits.stride(1) == 1 else logits.contiguous(), top, normalized)
 
 
 def choose_tokens(logits: Tensor, positions: Sequence[int], seed: int | None, temperature: float) -> Tensor:
@@ -203,6 +218,8 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
         "rope_store": rope_store,
         "strict_cached_attention": strict_cached_attention,
+        "top_children": top_children,
+        "top_entropy": top_entropy,
         "walk": walk,
         "compact_kv": compact_kv,
         "pack_mask": pack_mask,

@@ -13,10 +13,12 @@ import torch
 from specengine_kernels import (
     best_first,
     candidate_selection,
+    entropy,
     frontier,
     kv_compaction,
     rope_store,
     strict_attention,
+    top_children,
     tree_attention,
     verification,
 )
@@ -68,6 +70,22 @@ def selection(seed: int, device: str) -> None:
     kept = min(int(found.count), int(wanted.count))
     assert abs(int(found.count) - int(wanted.count)) <= 1, seed  # rounding at the gate
     assert torch.allclose(found.scores[:kept].cpu().double(), wanted.scores[:kept], atol=2e-5), seed
+
+
+def entropies(seed: int, device: str) -> None:
+    rows, columns, top = 1 + seed % 9, 1 + seed * 53 % 3000, 1 + seed * 17 % 1200
+    logits = random(rows, columns, seed=seed) * (3.0, 1e-3, 30.0)[seed % 3]
+    found = entropy.top_entropy(logits.to(device), top).cpu()
+    torch.testing.assert_close(found, entropy.reference(logits, top), atol=1e-5, rtol=2e-6, msg=str(seed))
+
+
+def children(seed: int, device: str) -> None:
+    rows, columns = 1 + seed % 9, 1 + seed * 53 % 3000
+    logits, k = random(rows, columns, seed=seed) * 3, min(columns, 1 + seed * 7 % 90)
+    logits = logits.round() if seed % 2 else logits
+    found, wanted = top_children.top_children(logits.to(device), k), top_children.reference(logits, k)
+    assert torch.equal(found[1].cpu(), wanted[1]), seed
+    torch.testing.assert_close(found[0].cpu(), wanted[0], atol=1e-5, rtol=2e-6, msg=str(seed))
 
 
 def choices(seed: int, device: str) -> None:
@@ -166,6 +184,8 @@ KERNELS: dict[str, Callable[[int, str], None]] = {
     "attention": attention,
     "strict": strict,
     "selection": selection,
+    "children": children,
+    "entropies": entropies,
     "choices": choices,
     "walks": walks,
     "compaction": compaction,

@@ -21,10 +21,12 @@ import triton
 from specengine_kernels import (
     best_first,
     candidate_selection,
+    entropy,
     frontier,
     kv_compaction,
     rope_store,
     strict_attention,
+    top_children,
     tree_attention,
     verification,
 )
@@ -142,6 +144,14 @@ def selection(rows: int, columns: int, most: int, dtype: str) -> None:
     candidate_selection.select_candidates(logits, torch.empty(rows), most, budget=budget, **limits)
 
 
+def entropies(rows: int, columns: int, top: int, normalized: bool, dtype: str) -> None:
+    entropy.top_entropy(torch.empty(rows, columns, dtype=getattr(torch, dtype)), top, normalized)
+
+
+def children(rows: int, columns: int, k: int, dtype: str) -> None:
+    top_children.top_children(torch.empty(rows, columns, dtype=getattr(torch, dtype)), k)
+
+
 def compaction(layers: int, heads: int, size: int, dtype: str) -> None:
     slab = torch.empty(layers, 2, heads, 512, size, dtype=getattr(torch, dtype))
     one = torch.empty(1, dtype=torch.int32)
@@ -195,10 +205,13 @@ def rope(rows: int, groups: int, size: int, dtype: str) -> None:
 
 CASES = {"attention": attention, "selection": selection, "compaction": compaction, "choice": choice, "walk": walk}
 CASES |= {"append": append, "gather": gather, "rope": rope, "queues": queues, "strict": strict}
+CASES |= {"children": children, "entropy": entropies}
 MODULES = (
     tree_attention,
     strict_attention,
     candidate_selection,
+    entropy,
+    top_children,
     kv_compaction,
     verification,
     frontier,

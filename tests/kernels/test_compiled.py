@@ -30,6 +30,13 @@ REST = [
     ["selection", 10, 128256, 60, "bfloat16"],
     ["selection", 64, 248320, 256, "bfloat16"],
     ["selection", 1, 49152, 8, "float32"],
+    ["children", 10, 128256, 10, "bfloat16"],
+    ["children", 64, 262144, 256, "float32"],
+    ["children", 1, 49152, 1, "float16"],
+    ["entropy", 10, 128256, 1000, False, "bfloat16"],
+    ["entropy", 64, 262144, 1000, True, "float32"],
+    ["entropy", 1, 49152, 1000, False, "float16"],
+    ["entropy", 16, 128256, 128256, False, "bfloat16"],
     ["compaction", 32, 8, 128, "bfloat16"],
     ["compaction", 30, 3, 64, "float32"],
     ["choice", 64, 128256, False, "bfloat16"],
@@ -55,6 +62,8 @@ FULL = {
         *(["strict", 4, size, t] for size in (64, 80, 128, 256) for t in ("bfloat16", "float32")),
         *(["strict", groups, 128, "float16"] for groups in (1, 7, 8)),
         *(["selection", w, v, 256, t] for w in (1, 16, 64) for v in (32000, 151936) for t in ("float16", "float32")),
+        *(["children", w, v, 32, t] for w in (1, 16, 64) for v in (32000, 151936) for t in ("float16", "float32")),
+        *(["entropy", w, v, 1000, False, t] for w in (1, 16) for v in (32000, 151936) for t in ("float16", "float32")),
         *(["compaction", 32, 8, size, t] for size in (80, 256) for t in ("bfloat16", "float32")),
     ],
 }
@@ -83,7 +92,7 @@ def check(kernels: list[dict[str, Any]], cases: list[list[Any]]) -> None:
             rows = 64 if case == "strict" else nodes * groups
             assert kernel["async_16_bytes"], kernel
             assert not half or (kernel["wgmma"] if rows > 32 else kernel["mma"]), kernel
-        if name in ("_stats", "_filter", "_compact"):
+        if name in ("_stats", "_filter", "_compact", "_sums", "_count", "_split", "_outline", "_pick"):
             assert kernel["load_16_bytes"], kernel
 
 

@@ -34,6 +34,8 @@ SERVED = {
     "pack_mask",
     "rope_store",
     "strict_cached_attention",
+    "top_children",
+    "top_entropy",
     "tree_attention",
     "walk",
 }
@@ -54,8 +56,8 @@ def test_it_is_taken_where_it_is_asked_for() -> None:
     taken = ops.backends(DEVICE)
     assert {op for op, backend in taken.items() if backend.name == "triton"} >= SERVED
     assert all(taken[op].reason == "SPECENGINE_BACKEND=triton" for op in SERVED)
-    assert taken["top_entropy"].name == "reference"
-    assert taken["top_entropy"].reason == f"triton has no top_entropy on {DEVICE}"
+    assert taken["classify_row"].name == "reference"
+    assert taken["classify_row"].reason == f"triton has no classify_row on {DEVICE}"
 
 
 def test_it_is_not_taken_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +70,7 @@ def test_of_several_names_the_first_that_has_the_op_is_taken(monkeypatch: pytest
     monkeypatch.setenv(ops.VARIABLE, "triton,cpp")
     taken = ops.backends("cpu")
     if "cpp" in taken["walk"].available:
-        assert (taken["top_entropy"].name, taken["top_entropy"].reason) == ("cpp", "SPECENGINE_BACKEND=triton,cpp")
+        assert (taken["classify_row"].name, taken["classify_row"].reason) == ("cpp", "SPECENGINE_BACKEND=triton,cpp")
     here = ops.backends(DEVICE)
     assert all(here[op].name == "triton" for op in SERVED)
     monkeypatch.setenv(ops.VARIABLE, "cpp,triton")
@@ -120,6 +122,42 @@ def test_best_candidates(
     assert torch.equal(found.columns, wanted[1])
     torch.testing.assert_close(found.log_probs, wanted[2], atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(found.scores, wanted[3], atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(0, 5),
+    columns=st.integers(1, 300),
+    top=st.integers(1, 320),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    normalized=st.booleans(),
+    dense=st.booleans(),
+)
+def test_top_children(rows: int, columns: int, top: int, dtype: torch.dtype, normalized: bool, dense: bool) -> None:
+    logits = normal(rows, columns, seed=rows + columns).round().to(dtype)
+    given_logits = logits if dense else logits.t().contiguous().t()
+    found = ops.top_children(given_logits, top, normalized=normalized)
+    wanted = reference.top_children(logits, min(top, columns), normalized)
+    assert torch.equal(found[1], wanted[1])
+    torch.testing.assert_close(found[0], wanted[0], atol=2e-6, rtol=1e-6)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(0, 5),
+    columns=st.integers(1, 300),
+    top=st.integers(1, 320),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    normalized=st.booleans(),
+    dense=st.booleans(),
+)
+def test_top_entropy(rows: int, columns: int, top: int, dtype: torch.dtype, normalized: bool, dense: bool) -> None:
+    logits = normal(rows, columns, seed=rows + columns).to(dtype)
+    logits = logits.log_softmax(-1) if normalized else logits
+    given_logits = logits if dense else logits.t().contiguous().t()
+    found = ops.top_entropy(given_logits, top, normalized=normalized)
+    wanted = reference.top_entropy(logits, min(top, columns), normalized)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=2e-6)
 
 
 @settings(max_examples=12, deadline=None)
