@@ -1,8 +1,8 @@
 """Frontier: drafted nodes are hung into the tree, and what the next draft pass reads of them is gathered.
 
 `_append` is one program: the new nodes' parents are in the tree already, so all entries are written side by side, each
-with its parent's ancestor words and its own bit. `_gather` copies, for each node of the frontier, its parent's state
-and its token's embedding.
+with its parent's ancestor words and its own bit. `_gather` copies, for each row of a draft pass, the state that it
+continues and its token's embedding.
 """
 
 from __future__ import annotations
@@ -151,11 +151,10 @@ def _append(
 
 @triton.jit
 def _gather(
-    nodes,
-    tree_tokens,
-    tree_parents,
     states,
+    sources,
     embeddings,
+    tokens,
     out_states,
     out_embeddings,
     state_stride,
@@ -165,10 +164,8 @@ def _gather(
     BLOCK: tl.constexpr,
 ):
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    node, some = tl.load(nodes + row), channel < channels
-    parent = tl.maximum(tl.load(tree_parents + node), 0)  # padding is the root, which has none
-    token = tl.load(tree_tokens + node)
-    state = tl.load(states + parent * state_stride + channel, mask=some)
+    source, token, some = tl.load(sources + row), tl.load(tokens + row), channel < channels
+    state = tl.load(states + source * state_stride + channel, mask=some)
     tl.store(out_states + row.to(tl.int64) * out_stride + channel, state, mask=some)
     embedding = tl.load(embeddings + token * embedding_stride + channel, mask=some)
     tl.store(out_embeddings + row.to(tl.int64) * out_stride + channel, embedding, mask=some)
@@ -235,16 +232,18 @@ def append_nodes(
 
 
 def gather_rows(
-    tree: Tree, nodes: Tensor, states: Tensor, embeddings: Tensor, out_states: Tensor, out_embeddings: Tensor
+    states: Tensor, sources: Tensor, embeddings: Tensor, tokens: Tensor, out_states: Tensor, out_embeddings: Tensor
 ) -> None:
-    """Each node's parent's state and its own token's embedding, bit for bit; the root stands for its own parent.
+    """The states at `sources` and the embeddings of `tokens`, bit for bit.
 
-    nodes: int64 [width]; states: [rows, H], by node; embeddings: [vocabulary, H]; both out: [width, H], dense along H
+    sources, tokens: int64 [n], dense; states: [rows, H]; embeddings: [vocabulary, H]; both out: [n, H], dense along H
     and of their dtypes. Capturable; allocates nothing.
     """
     width, channels = out_states.shape
-    if nodes.shape != (width,) or nodes.dtype is not torch.int64 or out_embeddings.shape != out_states.shape:
-        raise ValueError(f"nodes, outputs: int64 [n], [n, H] x 2 are needed, got {list(nodes.shape)}")
+    if any(ids.shape != (width,) or ids.dtype is not torch.int64 for ids in (sources, tokens)):
+        raise ValueError(f"sources, tokens: int64 [{width}] is needed, got {list(sources.shape)}, {list(tokens.shape)}")
+    if out_embeddings.shape != out_states.shape:
+        raise ValueError(f"outputs: [n, H] x 2 are needed, got {list(out_states.shape)}, {list(out_embeddings.shape)}")
     if states.dtype is not out_states.dtype or embeddings.dtype is not out_embeddings.dtype:
         raise ValueError("out_states, out_embeddings: the dtypes of states and embeddings are needed")
     if states.shape[1] != channels or embeddings.shape[1] != channels:
@@ -256,11 +255,10 @@ def gather_rows(
         raise ValueError("states, embeddings, outputs: rows must be dense")
     block = min(BLOCK_H, triton.next_power_of_2(channels))
     _gather[(width, triton.cdiv(channels, block))](
-        nodes,
-        tree.tokens,
-        tree.parents,
         states.view(_WHOLE[states.element_size()]),  # bits, whatever they mean
+        sources,
         embeddings.view(_WHOLE[embeddings.element_size()]),
+        tokens,
         out_states.view(_WHOLE[out_states.element_size()]),
         out_embeddings.view(_WHOLE[out_embeddings.element_size()]),
         states.stride(0),

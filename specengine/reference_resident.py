@@ -262,3 +262,7 @@ def move_rows(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None
 
 def _padded(values: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, size - values.shape[0]))
+
+
+def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    return states.index_select(0, sources), table.index_select(0, tokens)

@@ -94,12 +94,23 @@ def move_rows(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None
     return kv_compaction.compact_kv(slab, path, count, prefix)
 
 
+def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    dense = states.stride(1) == table.stride(1) == sources.stride(0) == tokens.stride(0) == 1
+    if not dense or states.shape[1] != table.shape[1] or not len(sources):
+        return reference.gather_rows(states, sources, table, tokens)
+    shape = len(sources), states.shape[1]
+    out = states.new_empty(shape), table.new_empty(shape)
+    frontier.gather_rows(states, sources, table, tokens, *out)
+    return out
+
+
 def implementations() -> dict[str, Callable[..., Any]]:
     """What `ops` finds here."""
     return {
         "select_candidates": select_candidates,
         "step_queues": step_queues,
         "fill_queues": fill_queues,
+        "gather_rows": gather_rows,
         "hang_nodes": hang_nodes,
         "choose_rows": choose_rows,
         "walk_down": walk_down,

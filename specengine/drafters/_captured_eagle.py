@@ -12,7 +12,7 @@ from specengine import ops
 from specengine.causal_lm import attend_padded
 from specengine.drafters import Step
 from specengine.drafters._passes import HOST, MOST_ROWS, Passes, in_pieces
-from specengine.drafters.eagle import Eagle, embed
+from specengine.drafters.eagle import Eagle, embedding_table
 from specengine.errors import InputError
 from specengine.graphs import Graphs, RowBuffer, buckets, causal_words, room
 from specengine.models.eagle_head import RotatingAttend, Rotation
@@ -120,9 +120,9 @@ class CapturedEagle(Eagle):
 
     def _pass(self, rows: RowBuffer) -> tuple[Tensor, Tensor]:
         attend = _PaddedAttention(self.cache.slab[0], rows, self._tables)
-        hidden = self._states.index_select(0, rows.sources)
-        embeddings = embed(self.head, self.target.model, rows.tokens)
-        states = self._runs(hidden[None], embeddings[None], rows.positions[None], attend)[0]
+        table = embedding_table(self.head, self.target.model)
+        hidden, embeddings = ops.gather_rows(self._states, rows.sources, table, rows.tokens)
+        states = self._runs(hidden[None], embeddings.to(self.head.dtype)[None], rows.positions[None], attend)[0]
         self._states.index_copy_(0, rows.targets, states)
         logits = self._runs.logits(states)
         return self.target.head(states.to(self.target.model.dtype)) if logits is None else logits, states

@@ -169,8 +169,13 @@ class _SlabAttention:
 
 def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Token embeddings as the head reads them, [..., hidden size], without a scale that the target may have."""
+    return embedding(tokens, embedding_table(head, target)).to(head.dtype)
+
+
+def embedding_table(head: EagleHead, target: PreTrainedModel) -> Tensor:
+    """[vocabulary, hidden size of the target]: the head's own, or the target's."""
     table = head.embed_tokens if head.config.own_embeddings else target.get_input_embeddings()
-    return embedding(tokens, table.weight).to(head.dtype)
+    return table.weight
 
 
 def require_fit(config: EagleConfig, target: CausalLM) -> None:

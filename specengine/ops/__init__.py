@@ -25,6 +25,7 @@ from specengine.ops.decisions import beam_observation, best_action
 from specengine.ops.resident import (
     choose_rows,
     fill_queues,
+    gather_rows,
     hang_nodes,
     move_rows,
     select_candidates,
@@ -78,6 +79,7 @@ __all__ = [
     "classify_row",
     "compact_kv",
     "fill_queues",
+    "gather_rows",
     "hang_nodes",
     "keyed_gumbel_argmax",
     "mlp",

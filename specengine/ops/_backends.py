@@ -73,6 +73,7 @@ def _load_reference() -> dict[str, Callable[..., Any]]:
         "fill_queues": reference_resident.fill_queues,
         "hang_nodes": reference_resident.hang_nodes,
         "take_subtree": reference_resident.take_subtree,
+        "gather_rows": reference_resident.gather_rows,
         "choose_rows": reference_resident.choose_rows,
         "walk_down": reference_resident.walk_down,
         "move_rows": reference_resident.move_rows,

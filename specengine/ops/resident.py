@@ -92,6 +92,16 @@ def hang_nodes(
     return run(tree, size, parents, tokens, log_probs, count, expand)
 
 
+def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What the rows of a draft pass read: the states at `sources`, the embeddings of `tokens`.
+
+    states: [rows, H]; table: [vocabulary, E]; sources, tokens: int64 [n]. Returns [n, H] and [n, E].
+    """
+    if not sources.dtype is tokens.dtype is torch.int64 or sources.shape != tokens.shape or sources.dim() != 1:
+        raise InputError(f"sources, tokens: int64 [n] x 2 are needed, got {describe(sources, tokens)}")
+    return implementation("gather_rows", states.device.type)(states, sources, table, tokens)
+
+
 def take_subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """As `subtree`, of the first `count` of `nodes`: parents, -1 in padding, and ancestor words, 0 in padding.
 

@@ -146,9 +146,10 @@ def growth(seed: int, device: str) -> None:
     states, table = (random(capacity + 1, 48, seed=seed + i).to(device) for i in (3, 4))
     tree.tokens.clamp_(max=capacity)
     out = torch.empty(2, width, 48, device=device)
-    frontier.gather_rows(tree, nodes, states, table, out[0], out[1])
-    assert torch.equal(out[0], states[tree.parents[nodes].clamp(min=0)]), seed
-    assert torch.equal(out[1], table[tree.tokens[nodes]]), seed
+    sources, tokens = tree.parents[nodes].clamp(min=0), tree.tokens[nodes]
+    frontier.gather_rows(states, sources, table, tokens, out[0], out[1])
+    assert torch.equal(out[0], states[sources]), seed
+    assert torch.equal(out[1], table[tokens]), seed
 
 
 def search(seed: int, device: str) -> None:

@@ -189,9 +189,7 @@ def queues(budget: int, batch: int, mapped: bool) -> None:
 
 def gather(width: int, channels: int, dtype: str) -> None:
     rows, whole = torch.empty(64, channels, dtype=getattr(torch, dtype)), torch.empty(64, dtype=torch.int64)
-    one = torch.empty(1, dtype=torch.int32)
-    tree = frontier.Tree(whole, whole, whole, torch.empty(64), torch.empty(64), whole[:, None], one)
-    frontier.gather_rows(tree, whole[:width], rows, rows, rows[:width], rows[:width])
+    frontier.gather_rows(rows, whole[:width], rows, whole[:width], rows[:width], rows[:width])
 
 
 def rope(rows: int, groups: int, size: int, dtype: str) -> None:

@@ -143,20 +143,15 @@ def test_the_selections_rows_and_columns_go_straight_in() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("channels", [16, 80, 1030])
-def test_gathered_rows_are_the_parents_states_and_the_tokens_embeddings(channels: int, dtype: torch.dtype) -> None:
-    tree = poisoned_tree(6)
-    ids = torch.tensor([0, 1, 1], device=DEVICE)
-    for parent in (0, 1):
-        kernel.append_nodes(
-            tree, ids * parent, ids + 2 * parent, -ids.float(), number(2), poisoned_frontier(2), number(0)
-        )
+def test_gathered_rows_are_those_asked_for(channels: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(channels)
     states, table = (torch.randn(n, channels, generator=generator).to(dtype).to(DEVICE) for n in (6, 9))
-    nodes = torch.tensor([4, 0, 2, 0], device=DEVICE)
+    sources, tokens = torch.tensor([4, 0, 2, 0], device=DEVICE), torch.tensor([8, 0, 3, 3], device=DEVICE)
+    states[1], table[1] = math.nan, math.nan  # nobody asks for these
     out = torch.full((2, 4, channels), math.nan, dtype=dtype, device=DEVICE)
-    kernel.gather_rows(tree, nodes, states, table, out[0], out[1])
-    assert torch.equal(out[0], states[tree.parents[nodes].clamp(min=0)])
-    assert torch.equal(out[1], table[tree.tokens[nodes]])
+    kernel.gather_rows(states, sources, table, tokens, out[0], out[1])
+    assert torch.equal(out[0], states[sources])
+    assert torch.equal(out[1], table[tokens])
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -176,6 +171,8 @@ def test_wrong_arguments_are_refused() -> None:
         )
     out = torch.zeros(2, 8, device=DEVICE)
     with pytest.raises(ValueError, match="dtypes"):
-        kernel.gather_rows(tree, ids, out.double(), out, out, out)
+        kernel.gather_rows(out.double(), ids, out, ids, out, out)
     with pytest.raises(ValueError, match="dense"):
-        kernel.gather_rows(tree, ids, torch.zeros(8, 4, device=DEVICE).t(), out, out, out)
+        kernel.gather_rows(torch.zeros(8, 4, device=DEVICE).t(), ids, out, ids, out, out)
+    with pytest.raises(ValueError, match="sources, tokens"):
+        kernel.gather_rows(out, ids.int(), out, ids, out, out)

@@ -13,7 +13,7 @@ from tests.ops.resident_cases import CHECKS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SERVED = ("choose_rows", "hang_nodes", "move_rows", "select_candidates", "step_queues", "walk_down")
+SERVED = ("choose_rows", "gather_rows", "hang_nodes", "move_rows", "select_candidates", "step_queues", "walk_down")
 
 
 @pytest.fixture(autouse=True)

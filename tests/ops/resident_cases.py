@@ -219,6 +219,16 @@ def check_move_rows(seed: int, prefix: int, taken: int, places: int, device: str
     torch.testing.assert_close(slab[:, :, :, prefix + places :], expected[:, :, :, prefix + places :], rtol=0, atol=0)
 
 
+def check_gather_rows(seed: int, count: int, channels: int, own: int, dtype: torch.dtype, device: str) -> None:
+    """own: channels of the embeddings."""
+    random = torch.Generator().manual_seed(seed)
+    states, table = (torch.randn(n, c, generator=random).to(device, dtype) for n, c in ((7, channels), (11, own)))
+    sources, tokens = (torch.randint(n, (count,), generator=random).to(device) for n in (7, 11))
+    found = ops.gather_rows(states, sources, table, tokens)
+    assert torch.equal(found[0], torch.stack([states[i] for i in sources.tolist()]))
+    assert torch.equal(found[1], torch.stack([table[i] for i in tokens.tolist()]))
+
+
 CHECKS: dict[str, Callable[[int, str], None]] = {
     "select_nodes": lambda seed, device: check_select_nodes(seed, seed % 40, 40, 1 + seed % 9, device),
     "select_candidates": lambda seed, device: check_select_candidates(
@@ -229,6 +239,9 @@ CHECKS: dict[str, Callable[[int, str], None]] = {
     ),
     "step_queues": lambda seed, device: check_queues(
         seed, 1 + seed % 9 * (1 + seed % 8), 1 + seed % 4, 1 + seed % 3, 1 + seed % 5, device
+    ),
+    "gather_rows": lambda seed, device: check_gather_rows(
+        seed, 1 + seed % 9, 16 + seed % 5, 16 + seed % 5 + seed % 2, (torch.float32, torch.bfloat16)[seed % 2], device
     ),
     "take_subtree": lambda seed, device: check_take_subtree(seed, 1 + seed % 90, 1 + seed % 70, 130, device),
     "choose_rows": lambda seed, device: check_choose_rows(

@@ -35,6 +35,8 @@ def test_inputs_of_other_shapes_are_refused() -> None:
         lambda: ops.step_queues(queues, found, frontier, None, one.long(), 1, 1, 0.0),
         lambda: ops.step_queues(queues, found, frontier, None, one, 0, 1, 0.0),
         lambda: ops.hang_nodes((), one, whole, whole, real[:2], one, ops.Found(whole, one)),
+        lambda: ops.gather_rows(real[None], whole, real[None], whole[:2]),
+        lambda: ops.gather_rows(real[None], whole.int(), real[None], whole),
         lambda: ops.take_subtree(real, whole[:, None], whole, one),
         lambda: ops.choose_rows(real[None], whole, None, real[:1]),
         lambda: ops.choose_rows(real[None], whole[:1], real, real[:1]),
