@@ -1,7 +1,7 @@
 """CausalLM: any Hugging Face causal LM, run over tree nodes against a KVCache.
 
 The model's own forward is called with public arguments only. Attention goes through transformers'
-AttentionInterface: the keyword `tree` given to the model's forward reaches `_tree_attention_forward`, so nothing
+AttentionInterface: the keyword `tree` given to the model's forward reaches the attention of attention.py, so nothing
 about a running cycle is parked on the model. Models whose attention cannot take that way get a dense 4D mask.
 """
 
@@ -9,52 +9,22 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from specengine import ops
+from specengine.attention import ATTENTION, NeedsDenseMask, Visibility, causal_rows, lower_right
 from specengine.cache import KVCache
 from specengine.compiling import compiled
 from specengine.errors import UnsupportedModelError
 from specengine.graphs import Rows
 from specengine.packing import Packed, worth_packing
 
-ATTENTION = "specengine"
-LARGEST_FLASH_HEAD = 256  # channels that flash-attn takes
 PREFILL_ROWS = 1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
-
-
-@dataclass
-class Visibility:
-    """Which cache slots each row of a forward sees.
-
-    mask      bool [rows, slots], or None where every row sees every slot, or where `causal` says it
-    prefix    how many slots at the start every row of the mask sees, as far as is known
-    causal    rows are the first tokens of the sequence and see themselves and what stands before
-    in_order  rows are consecutive tokens, the last of the sequence, and see themselves and what stands before
-    strict    a row's attention shall not depend on the rows around it
-    """
-
-    mask: Tensor | None = None
-    causal: bool = False
-    in_order: bool = False
-    strict: bool = False
-    prefix: int = 0
-    packed: Any = None  # the mask as ops.tree_attention is fastest with, made once per forward
-
-    def for_groups(self, groups: int, dtype: torch.dtype) -> Any:
-        if self.packed is None and self.mask is not None:
-            self.packed = ops.pack_mask(self.mask, groups, dtype, self.prefix)
-        return self.packed
 
 
 class _SlabView(Cache):
@@ -122,87 +92,10 @@ class _ShapeRecorder(Cache):
         return (query_length if isinstance(query_length, int) else len(query_length)), 0
 
 
-class _NeedsDenseMask(Exception):
-    """This attention has a term that the tree attention does not know; the model's own must run."""
-
-
-def _tree_attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    tree: Visibility | Rows | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of transformers' AttentionInterface; calls without `tree` get transformers' SDPA, untouched."""
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if unknown or key.shape != value.shape:
-        raise _NeedsDenseMask(", ".join(unknown) or "keys and values of different sizes")
-    if isinstance(tree, Rows):
-        return attend_padded(query[0], key[0], value[0], tree, scaling).transpose(0, 1)[None], None
-    if tree is not None and tree.in_order:
-        found = prompt_attention(query, key, value, scaling)
-        if found is not None:
-            return found, None
-    if tree is None or tree.causal:
-        mask = None if tree is not None else attention_mask
-        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    groups = query.shape[1] // key.shape[1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if tree.strict:
-        out = ops.strict_attention(query[0], key[0], value[0], tree.mask, scale)
-    else:
-        out = ops.tree_attention(query[0], key[0], value[0], tree.for_groups(groups, query.dtype), scale)
-    return out.transpose(0, 1)[None], None
-
-
-@lru_cache(maxsize=1)
-def flash_attention() -> Callable[..., Tensor] | None:
-    """flash_attn_func of the package flash-attn; None where it is not installed, or not for this torch."""
-    try:
-        from flash_attn import flash_attn_func
-    except (ImportError, OSError):  # a wheel for another torch fails to find its symbols
-        return None
-    return flash_attn_func
-
-
-def flash_takes(query: Tensor) -> bool:
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and query.shape[-1] <= LARGEST_FLASH_HEAD
-
-
-def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
-    """Attention of consecutive tokens, the last of the sequence, by flash-attn, without a mask in memory.
-
-    query: [1, Hq, rows, D]; key, value: [1, Hkv, slots, D]. Returns [1, rows, Hq, D]; None where flash-attn does not
-    take these, or is not there.
-    """
-    run = flash_attention() if flash_takes(query) else None
-    if run is None:
-        return None
-    # with fewer queries than keys its causal mask is aligned with the last of both
-    return run(*(states.transpose(1, 2) for states in (query, key, value)), softmax_scale=scale, causal=True)
-
-
-def attend_padded(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float | None = None) -> Tensor:
-    """Attention of padded rows, [heads, rows, head size], over a slab, [KV heads, capacity, head size]."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if rows.paths is not None:
-        return ops.strict_cached_attention(query, keys, values, rows.paths, rows.prefix, rows.live, scale)
-    return ops.cached_attention(query, keys, values, rows.words, rows.prefix, rows.live, rows.seen, scale)
-
-
 def write_rows(slab: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
     """Keys and values, [KV heads, rows, head size], into these slots of a slab, [2, KV heads, capacity, head size]."""
     slab[0].index_copy_(1, slots, keys)
     slab[1].index_copy_(1, slots, values)
-
-
-AttentionInterface.register(ATTENTION, _tree_attention_forward)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class CausalLM:
@@ -377,7 +270,7 @@ class CausalLM:
     def _additive(self, visibility: Visibility, rows: int, start: int) -> Tensor:
         mask = visibility.mask
         if visibility.causal:
-            mask = _lower_right(rows, start, self.device)
+            mask = lower_right(rows, start, self.device)
         elif mask is None:
             mask = torch.ones(rows, start + rows, dtype=torch.bool, device=self.device)
         dtype = self.model.dtype
@@ -407,7 +300,7 @@ class CausalLM:
         try:
             self._layers, self._heads, self._head_size, self._dtype = self._record_shapes()
             return self._tree_fault()
-        except _NeedsDenseMask as error:
+        except NeedsDenseMask as error:
             return str(error)
 
     def _record_shapes(self) -> tuple[int, int, int, torch.dtype]:
@@ -494,19 +387,6 @@ def context_limit(config: Any) -> int:
     if window and (kinds is None or "sliding_attention" in kinds):
         limit = min(limit, window)  # within the window, sliding and full attention are the same
     return int(limit)
-
-
-def causal_rows(rows: int, before: int, device: torch.device) -> Visibility:
-    """Visibility of `rows` consecutive tokens behind `before` others."""
-    if rows == 1:
-        return Visibility()
-    if before == 0:
-        return Visibility(causal=True, in_order=True)
-    return Visibility(_lower_right(rows, before, device), prefix=before, in_order=True)
-
-
-def _lower_right(rows: int, before: int, device: torch.device) -> Tensor:
-    return torch.ones(rows, before + rows, dtype=torch.bool, device=device).tril_(before)
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specengine import causal_lm
+from specengine import attention, causal_lm
 from specengine.causal_lm import CausalLM
 from tests import toy
 
@@ -41,18 +41,18 @@ def test_prompts_in_pieces_give_what_they_gave(family: str, monkeypatch: pytest.
 
     monkeypatch.setattr(causal_lm, "PREFILL_ROWS", 4)
     expected = last_logits(lm)
-    monkeypatch.setattr(causal_lm, "flash_attention", lambda: counted)
+    monkeypatch.setattr(attention, "flash_attention", lambda: counted)
     assert torch.equal(last_logits(lm), expected)
     assert not calls, "not on a CPU"
-    monkeypatch.setattr(causal_lm, "flash_takes", lambda query: True)
+    monkeypatch.setattr(attention, "flash_takes", lambda query: True)
     torch.testing.assert_close(last_logits(lm), expected, rtol=1e-4, atol=1e-5)
     assert sorted(set(calls)) == [(3, 11), (4, 4), (4, 8)]
 
 
 def test_what_it_takes() -> None:
-    assert not causal_lm.flash_takes(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16))
+    assert not attention.flash_takes(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16))
     on_device = torch.zeros(1, 2, 3, 64, device="meta")
-    assert not causal_lm.flash_takes(on_device)
+    assert not attention.flash_takes(on_device)
 
 
 @pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_flash_attention_itself(before: int) -> None:
     pytest.importorskip("flash_attn")
     q = torch.randn(1, 6, 33, 64, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 1, 2, before + 33, 64, device="cuda", dtype=torch.bfloat16)
-    found = causal_lm.prompt_attention(q, k, v, None)
+    found = attention.prompt_attention(q, k, v, None)
     assert found is not None
     rows = [states.transpose(1, 2).cpu().float() for states in (q, k, v)]
     expected = stand_in(*rows, softmax_scale=None, causal=True)

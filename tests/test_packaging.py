@@ -23,6 +23,7 @@ LAYERS = (
         "drafters",
         "targets",
         "verification",
+        "attention",
         "causal_lm",
         "graphs",
         "packing",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.causal_lm import attend_padded
+from specengine.attention import attend_padded
 from specengine.drafters import Step
 from specengine.drafters._passes import HOST, MOST_ROWS, Passes, in_pieces
 from specengine.drafters.eagle import Eagle, embedding_table

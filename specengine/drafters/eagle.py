@@ -11,8 +11,9 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from specengine import causal_lm, ops
+from specengine.attention import Visibility, causal_rows
 from specengine.cache import KVCache
-from specengine.causal_lm import CausalLM, Visibility, causal_rows
+from specengine.causal_lm import CausalLM
 from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step, scratch_mask
 from specengine.errors import InputError

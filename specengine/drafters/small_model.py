@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.causal_lm import CausalLM, Visibility
+from specengine.attention import Visibility
+from specengine.causal_lm import CausalLM
 from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step, scratch_mask
 from specengine.errors import TokenizerMismatchError, UnsupportedModelError

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specengine.causal_lm import CausalLM, causal_rows
+from specengine.attention import causal_rows
+from specengine.causal_lm import CausalLM
 from specengine.drafters.eagle import embed
 from specengine.models.eagle_head import EagleConfig, EagleHead, causal, default_layer_ids
 

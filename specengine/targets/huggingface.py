@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import ops
+from specengine.attention import Visibility
 from specengine.cache import KVCache
-from specengine.causal_lm import CausalLM, Visibility
+from specengine.causal_lm import CausalLM
 from specengine.errors import UnsupportedModelError
 from specengine.targets import Target
 from specengine.tree import TokenTree

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import Engine
-from specengine.causal_lm import ATTENTION, CausalLM
+from specengine.attention import ATTENTION
+from specengine.causal_lm import CausalLM
 from specengine.drafters.ngram import NGram
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
 from specengine.targets.huggingface import HuggingFaceTarget
