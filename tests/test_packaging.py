@@ -28,6 +28,7 @@ LAYERS = (
         "graphs",
         "packing",
         "compiling",
+        "checkpoints",
         "models",
         "options",
         "stopping",

@@ -1,0 +1,239 @@
+// A causal language model of the Llama family (Llama, Mistral, Qwen2, Qwen3): all layers over the rows of a tree in one call.
+#pragma once
+
+#include <limits>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpu/layer.hpp"
+
+namespace cpu {
+
+// Named tensors, packed as they come.
+class Weights {
+ public:
+  explicit Weights(int threads) : threads_(threads) {}
+
+  // rows: of a file, in Kind `from`; order: int32 [outputs] or null; the matrix is kept as `kind`.
+  void add_matrix(const std::string& name, Kind kind, Kind from, int64_t outputs, int64_t inputs, const uint8_t* rows,
+                  const int32_t* order) {
+    Matrix m;
+    m.kind = kind;
+    m.outputs = outputs;
+    m.inputs = inputs;
+    m.panels = (outputs + kOutputs - 1) / kOutputs;
+    m.blocks = (inputs + kDepth - 1) / kDepth;
+    uint8_t* data = arena_.take(static_cast<size_t>(m.panels * panel_bytes(kind, m.blocks)));
+    float* scales = nullptr;
+    if (kind == Kind::i8)
+      m.scales = scales = reinterpret_cast<float*>(arena_.take(static_cast<size_t>(m.panels * kOutputs) * sizeof(float)));
+    m.data = data;
+    Pool::shared().run(threads_, [&](Team& team, int index) {
+      const Share share(m.panels, index, team.count());
+      for (int64_t panel = share.first; panel < share.last; ++panel)
+        pack_panel(m, from, rows, order, panel, data, scales);
+    });
+    matrices_[name] = m;
+  }
+
+  // values: float [count], padded with zeros to whole panels.
+  void add_vector(const std::string& name, const float* values, int64_t count) {
+    float* data = reinterpret_cast<float*>(arena_.take(static_cast<size_t>(rounded_up(count, kDepth)) * sizeof(float)));
+    std::memcpy(data, values, static_cast<size_t>(count) * sizeof(float));
+    vectors_[name] = data;
+  }
+
+  Matrix matrix(const std::string& name) const {
+    const auto found = matrices_.find(name + ".weight");
+    if (found == matrices_.end()) throw std::invalid_argument("no weights " + name);
+    Matrix m = found->second;
+    m.bias = vector(name + ".bias");
+    return m;
+  }
+  bool has(const std::string& name) const { return matrices_.count(name + ".weight") != 0; }
+
+  // Null where there is none.
+  const float* vector(const std::string& name) const {
+    const auto found = vectors_.find(name);
+    return found == vectors_.end() ? nullptr : found->second;
+  }
+
+  Layer layer(const std::string& prefix) const {
+    Layer one;
+    one.q = matrix(prefix + "self_attn.q_proj");
+    one.k = matrix(prefix + "self_attn.k_proj");
+    one.v = matrix(prefix + "self_attn.v_proj");
+    one.o = matrix(prefix + "self_attn.o_proj");
+    one.gate = matrix(prefix + "mlp.gate_proj");
+    one.up = matrix(prefix + "mlp.up_proj");
+    one.down = matrix(prefix + "mlp.down_proj");
+    one.post_norm = vector(prefix + "post_attention_layernorm.weight");
+    one.q_norm = vector(prefix + "self_attn.q_norm.weight");
+    one.k_norm = vector(prefix + "self_attn.k_norm.weight");
+    return one;
+  }
+
+  size_t bytes() const { return arena_.taken(); }
+
+ private:
+  const int threads_;
+  Arena arena_;
+  std::map<std::string, Matrix> matrices_;
+  std::map<std::string, const float*> vectors_;
+};
+
+// Rows [first, rows.count) of states, [rows][width], into tiles.
+inline void rows_to_tiles(const float* states, int64_t width, int64_t rows, float* tiles) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* to = tiles + r / kRows * width * kRows + r % kRows;
+    for (int64_t c = 0; c < width; ++c) to[c * kRows] = states[r * width + c];
+  }
+}
+
+struct Shape {
+  int64_t layers, hidden, vocabulary;
+  Heads heads;
+  float eps;
+};
+
+class Decoder {
+ public:
+  Decoder(const Kernels& kernels, const Shape& shape, const Weights& weights, Rope rope)
+      : shape_(shape), rope_(std::move(rope)), space_(kernels), embedding_(weights.matrix("model.embed_tokens")),
+        head_(weights.has("lm_head") ? weights.matrix("lm_head") : embedding_), norm_(weights.vector("model.norm.weight")) {
+    for (int64_t i = 0; i < shape.layers; ++i) {
+      const std::string prefix = "model.layers." + std::to_string(i) + ".";
+      layers_.push_back(weights.layer(prefix));
+      norms_.push_back(weights.vector(prefix + "input_layernorm.weight"));
+    }
+  }
+
+  struct Call {
+    Rows rows;
+    const int64_t* tokens;  // [rows]
+    void* slab;             // [layers][2][key-value heads][capacity][head size]
+    int64_t capacity;
+    bool half;                      // the slab holds bfloat16
+    std::vector<int64_t> features;  // of which layers' inputs; `layers`: behind the final norm
+    float* states;                  // [rows][features * hidden]
+    float* logits;                  // [rows - first_logits][vocabulary] or null
+    int64_t first_logits;
+    int64_t* chosen;  // [rows] or null: the largest finite logit's token, the lowest of equals; -1 for none
+    int64_t layers;   // that are run
+  };
+
+  void forward(const Call& call, int threads) {
+    const int64_t hidden = shape_.hidden;
+    space_.prepare(call.rows, hidden, shape_.heads, rope_, threads, call.layers);
+    const Input in = space_.input(space_.first, hidden);
+    const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
+    const Input gated = space_.input(space_.third, layers_.empty() ? 1 : layers_[0].gate.panels * kOutputs);
+    const bool reads = call.logits || call.chosen;
+    const int64_t lanes = space_.tiles * kRows;
+    float* best = call.chosen ? best_.reserve(static_cast<size_t>(threads * lanes)) : nullptr;
+    int64_t* at = call.chosen ? at_.reserve(static_cast<size_t>(threads * lanes)) : nullptr;
+    float* normed = normed_.reserve(static_cast<size_t>(space_.tiles * hidden * kRows));
+    Pool::shared().run(threads, [&](Team& team, int index) {
+      const Kernels& kernels = space_.kernels;
+      kernels.begin();
+      embed(team, index, call.tokens);
+      team.barrier();
+      LayerRun run(team, index, space_, shape_.heads, call.rows, hidden, shape_.eps);
+      for (int64_t i = 0; i < call.layers; ++i) {
+        take_features(team, index, call, i, space_.x);
+        for (int64_t t = index; t < space_.tiles; t += team.count())
+          kernels.norm(space_.x + t * hidden * kRows, norms_[static_cast<size_t>(i)], hidden, shape_.eps, &in, t, 0, nullptr);
+        team.barrier();
+        const int64_t layer_bytes = 2 * shape_.heads.keys * call.capacity * shape_.heads.size * (call.half ? 2 : 4);
+        const Cache cache{static_cast<char*>(call.slab) + i * layer_bytes, call.capacity, call.half};
+        run.run(layers_[static_cast<size_t>(i)], i, cache, in, attended, in, gated);
+      }
+      for (int64_t t = index; t < space_.tiles; t += team.count())
+        kernels.norm(space_.x + t * hidden * kRows, norm_, hidden, shape_.eps, &in, t, 0, normed + t * hidden * kRows);
+      team.barrier();
+      take_features(team, index, call, shape_.layers, normed);
+      if (reads) Readout(space_, head_, call.first_logits).run(team, index, in, call.logits, best, at);
+      kernels.end();
+    });
+    if (call.chosen) choose(threads, lanes, best, at, call.chosen);
+  }
+
+  // Logits [rows][vocabulary] of states [rows][hidden] behind the final norm.
+  void read(const float* states, int64_t rows, float* logits, int threads) {
+    begin_rows(states, rows, threads);
+    const Input in = space_.input(space_.first, shape_.hidden);
+    Pool::shared().run(threads, [&](Team& team, int index) {
+      space_.kernels.begin();
+      for (int64_t t = index; t < space_.tiles; t += team.count())
+        space_.kernels.copy(space_.x + t * shape_.hidden * kRows, shape_.hidden, in, t, 0);
+      team.barrier();
+      Readout(space_, head_, 0).run(team, index, in, logits, nullptr, nullptr);
+      space_.kernels.end();
+    });
+  }
+
+  // A token's embedding: float [hidden].
+  void embedding(int64_t token, float* out) const {
+    std::vector<float> row(static_cast<size_t>(embedding_.blocks * kDepth));
+    space_.kernels.weights(embedding_, token, row.data());
+    std::copy(row.begin(), row.begin() + shape_.hidden, out);
+  }
+
+  const Shape& shape() const { return shape_; }
+  const Kernels& kernels() const { return space_.kernels; }
+
+ private:
+  void begin_rows(const float* states, int64_t rows, int threads) {
+    const std::vector<int64_t> positions(static_cast<size_t>(rows), 0);
+    Rows given;
+    given.count = rows;
+    given.positions = positions.data();
+    space_.prepare(given, shape_.hidden, shape_.heads, rope_, threads, 1);
+    rows_to_tiles(states, shape_.hidden, rows, space_.x);
+  }
+
+  void embed(Team& team, int index, const int64_t* tokens) {
+    std::vector<float> row(static_cast<size_t>(embedding_.blocks * kDepth));
+    for (int64_t r = index; r < space_.rows; r += team.count()) {
+      space_.kernels.weights(embedding_, tokens[r], row.data());
+      float* to = space_.x + r / kRows * shape_.hidden * kRows + r % kRows;
+      for (int64_t c = 0; c < shape_.hidden; ++c) to[c * kRows] = row[static_cast<size_t>(c)];
+    }
+  }
+
+  void take_features(Team& team, int index, const Call& call, int64_t layer, const float* x) const {
+    const int64_t width = static_cast<int64_t>(call.features.size()) * shape_.hidden;
+    for (size_t f = 0; f < call.features.size(); ++f) {
+      if (call.features[f] != layer) continue;
+      for (int64_t r = index; r < space_.rows; r += team.count()) {
+        const float* from = x + r / kRows * shape_.hidden * kRows + r % kRows;
+        float* to = call.states + r * width + static_cast<int64_t>(f) * shape_.hidden;
+        for (int64_t c = 0; c < shape_.hidden; ++c) to[c] = from[c * kRows];
+      }
+    }
+  }
+
+  void choose(int threads, int64_t lanes, const float* best, const int64_t* at, int64_t* chosen) const {
+    for (int64_t r = 0; r < space_.rows; ++r) {
+      chosen[r] = at[r];
+      float most = best[r];
+      for (int i = 1; i < threads; ++i)  // shares of outputs ascend with the thread, so the lowest of equals stays
+        if (best[i * lanes + r] > most) most = best[i * lanes + r], chosen[r] = at[i * lanes + r];
+    }
+  }
+
+  const Shape shape_;
+  Rope rope_;
+  mutable Workspace space_;
+  const Matrix embedding_, head_;
+  const float* norm_;
+  std::vector<Layer> layers_;
+  std::vector<const float*> norms_;
+  Buffer<float> best_, normed_;
+  Buffer<int64_t> at_;
+};
+
+}  // namespace cpu

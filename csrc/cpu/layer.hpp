@@ -1,0 +1,418 @@
+// One decoder layer of the Llama family over the rows of a tree: what target and draft have in common.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.hpp"
+#include "cpu/memory.hpp"
+#include "cpu/packing.hpp"
+#include "cpu/threads.hpp"
+
+namespace cpu {
+
+inline int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+inline uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 64);
+  return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+}
+
+struct Heads {
+  int64_t queries, keys, size;  // query heads, key-value heads, channels of each
+  int64_t groups() const { return queries / keys; }
+  int64_t channels() const { return (queries + 2 * keys) * size; }
+};
+
+struct Layer {
+  Matrix q, k, v, o, gate, up, down;
+  const float* post_norm = nullptr;  // [hidden]
+  const float *q_norm = nullptr, *k_norm = nullptr;  // [head size] or null
+};
+
+// Rotary positions: frequencies and a factor, as transformers' rope initialisation gives them.
+class Rope {
+ public:
+  Rope(std::vector<float> frequencies, float factor) : frequencies_(std::move(frequencies)), factor_(factor) {}
+
+  int64_t half() const { return static_cast<int64_t>(frequencies_.size()); }
+
+  // Cosines, then sines, of a position: [2][half].
+  const float* at(int64_t position) const { return table_.data() + position * 2 * half(); }
+
+  void reach(int64_t positions) {
+    const int64_t have = static_cast<int64_t>(table_.size()) / (2 * half());
+    if (positions <= have) return;
+    const int64_t wanted = rounded_up(positions, 256);
+    table_.resize(static_cast<size_t>(wanted * 2 * half()));
+    for (int64_t p = have; p < wanted; ++p)
+      for (int64_t i = 0; i < half(); ++i) {
+        const float angle = static_cast<float>(p) * frequencies_[static_cast<size_t>(i)];
+        table_[static_cast<size_t>(p * 2 * half() + i)] = std::cos(angle) * factor_;
+        table_[static_cast<size_t>((p * 2 + 1) * half() + i)] = std::sin(angle) * factor_;
+      }
+  }
+
+ private:
+  std::vector<float> frequencies_, table_;
+  float factor_;
+};
+
+// The rows of one forward: where they stand and what they see.
+struct Rows {
+  int64_t count = 0;
+  const int64_t* positions = nullptr;  // [count]
+  int64_t prefix = 0;                  // cache slots that all rows see
+  int64_t start = 0;                   // the slot of row 0; prefix <= start
+  const uint64_t* seen = nullptr;      // [count][words]: bit j, slot prefix + j; null: every slot up to the row's own
+  int64_t words = 0;
+
+  bool sees(int64_t row, int64_t slot) const {
+    if (slot < prefix) return true;
+    if (!seen) return slot <= start + row;
+    const int64_t bit = slot - prefix;
+    return bit / 64 < words && (seen[row * words + bit / 64] >> bit % 64 & 1);
+  }
+};
+
+// Keys and values of one layer: [2][key-value heads][capacity][head size].
+struct Cache {
+  void* data = nullptr;
+  int64_t capacity = 0;
+  bool half = false;  // bfloat16, else float
+
+  void* plane(int64_t which, int64_t head, const Heads& heads) const {
+    const int64_t slots = (which * heads.keys + head) * capacity;
+    return static_cast<char*>(data) + slots * heads.size * (half ? 2 : 4);
+  }
+};
+
+struct ThreadScratch {
+  Buffer<uint8_t> bytes;
+  Buffer<float> sums, floats;
+};
+
+// What forwards of one network share: states by tile, inputs of products, and who sees what.
+class Workspace {
+ public:
+  explicit Workspace(const Kernels& kernels) : kernels(kernels) {}
+
+  const Kernels& kernels;
+  int64_t tiles = 0, rows = 0;
+  float* x = nullptr;       // [tiles][hidden][16], the residual stream
+  float* qkv = nullptr;     // [tiles][channels][16]
+  float *cosines = nullptr, *sines = nullptr;  // [tiles][half][16]
+  std::vector<ThreadScratch> threads;
+  std::vector<std::atomic<int64_t>> counters;  // attention tasks taken, by layer
+
+  void prepare(const Rows& given, int64_t hidden, const Heads& heads, Rope& rope, int team, int64_t layers) {
+    rows = given.count;
+    tiles = (rows + kRows - 1) / kRows;
+    x = states_.reserve(static_cast<size_t>(tiles * hidden * kRows));
+    std::memset(x + (tiles - 1) * hidden * kRows, 0, static_cast<size_t>(hidden * kRows) * sizeof(float));
+    qkv = qkv_.reserve(static_cast<size_t>(tiles * heads.channels() * kRows));
+    place_rotations(given, rope);
+    group(given, heads);
+    if (static_cast<int>(threads.size()) < team) threads.resize(static_cast<size_t>(team));
+    if (counters.size() < static_cast<size_t>(layers)) counters = std::vector<std::atomic<int64_t>>(static_cast<size_t>(layers));
+    for (auto& counter : counters) counter.store(0, std::memory_order_relaxed);
+  }
+
+  // An input of so many channels for all tiles; what no row fills is zero.
+  Input input(Buffer<uint32_t>& buffer, int64_t channels) const {
+    Input in;
+    in.stride = rounded_up(channels, kDepth) * kRows / (kernels.pairs ? 2 : 1);
+    const size_t size = static_cast<size_t>(in.stride * tiles);
+    in.data = buffer.reserve(size);
+    std::memset(in.data, 0, size * sizeof(uint32_t));
+    return in;
+  }
+
+  Buffer<uint32_t> first, second, third;
+
+  // Queries of a key-value head side by side, row by row: group `g` holds queries 16 g to 16 g + 15.
+  struct Group {
+    int64_t queries, prefix, slots, visible;  // visible: where its mask begins
+  };
+  std::vector<Group> groups;
+  std::vector<float> visible;
+  int64_t most_slots = 0;
+
+ private:
+  void place_rotations(const Rows& given, Rope& rope) {
+    int64_t last = 0;
+    for (int64_t r = 0; r < given.count; ++r) last = std::max(last, given.positions[r]);
+    rope.reach(last + 1);
+    const int64_t half = rope.half();
+    cosines = cosines_.reserve(static_cast<size_t>(tiles * half * kRows));
+    sines = sines_.reserve(static_cast<size_t>(tiles * half * kRows));
+    for (int64_t r = 0; r < given.count; ++r) {
+      const float* from = rope.at(given.positions[r]);
+      const int64_t to = r / kRows * half * kRows + r % kRows;
+      for (int64_t i = 0; i < half; ++i) {
+        cosines[to + i * kRows] = from[i];
+        sines[to + i * kRows] = from[half + i];
+      }
+    }
+  }
+
+  void group(const Rows& given, const Heads& heads) {
+    groups.clear();
+    visible.clear();
+    most_slots = 0;
+    const int64_t per_row = heads.groups(), all = given.count * per_row;
+    for (int64_t begin = 0; begin < all; begin += kRows) {
+      const int64_t queries = std::min<int64_t>(kRows, all - begin);
+      const int64_t first_row = begin / per_row, last_row = (begin + queries - 1) / per_row;
+      Group one{queries, given.seen ? given.prefix : given.start + first_row, given.start + last_row + 1,
+                static_cast<int64_t>(visible.size())};
+      for (int64_t slot = one.prefix; slot < one.slots; ++slot)
+        for (int64_t lane = 0; lane < kRows; ++lane)
+          visible.push_back(lane < queries && given.sees((begin + lane) / per_row, slot) ? 1.0f : 0.0f);
+      most_slots = std::max(most_slots, one.slots);
+      groups.push_back(one);
+    }
+  }
+
+  Buffer<float> states_, qkv_, cosines_, sines_;
+};
+
+// Runs `body(part, panel, sums)` for each panel of this thread's share of the parts, which read one input.
+template <typename Body>
+void products_of(Team& team, int index, Workspace& space, const std::vector<const Matrix*>& parts, const Input& in,
+                 const Body& body) {
+  int64_t total = 0;
+  for (const Matrix* part : parts) total += part->panels;
+  const Share share(total, index, team.count(), 2);
+  const int64_t size = space.tiles * kOutputs * kRows;
+  ThreadScratch& mine = space.threads[static_cast<size_t>(index)];
+  float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
+  uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(parts[0]->blocks)));
+  size_t part = 0;
+  int64_t before = 0;
+  for (int64_t panel = share.first; panel < share.last;) {
+    const Matrix* matrices[2];
+    int64_t panels[2];
+    size_t of[2];
+    float* to[2] = {sums, sums + size};
+    int count = 0;
+    for (; count < 2 && panel < share.last; ++count, ++panel) {
+      while (panel - before >= parts[part]->panels) before += parts[part++]->panels;
+      matrices[count] = parts[part];
+      panels[count] = panel - before;
+      of[count] = part;
+    }
+    space.kernels.products(matrices, panels, count, in, space.tiles, space.rows, to, scratch);
+    for (int i = 0; i < count; ++i) body(of[i], panels[i], to[i]);
+  }
+}
+
+// The layer behind its input norm: attention over the cache and the rows themselves, then the gated network; both add to
+// the residual stream. `in` is what queries, keys and values are made of. Every thread of the team calls it.
+class LayerRun {
+ public:
+  LayerRun(Team& team, int index, Workspace& space, const Heads& heads, const Rows& rows, int64_t hidden, float eps)
+      : team_(team), index_(index), space_(space), heads_(heads), rows_(rows), hidden_(hidden), eps_(eps) {}
+
+  void run(const Layer& layer, int64_t number, const Cache& cache, const Input& in, const Input& attended,
+           const Input& normed, const Input& gated) {
+    const Kernels& kernels = space_.kernels;
+    const int64_t tiles = space_.tiles, channels = heads_.channels();
+    const int64_t offsets[3] = {0, heads_.queries * heads_.size, (heads_.queries + heads_.keys) * heads_.size};
+    products_of(team_, index_, space_, {&layer.q, &layer.k, &layer.v}, in, [&](size_t part, int64_t panel, float* sums) {
+      const Matrix& m = *(part == 0 ? &layer.q : part == 1 ? &layer.k : &layer.v);
+      const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs);
+      for (int64_t t = 0; t < tiles; ++t)
+        std::memcpy(space_.qkv + (t * channels + offsets[part] + panel * kOutputs) * kRows, sums + t * kOutputs * kRows,
+                    static_cast<size_t>(live * kRows) * sizeof(float));
+    });
+    team_.barrier();
+    place(layer, cache);
+    team_.barrier();
+    attend(number, cache, attended);
+    team_.barrier();
+    add(layer.o, attended);
+    team_.barrier();
+    for (int64_t t = index_; t < tiles; t += team_.count())
+      kernels.norm(space_.x + t * hidden_ * kRows, layer.post_norm, hidden_, eps_, &normed, t, 0, nullptr);
+    team_.barrier();
+    feed_forward(layer, normed, gated);
+    team_.barrier();
+    add(layer.down, gated);
+    team_.barrier();
+  }
+
+ private:
+  // Norms and rotates queries and keys, and writes keys and values into the cache.
+  void place(const Layer& layer, const Cache& cache) {
+    const int64_t all = heads_.queries + 2 * heads_.keys, half = heads_.size / 2;
+    for (int64_t i = index_; i < space_.tiles * all; i += team_.count()) {
+      const int64_t tile = i / all, head = i % all;
+      float* states = space_.qkv + (tile * all + head) * heads_.size * kRows;
+      const bool query = head < heads_.queries, value = head >= heads_.queries + heads_.keys;
+      if (!value) {
+        const float* weight = query ? layer.q_norm : layer.k_norm;
+        if (weight) space_.kernels.norm(states, weight, heads_.size, eps_, nullptr, 0, 0, states);
+        const int64_t at = tile * half * kRows;
+        space_.kernels.rotate(states, space_.cosines + at, space_.sines + at, heads_.size);
+      }
+      if (!query) write(cache, value, (head - heads_.queries) % heads_.keys, tile, states);
+    }
+  }
+
+  void write(const Cache& cache, bool value, int64_t head, int64_t tile, const float* states) {
+    void* plane = cache.plane(value, head, heads_);
+    const int64_t live = std::min<int64_t>(kRows, rows_.count - tile * kRows);
+    for (int64_t lane = 0; lane < live; ++lane) {
+      const int64_t at = (rows_.start + tile * kRows + lane) * heads_.size;
+      for (int64_t d = 0; d < heads_.size; ++d)
+        if (cache.half)
+          static_cast<uint16_t*>(plane)[at + d] = to_bf16(states[d * kRows + lane]);
+        else
+          static_cast<float*>(plane)[at + d] = states[d * kRows + lane];
+    }
+  }
+
+  void attend(int64_t number, const Cache& cache, const Input& attended) {
+    ThreadScratch& mine = space_.threads[static_cast<size_t>(index_)];
+    const int64_t slots = rounded_up(space_.most_slots, kRows), size = heads_.size;
+    float* floats = mine.floats.reserve(static_cast<size_t>((slots + 3 * size) * kRows));
+    const int64_t count = static_cast<int64_t>(space_.groups.size());
+    for (int64_t i; (i = space_.counters[static_cast<size_t>(number)].fetch_add(1)) < count * heads_.keys;) {
+      const int64_t head = i % heads_.keys, g = i / heads_.keys;
+      const Workspace::Group& group = space_.groups[static_cast<size_t>(g)];
+      AttendTask task;
+      task.keys = cache.plane(0, head, heads_);
+      task.values = cache.plane(1, head, heads_);
+      task.half = cache.half;
+      task.size = size;
+      task.prefix = group.prefix;
+      task.slots = group.slots;
+      task.visible = space_.visible.data() + group.visible;
+      task.query = floats;
+      task.out = floats + size * kRows;
+      task.expanded = floats + 2 * size * kRows;
+      task.scores = floats + 3 * size * kRows;
+      gather(g * kRows, group.queries, head, task.query);
+      space_.kernels.attend(task);
+      scatter(g * kRows, group.queries, head, task.out, attended);
+    }
+  }
+
+  void gather(int64_t first, int64_t count, int64_t head, float* query) {
+    const float scale = 1.0f / std::sqrt(static_cast<float>(heads_.size));
+    const int64_t channels = heads_.channels(), per_row = heads_.groups();
+    if (count < kRows) std::memset(query, 0, static_cast<size_t>(heads_.size * kRows) * sizeof(float));
+    for (int64_t lane = 0; lane < count; ++lane) {
+      const int64_t row = (first + lane) / per_row, of = head * per_row + (first + lane) % per_row;
+      const float* from = space_.qkv + (row / kRows * channels + of * heads_.size) * kRows + row % kRows;
+      for (int64_t d = 0; d < heads_.size; ++d) query[d * kRows + lane] = from[d * kRows] * scale;
+    }
+  }
+
+  void scatter(int64_t first, int64_t count, int64_t head, const float* out, const Input& attended) {
+    const int64_t per_row = heads_.groups();
+    for (int64_t lane = 0; lane < count; ++lane) {
+      const int64_t row = (first + lane) / per_row, of = head * per_row + (first + lane) % per_row;
+      const int64_t tile = row / kRows, at = of * heads_.size;
+      for (int64_t d = 0; d < heads_.size; d += 2) {
+        const float even = out[d * kRows + lane], odd = out[(d + 1) * kRows + lane];
+        if (space_.kernels.pairs) {
+          const uint32_t pair = static_cast<uint32_t>(to_bf16(even)) | static_cast<uint32_t>(to_bf16(odd)) << 16;
+          attended.pairs(tile)[(at + d) / 2 * kRows + row % kRows] = pair;
+        } else {
+          attended.floats(tile)[(at + d) * kRows + row % kRows] = even;
+          attended.floats(tile)[(at + d + 1) * kRows + row % kRows] = odd;
+        }
+      }
+    }
+  }
+
+  void add(const Matrix& m, const Input& in) {
+    products_of(team_, index_, space_, {&m}, in, [&](size_t, int64_t panel, float* sums) {
+      const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs) * kRows;
+      for (int64_t t = 0; t < space_.tiles; ++t) {
+        float* to = space_.x + (t * hidden_ + panel * kOutputs) * kRows;
+        for (int64_t i = 0; i < live; ++i) to[i] += sums[t * kOutputs * kRows + i];
+      }
+    });
+  }
+
+  void feed_forward(const Layer& layer, const Input& in, const Input& gated) {
+    const Share share(layer.gate.panels, index_, team_.count());
+    const int64_t size = space_.tiles * kOutputs * kRows;
+    ThreadScratch& mine = space_.threads[static_cast<size_t>(index_)];
+    float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
+    uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(layer.gate.blocks)));
+    const Matrix* matrices[2] = {&layer.gate, &layer.up};
+    float* to[2] = {sums, sums + size};
+    for (int64_t panel = share.first; panel < share.last; ++panel) {
+      const int64_t panels[2] = {panel, panel};
+      space_.kernels.products(matrices, panels, 2, in, space_.tiles, space_.rows, to, scratch);
+      for (int64_t t = 0; t < space_.tiles; ++t) {
+        const int64_t at = t * kOutputs * kRows;
+        space_.kernels.gate(to[0] + at, to[1] + at, gated, t, panel * kOutputs);
+      }
+    }
+  }
+
+  Team& team_;
+  const int index_;
+  Workspace& space_;
+  const Heads heads_;
+  const Rows& rows_;
+  const int64_t hidden_;
+  const float eps_;
+};
+
+// A vocabulary head over the workspace's rows: logits [rows - first][outputs], or the best finite one of each row.
+class Readout {
+ public:
+  Readout(Workspace& space, const Matrix& head, int64_t first) : space_(space), head_(head), first_(first) {}
+
+  // logits may be null; best and at: [team][tiles * 16], of this thread's outputs, or null.
+  void run(Team& team, int index, const Input& in, float* logits, float* best, int64_t* at) const {
+    const int64_t lanes = space_.tiles * kRows;
+    if (best) std::fill(best + index * lanes, best + (index + 1) * lanes, -std::numeric_limits<float>::infinity());
+    if (at) std::fill(at + index * lanes, at + (index + 1) * lanes, -1);
+    products_of(team, index, space_, {&head_}, in, [&](size_t, int64_t panel, float* sums) {
+      const int64_t output = panel * kOutputs, live = std::min<int64_t>(kOutputs, head_.outputs - output);
+      for (int64_t t = 0; t < space_.tiles; ++t) {
+        const float* from = sums + t * kOutputs * kRows;
+        const int64_t count = std::min<int64_t>(kRows, space_.rows - t * kRows);
+        if (logits)
+          for (int64_t lane = 0; lane < count; ++lane) {
+            const int64_t row = t * kRows + lane - first_;
+            if (row < 0) continue;
+            for (int64_t o = 0; o < live; ++o) logits[row * head_.outputs + output + o] = from[o * kRows + lane];
+          }
+        if (best) take_best(from, live, output, best + index * lanes + t * kRows, at + index * lanes + t * kRows);
+      }
+    });
+  }
+
+ private:
+  static void take_best(const float* from, int64_t live, int64_t output, float* best, int64_t* at) {
+    for (int64_t o = 0; o < live; ++o)
+      for (int lane = 0; lane < kRows; ++lane) {
+        const float value = from[o * kRows + lane];
+        const bool better = value > best[lane] && value <= std::numeric_limits<float>::max();
+        best[lane] = better ? value : best[lane];
+        at[lane] = better ? output + o : at[lane];
+      }
+  }
+
+  Workspace& space_;
+  const Matrix& head_;
+  const int64_t first_;
+};
+
+}  // namespace cpu

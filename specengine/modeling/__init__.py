@@ -1,0 +1,1 @@
+"""What runs a causal language model over the rows of a tree."""

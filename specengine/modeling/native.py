@@ -1,0 +1,320 @@
+"""A causal language model of the Llama family on the C++ forward of csrc/cpu: one call runs all layers over tree rows.
+
+A row's results depend on the row and on what it sees, not on the rows beside it: the same bits in every tree and in plain
+decoding, in float32, bfloat16, int8 and packed GGUF blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PretrainedConfig, PreTrainedModel
+
+from specengine.attention import Visibility
+from specengine.cache import KVCache
+from specengine.causal_lm import context_limit, refuse_unsupported
+from specengine.errors import BackendError, InputError, UnsupportedModelError
+from specengine.modeling.families import Shape, shape_of
+from specengine.modeling.sources import ModelSource, Source, Weight, empty_model, layer_template
+
+try:
+    from specengine import _cpu as _extension
+except ImportError:  # no compiler was there at installation, or other sources were compiled
+    _extension = None  # type: ignore[assignment]
+
+VARIABLE = "SPECENGINE_CPU"
+PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+QUANTIZATIONS = ("int8",)
+WITH_PAIRS = ("amx", "avx512bf16")  # these multiply bfloat16; for float32 weights the plain vectors serve
+# Distance of the last hidden states from the model's own, as a share of their length: rounding stays far below.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+_CHECKED_LAYERS, _CHECKED_TOKENS = 2, 5
+
+
+def instruction_sets() -> list[str]:
+    """Those that this build has and this CPU runs, the fastest first; none without the extension."""
+    return list(_extension.instruction_sets()) if _extension is not None else []
+
+
+def instruction_set(dtype: torch.dtype) -> str:
+    """The one that a model of this dtype runs on. BackendError where there is none, or not the one asked for."""
+    known, asked = instruction_sets(), os.environ.get(VARIABLE)
+    if not known:
+        raise BackendError(
+            "native: the extension specengine._cpu is not built; install a C++17 compiler, then `pip install -e .`"
+        )
+    if asked and asked not in known:
+        raise BackendError(f"{VARIABLE}: got {asked!r}, this machine has {', '.join(known)}")
+    usable = [name for name in known if dtype is torch.bfloat16 or name not in WITH_PAIRS]
+    if asked and asked not in usable:
+        return usable[0]  # float32 on a set that multiplies bfloat16 alone: the fastest that has its vectors
+    return asked or usable[0]
+
+
+class NativeLM:
+    """A model as a function from tree rows to logits, with the interface of CausalLM.
+
+    quantize: `int8` keeps linear weights as int8 with a scale per output; None keeps them as the source has them.
+    UnsupportedModelError, with the reason, where the model is none that csrc/cpu runs or its results are not the
+    model's own; that is tried on a few tokens, through the first layers of a model loaded from the source.
+    """
+
+    attention = "native"
+    packed = False
+    device = torch.device("cpu")
+
+    def __init__(self, source: Source, *, quantize: str | None = None) -> None:
+        if quantize is not None and quantize not in QUANTIZATIONS:
+            raise InputError(f"quantize: got {quantize!r}, accepted {', '.join(QUANTIZATIONS)} or none")
+        if source.dtype not in TOLERANCE:
+            raise UnsupportedModelError(f"native: weights of {source.dtype}, known are bfloat16 and float32")
+        self.source, self.config, self.quantize = source, source.config, quantize
+        self.dtype = source.dtype
+        self.instruction_set = instruction_set(self.dtype)
+        self.shape: Shape = shape_of(self.config)
+        self.max_context = context_limit(self.config)
+        self.vocab_size = self.shape.vocabulary
+        self.seconds = 0.0  # spent in model forwards, ever
+        self._model: PreTrainedModel | None = None
+        self._pack()
+        self._check()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The same model as transformers runs it; read from the source when it is first asked for."""
+        if self._model is None:
+            self._model = self.source.model()
+        return self._model
+
+    @property
+    def layers(self) -> int:
+        return self.shape.layers
+
+    @property
+    def weight_bytes(self) -> int:
+        return int(self._weights.bytes)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        shape = self.shape
+        return KVCache(shape.layers, shape.kv_heads, shape.head_dim, capacity, dtype=self.dtype)
+
+    def refresh(self) -> None:
+        """Take in weights of a loaded model that were changed since the last call."""
+        if self.source.state != self._state:
+            self._pack()
+
+    def prepare_features(self, ids: tuple[int, ...]) -> None:
+        """UnsupportedModelError where the model has not these hidden states."""
+        if not all(0 <= i <= self.layers for i in ids):
+            raise UnsupportedModelError(
+                f"{self.source.name}: hidden states {', '.join(map(str, ids))} were asked for, it gives {self.layers + 1}"
+            )
+
+    def head(self, states: Tensor) -> Tensor:
+        """The bare language-model head: float32 logits, [rows, vocabulary], of states behind the final norm."""
+        rows = states.float().contiguous()
+        logits = torch.empty(rows.shape[0], self.vocab_size)
+        self._decoder.read(rows.data_ptr(), rows.shape[0], logits.data_ptr(), torch.get_num_threads())
+        return logits
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings, float32 [rows, hidden size]."""
+        found = torch.empty(tokens.shape[0], self.shape.hidden)
+        for row, token in zip(found, tokens.tolist(), strict=True):
+            self._decoder.embedding(token, row.data_ptr())
+        return found
+
+    def extend(
+        self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run `tokens` after the committed ones and commit them; the last one's logits and all features, as CausalLM."""
+        found, states = None, []
+        for first in range(0, len(tokens), PREFILL_ROWS):
+            piece = torch.tensor(tokens[first : first + PREFILL_ROWS])
+            rows, length = len(piece), cache.length
+            cache.reserve(length + rows)
+            wanted = torch.empty(1, self.vocab_size) if logits and first + rows == len(tokens) else None
+            positions = torch.arange(length, length + rows)
+            states.append(self.run(piece, positions, cache, length, features=features, logits=wanted))
+            cache.length += rows
+            found = wanted
+        seen = torch.cat([part for part in states if part is not None]) if features and states else None
+        return None if found is None else found[-1], seen
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        start: int,
+        visibility: Visibility,
+        *,
+        features: tuple[int, ...] = (),
+        last_only: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As CausalLM.forward, with logits and features in float32."""
+        logits = torch.empty(1 if last_only else tokens.shape[0], self.vocab_size)
+        prefix, words = start, None
+        if visibility.mask is not None and not visibility.in_order:
+            prefix = visibility.prefix
+            words = as_words(visibility.mask[:, prefix:])
+        states = self.run(
+            tokens, positions, cache, start, prefix=prefix, words=words, features=features, logits=logits
+        )
+        return logits, states
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        start: int,
+        *,
+        prefix: int | None = None,
+        words: Tensor | None = None,
+        features: tuple[int, ...] = (),
+        logits: Tensor | None = None,
+        chosen: Tensor | None = None,
+        layers: int | None = None,
+    ) -> Tensor | None:
+        """One forward; keys and values go to cache slots start to start + rows.
+
+        tokens, positions   int64 [rows]
+        prefix, words       slots before `prefix` are seen by all rows; bit j of a row's int64 words says whether it sees
+                            slot prefix + j. Without words each row sees all slots up to its own
+        logits              float32 [n, vocabulary], filled with those of the last n rows
+        chosen              int64 [rows], filled with the token of the largest finite logit, -1 where none is finite
+        layers              how many are run; all by default
+
+        Returns the hidden states `features`, numbered as in transformers, float32 [rows, features * hidden size].
+        """
+        began = time.perf_counter()
+        rows = tokens.shape[0]
+        tokens, positions = tokens.contiguous(), positions.clamp(max=self.max_context - 1).contiguous()
+        words = None if words is None else words.contiguous()
+        states = torch.empty(rows, len(features) * self.shape.hidden) if features else None
+        seen = (0, 0) if words is None else (words.data_ptr(), words.shape[1])
+        self._decoder.forward(
+            [positions.data_ptr(), rows, start if prefix is None else prefix, start, *seen],
+            tokens.data_ptr(),
+            cache.slab.data_ptr(),
+            cache.capacity,
+            cache.slab.dtype is torch.bfloat16,
+            features,
+            _address(states),
+            _address(logits),
+            rows if logits is None else rows - logits.shape[0],
+            _address(chosen),
+            self.layers if layers is None else layers,
+            torch.get_num_threads(),
+        )
+        self.seconds += time.perf_counter() - began
+        return states
+
+    def _pack(self) -> None:
+        self._state = self.source.state
+        wanted, found = layer_template(self.config), self.source.shapes()
+        if self.config.tie_word_embeddings:
+            found.pop("lm_head.weight", None)
+        differing = [name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
+        differing = [name for name in differing if not name.endswith("rotary_emb.inv_freq")]
+        if differing:
+            shown = ", ".join(f"{name} {found.get(name)}, not {wanted.get(name)}" for name in differing[:4])
+            raise UnsupportedModelError(f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}")
+        self._weights = _extension.Weights(torch.get_num_threads())
+        for weight in self.source.weights():
+            if weight.name in wanted:
+                add_weight(self._weights, weight, self.quantize)
+        shape = self.shape
+        sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
+        self._decoder = _extension.Decoder(
+            self.instruction_set, sizes, shape.eps, self._weights, shape.frequencies.tolist(), shape.rope_scale
+        )
+
+    @torch.inference_mode()
+    def _check(self) -> None:
+        """Raise UnsupportedModelError where the first layers give other states than the model's own modules."""
+        layers = min(_CHECKED_LAYERS, self.layers)
+        tokens = torch.tensor([token % self.vocab_size for token in (1, 2, 3, 5, 7)][:_CHECKED_TOKENS])
+        cache, positions = self.new_cache(len(tokens)), torch.arange(len(tokens))
+        ours = self.run(tokens, positions, cache, 0, features=(self.layers,), layers=layers)
+        theirs = _own_states(self.source, layers, self.embed(tokens))
+        self.seconds = 0.0
+        distance = float((cast(Tensor, ours) - theirs).norm() / theirs.norm())
+        limit = TOLERANCE[self.dtype] if self.quantize is None else 0.2
+        if not distance <= limit:
+            raise UnsupportedModelError(
+                f"native: {self.source.name} gives other hidden states than its own modules (distance {distance:.3g} of "
+                f"their length after {layers} layers, at most {limit:g} is rounding)"
+            )
+
+
+def refuse_loaded(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where a loaded model computes more than its weights and config say."""
+    refuse_unsupported(model)
+    plain = empty_model(model.config, torch.float32)
+    kinds = {name: type(module) for name, module in plain.named_modules()}
+    for name, module in model.named_modules():
+        if kinds.get(name) is not type(module):
+            raise UnsupportedModelError(f"native: module {name or 'model'} is a {type(module).__name__}")
+        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
+            raise UnsupportedModelError(f"native: module {name or 'model'} has hooks or parametrizations")
+    if {weight.dtype for weight in model.parameters()} != {model.dtype}:
+        raise UnsupportedModelError("native: weights of several dtypes")
+    if any(weight.device.type != "cpu" for weight in model.parameters()):
+        raise UnsupportedModelError("native: it is not on the CPU")
+
+
+def add_weight(weights: Any, weight: Weight, quantize: str | None = None) -> None:
+    """Packs one tensor; vectors are kept as float32."""
+    if len(weight.shape) == 1:
+        values = weight.data.float().contiguous()
+        weights.add_vector(weight.name, values.data_ptr(), values.numel())
+        return
+    kind = "i8" if quantize == "int8" and weight.kind in ("bf16", "f32") else weight.kind
+    order = _address(weight.order)
+    weights.add_matrix(weight.name, kind, weight.kind, *weight.shape, weight.data.data_ptr(), order)
+
+
+def as_words(mask: Tensor) -> Tensor:
+    """bool [rows, slots] as bits of int64 words, [rows, ceil(slots / 64)], slot 0 the lowest bit of the first."""
+    rows, slots = mask.shape
+    filled = pad(mask, (0, -slots % 64)).view(rows, -1, 64).to(torch.int64)
+    return (filled << torch.arange(64)).sum(-1)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _own_states(source: Source, layers: int, embeddings: Tensor) -> Tensor:
+    """Hidden states behind the final norm of the first layers in transformers, float32 [tokens, hidden size]."""
+    config = source.config
+    known = {"num_hidden_layers": layers, "vocab_size": 8, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    kinds = getattr(config, "layer_types", None)
+    small = type(config).from_dict(config.to_dict() | known | {"layer_types": kinds and kinds[:layers]})
+    small._attn_implementation = "eager"
+    model = _on_cpu(small)
+    wanted = {name for name, _ in model.named_parameters() if ".layers." in name or name.endswith("model.norm.weight")}
+    model.load_state_dict({name: source.tensor(name).float() for name in wanted}, strict=False)
+    out = model.get_decoder()(inputs_embeds=embeddings[None], use_cache=False)
+    return out.last_hidden_state[0]
+
+
+def _on_cpu(config: PretrainedConfig) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def from_model(model: PreTrainedModel, *, quantize: str | None = None) -> NativeLM:
+    """A loaded model; UnsupportedModelError where it is none that csrc/cpu runs."""
+    refuse_loaded(model)
+    found = NativeLM(ModelSource(model), quantize=quantize)
+    found._model = model
+    return found

@@ -1,0 +1,237 @@
+"""Where the weights of a native model come from: a folder of safetensors, a GGUF file, or a loaded model.
+
+Each gives the tensors one at a time, so that no second copy of the weights stands in memory while they are packed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from specengine.checkpoints import gguf
+from specengine.errors import UnsupportedModelError
+
+KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
+BLOCKS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # of GGUF files, kept packed
+
+
+class Weight(NamedTuple):
+    """One tensor: `data` is a contiguous CPU tensor in bfloat16 or float32, or uint8 blocks of a GGUF file.
+
+    shape: as in torch; order: int32 [rows], the row of `data` for each row of the tensor, or None.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    data: Tensor
+    order: Tensor | None = None
+
+
+class Source(ABC):
+    """The weights of one model, under Hugging Face's names."""
+
+    name: str  # of the model, for people
+    config: PretrainedConfig
+    dtype: torch.dtype  # of the model that these weights are; GGUF blocks stand for bfloat16
+
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that there are, without reading them."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[Weight]:
+        """All tensors, one after the other, in float32 or bfloat16 or as blocks."""
+
+    @abstractmethod
+    def tensor(self, name: str) -> Tensor:
+        """One tensor in `dtype`."""
+
+    @abstractmethod
+    def model(self) -> PreTrainedModel:
+        """The whole model as transformers runs it, in `dtype`."""
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        return GenerationConfig.from_model_config(self.config)
+
+    @property
+    def state(self) -> Any:
+        """Changes when the weights do."""
+        return None
+
+
+class FolderSource(Source):
+    """A folder with config.json and safetensors files. UnsupportedModelError where it holds its weights otherwise."""
+
+    def __init__(self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
+        self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
+        self._files = _safetensors_files(folder)
+        self._places = {key: file for file in self._files for key in _opened(file).keys()}  # noqa: SIM118
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        found = {}
+        for file in self._files:
+            with _opened(file) as tensors:
+                found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+        return found
+
+    def weights(self) -> Iterator[Weight]:
+        for file in self._files:
+            with _opened(file) as tensors:
+                for key in tensors.keys():  # noqa: SIM118
+                    yield _as_weight(key, tensors.get_tensor(key), self.dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        with _opened(self._places[name]) as tensors:
+            return tensors.get_tensor(name).to(self.dtype)
+
+    def model(self) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(self.folder, config=self.config, dtype=self.dtype)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        try:
+            return GenerationConfig.from_pretrained(self.folder)
+        except OSError:
+            return super().generation_config
+
+
+class GGUFSource(Source):
+    """A GGUF file, its blocks kept as they are; in float32 each weight is the bfloat16 number that it stands for."""
+
+    def __init__(self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
+        self.file, self.config, self.dtype, self.name = file, config, dtype, name
+        gguf.require_complete(file, config)
+        self._names = {theirs: ours for ours, theirs in gguf.tensor_names(config.num_hidden_layers).items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        ours = {ours: theirs for theirs, ours in self._names.items()}
+        return {ours[name]: tensor.shape for name, tensor in self.file.tensors.items() if name in ours}
+
+    def weights(self) -> Iterator[Weight]:
+        for name in self.shapes():
+            stored = self.file.tensors[self._names[name]]
+            if self.dtype is torch.bfloat16 and stored.kind in BLOCKS and len(stored.shape) == 2:
+                blocks = torch.from_numpy(self.file.read(stored.name))
+                order = gguf.row_order(self.config, stored.name)
+                yield Weight(name, stored.kind, stored.shape, blocks, None if order is None else torch.from_numpy(order))
+            else:
+                yield _as_weight(name, self.tensor(name), self.dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._names[name]
+        numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
+        ordered = numbers if order is None else np.ascontiguousarray(numbers[order])
+        return torch.from_numpy(ordered).to(torch.bfloat16).to(self.dtype)
+
+    def model(self) -> PreTrainedModel:
+        model = empty_model(self.config, self.dtype)
+        state = {name: self.tensor(name) for name in self.shapes()}
+        model.load_state_dict(state, strict=False, assign=True)  # a tied head has no tensor of its own
+        model.tie_weights()
+        model.generation_config = self.generation_config
+        model.config._name_or_path = self.name
+        return _with_buffers(model).eval()
+
+
+class ModelSource(Source):
+    """A loaded model, whose own weights stay with it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.config, self.dtype = model, model.config, model.dtype
+        self.name = model.config._name_or_path or type(model).__name__
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(weight.shape) for name, weight in self._parameters()}
+
+    def weights(self) -> Iterator[Weight]:
+        for name, weight in self._parameters():
+            yield _as_weight(name, weight.detach(), self.dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._model.get_parameter(name).detach()
+
+    def model(self) -> PreTrainedModel:
+        return self._model
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        return self._model.generation_config
+
+    @property
+    def state(self) -> Any:
+        return [(weight.data_ptr(), weight._version) for _, weight in self._parameters()]
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return self._model.named_parameters()
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedModelError(f"{file}: cannot be read as safetensors ({error})") from error
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UnsupportedModelError(f"{index}: cannot be read ({error!r})") from error
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise UnsupportedModelError(f"{folder}: has no safetensors file")
+
+
+def _as_weight(name: str, tensor: Tensor, dtype: torch.dtype) -> Weight:
+    tensor = tensor.to("cpu", dtype).contiguous()
+    return Weight(name, KIND_OF[dtype], tuple(tensor.shape), tensor)
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _with_buffers(model: PreTrainedModel) -> PreTrainedModel:
+    """The rotary frequencies, which no checkpoint holds, made again outside the meta device."""
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in itertools.chain(module.buffers(recurse=False))):
+            fresh = type(module)(config=model.config)
+            for key, buffer in fresh.named_buffers(recurse=False):
+                setattr(module, key, buffer)
+    return model
+
+
+def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model with this config, those of all layers included; a tied head has none."""
+    layers = config.num_hidden_layers
+    small = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 1, "layer_types": None})
+    shapes = {name: tuple(weight.shape) for name, weight in empty_model(small, torch.float32).named_parameters()}
+    found = {}
+    for name, shape in shapes.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if ".layers.0." in name:
+            found |= {name.replace(".layers.0.", f".layers.{number}."): shape for number in range(layers)}
+        else:
+            found[name] = shape
+    return found
+
+
+def config_of(folder: str | Path, **options: Any) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(folder, **options)

@@ -1,0 +1,91 @@
+"""A model of the Llama family on the C++ forward for CPUs; every token has the bits of plain decoding in any tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specengine.modeling.native import NativeLM
+from specengine.targets import Target
+from specengine.tree import TokenTree
+
+
+class NativeTarget(Target):
+    """`lm` with its own KV cache. Logits and features are float32, the cache is in the model's dtype."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, lm: NativeLM) -> None:
+        self.lm = lm
+        self.cache = lm.new_cache(1)
+        self.tokens: list[int] = []
+        self.max_context, self.vocab_size = lm.max_context, lm.vocab_size
+        self.generation_config = lm.source.generation_config
+        self._features: tuple[int, ...] = ()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The same model as transformers runs it, read when it is first asked for."""
+        return self.lm.model
+
+    @property
+    def name(self) -> str:
+        return self.lm.source.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm.dtype
+
+    @property
+    def model_seconds(self) -> float:  # type: ignore[override]
+        return self.lm.seconds
+
+    def reserve(self, tokens: int, scratch: int) -> None:
+        self.cache.reserve(tokens + scratch)
+
+    def want_features(self, ids: tuple[int, ...]) -> None:
+        self.lm.prepare_features(ids)
+        self._features = ids
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
+        self.lm.refresh()
+        kept = self.cached(tokens) if keep is None else keep
+        self.cache.crop(kept)
+        self.tokens = tokens[:kept]
+        _, features = self.lm.extend(self.cache, tokens[kept:], self._features, logits=False)
+        self.tokens = list(tokens)
+        return features
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        logits = torch.empty(tree.size, self.vocab_size)
+        return logits, self._run(tree, logits=logits)
+
+    def choose(self, tree: TokenTree) -> tuple[list[int], Tensor | None]:
+        chosen = torch.empty(tree.size, dtype=torch.int64)
+        features = self._run(tree, chosen=chosen)
+        return chosen.tolist(), features
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        tokens = tree.tokens[path].tolist()
+        self.cache.compact(path)
+        self.tokens.extend(tokens)
+
+    def reset(self) -> None:
+        self.cache.crop(0)
+        self.tokens = []
+
+    def _run(self, tree: TokenTree, **wanted: Any) -> Tensor | None:
+        length = self.cache.length
+        self.cache.reserve(length + tree.size)
+        return self.lm.run(
+            tree.tokens,
+            tree.depths + length,
+            self.cache,
+            length,
+            words=tree.ancestors,
+            features=self._features,
+            **wanted,
+        )

@@ -1,0 +1,189 @@
+"""Small GGUF files: whole models by the gguf package's writer, and damaged ones byte by byte."""
+
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+HIDDEN, INNER, HEADS, KEY_HEADS, HEAD, LAYERS, CONTEXT = 64, 96, 4, 2, 16, 2, 128
+
+# ---- tensors
+
+
+def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Random packed rows: uint8 [rows, bytes of a row], with finite scales of about 0.01."""
+    random = np.random.default_rng(seed)
+    if kind in ("q4_k", "q6_k"):
+        return _random_blocks(kind, rows * columns // 256, random).reshape(rows, -1)
+    numbers = random.standard_normal((rows, columns), dtype=np.float32) / 8
+    if kind in ("f32", "f16"):
+        return numbers.astype({"f32": "<f4", "f16": "<f2"}[kind], copy=False).view(np.uint8)
+    return gguf.quants.quantize(numbers, GGMLQuantizationType[kind.upper()]).view(np.uint8)
+
+
+def _random_blocks(kind: str, count: int, random: np.random.Generator) -> np.ndarray:
+    scales = random.uniform(0.005, 0.02, (count, 2)).astype("<f2").view(np.uint8)
+    if kind == "q4_k":  # the scale and the scale of the minima come first
+        return np.concatenate([scales, random.integers(0, 256, (count, 140), np.uint8)], axis=1)
+    return np.concatenate([random.integers(0, 256, (count, 208), np.uint8), scales[:, :2]], axis=1)
+
+
+def add(writer: GGUFWriter, name: str, kind: str, shape: tuple[int, ...], seed: int = 0) -> None:
+    rows = int(np.prod(shape[:-1], dtype=int))
+    data = blocks(kind, rows, shape[-1], seed)
+    writer.add_tensor(name, data.reshape(*shape[:-1], -1), raw_dtype=GGMLQuantizationType[kind.upper()])
+
+
+# ---- whole models
+
+
+def byte_level_vocabulary() -> dict[str, Any]:
+    """A BPE vocabulary like GPT-2's: each byte, a few merges, two control tokens and one of the user's."""
+    merges = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
+    tokens = ["<|end|>", "<|im_start|>", *bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": [*tokens, "<think>"],
+        "tokenizer.ggml.token_type": [3, 3, *[1] * (len(tokens) - 2), 4],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m.content }}<|end|>{% endfor %}",
+    }
+
+
+def sentencepiece_vocabulary() -> dict[str, Any]:
+    """A vocabulary like Llama 2's: bytes, letters, and pieces whose scores are the order of the merges."""
+    letters = ["▁", *"helowrd!"]
+    pieces = ["he", "ll", "hell", "hello", "▁hello"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *pieces]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * (len(tokens) - len(pieces)) + [-float(rank) for rank in range(len(pieces))],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(letters) + len(pieces))],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def sizes(architecture: str) -> dict[str, Any]:
+    """The metadata of a model with two layers."""
+    values = {
+        "block_count": LAYERS,
+        "context_length": CONTEXT,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KEY_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 50_000.0,
+        "rope.dimension_count": HEAD,
+    }
+    if architecture == "qwen3":
+        values |= {"attention.key_length": HEAD, "attention.value_length": HEAD}
+    return {f"{architecture}.{key}": value for key, value in values.items()}
+
+
+def weights(architecture: str, vocabulary: int, kind: str = "q8_0", *, tied: bool = False) -> dict[str, Any]:
+    """Name -> (kind, shape) of the model's tensors; vectors in float32, as llama.cpp stores them."""
+    linear = {
+        "attn_q": (HEADS * HEAD, HIDDEN),
+        "attn_k": (KEY_HEADS * HEAD, HIDDEN),
+        "attn_v": (KEY_HEADS * HEAD, HIDDEN),
+        "attn_output": (HIDDEN, HEADS * HEAD),
+        "ffn_gate": (INNER, HIDDEN),
+        "ffn_up": (INNER, HIDDEN),
+        "ffn_down": (HIDDEN, INNER),
+    }
+    vectors = {"attn_norm.weight": HIDDEN, "ffn_norm.weight": HIDDEN}
+    if architecture == "qwen2":
+        vectors |= {f"attn_{part}.bias": linear[f"attn_{part}"][0] for part in "qkv"}
+    if architecture == "qwen3":
+        vectors |= {"attn_q_norm.weight": HEAD, "attn_k_norm.weight": HEAD}
+    named = {"token_embd.weight": (kind, (vocabulary, HIDDEN)), "output_norm.weight": ("f32", (HIDDEN,))}
+    if not tied:
+        named["output.weight"] = (kind, (vocabulary, HIDDEN))
+    for layer in range(LAYERS):
+        named |= {f"blk.{layer}.{name}.weight": (kind, shape) for name, shape in linear.items()}
+        named |= {f"blk.{layer}.{name}": ("f32", (size,)) for name, size in vectors.items()}
+    return named
+
+
+def write_model(
+    path: Path,
+    architecture: str = "llama",
+    *,
+    kind: str = "q8_0",
+    tied: bool = False,
+    vocabulary: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
+) -> Path:
+    """Random weights; `metadata` and `tensors` (name -> (kind, shape)) add, replace, or with None remove."""
+    words = byte_level_vocabulary() if vocabulary is None else vocabulary
+    named = weights(architecture, len(words.get("tokenizer.ggml.tokens", range(300))), kind, tied=tied)
+    values = {**sizes(architecture), **words, **(metadata or {})}
+    writer = GGUFWriter(path, architecture)
+    for key, value in values.items():
+        if value is not None and key != "general.architecture":
+            _add_value(writer, key, value)
+    for seed, (name, tensor) in enumerate({**named, **(tensors or {})}.items()):
+        if isinstance(tensor, np.ndarray):
+            writer.add_tensor(name, tensor)
+        elif tensor is not None:
+            add(writer, name, *tensor, seed)
+    return finish(writer, path)
+
+
+def finish(writer: GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        types = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
+        writer.add_key_value(key, value, types.get(type(value), GGUFValueType.STRING))
+
+
+# ---- byte by byte
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def entry(key: str, code: int, value: bytes) -> bytes:
+    """One metadata entry of ggml's value type `code`."""
+    return text(key) + struct.pack("<I", code) + value
+
+
+def info(name: str, dimensions: Iterable[int], number: int = 0, offset: int = 0) -> bytes:
+    """One line of the tensor list; dimensions as in the file, inputs first."""
+    sizes = list(dimensions)
+    return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, number, offset)
+
+
+def encode(
+    entries: Iterable[bytes] = (), infos: Iterable[bytes] = (), data: int = 64, version: int = 3, alignment: int = 32
+) -> bytes:
+    """A file of these entries and tensors, with `data` bytes of zeros behind."""
+    entries, infos = list(entries), list(infos)
+    head = b"GGUF" + struct.pack("<IQQ", version, len(infos), len(entries)) + b"".join([*entries, *infos])
+    return head + bytes(-len(head) % alignment + data)
