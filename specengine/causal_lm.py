@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -149,12 +150,24 @@ class CausalLM:
         return KVCache(self._layers, self._heads, self._head_size, capacity, dtype=self._dtype, device=self.device)
 
     @property
+    def parameters(self) -> int:
+        return sum(weight.numel() for weight in self.model.parameters())
+
+    @property
     def layers(self) -> int:
         return self._layers
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
     def head(self, states: Tensor) -> Tensor:
         """The bare language-model head: logits, [..., vocabulary], of states behind the final norm."""
-        return self._runs.get_output_embeddings()(states)
+        return self._runs.get_output_embeddings()(states.to(self.dtype))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings, [..., hidden size], without a scale that the model may have."""
+        return embedding(tokens, self.model.get_input_embeddings().weight)
 
     @torch.inference_mode()
     def prepare_features(self, ids: tuple[int, ...]) -> None:

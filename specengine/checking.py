@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specengine.engine import Engine, GenerationResult, TextGeneration, decoder
 from specengine.errors import InputError
@@ -16,6 +17,7 @@ from specengine.prompts import Prompt
 from specengine.sampling import History, Sampler, refuse_no_choice
 from specengine.targets import Target, common_prefix
 from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.targets.native import NativeTarget
 from specengine.tree import TokenTree
 
 # The largest logit gap that counts as rounding. Logits of language models lie mostly below 32, and between 16 and 32
@@ -145,17 +147,17 @@ def certify(
 
 def near_tie_logits(target: Target) -> float:
     """The tolerance for the dtype of the target's weights."""
-    dtype = huggingface_target(target).model.dtype
+    dtype = target.dtype
     if dtype not in NEAR_TIE_LOGITS:
         raise InputError(f"tolerance: none is known for {dtype}, give one")
     return NEAR_TIE_LOGITS[dtype]
 
 
-def huggingface_target(target: Target) -> HuggingFaceTarget:
-    """`target` itself, if it is a Hugging Face model."""
-    if not isinstance(target, HuggingFaceTarget):
+def huggingface_model(target: Target) -> PreTrainedModel:
+    """The target's model as transformers runs it; read where the native forward has packed its weights."""
+    if not isinstance(target, HuggingFaceTarget | NativeTarget):
         raise InputError(f"target: {type(target).__name__} is no Hugging Face model")
-    return target
+    return target.model
 
 
 def huggingface_tokens(engine: Engine, prompt: Prompt, **options: Any) -> list[int]:
@@ -177,7 +179,7 @@ def huggingface_tokens(engine: Engine, prompt: Prompt, **options: Any) -> list[i
     if asked.eos_token_ids:
         given |= {"eos_token_id": asked.eos_token_ids, "pad_token_id": asked.eos_token_ids[0]}
     ids = torch.tensor([generation.prompt], device=engine.target.device)
-    model: Any = huggingface_target(engine.target).model
+    model: Any = huggingface_model(engine.target)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=asked.max_new_tokens, do_sample=False, **given
     )

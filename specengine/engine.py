@@ -188,9 +188,12 @@ class Engine:
                 "for each thread (they can share the loaded model)"
             )
         try:
-            run = self._begin(prompt, sampler, stopper, stats, reuse_cache)
+            with self.target.running():
+                run = self._begin(prompt, sampler, stopper, stats, reuse_cache)
             while run.reason is None:
-                yield self._cycle(run)
+                with self.target.running():
+                    cycle = self._cycle(run)
+                yield cycle
                 if run.reason is None and self._resident is not None and self._resident.serves(sampler):
                     yield from self._resident_cycles(self._resident, run)
         except GeneratorExit:
@@ -284,9 +287,14 @@ class Engine:
         tree = draft.tree
 
         clock = time.perf_counter()
-        logits, features = self.target.verify(tree)
+        chosen = self.target.choose(tree) if run.sampler.takes_largest else None
+        if chosen is not None:
+            choose, features = _of_list(chosen[0]), chosen[1]
+        else:
+            logits, features = self.target.verify(tree)
+            choose = run.sampler.chooser_of_tree(logits, run.history, tree.depths)
         seconds.verify = -clock + (clock := time.perf_counter())
-        path, tokens = walk(tree, run.sampler.chooser_of_tree(logits, run.history, tree.depths), run.commit)
+        path, tokens = walk(tree, choose, run.commit)
         seconds.walk = -clock + (clock := time.perf_counter())
         if not tokens:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")
@@ -422,6 +430,10 @@ class _Turn(TextGeneration):
         text = super()._finish(reason)
         self._session.messages += [self._turn, {"role": "assistant", "content": text}]
         return text
+
+
+def _of_list(chosen: list[int]) -> Callable[[int], int | None]:
+    return lambda node: chosen[node] if chosen[node] >= 0 else None
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -18,18 +19,25 @@ from specengine.causal_lm import CausalLM
 from specengine.drafters import Drafter
 from specengine.drafters._captured_eagle import CapturedEagle
 from specengine.drafters._captured_small_model import CapturedSmallModel
+from specengine.drafters._native_eagle import NativeEagle
 from specengine.drafters.eagle import Eagle, require_fit
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel, check_tokenizers
-from specengine.errors import InputError, UnsupportedModelError
+from specengine.errors import InputError, SpecEngineError, UnsupportedModelError
+from specengine.modeling import native
+from specengine.modeling.native import NativeLM
+from specengine.modeling.opening import Opened, is_gguf, open_gguf, open_native
 from specengine.models import checkpoints, dialects
 from specengine.models.eagle_head import head_from
 from specengine.policies import TreePolicy
+from specengine.targets import Target
 from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.targets.native import NativeTarget
 
 PLAIN = ("plain", "none")
+BACKENDS = ("native", "huggingface")
 _DTYPES = {
     "auto": "auto",
     "bfloat16": torch.bfloat16,
@@ -51,6 +59,10 @@ class LoadOptions:
     trust_remote_code  run modeling code from a model's repository
     lookup             mix into a head's or smaller model's distributions what followed the same words before in prompt
                        and answer (drafters/lookup.py); by default on a CPU without graphs; a Drafter is taken as it is
+    backend            what runs models of the Llama family on a CPU: `native`, the C++ forward, or `huggingface`, the
+                       model's own modules, which run everything else as well; None takes native where it can
+    quantize           `int8` keeps a native model's linear weights as int8 with a scale per output: half the memory of
+                       bfloat16, other rounding
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
     graphs             run target and draft as CUDA graphs, captured once per padded size (Engine.warmup captures all at
@@ -73,6 +85,8 @@ class LoadOptions:
     offline: bool = False
     trust_remote_code: bool = False
     lookup: bool | None = None
+    backend: str | None = None
+    quantize: str | None = None
     pack: bool | None = None
     graphs: bool | None = None
     loop: str = "auto"
@@ -94,6 +108,10 @@ class LoadOptions:
             if self.dtype is not None and self.dtype not in _DTYPES:
                 raise InputError(f"dtype: got {self.dtype!r}, accepted {', '.join(_DTYPES)} or a torch.dtype")
             self.dtype = _DTYPES[self.dtype or "auto"]
+        if self.backend not in (None, *BACKENDS):
+            raise InputError(f"backend: got {self.backend!r}, accepted {', '.join(BACKENDS)} or none")
+        if self.quantize not in (None, *native.QUANTIZATIONS):
+            raise InputError(f"quantize: got {self.quantize!r}, accepted {', '.join(native.QUANTIZATIONS)} or none")
         if self.compile_blocks and not self.graphs:
             raise InputError("compile_blocks: it is for the padded forwards of graphs; add graphs=True")
         self.device = _device(self.device) if self.device is not None else None
@@ -112,7 +130,7 @@ class HeadOptions:
 class Parts:
     """What an engine is made of."""
 
-    target: HuggingFaceTarget
+    target: HuggingFaceTarget | NativeTarget
     drafter: Drafter | None
     policy: TreePolicy | None
     tokenizer: Any
@@ -128,29 +146,40 @@ def load(
     _check_names(draft, policy, options)
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
-    target_model, tokenizer = _model_and_tokenizer(model, options, options.tokenizer)
-    target = _target(target_model, options)
-    draft_options = dataclasses.replace(options, device=target_model.device)
+    loaded = _loaded(model, options, options.tokenizer)
+    target, tokenizer = _target(loaded, options), loaded.tokenizer
+    draft_options = dataclasses.replace(options, device=target.device)
     drafter = None if policy == "plain" else _drafter(draft, target, tokenizer, draft_options)
     if _looks_up(options.lookup, draft, drafter, target):
         drafter = Lookup(cast(Drafter, drafter))
     return Parts(target, drafter, _policy(policy, drafter, options), tokenizer)
 
 
-def _target(model: PreTrainedModel, options: LoadOptions) -> HuggingFaceTarget:
+def _target(loaded: _Loaded, options: LoadOptions) -> HuggingFaceTarget | NativeTarget:
+    model = loaded.model
+    if isinstance(model, NativeLM):
+        return NativeTarget(model)
     if options.graphs:
         return CapturedTarget(model, pack=options.pack, strict=options.strict, compile_blocks=options.compile_blocks)
-    return HuggingFaceTarget(model, pack=options.pack, strict=options.strict)
+    return HuggingFaceTarget(model, pack=options.pack, strict=options.strict, reason=loaded.reason)
 
 
 def load_eagle(
-    folder: Path, target: CausalLM, options: HeadOptions, *, pack: bool | None = None, graphs: bool | None = None
+    folder: Path,
+    target: CausalLM | NativeLM,
+    options: HeadOptions,
+    *,
+    pack: bool | None = None,
+    graphs: bool | None = None,
 ) -> Eagle:
     """The EAGLE head in `folder` as a draft for `target`, in its dtype and on its device."""
     producer, layer_ids = cast(Any, options.producer), options.layer_ids
     config, state, _ = checkpoints.load_head(folder, producer=producer, layer_ids=layer_ids)
     require_fit(config, target)
-    head = head_from(config, state, target.model.dtype, target.device)
+    if isinstance(target, NativeLM) and pack is None:
+        with contextlib.suppress(UnsupportedModelError):  # torch runs heads of all kinds
+            return NativeEagle(config, state, target, name=folder.name)
+    head = head_from(config, state, target.dtype, target.device)
     return (CapturedEagle if graphs else Eagle)(head, target, name=folder.name, pack=pack)
 
 
@@ -196,13 +225,15 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
         )
 
 
-def _drafter(draft: Any, target: HuggingFaceTarget, tokenizer: Any, options: LoadOptions) -> Drafter | None:
+def _drafter(
+    draft: Any, target: HuggingFaceTarget | NativeTarget, tokenizer: Any, options: LoadOptions
+) -> Drafter | None:
     if isinstance(draft, str) and draft in PLAIN:
         return None
     if isinstance(draft, Drafter):
         return draft
     if draft is None:
-        folder = models.embedded.draft_head(target.model.config._name_or_path)
+        folder = models.embedded.draft_head(target.name) if target.name else None
         if folder is not None:
             return load_eagle(folder, target.lm, HeadOptions(), pack=options.pack, graphs=options.graphs)
     if draft is None or draft == "ngram":
@@ -215,18 +246,23 @@ def _drafter(draft: Any, target: HuggingFaceTarget, tokenizer: Any, options: Loa
             return load_eagle(folder, target.lm, head_options, pack=options.pack, graphs=options.graphs)
     if options.draft_options:
         raise InputError(f"draft_options: draft {draft!r} has none, it is no EAGLE head")
-    model, draft_tokenizer = _model_and_tokenizer(draft, options)
-    if model.device != target.device:
+    model, draft_tokenizer, _ = _loaded(draft, dataclasses.replace(options, quantize=None, backend=_of_draft(options)))
+    if torch.device(model.device) != target.device:
         raise InputError(f"draft: it is on {model.device}, the target on {target.device}; both must be on one device")
     vocab_size = target.vocab_size
     if tokenizer is not None and draft_tokenizer is not None:
         check_tokenizers(draft_tokenizer, tokenizer)
-    elif model.get_input_embeddings().weight.shape[0] != vocab_size:
+    elif (draft_vocabulary := _vocabulary(model)) != vocab_size:
         raise InputError(
-            f"draft: its vocabulary has {model.get_input_embeddings().weight.shape[0]} entries, the target's "
-            f"{vocab_size}, and there are no two tokenizers to compare"
+            f"draft: its vocabulary has {draft_vocabulary} entries, the target's {vocab_size}, and there are no "
+            "two tokenizers to compare"
         )
     return (CapturedSmallModel if options.graphs else SmallModel)(model, vocab_size, pack=options.pack)
+
+
+def _of_draft(options: LoadOptions) -> str | None:
+    """The backend of a smaller model: native where it can, unless the target's is chosen otherwise."""
+    return options.backend if options.backend == "huggingface" else None
 
 
 def _check_graphs(draft: Any, options: LoadOptions) -> None:
@@ -237,7 +273,11 @@ def _check_graphs(draft: Any, options: LoadOptions) -> None:
         )
 
 
-def _looks_up(wanted: bool | None, draft: Any, drafter: Drafter | None, target: HuggingFaceTarget) -> bool:
+def _vocabulary(model: PreTrainedModel | NativeLM) -> int:
+    return model.vocab_size if isinstance(model, NativeLM) else model.get_input_embeddings().weight.shape[0]
+
+
+def _looks_up(wanted: bool | None, draft: Any, drafter: Drafter | None, target: Target) -> bool:
     if wanted and (drafter is None or isinstance(drafter, Lookup | NGram)):
         raise InputError(f"lookup: draft {draft or 'none'!r} has no distributions to mix with; accepted with a model")
     if wanted is None:
@@ -257,15 +297,65 @@ def _policy(policy: Any, drafter: Drafter | None, options: LoadOptions) -> TreeP
     return policies.make(policy, **options.policy_options)
 
 
-def _model_and_tokenizer(
-    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None
-) -> tuple[PreTrainedModel, Any]:
+class _Loaded(NamedTuple):
+    """A model, its tokenizer, and why it is not the native forward that runs it."""
+
+    model: PreTrainedModel | NativeLM
+    tokenizer: Any
+    reason: str = ""
+
+
+def _loaded(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None) -> _Loaded:
     """The model, loaded where it is a name, and its tokenizer, unless one is given."""
+    if not isinstance(model, str | None | PreTrainedModel):
+        raise InputError(f"model: got {type(model).__name__}, accepted a name, a path or a loaded transformers model")
+    reason = _not_native(model, options)
+    if reason is None:
+        try:
+            return _Loaded(*_native(model, options, tokenizer))
+        except UnsupportedModelError as error:
+            if options.backend == "native" or options.quantize:
+                raise
+            reason = str(error)
+    elif options.backend == "native" or options.quantize:
+        raise InputError(f"backend, quantize: the native forward was asked for, but {reason}")
+    return _Loaded(*_huggingface(model, options, tokenizer), reason)
+
+
+def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> str | None:
+    """Why the native forward is out of the question whatever the model; None where it may be tried."""
+    on_cpu = (options.device is None and not torch.cuda.is_available()) or options.device == torch.device("cpu")
+    if isinstance(model, PreTrainedModel):
+        on_cpu = model.device.type == "cpu"
+    reasons = {
+        "backend='huggingface' was asked for": options.backend == "huggingface",
+        "it runs on a CPU alone": not on_cpu,
+        "graphs are made of the model's own modules": bool(options.graphs),
+        "pack= is an option of the Hugging Face backend": options.pack is not None,
+        f"{native.NOT_BUILT}": not native.instruction_sets(),
+        f"dtype {options.dtype} is none of bfloat16 and float32": options.dtype == torch.float16,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _native(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any) -> tuple[NativeLM, Any]:
+    if isinstance(model, PreTrainedModel):
+        name = model.config._name_or_path
+        lm = native.from_model(model, quantize=options.quantize)
+        return lm, tokenizer or (_tokenizer(name, options) if name else None)
+    opened = open_native(model, dtype=options.dtype, offline=options.offline, progress=options.progress)
+    return NativeLM(opened.source, quantize=options.quantize), tokenizer or _tokenizer_of(opened)
+
+
+def _huggingface(
+    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any
+) -> tuple[PreTrainedModel, Any]:
     if isinstance(model, PreTrainedModel):
         name = model.config._name_or_path
         return model, tokenizer or (_tokenizer(name, options) if name else None)
-    if model is not None and not isinstance(model, str):
-        raise InputError(f"model: got {type(model).__name__}, accepted a name, a path or a loaded transformers model")
+    if model is not None and is_gguf(model):
+        opened = open_gguf(model, options.dtype)
+        return opened.source.model().to(options.device or default_device()), tokenizer or _tokenizer_of(opened)
     path = models.resolve(model, offline=options.offline, progress=options.progress)
     common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
     try:
@@ -274,6 +364,14 @@ def _model_and_tokenizer(
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"model {path!r}: {error}") from error
     return loaded.to(options.device or default_device()), tokenizer or _tokenizer(path, options)
+
+
+def _tokenizer_of(opened: Opened) -> Any:
+    try:
+        return opened.tokenizer()
+    except (OSError, ValueError, KeyError, SpecEngineError) as error:
+        print(f"no tokenizer for {opened.source.name}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
 
 
 def _tokenizer(path: str, options: LoadOptions) -> Any:

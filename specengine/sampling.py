@@ -49,6 +49,11 @@ class Sampler:
         """Whether a choice depends on more than the logits, the seed and the position."""
         return len(self.processors) > 1 or any(type(item) is not TemperatureLogitsWarper for item in self.processors)
 
+    @property
+    def takes_largest(self) -> bool:
+        """Whether a choice is the largest logit and nothing else."""
+        return self.seed is None and not self.processors
+
     def chooser_of_tree(self, logits: Tensor, history: History, depths: Tensor) -> Callable[[int], int | None]:
         """`chooser`, which may choose for all nodes at once; depths: int64 [nodes], those of the tree."""
         if self.seed is None or self.reads_history or logits.device.type == "cpu":

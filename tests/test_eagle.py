@@ -267,7 +267,7 @@ def test_packed_targets_and_heads_draft_the_same(monkeypatch: pytest.MonkeyPatch
 
 def test_a_draft_without_features_asks_for_none() -> None:
     model = deep()
-    engine = Engine.from_pretrained(model, "ngram")
+    engine = Engine.from_pretrained(model, "ngram", backend="huggingface")
     asked: list[bool] = []
     model.register_forward_pre_hook(
         lambda _module, _args, kwargs: asked.append(bool(kwargs.get("output_hidden_states"))), with_kwargs=True

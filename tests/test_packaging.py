@@ -29,6 +29,7 @@ LAYERS = (
         "packing",
         "compiling",
         "checkpoints",
+        "modeling",
         "models",
         "options",
         "stopping",

@@ -44,9 +44,14 @@ def key_value(text: str) -> tuple[str, str]:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which target, and how it is loaded."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", help="a Hugging Face id or a local path (default: the embedded model)")
+    group.add_argument("--model", help="a Hugging Face id, a local folder or a GGUF file (default: the embedded model)")
     group.add_argument("--dtype", default="auto", help="auto (as stored), bfloat16, float16 or float32")
     group.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    group.add_argument(
+        "--backend",
+        help="native (the C++ forward, on a CPU) or huggingface (its own modules) (default: native where it can)",
+    )
+    group.add_argument("--quantize", help="int8: keep a native model's weights as int8, half the memory of bfloat16")
     group.add_argument(
         "--pack",
         action=argparse.BooleanOptionalAction,
@@ -151,6 +156,8 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "loop",
         "compile_blocks",
         "lookup",
+        "backend",
+        "quantize",
         "pack",
         "strict",
         "offline",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specengine.checking import Certificate, certify, huggingface_target, huggingface_tokens
+from specengine.checking import Certificate, certify, huggingface_tokens
 from specengine.cli import arguments as shared
 from specengine.cli.terminal import DraftColours, PlainText, say, why_no_colours, write
 from specengine.engine import Engine
@@ -116,7 +116,7 @@ def _print_table(ways: list[Way], plain: Engine, engine: Engine, arguments: argp
     for way in ways:
         same = "-" if way is ours else "yes" if way.tokens == ours.tokens else "no"
         print(f"{way.name:<24}{len(way.tokens):>7}{way.speed:>10.1f}{way.acceptance:>19.2f}   {same}")
-    dtype = str(huggingface_target(engine.target).model.dtype).removeprefix("torch.")
+    dtype = str(engine.target.dtype).removeprefix("torch.")
     drafted = f"{engine.drafter.name}, {engine.policy}" if engine.drafter is not None else "no draft"
     print(
         f"\nspeculative decoding: {drafted}\nmedian of {len(ours.seconds)} interleaved rounds, {dtype} on "

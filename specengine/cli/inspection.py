@@ -16,7 +16,6 @@ import torch
 
 import specengine
 from specengine import drafters, models, ops, policies, registry
-from specengine.checking import huggingface_target
 from specengine.cli import arguments as shared
 from specengine.cli.terminal import say
 from specengine.drafters import Drafter
@@ -24,12 +23,15 @@ from specengine.drafters.eagle import require_fit
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.loading import HeadOptions, head_folder
+from specengine.modeling.native import NOT_BUILT, instruction_sets
 from specengine.models import store
 from specengine.models.agreement import Convention, one_step_agreement
 from specengine.models.checkpoints import load_head
 from specengine.models.dialects import listed
 from specengine.models.eagle_head import head_from
 from specengine.policies import TreePolicy
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.targets.native import NativeTarget
 
 HELP = "show versions, devices, backends, policies, drafts and, with --model and --draft, a model and an EAGLE head"
 # What the target continues, so that a head's agreement with it is measured on text of the target's own.
@@ -87,6 +89,7 @@ def _versions() -> dict[str, str | None]:
 def _devices() -> dict[str, str]:
     threads = torch.get_num_threads()
     devices = {"cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
+    devices["cpu"] += f"; native forward: {', '.join(instruction_sets()) or NOT_BUILT}"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"
@@ -134,14 +137,16 @@ def _default_policy(cls: type) -> dict[str, Any] | None:
 
 
 def _model(name: str, engine: Engine) -> dict[str, Any]:
-    target = huggingface_target(engine.target)
+    target = engine.target
+    assert isinstance(target, HuggingFaceTarget | NativeTarget)
     return {
         "name": name,
-        "type": target.model.config.model_type,
-        "parameters": sum(weights.numel() for weights in target.model.parameters()),
-        "dtype": str(target.model.dtype).removeprefix("torch."),
+        "type": target.lm.config.model_type,
+        "parameters": target.lm.parameters,
+        "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
-        "layers": target.cache.slab.shape[0],
+        "backend": target.backend,
+        "layers": target.lm.layers,
         "context": target.max_context,
         "vocabulary": target.vocab_size,
         "attention": target.lm.attention,
@@ -166,7 +171,8 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         ],
         "config": [f"{name}={value}" for name, value in dataclasses.asdict(config).items()],
     }
-    target = huggingface_target(engine.target)
+    target = engine.target
+    assert isinstance(target, HuggingFaceTarget | NativeTarget)
     try:
         require_fit(config, target.lm)
     except InputError as error:
@@ -174,7 +180,7 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
             f"specengine: warning: {error}; its agreement with {arguments.model or 'the default model'} is not measured"
         )
         return described
-    head = head_from(config, state, target.model.dtype, target.device)
+    head = head_from(config, state, target.dtype, target.device)
     measured = one_step_agreement(head, target.lm, _texts(engine))
     _warn(measured)
     layers = {one.name: f"{one.agreement:.3f} with hidden states {listed(one.layer_ids)}" for one in measured}

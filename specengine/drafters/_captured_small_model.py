@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specengine.causal_lm import CausalLM
 from specengine.drafters import Step
 from specengine.drafters._passes import HOST, MOST_ROWS, Passes, in_pieces
 from specengine.drafters.small_model import SmallModel
@@ -18,6 +19,8 @@ from specengine.tree import TokenTree
 
 class CapturedSmallModel(SmallModel):
     """As SmallModel; prompts are run eagerly."""
+
+    lm: CausalLM  # passes are captured of its modules
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None, *, pack: bool | None = None) -> None:
         super().__init__(model, vocab_size, pack=pack)

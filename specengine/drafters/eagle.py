@@ -17,6 +17,7 @@ from specengine.causal_lm import CausalLM
 from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step, scratch_mask
 from specengine.errors import InputError
+from specengine.modeling.native import NativeLM
 from specengine.models.eagle_head import EagleConfig, EagleHead, causal
 from specengine.packing import Packed, worth_packing
 from specengine.targets import common_prefix
@@ -40,21 +41,27 @@ class Eagle(Drafter):
 
     default_policy = ("eagle", {"width": 10, "expansions": 6, "budget": 60})
 
-    def __init__(self, head: EagleHead, target: CausalLM, *, name: str = "", pack: bool | None = None) -> None:
-        require_fit(head.config, target)
-        config = head.config
+    def __init__(
+        self, head: EagleHead, target: CausalLM | NativeLM, *, name: str = "", pack: bool | None = None
+    ) -> None:
+        self._begin_with(head.config, target, name, head.dtype)
+        self.head = head
+        self._packed: Packed | None = Packed(head) if (worth_packing(head) if pack is None else pack) else None
+        self._runs = head
+        self._target_ids: Tensor | None = head.target_ids()
+
+    def _begin_with(self, config: EagleConfig, target: CausalLM | NativeLM, name: str, dtype: torch.dtype) -> None:
+        """What does not depend on who runs the head. dtype: of its states and of the cache."""
+        require_fit(config, target)
         self.name = f"eagle (EAGLE-{config.version}{', ' + name if name else ''})"
         self.features = config.feature_ids(target.layers)
-        self.head, self.target = head, target
-        self.cache = KVCache(1, config.num_kv_heads, config.head_dim, 1, dtype=head.dtype, device=target.device)
+        self.target = target
+        self.cache = KVCache(1, config.num_kv_heads, config.head_dim, 1, dtype=dtype, device=target.device)
         if target.device.type == "cpu":
             self.default_policy = CPU_POLICY  # type: ignore[misc]
-        self._packed = Packed(head) if (worth_packing(head) if pack is None else pack) else None
-        self._runs: EagleHead = head
-        self._target_ids = head.target_ids()
         self._seconds = 0.0
         # By node: the recurrent state of the root and of each node drafted from.
-        self._states = torch.empty(0, config.hidden_size, dtype=head.dtype, device=target.device)
+        self._states = torch.empty(0, config.hidden_size, dtype=dtype, device=target.device)
         self._slots = torch.empty(0, dtype=torch.int64, device=target.device)  # node in each scratch slot
         self._tokens: list[int] = []  # committed, the current root excluded
         self._pending = self._states  # fused features of the tokens behind the stable rows
@@ -87,9 +94,9 @@ class Eagle(Drafter):
         states = self._step_root(tree) if tree.passes == 0 else self._step_nodes(tree, nodes)
         if states is None:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
             return Step(torch.full((1, 1), float("-inf"), device=tree.device), normalized=True)
-        logits = self._runs.logits(states)
+        logits = self._logits(states)
         if logits is None:
-            logits = self.target.head(states.to(self.target.model.dtype))
+            logits = self.target.head(states)
         self._seconds += time.perf_counter() - began
         return Step(logits, self._target_ids, hidden=states)
 
@@ -108,8 +115,7 @@ class Eagle(Drafter):
     @torch.inference_mode()
     def _add_pending(self, features: Tensor) -> None:
         began = time.perf_counter()
-        fused = self._runs.fuse(features.to(self.head.dtype))
-        self._pending = torch.cat([self._pending, fused])
+        self._pending = torch.cat([self._pending, self._fuse(features)])
         self._seconds += time.perf_counter() - began
 
     def _step_root(self, tree: TokenTree) -> Tensor | None:
@@ -149,7 +155,14 @@ class Eagle(Drafter):
     def _run(self, hidden: Tensor, tokens: Tensor, positions: Tensor, start: int, visibility: Visibility) -> Tensor:
         """Recurrent states [rows, hidden size]; keys and values go to slots start to start + rows."""
         attend = _SlabAttention(self.cache, start, visibility)
-        return self._runs(hidden[None], embed(self.head, self.target.model, tokens)[None], positions[None], attend)[0]
+        return self._runs(hidden[None], embed_for(self.head, self.target, tokens)[None], positions[None], attend)[0]
+
+    def _fuse(self, features: Tensor) -> Tensor:
+        return self._runs.fuse(features.to(self.head.dtype))
+
+    def _logits(self, states: Tensor) -> Tensor | None:
+        """[rows, draft vocabulary]; None where the target's head reads the states."""
+        return self._runs.logits(states)
 
 
 class _SlabAttention:
@@ -173,13 +186,20 @@ def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
     return embedding(tokens, embedding_table(head, target)).to(head.dtype)
 
 
+def embed_for(head: EagleHead, target: CausalLM | NativeLM, tokens: Tensor) -> Tensor:
+    """As `embed`, for a target of whatever backend."""
+    if head.config.own_embeddings:
+        return embedding(tokens, head.embed_tokens.weight)
+    return target.embed(tokens).to(head.dtype)
+
+
 def embedding_table(head: EagleHead, target: PreTrainedModel) -> Tensor:
     """[vocabulary, hidden size of the target]: the head's own, or the target's."""
     table = head.embed_tokens if head.config.own_embeddings else target.get_input_embeddings()
     return table.weight
 
 
-def require_fit(config: EagleConfig, target: CausalLM) -> None:
+def require_fit(config: EagleConfig, target: CausalLM | NativeLM) -> None:
     """Raise InputError unless the head was made for a target of this shape."""
     size = int(target.config.hidden_size)
     wanted = {"hidden size": config.target_hidden_size, "vocabulary": config.vocab_size}

@@ -14,6 +14,7 @@ from specengine.causal_lm import CausalLM
 from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step, scratch_mask
 from specengine.errors import TokenizerMismatchError, UnsupportedModelError
+from specengine.modeling.native import NativeLM
 from specengine.targets import common_prefix
 from specengine.tree import TokenTree
 
@@ -30,9 +31,12 @@ class SmallModel(Drafter):
 
     default_policy = ("eagle", {"width": 4, "expansions": 4, "budget": 16})
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None, *, pack: bool | None = None) -> None:
-        self.lm = CausalLM(model, pack=pack)
-        self.name = f"small_model ({model.config._name_or_path or type(model).__name__})"
+    def __init__(
+        self, model: PreTrainedModel | NativeLM, vocab_size: int | None = None, *, pack: bool | None = None
+    ) -> None:
+        native = isinstance(model, NativeLM)
+        self.lm: CausalLM | NativeLM = model if native else CausalLM(model, pack=pack)
+        self.name = f"small_model ({model.name if native else model.config._name_or_path or type(model).__name__})"
         self.cache = self.lm.new_cache(1)
         self._tokens: list[int] = []  # committed, the current root excluded; the cache may lag behind
         self.vocab_size = min(self.lm.vocab_size, vocab_size or self.lm.vocab_size)

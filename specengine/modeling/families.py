@@ -17,7 +17,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. frequencies: radians per position, float32 [head_dim / 2]; rope_scale: on cosines and sines."""
+    """Sizes of a decoder.
+
+    frequencies  radians per position, float32 [head_dim / 2]
+    rope_scale   on cosines and sines
+    """
 
     layers: int
     hidden: int

@@ -1,11 +1,13 @@
 """A causal language model of the Llama family on the C++ forward of csrc/cpu: one call runs all layers over tree rows.
 
-A row's results depend on the row and on what it sees, not on the rows beside it: the same bits in every tree and in plain
-decoding, in float32, bfloat16, int8 and packed GGUF blocks.
+A row's results depend on the row and on what it sees, not on the rows beside it: the same bits in every tree and in
+plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
 import os
 import time
 from typing import Any, cast
@@ -19,14 +21,16 @@ from specengine.attention import Visibility
 from specengine.cache import KVCache
 from specengine.causal_lm import context_limit, refuse_unsupported
 from specengine.errors import BackendError, InputError, UnsupportedModelError
+from specengine.modeling import threads
 from specengine.modeling.families import Shape, shape_of
 from specengine.modeling.sources import ModelSource, Source, Weight, empty_model, layer_template
 
 try:
-    from specengine import _cpu as _extension
+    _extension: Any = importlib.import_module("specengine._cpu")
 except ImportError:  # no compiler was there at installation, or other sources were compiled
-    _extension = None  # type: ignore[assignment]
+    _extension = None
 
+NOT_BUILT = "the extension specengine._cpu is not built: install a C++17 compiler, then `pip install -e .`"
 VARIABLE = "SPECENGINE_CPU"
 PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 QUANTIZATIONS = ("int8",)
@@ -36,6 +40,13 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 _CHECKED_LAYERS, _CHECKED_TOKENS = 2, 5
 
 
+def extension() -> Any:
+    """specengine._cpu; BackendError where it is not built."""
+    if _extension is None:
+        raise BackendError(f"native: {NOT_BUILT}")
+    return _extension
+
+
 def instruction_sets() -> list[str]:
     """Those that this build has and this CPU runs, the fastest first; none without the extension."""
     return list(_extension.instruction_sets()) if _extension is not None else []
@@ -43,11 +54,7 @@ def instruction_sets() -> list[str]:
 
 def instruction_set(dtype: torch.dtype) -> str:
     """The one that a model of this dtype runs on. BackendError where there is none, or not the one asked for."""
-    known, asked = instruction_sets(), os.environ.get(VARIABLE)
-    if not known:
-        raise BackendError(
-            "native: the extension specengine._cpu is not built; install a C++17 compiler, then `pip install -e .`"
-        )
+    known, asked = list(extension().instruction_sets()), os.environ.get(VARIABLE)
     if asked and asked not in known:
         raise BackendError(f"{VARIABLE}: got {asked!r}, this machine has {', '.join(known)}")
     usable = [name for name in known if dtype is torch.bfloat16 or name not in WITH_PAIRS]
@@ -85,6 +92,10 @@ class NativeLM:
         self._check()
 
     @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
     def model(self) -> PreTrainedModel:
         """The same model as transformers runs it; read from the source when it is first asked for."""
         if self._model is None:
@@ -96,6 +107,10 @@ class NativeLM:
         return self.shape.layers
 
     @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.source.shapes().values())
+
+    @property
     def weight_bytes(self) -> int:
         return int(self._weights.bytes)
 
@@ -105,6 +120,8 @@ class NativeLM:
 
     def refresh(self) -> None:
         """Take in weights of a loaded model that were changed since the last call."""
+        if isinstance(self.source, ModelSource):
+            refuse_hooks(self.source.model())
         if self.source.state != self._state:
             self._pack()
 
@@ -112,14 +129,14 @@ class NativeLM:
         """UnsupportedModelError where the model has not these hidden states."""
         if not all(0 <= i <= self.layers for i in ids):
             raise UnsupportedModelError(
-                f"{self.source.name}: hidden states {', '.join(map(str, ids))} were asked for, it gives {self.layers + 1}"
+                f"{self.name}: hidden states {', '.join(map(str, ids))} were asked for, it gives {self.layers + 1}"
             )
 
     def head(self, states: Tensor) -> Tensor:
         """The bare language-model head: float32 logits, [rows, vocabulary], of states behind the final norm."""
         rows = states.float().contiguous()
         logits = torch.empty(rows.shape[0], self.vocab_size)
-        self._decoder.read(rows.data_ptr(), rows.shape[0], logits.data_ptr(), torch.get_num_threads())
+        self._decoder.read(rows.data_ptr(), rows.shape[0], logits.data_ptr(), threads.count())
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -132,7 +149,7 @@ class NativeLM:
     def extend(
         self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Run `tokens` after the committed ones and commit them; the last one's logits and all features, as CausalLM."""
+        """Run `tokens` after the committed ones and commit them; the last one's logits and all features."""
         found, states = None, []
         for first in range(0, len(tokens), PREFILL_ROWS):
             piece = torch.tensor(tokens[first : first + PREFILL_ROWS])
@@ -163,9 +180,7 @@ class NativeLM:
         if visibility.mask is not None and not visibility.in_order:
             prefix = visibility.prefix
             words = as_words(visibility.mask[:, prefix:])
-        states = self.run(
-            tokens, positions, cache, start, prefix=prefix, words=words, features=features, logits=logits
-        )
+        states = self.run(tokens, positions, cache, start, prefix=prefix, words=words, features=features, logits=logits)
         return logits, states
 
     def run(
@@ -185,8 +200,8 @@ class NativeLM:
         """One forward; keys and values go to cache slots start to start + rows.
 
         tokens, positions   int64 [rows]
-        prefix, words       slots before `prefix` are seen by all rows; bit j of a row's int64 words says whether it sees
-                            slot prefix + j. Without words each row sees all slots up to its own
+        prefix, words       slots before `prefix` are seen by all rows; bit j of a row's int64 words says whether it
+                            sees slot prefix + j. Without words each row sees all slots up to its own
         logits              float32 [n, vocabulary], filled with those of the last n rows
         chosen              int64 [rows], filled with the token of the largest finite logit, -1 where none is finite
         layers              how many are run; all by default
@@ -211,7 +226,7 @@ class NativeLM:
             rows if logits is None else rows - logits.shape[0],
             _address(chosen),
             self.layers if layers is None else layers,
-            torch.get_num_threads(),
+            threads.count(),
         )
         self.seconds += time.perf_counter() - began
         return states
@@ -225,14 +240,19 @@ class NativeLM:
         differing = [name for name in differing if not name.endswith("rotary_emb.inv_freq")]
         if differing:
             shown = ", ".join(f"{name} {found.get(name)}, not {wanted.get(name)}" for name in differing[:4])
-            raise UnsupportedModelError(f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}")
-        self._weights = _extension.Weights(torch.get_num_threads())
-        for weight in self.source.weights():
-            if weight.name in wanted:
-                add_weight(self._weights, weight, self.quantize)
+            raise UnsupportedModelError(
+                f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}"
+            )
+        self._weights = extension().Weights(threads.count())
+        kinds = [
+            add_weight(self._weights, weight, self.quantize)
+            for weight in self.source.weights()
+            if weight.name in wanted
+        ]
+        self.stored = ", ".join(dict.fromkeys(kind for kind in kinds if kind))  # what the matrices are kept as
         shape = self.shape
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
-        self._decoder = _extension.Decoder(
+        self._decoder = extension().Decoder(
             self.instruction_set, sizes, shape.eps, self._weights, shape.frequencies.tolist(), shape.rope_scale
         )
 
@@ -249,8 +269,8 @@ class NativeLM:
         limit = TOLERANCE[self.dtype] if self.quantize is None else 0.2
         if not distance <= limit:
             raise UnsupportedModelError(
-                f"native: {self.source.name} gives other hidden states than its own modules (distance {distance:.3g} of "
-                f"their length after {layers} layers, at most {limit:g} is rounding)"
+                f"native: {self.name} gives other hidden states than its own modules (distance {distance:.3g} of their "
+                f"length after {layers} layers, at most {limit:g} is rounding)"
             )
 
 
@@ -259,26 +279,35 @@ def refuse_loaded(model: PreTrainedModel) -> None:
     refuse_unsupported(model)
     plain = empty_model(model.config, torch.float32)
     kinds = {name: type(module) for name, module in plain.named_modules()}
+    refuse_hooks(model)
     for name, module in model.named_modules():
         if kinds.get(name) is not type(module):
             raise UnsupportedModelError(f"native: module {name or 'model'} is a {type(module).__name__}")
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
-            raise UnsupportedModelError(f"native: module {name or 'model'} has hooks or parametrizations")
     if {weight.dtype for weight in model.parameters()} != {model.dtype}:
         raise UnsupportedModelError("native: weights of several dtypes")
     if any(weight.device.type != "cpu" for weight in model.parameters()):
         raise UnsupportedModelError("native: it is not on the CPU")
 
 
-def add_weight(weights: Any, weight: Weight, quantize: str | None = None) -> None:
-    """Packs one tensor; vectors are kept as float32."""
+def refuse_hooks(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where something was hung onto a loaded model, which the native forward would miss."""
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
+            raise UnsupportedModelError(
+                f"native: module {name or 'model'} has hooks or parametrizations; load with backend='huggingface'"
+            )
+
+
+def add_weight(weights: Any, weight: Weight, quantize: str | None = None) -> str:
+    """Packs one tensor and says as what; vectors are kept as float32, of which nothing is said."""
     if len(weight.shape) == 1:
         values = weight.data.float().contiguous()
         weights.add_vector(weight.name, values.data_ptr(), values.numel())
-        return
+        return ""
     kind = "i8" if quantize == "int8" and weight.kind in ("bf16", "f32") else weight.kind
     order = _address(weight.order)
     weights.add_matrix(weight.name, kind, weight.kind, *weight.shape, weight.data.data_ptr(), order)
+    return kind
 
 
 def as_words(mask: Tensor) -> Tensor:
@@ -295,7 +324,13 @@ def _address(tensor: Tensor | None) -> int:
 def _own_states(source: Source, layers: int, embeddings: Tensor) -> Tensor:
     """Hidden states behind the final norm of the first layers in transformers, float32 [tokens, hidden size]."""
     config = source.config
-    known = {"num_hidden_layers": layers, "vocab_size": 8, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    known = {
+        "num_hidden_layers": layers,
+        "vocab_size": 8,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     kinds = getattr(config, "layer_types", None)
     small = type(config).from_dict(config.to_dict() | known | {"layer_types": kinds and kinds[:layers]})
     small._attn_implementation = "eager"

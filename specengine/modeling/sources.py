@@ -9,6 +9,7 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +62,9 @@ class Source(ABC):
     def model(self) -> PreTrainedModel:
         """The whole model as transformers runs it, in `dtype`."""
 
-    @property
+    @cached_property
     def generation_config(self) -> GenerationConfig:
+        """The model's own defaults."""
         return GenerationConfig.from_model_config(self.config)
 
     @property
@@ -80,7 +82,7 @@ class FolderSource(Source):
         self._places = {key: file for file in self._files for key in _opened(file).keys()}  # noqa: SIM118
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        found = {}
+        found: dict[str, tuple[int, ...]] = {}
         for file in self._files:
             with _opened(file) as tensors:
                 found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
@@ -99,12 +101,12 @@ class FolderSource(Source):
     def model(self) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(self.folder, config=self.config, dtype=self.dtype)
 
-    @property
+    @cached_property
     def generation_config(self) -> GenerationConfig:
         try:
             return GenerationConfig.from_pretrained(self.folder)
         except OSError:
-            return super().generation_config
+            return GenerationConfig.from_model_config(self.config)
 
 
 class GGUFSource(Source):
@@ -125,7 +127,9 @@ class GGUFSource(Source):
             if self.dtype is torch.bfloat16 and stored.kind in BLOCKS and len(stored.shape) == 2:
                 blocks = torch.from_numpy(self.file.read(stored.name))
                 order = gguf.row_order(self.config, stored.name)
-                yield Weight(name, stored.kind, stored.shape, blocks, None if order is None else torch.from_numpy(order))
+                yield Weight(
+                    name, stored.kind, stored.shape, blocks, None if order is None else torch.from_numpy(order)
+                )
             else:
                 yield _as_weight(name, self.tensor(name), self.dtype)
 
@@ -222,7 +226,7 @@ def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     layers = config.num_hidden_layers
     small = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 1, "layer_types": None})
     shapes = {name: tuple(weight.shape) for name, weight in empty_model(small, torch.float32).named_parameters()}
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from specengine.attention import causal_rows
 from specengine.causal_lm import CausalLM
-from specengine.drafters.eagle import embed
+from specengine.drafters.eagle import embed_for
+from specengine.modeling.native import NativeLM
 from specengine.models.eagle_head import EagleConfig, EagleHead, causal, default_layer_ids
 
 CERTAIN = 2.0  # standard errors by which another convention must be better to be reported
@@ -62,7 +63,7 @@ def conventions(config: EagleConfig, layers: int) -> dict[str, tuple[int, ...]]:
 
 
 @torch.inference_mode()
-def one_step_agreement(head: EagleHead, target: CausalLM, texts: list[list[int]]) -> list[Convention]:
+def one_step_agreement(head: EagleHead, target: CausalLM | NativeLM, texts: list[list[int]]) -> list[Convention]:
     """Each convention's hits over all texts, in order of `conventions`.
 
     texts: token ids, at least 3 each; those that the target wrote itself are what drafts are made for.
@@ -74,7 +75,7 @@ def one_step_agreement(head: EagleHead, target: CausalLM, texts: list[list[int]]
     return [Convention(name, ids, row) for (name, ids), row in zip(by_name.items(), pooled, strict=True)]
 
 
-def _hits(head: EagleHead, target: CausalLM, text: list[int], candidates: list[tuple[int, ...]]) -> Tensor:
+def _hits(head: EagleHead, target: CausalLM | NativeLM, text: list[int], candidates: list[tuple[int, ...]]) -> Tensor:
     """bool [candidates, rows]: whether the head's best token after each token but the first is the target's."""
     device, count = target.device, len(text)
     tokens, positions = torch.tensor(text, device=device), torch.arange(count, device=device)
@@ -83,18 +84,18 @@ def _hits(head: EagleHead, target: CausalLM, text: list[int], candidates: list[t
     logits, features = target.forward(tokens, positions, target.new_cache(count), 0, visibility, features=read)
     assert features is not None
     state_of = dict(zip(read, features.chunk(len(read), dim=-1), strict=True))
-    embeddings = embed(head, target.model, tokens[1:])
+    embeddings = embed_for(head, target, tokens[1:])
     side_by_side = (torch.cat([state_of[i] for i in ids], dim=-1) for ids in candidates)
     return torch.stack([_guesses(head, target, states, embeddings) for states in side_by_side]) == logits[1:].argmax(-1)
 
 
-def _guesses(head: EagleHead, target: CausalLM, features: Tensor, embeddings: Tensor) -> Tensor:
+def _guesses(head: EagleHead, target: CausalLM | NativeLM, features: Tensor, embeddings: Tensor) -> Tensor:
     """The head's best token after each token but the first, int64 [rows]; features: one row more."""
     hidden = head.fuse(features[:-1].to(head.dtype))
     positions = torch.arange(len(hidden), device=hidden.device)
     states = head(hidden[None], embeddings[None], positions[None], causal)[0]
     logits = head.logits(states)
     if logits is None:
-        logits = target.head(states.to(target.model.dtype))
+        logits = target.head(states)
     best, target_ids = logits.argmax(-1), head.target_ids()
     return best if target_ids is None else target_ids[best]

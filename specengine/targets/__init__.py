@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ class Target(ABC):
     vocab_size: int
     model_seconds: float  # spent in model forwards, ever
     device: torch.device
+    dtype: torch.dtype  # of the weights, or what they stand for
+    name: str = ""  # of the model
+    backend: str = ""  # what runs it, and why, for people
     generation_config: Any = None  # the model's own defaults
 
     @property
@@ -35,6 +39,10 @@ class Target(ABC):
     def tree_device(self) -> torch.device:
         """Where the trees that it verifies stand."""
         return self.device
+
+    def running(self) -> AbstractContextManager[None]:
+        """What a cycle runs in."""
+        return nullcontext()
 
     @abstractmethod
     def reserve(self, tokens: int, scratch: int) -> None:
@@ -63,6 +71,13 @@ class Target(ABC):
     @abstractmethod
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         """Logits of every node given its own path, [nodes, vocabulary], and the nodes' features."""
+
+    def choose(self, tree: TokenTree) -> tuple[list[int], Tensor | None] | None:
+        """The greedy token after every node, -1 where no logit is finite, and the nodes' features.
+
+        None where this target has no cheaper way to them than `verify`.
+        """
+        return None
 
     @abstractmethod
     def commit(self, tree: TokenTree, path: list[int]) -> None:

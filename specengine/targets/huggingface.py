@@ -25,8 +25,16 @@ class HuggingFaceTarget(Target):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, pack: bool | None = None, strict: bool = False, compile_blocks: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        pack: bool | None = None,
+        strict: bool = False,
+        compile_blocks: bool = False,
+        reason: str = "",
     ) -> None:
+        """reason: why it is not the native forward that runs this model, for people."""
+        self.reason = reason
         self.lm = CausalLM(model, pack=pack, compile_blocks=compile_blocks)
         self._strict_rows = strict_rows(self.lm) if strict else 0  # that one forward may hold
         self.cache = self.lm.new_cache(1)
@@ -42,6 +50,18 @@ class HuggingFaceTarget(Target):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.lm.device
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        return "huggingface" + (f" ({self.reason})" if self.reason else "")
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.lm.dtype
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.lm.model.config._name_or_path
 
     @property
     def generation_config(self) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specengine.modeling import threads
 from specengine.modeling.native import NativeLM
 from specengine.targets import Target
 from specengine.tree import TokenTree
@@ -23,7 +25,6 @@ class NativeTarget(Target):
         self.cache = lm.new_cache(1)
         self.tokens: list[int] = []
         self.max_context, self.vocab_size = lm.max_context, lm.vocab_size
-        self.generation_config = lm.source.generation_config
         self._features: tuple[int, ...] = ()
 
     @property
@@ -32,16 +33,27 @@ class NativeTarget(Target):
         return self.lm.model
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return self.lm.source.name
 
     @property
-    def dtype(self) -> torch.dtype:
+    def backend(self) -> str:  # type: ignore[override]
+        return f"native ({self.lm.instruction_set}, {self.lm.weight_bytes / 1e6:.0f} MB of weights as {self.lm.stored})"
+
+    @property
+    def generation_config(self) -> Any:
+        return self.lm.source.generation_config
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.lm.dtype
 
     @property
     def model_seconds(self) -> float:  # type: ignore[override]
         return self.lm.seconds
+
+    def running(self) -> AbstractContextManager[None]:
+        return threads.alone()
 
     def reserve(self, tokens: int, scratch: int) -> None:
         self.cache.reserve(tokens + scratch)

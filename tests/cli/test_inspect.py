@@ -39,9 +39,16 @@ def test_inspect_json_describes_a_model(folder: str, capsys: Any) -> None:
     assert found["drafters"]["ngram"]["default policy"]["name"] == "eagle"
     model = found["model"]
     assert (model["type"], model["layers"], model["vocabulary"], model["context"]) == ("llama", 2, 260, 2048)
-    assert (model["attention"], model["packed weights"], model["chat template"]) == ("tree", False, True)
+    assert (model["attention"], model["packed weights"], model["chat template"]) == ("native", False, True)
+    assert re.fullmatch(r"native \(\w+, \d+ MB of weights as f32\)", model["backend"])
     assert main(["inspect", "--model", folder]) == 0
     assert re.search(r"chat template +yes\n", capsys.readouterr().out)
+
+
+def test_inspect_says_why_it_is_not_the_native_forward(folder: str, capsys: Any) -> None:
+    assert main(["inspect", "--json", "--model", folder, "--backend", "huggingface"]) == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert (model["attention"], model["backend"]) == ("tree", "huggingface (backend='huggingface' was asked for)")
 
 
 @pytest.mark.parametrize(("make", "state"), [(False, "not there yet"), (True, "damaged")])

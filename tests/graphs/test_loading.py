@@ -22,6 +22,7 @@ from specengine.loading import HeadOptions, load_eagle
 from specengine.resident import NOTE
 from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.targets.native import NativeTarget
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT, model, near_copy
 
@@ -38,7 +39,10 @@ def test_graphs_decide_what_is_loaded() -> None:
     assert kinds("ngram", graphs=True) == (CapturedTarget, NGram)
     assert kinds(None, "plain", graphs=True) == (CapturedTarget, type(None))
     for graphs in (None, False):  # not measured on a device yet, so only on request
-        assert kinds(near_copy(), graphs=graphs, lookup=False) == (HuggingFaceTarget, SmallModel)
+        without = {"graphs": graphs, "lookup": False}
+        assert kinds(near_copy(), backend="huggingface", **without) == (HuggingFaceTarget, SmallModel)
+        on_cpu = NativeTarget if DEVICE.type == "cpu" else HuggingFaceTarget
+        assert kinds(near_copy(), **without) == (on_cpu, SmallModel)
 
 
 def test_an_engine_loaded_with_graphs_answers_as_one_without() -> None:

@@ -1,0 +1,15 @@
+"""The forward on a CPU against what a user would run instead, and against the goals, in one command.
+
+Every part measures its ways in turn and gives medians; what cannot run here is recorded as skipped, with the reason.
+Records are written as they come, so that a run cut short keeps what it has.
+
+    forward   a forward behind 200 tokens by rows of the tree, over the time to read the same weights once
+    plain     decoding without a draft: transformers' `generate`, this engine, llama.cpp
+    default   the default draft and policy over `generate`, prompt lookup and llama.cpp's plain decoding, by prompt set
+    memory    peak resident memory of loading a way and answering, beyond imports and tokenizer
+    isa       the native forward held to one instruction set, against the Hugging Face path
+    start     seconds from the start of a process to the first token of the default model, with empty and full cache
+
+    python -m bench.cpu --out FILE --prompts FOLDER             everything, and the goals beside it
+    python -m bench.cpu --part forward --way huggingface        one part, one way
+"""

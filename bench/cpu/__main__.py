@@ -1,0 +1,84 @@
+"""The command: the parts asked for, then the goals beside what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import bench.cpu
+from bench import provenance, workloads
+from bench.cpu import answers, forwards, goals, processes
+from bench.cpu.ways import KINDS, LLAMA_CPP, Given, Unavailable
+
+PARTS = ("forward", "plain", "default", "memory", "isa", "start")
+DEFAULT_ROUNDS = {"forward": 9, "plain": 3, "default": 3, "memory": 1, "isa": 5, "start": 3}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    summary = (bench.cpu.__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=summary)
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
+    parser.add_argument("--way", choices=(*KINDS, LLAMA_CPP), action="append", help="only this one; may be repeated")
+    parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file; default: the embedded model's")
+    parser.add_argument("--draft", help="default: the model's best")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="of what is not quantized")
+    parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
+    parser.add_argument("--per-set", type=int, default=5)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(forwards.ROWS), help="of the part forward")
+    parser.add_argument("--rounds", type=int, help=f"default: by part, {DEFAULT_ROUNDS}")
+    parser.add_argument("--wheel", type=Path, help="of the embedded model, for the part start; default: the cache's")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--memory-of", choices=KINDS, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    given = Given(args.model, args.gguf, args.draft, args.dtype)
+    if args.memory_of:
+        try:
+            print(json.dumps(processes.memory_of(given, args.memory_of)))
+        except Unavailable as error:
+            sys.exit(str(error))
+        return 0
+    records: list[dict[str, Any]] = []
+    for record in measured(args, given):
+        print(json.dumps(record), flush=True)
+        records.append(record)
+        if args.out:
+            provenance.write(args.out, records)
+    print(goals.table(records).markdown())
+    return 0
+
+
+def measured(args: argparse.Namespace, given: Given) -> Iterator[dict[str, Any]]:
+    """The records of the parts asked for, in the order of PARTS."""
+    kinds = [kind for kind in KINDS if not args.way or kind in args.way]
+    names = [name for name in (*KINDS, LLAMA_CPP) if not args.way or name in args.way]
+    items = workloads.read(args.prompts, args.per_set)
+    model = ["--dtype", args.dtype]
+    for option, value in (("--model", args.model), ("--gguf", args.gguf), ("--draft", args.draft)):
+        model += [option, str(value)] if value else []
+    parts: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
+        "forward": partial(forwards.forward, given, kinds, sorted({1, *args.rows})),
+        "plain": partial(answers.plain, given, names, items, args.max_new_tokens),
+        "default": partial(answers.default, given, names, items, args.max_new_tokens),
+        "memory": lambda rounds: processes.memory(kinds, model),
+        "isa": partial(forwards.isa, given, model),
+        "start": partial(processes.start, kinds, args.wheel),
+    }
+    for part, run in parts.items():
+        if not args.part or part in args.part:
+            print(part, file=sys.stderr, flush=True)
+            yield from run(args.rounds or DEFAULT_ROUNDS[part])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
