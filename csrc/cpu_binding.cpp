@@ -70,11 +70,13 @@ PYBIND11_MODULE(_cpu, module) {
       .def(py::init<int>())
       .def_property_readonly("bytes", &cpu::Weights::bytes)
       .def("add_matrix",
-           [](cpu::Weights& weights, const std::string& name, const std::string& kind, const std::string& from,
-              int64_t outputs, int64_t inputs, uintptr_t rows, uintptr_t order) {
+           [](cpu::Weights& weights, const std::string& name, const std::string& kind, int64_t outputs,
+              int64_t inputs) { weights.add_matrix(name, kind_of(kind), outputs, inputs); })
+      .def("pack",
+           [](cpu::Weights& weights, const std::string& name, const std::string& from, int64_t first, int64_t count,
+              uintptr_t rows, uintptr_t order) {
              py::gil_scoped_release release;
-             weights.add_matrix(name, kind_of(kind), kind_of(from), outputs, inputs, at<const uint8_t>(rows),
-                                at<const int32_t>(order));
+             weights.pack(name, kind_of(from), first, count, at<const uint8_t>(rows), at<const int32_t>(order));
            })
       .def("add_vector", [](cpu::Weights& weights, const std::string& name, uintptr_t values, int64_t count) {
         weights.add_vector(name, at<const float>(values), count);

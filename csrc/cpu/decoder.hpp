@@ -17,26 +17,34 @@ class Weights {
  public:
   explicit Weights(int threads) : threads_(threads) {}
 
-  // rows: of a file, in Kind `from`; order: int32 [outputs] or null; the matrix is kept as `kind`.
-  void add_matrix(const std::string& name, Kind kind, Kind from, int64_t outputs, int64_t inputs, const uint8_t* rows,
-                  const int32_t* order) {
+  // A matrix of so many outputs and inputs, kept as `kind`; `pack` fills it.
+  void add_matrix(const std::string& name, Kind kind, int64_t outputs, int64_t inputs) {
     Matrix m;
     m.kind = kind;
     m.outputs = outputs;
     m.inputs = inputs;
     m.panels = (outputs + kOutputs - 1) / kOutputs;
     m.blocks = (inputs + kDepth - 1) / kDepth;
-    uint8_t* data = arena_.take(static_cast<size_t>(m.panels * panel_bytes(kind, m.blocks)));
-    float* scales = nullptr;
+    m.data = arena_.take(static_cast<size_t>(m.panels * panel_bytes(kind, m.blocks)));
     if (kind == Kind::i8)
-      m.scales = scales = reinterpret_cast<float*>(arena_.take(static_cast<size_t>(m.panels * kOutputs) * sizeof(float)));
-    m.data = data;
-    Pool::shared().run(threads_, [&](Team& team, int index) {
-      const Share share(m.panels, index, team.count());
-      for (int64_t panel = share.first; panel < share.last; ++panel)
-        pack_panel(m, from, rows, order, panel, data, scales);
-    });
+      m.scales = reinterpret_cast<float*>(arena_.take(static_cast<size_t>(m.panels * kOutputs) * sizeof(float)));
     matrices_[name] = m;
+  }
+
+  // Outputs [first, first + count), in Kind `from`; first is a multiple of 16. rows: those of a file, beginning with the
+  // first; or all of them, where order, int32 [outputs], says which row each output is.
+  void pack(const std::string& name, Kind from, int64_t first, int64_t count, const uint8_t* rows,
+            const int32_t* order) {
+    const Matrix& m = matrices_.at(name);
+    const int64_t row_bytes = m.inputs / file_block_inputs(from) * file_block_bytes(from);
+    if (!order) rows -= first * row_bytes;
+    const int64_t panels = (count + kOutputs - 1) / kOutputs;
+    Pool::shared().run(threads_, [&](Team& team, int index) {
+      const Share share(panels, index, team.count());
+      for (int64_t panel = share.first; panel < share.last; ++panel)
+        pack_panel(m, from, rows, order, first / kOutputs + panel, const_cast<uint8_t*>(m.data),
+                   const_cast<float*>(m.scales));
+    });
   }
 
   // values: float [count], padded with zeros to whole panels.

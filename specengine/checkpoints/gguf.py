@@ -90,6 +90,14 @@ class GGUFFile:
         self._source.read_into(out.data, tensor.offset)
         return out
 
+    def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """Copies the blocks of rows [first, last) of one tensor: uint8 [bytes]. Raises as `read`."""
+        tensor = self.tensors[name]
+        each = tensor.nbytes // tensor.shape[0]
+        out = np.empty((last - first) * each, np.uint8)
+        self._source.read_into(out.data, tensor.offset + first * each)
+        return out
+
     def numbers(self, name: str) -> np.ndarray:
         """One tensor in float32, in its shape."""
         blocks = self.read(name)

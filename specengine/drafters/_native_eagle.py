@@ -37,9 +37,7 @@ class NativeEagle(Eagle):
         self._weights = extension().Weights(threads.count())
         for key, tensor in state.items():
             if key != "d2t":
-                kind = "bf16" if target.dtype is torch.bfloat16 else "f32"
-                data = tensor.to(target.dtype).contiguous()
-                add_weight(self._weights, Weight(key, kind, tuple(tensor.shape), data))
+                add_weight(self._weights, Weight.of(key, tensor.to(target.dtype)))
         frequencies, scale = rope_frequencies(config)
         sizes = [config.hidden_size, config.draft_vocab_size, config.num_heads, config.num_kv_heads, config.head_dim]
         flags = [config.norm_before_residual, config.norm_logits, config.norm_recurrent]

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specengine.attention import Visibility
 from specengine.cache import KVCache
@@ -23,7 +23,7 @@ from specengine.causal_lm import context_limit, refuse_unsupported
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.modeling import threads
 from specengine.modeling.families import Shape, shape_of
-from specengine.modeling.sources import ModelSource, Source, Weight, empty_model, layer_template
+from specengine.modeling.sources import ModelSource, Source, Weight, empty_model, layer_template, with_buffers
 
 try:
     _extension: Any = importlib.import_module("specengine._cpu")
@@ -33,11 +33,12 @@ except ImportError:  # no compiler was there at installation, or other sources w
 NOT_BUILT = "the extension specengine._cpu is not built: install a C++17 compiler, then `pip install -e .`"
 VARIABLE = "SPECENGINE_CPU"
 PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+PACKED_ROWS = 1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
 QUANTIZATIONS = ("int8",)
 WITH_PAIRS = ("amx", "avx512bf16")  # these multiply bfloat16; for float32 weights the plain vectors serve
 # Distance of the last hidden states from the model's own, as a share of their length: rounding stays far below.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-_CHECKED_LAYERS, _CHECKED_TOKENS = 2, 5
+_CHECKED_LAYERS, _CHECKED_TOKENS = 1, 5  # few, as this is a second copy of their weights
 
 
 def extension() -> Any:
@@ -300,13 +301,17 @@ def refuse_hooks(model: PreTrainedModel) -> None:
 
 def add_weight(weights: Any, weight: Weight, quantize: str | None = None) -> str:
     """Packs one tensor and says as what; vectors are kept as float32, of which nothing is said."""
+    count = weight.shape[0]
     if len(weight.shape) == 1:
-        values = weight.data.float().contiguous()
-        weights.add_vector(weight.name, values.data_ptr(), values.numel())
+        values = weight.rows(0, count).float().contiguous()
+        weights.add_vector(weight.name, values.data_ptr(), count)
         return ""
     kind = "i8" if quantize == "int8" and weight.kind in ("bf16", "f32") else weight.kind
-    order = _address(weight.order)
-    weights.add_matrix(weight.name, kind, weight.kind, *weight.shape, weight.data.data_ptr(), order)
+    weights.add_matrix(weight.name, kind, *weight.shape)
+    step = count if weight.order is not None else PACKED_ROWS
+    for first in range(0, count, step):
+        rows = weight.rows(first, min(first + step, count))
+        weights.pack(weight.name, weight.kind, first, min(step, count - first), rows.data_ptr(), _address(weight.order))
     return kind
 
 
@@ -334,17 +339,11 @@ def _own_states(source: Source, layers: int, embeddings: Tensor) -> Tensor:
     kinds = getattr(config, "layer_types", None)
     small = type(config).from_dict(config.to_dict() | known | {"layer_types": kinds and kinds[:layers]})
     small._attn_implementation = "eager"
-    model = _on_cpu(small)
+    model = empty_model(small, torch.float32)
     wanted = {name for name, _ in model.named_parameters() if ".layers." in name or name.endswith("model.norm.weight")}
-    model.load_state_dict({name: source.tensor(name).float() for name in wanted}, strict=False)
-    out = model.get_decoder()(inputs_embeds=embeddings[None], use_cache=False)
+    model.load_state_dict({name: source.tensor(name).float() for name in wanted}, strict=False, assign=True)
+    out = with_buffers(model).eval().get_decoder()(inputs_embeds=embeddings[None], use_cache=False)
     return out.last_hidden_state[0]
-
-
-def _on_cpu(config: PretrainedConfig) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def from_model(model: PreTrainedModel, *, quantize: str | None = None) -> NativeLM:

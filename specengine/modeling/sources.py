@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,23 +20,32 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints import gguf
-from specengine.errors import UnsupportedModelError
+from specengine.errors import CheckpointError, UnsupportedModelError
 
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 BLOCKS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # of GGUF files, kept packed
 
 
 class Weight(NamedTuple):
-    """One tensor: `data` is a contiguous CPU tensor in bfloat16 or float32, or uint8 blocks of a GGUF file.
+    """One tensor, read a few rows at a time: `rows(first, last)` gives contiguous CPU data.
 
-    shape: as in torch; order: int32 [rows], the row of `data` for each row of the tensor, or None.
+    kind   of the data: f32, bf16, or blocks of a GGUF file as uint8
+    shape  as in torch
+    order  int32 [rows], the row of the data for each row of the tensor, or None
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    data: Tensor
+    rows: Callable[[int, int], Tensor]
     order: Tensor | None = None
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Weight:
+        """A tensor in float32 or bfloat16 that is in memory."""
+        return cls(
+            name, KIND_OF[tensor.dtype], tuple(tensor.shape), lambda first, last: tensor[first:last].contiguous()
+        )
 
 
 class Source(ABC):
@@ -78,25 +87,22 @@ class FolderSource(Source):
 
     def __init__(self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
         self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
-        self._files = _safetensors_files(folder)
-        self._places = {key: file for file in self._files for key in _opened(file).keys()}  # noqa: SIM118
+        self._tensors = {key: tensor for file in _safetensors_files(folder) for key, tensor in _tensors_of(file)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        for file in self._files:
-            with _opened(file) as tensors:
-                found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
-        return found
+        return {name: stored.shape for name, stored in self._tensors.items()}
 
     def weights(self) -> Iterator[Weight]:
-        for file in self._files:
-            with _opened(file) as tensors:
-                for key in tensors.keys():  # noqa: SIM118
-                    yield _as_weight(key, tensors.get_tensor(key), self.dtype)
+        for name, stored in self._tensors.items():
+
+            def rows(first: int, last: int, stored: _Stored = stored) -> Tensor:
+                return stored.read(first, last).to(self.dtype)
+
+            yield Weight(name, KIND_OF[self.dtype], stored.shape, rows)
 
     def tensor(self, name: str) -> Tensor:
-        with _opened(self._places[name]) as tensors:
-            return tensors.get_tensor(name).to(self.dtype)
+        stored = self._tensors[name]
+        return stored.read(0, stored.shape[0]).to(self.dtype)
 
     def model(self) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(self.folder, config=self.config, dtype=self.dtype)
@@ -125,13 +131,15 @@ class GGUFSource(Source):
         for name in self.shapes():
             stored = self.file.tensors[self._names[name]]
             if self.dtype is torch.bfloat16 and stored.kind in BLOCKS and len(stored.shape) == 2:
-                blocks = torch.from_numpy(self.file.read(stored.name))
                 order = gguf.row_order(self.config, stored.name)
-                yield Weight(
-                    name, stored.kind, stored.shape, blocks, None if order is None else torch.from_numpy(order)
-                )
+
+                def rows(first: int, last: int, name: str = stored.name) -> Tensor:
+                    return torch.from_numpy(self.file.read_rows(name, first, last))
+
+                given = None if order is None else torch.from_numpy(order)
+                yield Weight(name, stored.kind, stored.shape, rows, given)
             else:
-                yield _as_weight(name, self.tensor(name), self.dtype)
+                yield Weight.of(name, self.tensor(name))
 
     def tensor(self, name: str) -> Tensor:
         stored = self._names[name]
@@ -146,7 +154,7 @@ class GGUFSource(Source):
         model.tie_weights()
         model.generation_config = self.generation_config
         model.config._name_or_path = self.name
-        return _with_buffers(model).eval()
+        return with_buffers(model).eval()
 
 
 class ModelSource(Source):
@@ -161,7 +169,7 @@ class ModelSource(Source):
 
     def weights(self) -> Iterator[Weight]:
         for name, weight in self._parameters():
-            yield _as_weight(name, weight.detach(), self.dtype)
+            yield Weight.of(name, weight.detach())
 
     def tensor(self, name: str) -> Tensor:
         return self._model.get_parameter(name).detach()
@@ -181,11 +189,49 @@ class ModelSource(Source):
         return self._model.named_parameters()
 
 
-def _opened(file: Path) -> Any:
+class _Stored(NamedTuple):
+    """Where a tensor lies in a safetensors file."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Rows [first, last). Read rather than mapped: a mapped file's pages count as memory until it is let go."""
+        each = self.nbytes // self.shape[0]
+        data = bytearray((last - first) * each)
+        with self.file.open("rb") as stream:
+            stream.seek(self.offset + first * each)
+            if stream.readinto(data) != len(data):
+                raise CheckpointError(f"{self.file}: it has become shorter while it was read")
+        return torch.frombuffer(data, dtype=self.dtype).reshape(last - first, *self.shape[1:])
+
+
+_STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
+
+
+def _tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
+    """UnsupportedModelError where `file` is damaged or holds numbers of another kind."""
     try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
+        with safe_open(file, framework="pt"):  # which checks the header against the file's size
+            pass
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+    except (OSError, SafetensorError, ValueError) as error:
         raise UnsupportedModelError(f"{file}: cannot be read as safetensors ({error})") from error
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if not entry["shape"] or 0 in entry["shape"]:
+            raise UnsupportedModelError(f"{file}: {name} has shape {entry['shape']}")
+        if entry["dtype"] not in _STORED_DTYPES:
+            raise UnsupportedModelError(f"{file}: {name} is stored as {entry['dtype']}")
+        begin, end = entry["data_offsets"]
+        place = 8 + size + begin
+        yield name, _Stored(file, place, end - begin, _STORED_DTYPES[entry["dtype"]], tuple(entry["shape"]))
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
@@ -201,17 +247,12 @@ def _safetensors_files(folder: Path) -> list[Path]:
     raise UnsupportedModelError(f"{folder}: has no safetensors file")
 
 
-def _as_weight(name: str, tensor: Tensor, dtype: torch.dtype) -> Weight:
-    tensor = tensor.to("cpu", dtype).contiguous()
-    return Weight(name, KIND_OF[dtype], tuple(tensor.shape), tensor)
-
-
 def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _with_buffers(model: PreTrainedModel) -> PreTrainedModel:
+def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
     """The rotary frequencies, which no checkpoint holds, made again outside the meta device."""
     for module in model.modules():
         if any(buffer.is_meta for buffer in itertools.chain(module.buffers(recurse=False))):
