@@ -11,6 +11,7 @@ import math
 import os
 import time
 from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -347,8 +348,17 @@ def _own_states(source: Source, layers: int, embeddings: Tensor) -> Tensor:
 
 
 def from_model(model: PreTrainedModel, *, quantize: str | None = None) -> NativeLM:
-    """A loaded model; UnsupportedModelError where it is none that csrc/cpu runs."""
+    """A loaded model; UnsupportedModelError where it is none that csrc/cpu runs.
+
+    Engines that share a loaded model share its packed weights as well, for as long as one of them lives.
+    """
     refuse_loaded(model)
-    found = NativeLM(ModelSource(model), quantize=quantize)
-    found._model = model
+    known = _from_models.setdefault(model, WeakValueDictionary())
+    found = known.get((quantize, instruction_set(model.dtype)))
+    if found is None:
+        found = NativeLM(ModelSource(model), quantize=quantize)
+        known[quantize, found.instruction_set] = found
     return found
+
+
+_from_models: WeakKeyDictionary[PreTrainedModel, WeakValueDictionary[Any, NativeLM]] = WeakKeyDictionary()
