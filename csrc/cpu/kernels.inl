@@ -215,6 +215,10 @@ static void panel_products(const Matrix& m, int64_t panel, const Input& in, int6
   }
 }
 #else
+// Single floats of the array are then broadcast by loads; compilers that know the vector it came from would rather
+// permute that, on the one port that is busy anyway.
+#define CPU_IN_MEMORY(array) __asm__("" : "+m"(array))
+
 // One block's weights as bfloat16, [16][32], at `at`; where they stand for bfloat16 itself.
 template <Kind kind>
 CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t block, const uint8_t* from, uint8_t* at) {
@@ -242,6 +246,8 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
         _mm512_store_ps(factors, _mm512_mul_ps(d, _mm512_cvtepi32_ps(s)));
         _mm512_store_ps(terms, _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(low, _mm512_cvtepi32_ps(t))));
       }
+      CPU_IN_MEMORY(factors);
+      CPU_IN_MEMORY(terms);
       const __m512i nibble = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
 #pragma GCC unroll 8
       for (int o = 0; o < kOutputs; o += 2) {
@@ -261,6 +267,7 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
       alignas(64) float factors[kOutputs];
       if (kind == Kind::q8_0)
         _mm512_store_ps(factors, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + 512))));
+      CPU_IN_MEMORY(factors);
       for (int o = 0; o < kOutputs; ++o) {
         __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + o * 32))));
         __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + o * 32 + 16))));
@@ -361,7 +368,7 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
 
 // A tile cannot be loaded from stores that are still under way, so weights are made some blocks before they are needed.
 constexpr int64_t kBefore = 4, kRing = 8;  // blocks
-constexpr int64_t kAhead = 8192;           // bytes that are asked for ahead of their use
+constexpr int64_t kAhead = 16384;  // bytes that are asked for ahead of their use
 
 // The blocks of one panel as bfloat16: `make` is called kBefore blocks ahead of `at`.
 template <Kind kind>
@@ -377,7 +384,7 @@ class HalfPanel {
   CPU_MEMBER void make(int64_t block) const {
     const uint8_t* from = from_of(block) + kAhead;
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < kBytes; i += 64) _mm_prefetch((const char*)(from + i), _MM_HINT_T0);
+    for (int64_t i = 0; i < kBytes; i += 64) _mm_prefetch((const char*)(from + i), _MM_HINT_T1);
     if (kind != Kind::bf16 && block + kBefore < m_.blocks) expand(block + kBefore);
     CPU_FENCE();
   }
