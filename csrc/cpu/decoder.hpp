@@ -142,7 +142,7 @@ class Decoder {
     const bool reads = call.logits || call.chosen;
     const int64_t lanes = space_.tiles * kRows;
     float* best = call.chosen ? best_.reserve(static_cast<size_t>(threads * lanes)) : nullptr;
-    int64_t* at = call.chosen ? at_.reserve(static_cast<size_t>(threads * lanes)) : nullptr;
+    int32_t* at = call.chosen ? at_.reserve(static_cast<size_t>(threads * lanes)) : nullptr;
     float* normed = normed_.reserve(static_cast<size_t>(space_.tiles * hidden * kRows));
     Pool::shared().run(threads, [&](Team& team, int index) {
       const Kernels& kernels = space_.kernels;
@@ -224,7 +224,7 @@ class Decoder {
     }
   }
 
-  void choose(int threads, int64_t lanes, const float* best, const int64_t* at, int64_t* chosen) const {
+  void choose(int threads, int64_t lanes, const float* best, const int32_t* at, int64_t* chosen) const {
     for (int64_t r = 0; r < space_.rows; ++r) {
       chosen[r] = at[r];
       float most = best[r];
@@ -241,7 +241,7 @@ class Decoder {
   std::vector<Layer> layers_;
   std::vector<const float*> norms_;
   Buffer<float> best_, normed_;
-  Buffer<int64_t> at_;
+  Buffer<int32_t> at_;
 };
 
 }  // namespace cpu

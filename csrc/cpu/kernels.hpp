@@ -69,6 +69,8 @@ struct Kernels {
   // rotates a head [size][16] in place; cosines, sines: [size / 2][16]
   void (*rotate)(float* head, const float* cosines, const float* sines, int64_t size);
   void (*attend)(const AttendTask& task);
+  // keeps the largest finite of 16 rows and its output, the lowest of equals; sums: [outputs][16], the first is `first`
+  void (*best)(const float* sums, int32_t first, int32_t outputs, float* most, int32_t* at);
 };
 
 // The bytes of `products`' scratch for a matrix of so many blocks.

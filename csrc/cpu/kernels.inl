@@ -589,6 +589,22 @@ static void rotate(float* head, const float* cosines, const float* sines, int64_
     }
 }
 
+static void best(const float* sums, int32_t first, int32_t outputs, float* most, int32_t* at) {
+  for (int v = 0; v < V; ++v) {
+    vf peak = load(most + v * W);
+    vi found;
+    __builtin_memcpy(&found, at + v * W, sizeof found);
+    for (int32_t o = 0; o < outputs; ++o) {
+      const vf value = load(sums + o * kRows + v * W);
+      const vi better = (value > peak) & (value <= set(__FLT_MAX__));
+      peak = better ? value : peak;
+      found = better ? vi{} + (first + o) : found;
+    }
+    store(most + v * W, peak);
+    __builtin_memcpy(at + v * W, &found, sizeof found);
+  }
+}
+
 // ---- attention
 
 constexpr int kSlots = 16;  // expanded at a time
@@ -689,5 +705,5 @@ static void attend(const AttendTask& task) {
 }
 
 static Kernels table(const char* name) {
-  return {name, CPU_PAIRS != 0, begin, end, products, weights, norm, copy, gate, rotate, attend};
+  return {name, CPU_PAIRS != 0, begin, end, products, weights, norm, copy, gate, rotate, attend, best};
 }

@@ -379,7 +379,7 @@ class Readout {
   Readout(Workspace& space, const Matrix& head, int64_t first) : space_(space), head_(head), first_(first) {}
 
   // logits may be null; best and at: [team][tiles * 16], of this thread's outputs, or null.
-  void run(Team& team, int index, const Input& in, float* logits, float* best, int64_t* at) const {
+  void run(Team& team, int index, const Input& in, float* logits, float* best, int32_t* at) const {
     const int64_t lanes = space_.tiles * kRows;
     if (best) std::fill(best + index * lanes, best + (index + 1) * lanes, -std::numeric_limits<float>::infinity());
     if (at) std::fill(at + index * lanes, at + (index + 1) * lanes, -1);
@@ -394,22 +394,15 @@ class Readout {
             if (row < 0) continue;
             for (int64_t o = 0; o < live; ++o) logits[row * head_.outputs + output + o] = from[o * kRows + lane];
           }
-        if (best) take_best(from, live, output, best + index * lanes + t * kRows, at + index * lanes + t * kRows);
+        if (best) {
+          const int64_t to = index * lanes + t * kRows;
+          space_.kernels.best(from, static_cast<int32_t>(output), static_cast<int32_t>(live), best + to, at + to);
+        }
       }
     });
   }
 
  private:
-  static void take_best(const float* from, int64_t live, int64_t output, float* best, int64_t* at) {
-    for (int64_t o = 0; o < live; ++o)
-      for (int lane = 0; lane < kRows; ++lane) {
-        const float value = from[o * kRows + lane];
-        const bool better = value > best[lane] && value <= std::numeric_limits<float>::max();
-        best[lane] = better ? value : best[lane];
-        at[lane] = better ? output + o : at[lane];
-      }
-  }
-
   Workspace& space_;
   const Matrix& head_;
   const int64_t first_;
