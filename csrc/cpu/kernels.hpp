@@ -35,19 +35,36 @@ struct Input {
   uint32_t* pairs(int64_t tile) const { return data + tile * stride; }
 };
 
-// Attention of one key-value head for up to 16 queries: lane i is query head `heads[i]` of row `rows[i]`.
+// A slot that some lanes of a group see and others do not; bit i of a mask is lane i. Its place on a lane's path, from 0,
+// is the number of slots before it that the lane sees.
+struct Step {
+  int64_t slot;
+  uint16_t lanes;  // that see it
+  uint16_t odd;    // those of them on whose path it has an odd place
+  uint16_t last;   // those of them on whose path it ends a chunk of kChunk slots
+};
+
+constexpr int kChunk = 32;  // slots whose values a tile sums
+
+// Attention of one key-value head for up to 16 queries. Query q of a tile is head q % per_row of row q / per_row; lane i is
+// query first + i.
 struct AttendTask {
+  const float* queries;  // [per_row][size][16 rows], of the tile
+  int64_t per_row, first, count;
+  float scale;           // of the scores
   const void* keys;      // [slots][size], float or bfloat16
   const void* values;
   bool half;             // they are bfloat16
-  int64_t size;          // channels of a head
+  int64_t size;          // channels of a head, an even number
   int64_t prefix;        // slots that all lanes see
-  int64_t slots;         // prefix, and those behind it of which `visible` tells
-  const float* visible;  // [slots - prefix][16], 0 or 1
-  float* query;          // [size][16], scaled
-  float* scores;         // scratch [slots rounded up to 16][16]
-  float* expanded;       // scratch [16 slots][size]
-  float* out;            // [size][16]
+  int64_t slots;         // prefix, and up to the last of `steps`
+  const Step* step;      // [steps], ascending slots behind the prefix
+  int64_t steps;
+  float* scratch;        // attend_floats(...)
+  int64_t* turned;       // chunks of `values` that `chunks` holds: 0 for a head's first task, then left alone
+  uint16_t* chunks;      // turned_halves(...), kept while tasks of the same head follow
+  const Input* out;      // to channels `channel` and on of `tile`
+  int64_t tile, channel;
 };
 
 struct Kernels {
@@ -71,10 +88,19 @@ struct Kernels {
   void (*attend)(const AttendTask& task);
   // keeps the largest finite of 16 rows and its output, the lowest of equals; sums: [outputs][16], the first is `first`
   void (*best)(const float* sums, int32_t first, int32_t outputs, float* most, int32_t* at);
+  // rows of states [size][16], to where each stands `stride` values behind the one before, as float or bfloat16
+  void (*write)(const float* states, int64_t size, int64_t rows, void* to, int64_t stride, bool half);
+  void (*add)(float* to, const float* from, int64_t count);
 };
 
 // The bytes of `products`' scratch for a matrix of so many blocks.
 inline int64_t scratch_bytes(int64_t blocks) { return (blocks + 16) * 1024; }
+
+// What AttendTask needs of memory.
+inline int64_t attend_floats(int64_t size, int64_t slots, int64_t steps) {
+  return (3 * size + 2 * (slots + 2 * kChunk)) * kRows + (steps + kChunk) * (size + kRows);
+}
+inline int64_t turned_halves(int64_t size, int64_t slots) { return (slots / kChunk + 1) * kChunk * size; }
 
 // Null where this build or this CPU has it not. `amx` asks the operating system for the tiles, once per process.
 const Kernels* amx_kernels();

@@ -504,6 +504,11 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
     for (int64_t t = 0; t < tiles; ++t) finish(*matrices[i], panels[i], sums[i] + t * kOutputs * kRows);
 }
 
+static unsigned& control() {
+  static thread_local unsigned before = 0;
+  return before;
+}
+
 static void begin() {
   alignas(64) uint8_t config[64] = {1};
   for (int i = 0; i < 8; ++i) {
@@ -512,8 +517,13 @@ static void begin() {
   }
   CPU_FENCE();
   _tile_loadconfig(config);
+  control() = _mm_getcsr();
+  _mm_setcsr(control() | 0x8040);  // denormals are zero, as they are for tiles
 }
-static void end() { _tile_release(); }
+static void end() {
+  _tile_release();
+  _mm_setcsr(control());
+}
 #endif
 
 #if !CPU_AMX
@@ -523,13 +533,21 @@ static void end() {}
 
 // ---- what stands between the products
 
+#if CPU_PAIRS
+// As bfloat16, each of `even` in the low half of a word, with that of `odd` in the high half.
+CPU_INLINE __m512i pairs_of(vf even, vf odd) {
+  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  return _mm512_permutexvar_epi16(_mm512_load_si512(order), halves);
+}
+#endif
+
 // Channels 2 i and 2 i + 1 of a tile.
 CPU_INLINE void put_pair(const Input& out, int64_t tile, int64_t channel, int v, vf even, vf odd) {
 #if CPU_PAIRS
-  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even));
-  const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd));
   (void)v;
-  _mm512_storeu_si512(out.pairs(tile) + channel / 2 * kRows, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  _mm512_storeu_si512(out.pairs(tile) + channel / 2 * kRows, pairs_of(even, odd));
 #else
   float* at = out.floats(tile) + channel * kRows + v * W;
   store(at, even);
@@ -607,103 +625,524 @@ static void best(const float* sums, int32_t first, int32_t outputs, float* most,
 
 // ---- attention
 
-constexpr int kSlots = 16;  // expanded at a time
+// Where bit i of `lanes` is set, for the W lanes of vector v.
+CPU_INLINE vi chosen_lanes(uint32_t lanes, int v) {
+  vi bit = {};
+  for (int i = 0; i < W; ++i) bit[i] = 1 << i;
+  return (vi{} + static_cast<int32_t>(lanes >> v * W) & bit) != 0;
+}
 
-CPU_INLINE void expand(const void* from, bool half, int64_t slot, int64_t count, int64_t size, float* to) {
-  if (!half) {
-    __builtin_memcpy(to, static_cast<const float*>(from) + slot * size, static_cast<size_t>(count * size) * sizeof(float));
+#if CPU_LANES == 16
+// r[i] lane j to r[j] lane i.
+CPU_INLINE void transpose(__m512i* r) {
+  __m512i t[16];
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    const __m512i a = _mm512_unpacklo_epi32(r[i], r[i + 1]), b = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    const __m512i c = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]), d = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
+    t[i] = _mm512_unpacklo_epi64(a, c), t[i + 1] = _mm512_unpackhi_epi64(a, c);
+    t[i + 2] = _mm512_unpacklo_epi64(b, d), t[i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i a = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xDD);
+    const __m512i c = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88), d = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xDD);
+    r[i] = _mm512_shuffle_i32x4(a, c, 0x88), r[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
+    r[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), r[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
+  }
+}
+
+// Lane i of a group is channel d of row rows[i] of one of its heads: source(head) is that head's vector of 16 rows.
+class Lanes {
+ public:
+  CPU_MEMBER explicit Lanes(const AttendTask& task) : per_row_(task.per_row), first_(task.first), count_(task.count) {
+    alignas(64) int32_t rows[kRows], heads[kRows];
+    for (int i = 0; i < kRows; ++i) {
+      rows[i] = static_cast<int32_t>((first_ + i) / per_row_) & 15;
+      heads[i] = i < count_ ? static_cast<int32_t>((first_ + i) % per_row_) : -1;
+    }
+    rows_ = _mm512_load_si512(rows);
+    heads_ = _mm512_load_si512(heads);
+  }
+  CPU_MEMBER __m512 gather(const float* queries, int64_t size, int64_t channel) const {
+    __m512 found = _mm512_setzero_ps();
+    for (int64_t h = 0; h < per_row_; ++h)
+      found = _mm512_mask_permutexvar_ps(found, of(h), rows_, _mm512_loadu_ps(queries + (h * size + channel) * kRows));
+    return found;
+  }
+  // The group's words to the rows of its heads: `stride` words from head to head.
+  CPU_MEMBER void scatter(__m512i words, void* to, int64_t stride) const {
+    const __m512i counting = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i base = _mm512_sub_epi32(_mm512_mullo_epi32(counting, _mm512_set1_epi32(static_cast<int>(per_row_))),
+                                          _mm512_set1_epi32(static_cast<int>(first_)));
+    for (int64_t h = 0; h < per_row_; ++h) {
+      const __m512i lane = _mm512_add_epi32(base, _mm512_set1_epi32(static_cast<int>(h)));
+      const __mmask16 mine = _mm512_cmplt_epu32_mask(lane, _mm512_set1_epi32(static_cast<int>(count_)));
+      _mm512_mask_storeu_epi32(static_cast<uint32_t*>(to) + h * stride, mine, _mm512_permutexvar_epi32(lane, words));
+    }
+  }
+
+ private:
+  CPU_MEMBER __mmask16 of(int64_t head) const {
+    return _mm512_cmpeq_epi32_mask(heads_, _mm512_set1_epi32(static_cast<int>(head)));
+  }
+  const int64_t per_row_, first_, count_;
+  __m512i rows_, heads_;
+};
+#endif
+
+// query: [size][16]
+CPU_INLINE void gather(const AttendTask& task, float* query) {
+#if CPU_LANES == 16
+  const Lanes lanes(task);
+  for (int64_t d = 0; d < task.size; ++d)
+    _mm512_storeu_ps(query + d * kRows, _mm512_mul_ps(lanes.gather(task.queries, task.size, d), _mm512_set1_ps(task.scale)));
+#else
+  __builtin_memset(query, 0, static_cast<size_t>(task.size * kRows) * sizeof(float));
+  for (int64_t lane = 0; lane < task.count; ++lane) {
+    const int64_t of = task.first + lane;
+    const float* from = task.queries + of % task.per_row * task.size * kRows + of / task.per_row;
+    for (int64_t d = 0; d < task.size; ++d) query[d * kRows + lane] = from[d * kRows] * task.scale;
+  }
+#endif
+}
+
+// sums [size][16] times `share`, to where the product behind attention reads them.
+CPU_INLINE void scatter(const AttendTask& task, float* sums, const float* share) {
+#if CPU_LANES == 16
+  const Lanes lanes(task);
+  const __m512 times = _mm512_loadu_ps(share);
+  for (int64_t d = 0; d < task.size; d += 2) {
+    const __m512 even = _mm512_mul_ps(_mm512_loadu_ps(sums + d * kRows), times);
+    const __m512 odd = _mm512_mul_ps(_mm512_loadu_ps(sums + (d + 1) * kRows), times);
+#if CPU_PAIRS
+    lanes.scatter(pairs_of((vf)even, (vf)odd), task.out->pairs(task.tile) + (task.channel + d) / 2 * kRows,
+                  task.size / 2 * kRows);
+#else
+    float* to = task.out->floats(task.tile) + (task.channel + d) * kRows;
+    lanes.scatter((__m512i)even, to, task.size * kRows);
+    lanes.scatter((__m512i)odd, to + kRows, task.size * kRows);
+#endif
+  }
+#else
+  for (int64_t lane = 0; lane < task.count; ++lane) {
+    const int64_t of = task.first + lane;
+    float* to = task.out->floats(task.tile) + (task.channel + of % task.per_row * task.size) * kRows + of / task.per_row;
+    for (int64_t d = 0; d < task.size; ++d) to[d * kRows] = sums[d * kRows + lane] * share[lane];
+  }
+#endif
+}
+
+// One over the sum of a lane's weights; where nothing is visible all are 0.
+CPU_INLINE vf share_of(vf sum) { return sum > 0.0f ? 1.0f / sum : (sum == sum ? vf{} : sum); }
+
+CPU_INLINE void expand_slot(const AttendTask& task, const void* from, int64_t slot, float* to) {
+  const int64_t size = task.size;
+  if (!task.half) {
+    __builtin_memcpy(to, static_cast<const float*>(from) + slot * size, static_cast<size_t>(size) * sizeof(float));
     return;
   }
   const uint16_t* at = static_cast<const uint16_t*>(from) + slot * size;
   int64_t i = 0;
-  for (; i + W <= count * size; i += W) store(to + i, load_half(at + i));
-  for (; i < count * size; ++i) {
+  for (; i + W <= size; i += W) store(to + i, load_half(at + i));
+  for (; i < size; ++i) {
     const uint32_t bits = static_cast<uint32_t>(at[i]) << 16;
     __builtin_memcpy(to + i, &bits, 4);
   }
 }
 
-// scores[slot][16] of `Slots` slots; each is one sum over the channels, in their order.
-template <int Slots>
-CPU_INLINE void score(const float* keys, const float* query, int64_t size, float* scores) {
-  for (int v = 0; v < V; ++v) {
-    vf sums[Slots] = {};
-    for (int64_t d = 0; d < size; ++d) {
-      const vf q = load(query + d * kRows + v * W);
-      for (int s = 0; s < Slots; ++s) sums[s] = q * keys[s * size + d] + sums[s];
-    }
-    for (int s = 0; s < Slots; ++s) store(scores + s * kRows + v * W, sums[s]);
-  }
-}
-
+constexpr int kSlots = 16;    // expanded at a time
 constexpr int kChannels = 8;  // of the output, summed side by side
 
-// out[d][16] += weights[slot][16] * values[slot][d], slot after slot; hidden ones are left out, not added as zero.
-template <int Channels, bool Masked>
-CPU_INLINE void add_values(const AttendTask& task, const float* values, int64_t slot, int64_t count, int64_t d) {
-  for (int v = 0; v < V; ++v) {
+// The slots of a group in order: those that all lanes see, then its steps. `expanded`: [kSlots][size].
+class Slots {
+ public:
+  CPU_MEMBER Slots(const AttendTask& task, const void* from, float* expanded) : task_(task), from_(from), to_(expanded) {}
+  CPU_MEMBER int64_t count() const { return task_.prefix + task_.steps; }
+  CPU_MEMBER int64_t at(int64_t i) const { return i < task_.prefix ? i : task_.step[i - task_.prefix].slot; }
+  // [count][size] of those from `first` on
+  CPU_MEMBER const float* floats(int64_t first, int64_t count) const {
+    if (!task_.half && first + count <= task_.prefix) return static_cast<const float*>(from_) + first * task_.size;
+    for (int64_t i = 0; i < count; ++i) expand_slot(task_, from_, at(first + i), to_ + i * task_.size);
+    return to_;
+  }
+
+ private:
+  const AttendTask& task_;
+  const void* const from_;
+  float* const to_;
+};
+
+// scores[slot][16] of `Count` slots; each is one sum over the channels, in their order.
+template <int Count>
+CPU_INLINE void score(const float* keys, const float* query, int64_t size, int live, float* scores) {
+  for (int v = 0; v < live; ++v) {
+    vf sums[Count] = {};
+    for (int64_t d = 0; d < size; ++d) {
+      const vf q = load(query + d * kRows + v * W);
+      for (int s = 0; s < Count; ++s) sums[s] = q * keys[s * size + d] + sums[s];
+    }
+    for (int s = 0; s < Count; ++s) store(scores + s * kRows + v * W, sums[s]);
+  }
+}
+
+// out[d][16] += weights[slot][16] * values[slot][d], slot after slot; where a lane does not see a step it is left out, not
+// added as zero. step: null, or one for each slot.
+template <int Channels>
+CPU_INLINE void add_values(const float* values, const float* weights, const Step* step, int64_t count, int64_t size,
+                           int live, float* out) {
+  for (int v = 0; v < live; ++v) {
     vf sums[Channels];
-    for (int i = 0; i < Channels; ++i) sums[i] = load(task.out + (d + i) * kRows + v * W);
+    for (int i = 0; i < Channels; ++i) sums[i] = load(out + i * kRows + v * W);
     for (int64_t s = 0; s < count; ++s) {
-      const vf weight = load(task.scores + (slot + s) * kRows + v * W);
-      for (int i = 0; i < Channels; ++i) {
-        const vf sum = weight * values[s * task.size + d + i] + sums[i];
-        if (Masked) {
-          const vf seen = load(task.visible + (slot + s - task.prefix) * kRows + v * W);
-          sums[i] = seen != 0.0f ? sum : sums[i];
-        } else {
-          sums[i] = sum;
-        }
+      const vf weight = load(weights + s * kRows + v * W);
+      if (step) {
+        const vi seen = chosen_lanes(step[s].lanes, v);
+        for (int i = 0; i < Channels; ++i) sums[i] = seen ? weight * values[s * size + i] + sums[i] : sums[i];
+      } else {
+        for (int i = 0; i < Channels; ++i) sums[i] = weight * values[s * size + i] + sums[i];
       }
     }
-    for (int i = 0; i < Channels; ++i) store(task.out + (d + i) * kRows + v * W, sums[i]);
+    for (int i = 0; i < Channels; ++i) store(out + i * kRows + v * W, sums[i]);
   }
 }
 
-template <bool Masked>
-CPU_INLINE void add_slots(const AttendTask& task, int64_t slot, int64_t count) {
-  expand(task.values, task.half, slot, count, task.size, task.expanded);
-  int64_t d = 0;
-  for (; d + kChannels <= task.size; d += kChannels) add_values<kChannels, Masked>(task, task.expanded, slot, count, d);
-  for (; d < task.size; ++d) add_values<1, Masked>(task, task.expanded, slot, count, d);
-}
+CPU_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static void attend(const AttendTask& task) {
-  const int64_t size = task.size, prefix = task.prefix, slots = task.slots;
-  const vf lowest = set(-3.0e38f);
-  for (int64_t slot = 0; slot < slots; slot += kSlots) {
-    const int64_t count = slots - slot < kSlots ? slots - slot : kSlots;
-    expand(task.keys, task.half, slot, count, size, task.expanded);
+// Sums over slots in their order, in float.
+static void attend_in_order(const AttendTask& task) {
+  const int64_t size = task.size, prefix = task.prefix, all = prefix + task.steps;
+  float *query = task.scratch, *sums = query + size * kRows, *expanded = sums + size * kRows;
+  float* scores = expanded + kSlots * size;
+  const int live = vectors_of(task.count);
+  gather(task, query);
+  const Slots keys(task, task.keys, expanded), values(task, task.values, expanded);
+  for (int64_t slot = 0; slot < all; slot += kSlots) {
+    const int64_t count = least(kSlots, all - slot);
+    const float* from = keys.floats(slot, count);
     int64_t s = 0;
-    for (; s + 8 <= count; s += 8) score<8>(task.expanded + s * size, task.query, size, task.scores + (slot + s) * kRows);
-    for (; s < count; ++s) score<1>(task.expanded + s * size, task.query, size, task.scores + (slot + s) * kRows);
+    for (; s + 8 <= count; s += 8) score<8>(from + s * size, query, size, live, scores + (slot + s) * kRows);
+    for (; s < count; ++s) score<1>(from + s * size, query, size, live, scores + (slot + s) * kRows);
   }
-  for (int v = 0; v < V; ++v) {
-    float* scores = task.scores + v * W;
-    vf peak = lowest, sum = {};
-    for (int64_t s = prefix; s < slots; ++s) {
-      const vf seen = load(task.visible + (s - prefix) * kRows + v * W);
-      store(scores + s * kRows, seen != 0.0f ? load(scores + s * kRows) : lowest);
-    }
-    for (int64_t s = 0; s < slots; ++s) peak = greater(peak, load(scores + s * kRows));
-    for (int64_t s = 0; s < slots; ++s) {
-      const vf score = load(scores + s * kRows);
-      vf weight = exponential(score - peak);
-      if (s >= prefix) weight = load(task.visible + (s - prefix) * kRows + v * W) != 0.0f ? weight : vf{};
-      store(scores + s * kRows, weight);
+  alignas(64) float share[kRows] = {};
+  for (int v = 0; v < live; ++v) {
+    float* at = scores + v * W;
+    vf peak = set(-3.0e38f), sum = {};
+    for (int64_t s = 0; s < prefix; ++s) peak = greater(peak, load(at + s * kRows));
+    for (int64_t s = prefix; s < all; ++s)
+      peak = chosen_lanes(task.step[s - prefix].lanes, v) ? greater(peak, load(at + s * kRows)) : peak;
+    for (int64_t s = 0; s < all; ++s) {
+      vf weight = exponential(load(at + s * kRows) - peak);
+      if (s >= prefix) weight = chosen_lanes(task.step[s - prefix].lanes, v) ? weight : vf{};
+      store(at + s * kRows, weight);
       sum = sum + weight;
     }
-    // where nothing is visible (padding) every weight and the sum are 0
-    const vf share = sum > 0.0f ? 1.0f / sum : (sum == sum ? vf{} : sum);
-    for (int64_t s = 0; s < slots; ++s) store(scores + s * kRows, load(scores + s * kRows) * share);
+    store(share + v * W, share_of(sum));
   }
-  __builtin_memset(task.out, 0, static_cast<size_t>(size * kRows) * sizeof(float));
-  for (int64_t slot = 0; slot < prefix; slot += kSlots)
-    add_slots<false>(task, slot, prefix - slot < kSlots ? prefix - slot : kSlots);
-  for (int64_t slot = prefix; slot < slots; slot += kSlots)
-    add_slots<true>(task, slot, slots - slot < kSlots ? slots - slot : kSlots);
+  __builtin_memset(sums, 0, static_cast<size_t>(size * kRows) * sizeof(float));
+  for (int64_t slot = 0; slot < all;) {
+    const Step* step = slot < prefix ? nullptr : task.step + (slot - prefix);
+    const int64_t count = least(kSlots, (step ? all : prefix) - slot);
+    const float *from = values.floats(slot, count), *weights = scores + slot * kRows;
+    int64_t d = 0;
+    for (; d + kChannels <= size; d += kChannels)
+      add_values<kChannels>(from + d, weights, step, count, size, live, sums + d * kRows);
+    for (; d < size; ++d) add_values<1>(from + d, weights, step, count, size, live, sums + d * kRows);
+    slot += count;
+  }
+  scatter(task, sums, share);
+}
+
+#if CPU_AMX
+// Scores and values by tiles, over a bfloat16 cache.
+//
+// A tile that multiplies 32 slots sums those at even places, then those at odd places, each one after the other from zero, and
+// adds both to what it had. So a query's sum is made of chunks of 32 places on its own path, whatever the slots are: what all
+// lanes see in whole chunks goes through tiles, and what a tile does is done lane by lane for the rest, with a sum for the
+// even and one for the odd places. Tiles take denormals for zero, so threads do too (see begin).
+
+// exp(score * scale - shift), near enough for bfloat16.
+CPU_INLINE __m512 weight_of(__m512 score, __m512 scale, __m512 shift) {
+  const __m512 t = _mm512_max_ps(_mm512_set1_ps(-200.0f), _mm512_fmsub_ps(score, scale, shift));  // NaN stays NaN
+  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(t, n);
+  __m512 p = _mm512_set1_ps(0.00957010119f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.0559178603f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.240247448f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693121815f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.999999261f));
+  return _mm512_scalef_ps(p, n);
+}
+
+CPU_INLINE __m512 even_of(__m512i pairs) { return (__m512)_mm512_slli_epi32(pairs, 16); }
+CPU_INLINE __m512 odd_of(__m512i pairs) { return (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)); }
+
+// scores of `Blocks` times 16 keys, each [16][size] halves; query: [size / 2][16] pairs
+template <int Blocks>
+CPU_INLINE void score_tiles(const uint16_t* const* keys, const uint32_t* query, int64_t size, float* scores) {
+  _tile_zero(0);
+  if (Blocks > 1) _tile_zero(1);
+  if (Blocks > 2) _tile_zero(2);
+  if (Blocks > 3) _tile_zero(3);
+  for (int64_t d = 0; d < size; d += kDepth) {
+    _tile_loadd(4, query + d / 2 * kRows, 64);
+    _tile_loadd(5, keys[0] + d, size * 2);
+    _tile_dpbf16ps(0, 5, 4);
+    if (Blocks > 1) {
+      _tile_loadd(6, keys[1] + d, size * 2);
+      _tile_dpbf16ps(1, 6, 4);
+    }
+    if (Blocks > 2) {
+      _tile_loadd(7, keys[2] + d, size * 2);
+      _tile_dpbf16ps(2, 7, 4);
+    }
+    if (Blocks > 3) {
+      _tile_loadd(5, keys[3] + d, size * 2);
+      _tile_dpbf16ps(3, 5, 4);
+    }
+  }
+  CPU_STORE(0, scores);
+  if (Blocks > 1) CPU_STORE(1, scores + 256);
+  if (Blocks > 2) CPU_STORE(2, scores + 512);
+  if (Blocks > 3) CPU_STORE(3, scores + 768);
+}
+
+// Values of slots [first, first + 32), those from `end` on as zero, to [size / 16][16 channels][32 slots].
+static void turn(const uint16_t* values, int64_t size, int64_t first, int64_t end, uint16_t* to) {
+  for (int64_t d = 0; d < size; d += 32) {
+    __m512i low[16], high[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const int64_t slot = first + 2 * i;
+      const __m512i zero = _mm512_setzero_si512();
+      const __m512i a = slot < end ? _mm512_loadu_si512(values + slot * size + d) : zero;
+      const __m512i b = slot + 1 < end ? _mm512_loadu_si512(values + (slot + 1) * size + d) : zero;
+      low[i] = _mm512_unpacklo_epi16(a, b);    // channels 0 to 3, 8 to 11, 16 to 19, 24 to 27
+      high[i] = _mm512_unpackhi_epi16(a, b);
+    }
+    transpose(low);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + (d + i / 4 * 8 + i % 4) * 32, low[i]);
+    transpose(high);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + (d + i / 4 * 8 + 4 + i % 4) * 32, high[i]);
+  }
+}
+
+// sums of `Tiles` times 16 channels over `count` chunks, `stride` halves apart; weights: [count][16 pairs of slots][16]
+template <int Tiles, typename Make>
+CPU_INLINE void value_tiles(const uint16_t* chunks, int64_t stride, int64_t count, const uint32_t* weights, float* sums,
+                            const Make& make) {
+  _tile_zero(0);
+  if (Tiles > 1) _tile_zero(1);
+  if (Tiles > 2) _tile_zero(2);
+  if (Tiles > 3) _tile_zero(3);
+  for (int64_t c = 0; c < count; ++c) {
+    make(c + 1);
+    CPU_FENCE();
+    const uint16_t* at = chunks + c * stride;
+    _tile_loadd(4, weights + c * 256, 64);
+    _tile_loadd(5, at, 64);
+    _tile_dpbf16ps(0, 5, 4);
+    if (Tiles > 1) {
+      _tile_loadd(6, at + 512, 64);
+      _tile_dpbf16ps(1, 6, 4);
+    }
+    if (Tiles > 2) {
+      _tile_loadd(7, at + 1024, 64);
+      _tile_dpbf16ps(2, 7, 4);
+    }
+    if (Tiles > 3) {
+      _tile_loadd(5, at + 1536, 64);
+      _tile_dpbf16ps(3, 5, 4);
+    }
+  }
+  CPU_STORE(0, sums);
+  if (Tiles > 1) CPU_STORE(1, sums + 256);
+  if (Tiles > 2) CPU_STORE(2, sums + 512);
+  if (Tiles > 3) CPU_STORE(3, sums + 768);
+  CPU_FENCE();
+}
+
+// What tiles would add for the places behind theirs: slots [tiled, prefix), then the steps, their values in `expanded`.
+static void add_rest(const AttendTask& task, int64_t tiled, const float* scores, const float* expanded, float* sums) {
+  for (int64_t d = 0; d < task.size; d += kChannels) {
+    __m512 out[kChannels], even[kChannels], odd[kChannels];
+#pragma GCC unroll 8
+    for (int i = 0; i < kChannels; ++i) {
+      out[i] = _mm512_loadu_ps(sums + (d + i) * kRows);
+      even[i] = odd[i] = _mm512_setzero_ps();
+    }
+    const float* values = expanded + d;
+    int64_t slot = tiled;
+    for (; slot + 2 <= task.prefix; slot += 2, values += 2 * task.size) {
+      const __m512 first = _mm512_loadu_ps(scores + slot * kRows), second = _mm512_loadu_ps(scores + (slot + 1) * kRows);
+#pragma GCC unroll 8
+      for (int i = 0; i < kChannels; ++i) {
+        even[i] = _mm512_fmadd_ps(first, _mm512_set1_ps(values[i]), even[i]);
+        odd[i] = _mm512_fmadd_ps(second, _mm512_set1_ps(values[task.size + i]), odd[i]);
+      }
+    }
+    if (slot < task.prefix) {
+      const __m512 weight = _mm512_loadu_ps(scores + slot * kRows);
+#pragma GCC unroll 8
+      for (int i = 0; i < kChannels; ++i) even[i] = _mm512_fmadd_ps(weight, _mm512_set1_ps(values[i]), even[i]);
+      values += task.size;
+    }
+    for (int64_t s = 0; s < task.steps; ++s, values += task.size) {
+      const Step& step = task.step[s];
+      const __m512 weight = _mm512_loadu_ps(scores + step.slot * kRows);
+      const __mmask16 at_odd = step.odd, at_even = static_cast<__mmask16>(step.lanes ^ step.odd), last = step.last;
+      if (at_even)
+#pragma GCC unroll 8
+        for (int i = 0; i < kChannels; ++i)
+          even[i] = _mm512_mask3_fmadd_ps(weight, _mm512_set1_ps(values[i]), even[i], at_even);
+      if (at_odd)
+#pragma GCC unroll 8
+        for (int i = 0; i < kChannels; ++i)
+          odd[i] = _mm512_mask3_fmadd_ps(weight, _mm512_set1_ps(values[i]), odd[i], at_odd);
+      if (last)
+#pragma GCC unroll 8
+        for (int i = 0; i < kChannels; ++i) {
+          out[i] = _mm512_mask_add_ps(out[i], last, out[i], _mm512_add_ps(even[i], odd[i]));
+          even[i] = _mm512_mask_mov_ps(even[i], last, _mm512_setzero_ps());
+          odd[i] = _mm512_mask_mov_ps(odd[i], last, _mm512_setzero_ps());
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kChannels; ++i)
+      _mm512_storeu_ps(sums + (d + i) * kRows, _mm512_add_ps(out[i], _mm512_add_ps(even[i], odd[i])));
+  }
+}
+
+static void attend_by_tiles(const AttendTask& task) {
+  const int64_t size = task.size, prefix = task.prefix, slots = task.slots;
+  // where all lanes see all slots the last chunk is one of tiles too, filled up with zeros
+  const int64_t tiled = task.steps ? prefix / kChunk * kChunk : slots, chunks = (tiled + kChunk - 1) / kChunk;
+  uint32_t* query = reinterpret_cast<uint32_t*>(task.scratch);
+  uint32_t* pairs = query + size / 2 * kRows;
+  float* sums = reinterpret_cast<float*>(pairs + (slots / kChunk + 1) * 256);
+  float* scores = sums + size * kRows;
+  float* expanded = scores + (slots / kRows + 1) * 256;
+  const auto* keys = static_cast<const uint16_t*>(task.keys);
+  const auto* values = static_cast<const uint16_t*>(task.values);
+
+  const Lanes lanes(task);
+  for (int64_t d = 0; d < size; d += 2)
+    _mm512_storeu_si512(query + d / 2 * kRows,
+                        pairs_of((vf)lanes.gather(task.queries, size, d), (vf)lanes.gather(task.queries, size, d + 1)));
+  auto* last_keys = reinterpret_cast<uint16_t*>(expanded);
+  const int64_t whole = slots / kRows * kRows;
+  __builtin_memcpy(last_keys, keys + whole * size, static_cast<size_t>((slots - whole) * size) * sizeof(uint16_t));
+  CPU_FENCE();
+  for (int64_t slot = 0; slot < slots; slot += 4 * kRows) {
+    const uint16_t* at[4];
+    for (int64_t i = 0; i < 4; ++i) at[i] = slot + i * kRows < whole ? keys + (slot + i * kRows) * size : last_keys;
+    float* to = scores + slot * kRows;
+    switch (least(4, (slots - slot + kRows - 1) / kRows)) {
+      case 1: score_tiles<1>(at, query, size, to); break;
+      case 2: score_tiles<2>(at, query, size, to); break;
+      case 3: score_tiles<3>(at, query, size, to); break;
+      default: score_tiles<4>(at, query, size, to);
+    }
+  }
+  CPU_FENCE();
+
+  const auto at = [&](int64_t slot) __attribute__((always_inline)) { return _mm512_loadu_ps(scores + slot * kRows); };
+  __m512 peaks[4];
+  for (__m512& peak : peaks) peak = _mm512_set1_ps(-3.0e38f);
+  int64_t s = 0;
+  for (; s + 4 <= prefix; s += 4)
+    for (int i = 0; i < 4; ++i) peaks[i] = _mm512_max_ps(peaks[i], at(s + i));
+  for (; s < prefix; ++s) peaks[0] = _mm512_max_ps(peaks[0], at(s));
+  for (int64_t i = 0; i < task.steps; ++i)
+    peaks[0] = _mm512_mask_max_ps(peaks[0], task.step[i].lanes, peaks[0], at(task.step[i].slot));
+  const __m512 scale = _mm512_set1_ps(task.scale * 1.44269504f);
+  const __m512 peak = _mm512_max_ps(_mm512_max_ps(peaks[0], peaks[1]), _mm512_max_ps(peaks[2], peaks[3]));
+  const __m512 shift = _mm512_mul_ps(peak, scale), zero = _mm512_setzero_ps();
+  __m512 sum = zero;
+  for (s = 0; s < chunks * kChunk; s += 2) {
+    const __m512 first = s < tiled ? weight_of(at(s), scale, shift) : zero;
+    const __m512 second = s + 1 < tiled ? weight_of(at(s + 1), scale, shift) : zero;
+    const __m512i pair = pairs_of((vf)first, (vf)second);
+    _mm512_storeu_si512(pairs + s / 2 * kRows, pair);
+    sum = _mm512_add_ps(_mm512_add_ps(sum, even_of(pair)), odd_of(pair));
+  }
+  for (s = tiled; s < prefix + task.steps; ++s) {
+    const int64_t slot = s < prefix ? s : task.step[s - prefix].slot;
+    const __mmask16 seen = s < prefix ? 0xFFFF : task.step[s - prefix].lanes;
+    const __m512 weight = even_of(pairs_of((vf)_mm512_maskz_mov_ps(seen, weight_of(at(slot), scale, shift)), (vf)zero));
+    _mm512_storeu_ps(scores + slot * kRows, weight);
+    sum = _mm512_add_ps(sum, weight);
+  }
+  alignas(64) float share[kRows];
+  store(share, share_of((vf)sum));
+
+  // chunk c of the values, [size / 16][16 channels][32 slots], is at task.chunks + c * kChunk * size
+  const auto make = [&](int64_t c) {
+    if (c < *task.turned || c >= chunks) return;
+    turn(values, size, c * kChunk, slots, task.chunks + c * kChunk * size);
+    if ((c + 1) * kChunk <= slots) *task.turned = c + 1;
+  };
+  make(0);
+  for (int64_t d = 0; d < size; d += 64) {
+    const uint16_t* from = task.chunks + d * kChunk;
+    float* to = sums + d * kRows;
+    if (size - d == 32)
+      value_tiles<2>(from, kChunk * size, chunks, pairs, to, make);
+    else
+      value_tiles<4>(from, kChunk * size, chunks, pairs, to, make);
+  }
+  if (tiled < prefix + task.steps) {
+    float* to = expanded;
+    for (s = tiled; s < prefix + task.steps; ++s, to += size)
+      expand_slot(task, values, s < prefix ? s : task.step[s - prefix].slot, to);
+    add_rest(task, tiled, scores, expanded, sums);
+  }
+  scatter(task, sums, share);
+}
+#endif
+
+static void attend(const AttendTask& task) {
+#if CPU_AMX
+  if (task.half && task.size % kDepth == 0) return attend_by_tiles(task);
+#endif
+  attend_in_order(task);
+}
+
+static void write(const float* states, int64_t size, int64_t rows, void* to, int64_t stride, bool half) {
+  int64_t done = 0;
+#if CPU_LANES == 16
+  for (; done + 16 <= size; done += 16) {
+    __m512i r[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(states + (done + i) * kRows);
+    transpose(r);
+    alignas(64) float row[16][16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) _mm512_store_si512(row[i], r[i]);
+    for (int64_t lane = 0; lane < rows; ++lane)
+      if (half) {
+        const vf value = load(row[lane]);
+        const vu kept = (vu)(value == value ? (vf)rounded(value) : (vf)(as_bits(value) | 0x400000u));
+        const vh halves = __builtin_convertvector(kept >> 16, vh);
+        __builtin_memcpy(static_cast<uint16_t*>(to) + lane * stride + done, &halves, sizeof halves);
+      } else {
+        store(static_cast<float*>(to) + lane * stride + done, load(row[lane]));
+      }
+  }
+#endif
+  for (int64_t lane = 0; lane < rows; ++lane)
+    for (int64_t d = done; d < size; ++d)
+      if (half)
+        static_cast<uint16_t*>(to)[lane * stride + d] = half_of(states[d * kRows + lane]);
+      else
+        static_cast<float*>(to)[lane * stride + d] = states[d * kRows + lane];
+}
+
+static void add(float* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += W) store(to + i, load(to + i) + load(from + i));
 }
 
 static Kernels table(const char* name) {
-  return {name, CPU_PAIRS != 0, begin, end, products, weights, norm, copy, gate, rotate, attend, best};
+  return {name, CPU_PAIRS != 0, begin, end, products, weights, norm, copy, gate, rotate, attend, write, add, best};
 }

@@ -97,6 +97,7 @@ struct Cache {
 
 struct ThreadScratch {
   Buffer<uint8_t> bytes;
+  Buffer<uint16_t> chunks;
   Buffer<float> sums, floats;
 };
 
@@ -111,7 +112,7 @@ class Workspace {
   float* qkv = nullptr;     // [tiles][channels][16]
   float *cosines = nullptr, *sines = nullptr;  // [tiles][half][16]
   std::vector<ThreadScratch> threads;
-  std::vector<std::atomic<int64_t>> counters;  // attention tasks taken, by layer
+  std::vector<std::atomic<int64_t>> counters;  // attention tasks taken, by layer and key-value head
 
   void prepare(const Rows& given, int64_t hidden, const Heads& heads, Rope& rope, int team, int64_t layers) {
     rows = given.count;
@@ -122,7 +123,8 @@ class Workspace {
     place_rotations(given, rope);
     group(given, heads);
     if (static_cast<int>(threads.size()) < team) threads.resize(static_cast<size_t>(team));
-    if (counters.size() < static_cast<size_t>(layers)) counters = std::vector<std::atomic<int64_t>>(static_cast<size_t>(layers));
+    const auto heads_of_all = static_cast<size_t>(layers * heads.keys);
+    if (counters.size() < heads_of_all) counters = std::vector<std::atomic<int64_t>>(heads_of_all);
     for (auto& counter : counters) counter.store(0, std::memory_order_relaxed);
   }
 
@@ -138,13 +140,15 @@ class Workspace {
 
   Buffer<uint32_t> first, second, third;
 
-  // Queries of a key-value head side by side, row by row: group `g` holds queries 16 g to 16 g + 15.
+  // Queries of a key-value head side by side, row by row: up to 16 of one tile.
   struct Group {
-    int64_t queries, prefix, slots, visible;  // visible: where its mask begins
+    int64_t tile, first, count;  // queries first to first + count - 1 of the tile
+    int64_t prefix, slots;
+    int64_t step, steps;  // where its steps begin, and how many there are
   };
   std::vector<Group> groups;
-  std::vector<float> visible;
-  int64_t most_slots = 0;
+  std::vector<Step> steps;
+  int64_t most_slots = 0, most_steps = 0;
 
  private:
   void place_rotations(const Rows& given, Rope& rope) {
@@ -166,20 +170,45 @@ class Workspace {
 
   void group(const Rows& given, const Heads& heads) {
     groups.clear();
-    visible.clear();
-    most_slots = 0;
-    const int64_t per_row = heads.groups(), all = given.count * per_row;
-    for (int64_t begin = 0; begin < all; begin += kRows) {
-      const int64_t queries = std::min<int64_t>(kRows, all - begin);
-      const int64_t first_row = begin / per_row, last_row = (begin + queries - 1) / per_row;
-      Group one{queries, given.seen ? given.prefix : given.start + first_row, given.start + last_row + 1,
-                static_cast<int64_t>(visible.size())};
-      for (int64_t slot = one.prefix; slot < one.slots; ++slot)
-        for (int64_t lane = 0; lane < kRows; ++lane)
-          visible.push_back(lane < queries && given.sees((begin + lane) / per_row, slot) ? 1.0f : 0.0f);
-      most_slots = std::max(most_slots, one.slots);
-      groups.push_back(one);
+    steps.clear();
+    most_slots = most_steps = 0;
+    const int64_t per_row = heads.groups();
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t all = std::min<int64_t>(kRows, given.count - tile * kRows) * per_row;
+      for (int64_t first = 0; first < all; first += kRows) add_group(given, per_row, tile, first, std::min<int64_t>(kRows, all - first));
     }
+  }
+
+  void add_group(const Rows& given, int64_t per_row, int64_t tile, int64_t first, int64_t count) {
+    Group one{tile, first, count, 0, 0, static_cast<int64_t>(steps.size()), 0};
+    const int64_t first_row = tile * kRows + first / per_row, last_row = tile * kRows + (first + count - 1) / per_row;
+    const int64_t end = given.start + last_row + 1;
+    int64_t places[kRows] = {};
+    bool common = true;  // all lanes have seen all slots so far
+    one.prefix = given.seen ? given.prefix : given.start + first_row + 1;
+    std::fill(places, places + kRows, one.prefix);
+    for (int64_t slot = one.prefix; slot < end; ++slot) {
+      Step step{slot, 0, 0, 0};
+      for (int64_t row = first_row; row <= last_row; ++row) {
+        if (!given.sees(row, slot)) continue;
+        int64_t& place = places[row - first_row];
+        const int64_t before = (row - tile * kRows) * per_row - first;  // its first lane, if it stands in this group
+        const int64_t from = std::max<int64_t>(before, 0), to = std::min(before + per_row, count);
+        const auto lanes = static_cast<uint16_t>((1u << to) - (1u << from));
+        step.lanes |= lanes;
+        if (place % 2 == 1) step.odd |= lanes;
+        if (place % kChunk == kChunk - 1) step.last |= lanes;
+        ++place;
+      }
+      common = common && step.lanes == (1u << count) - 1;
+      if (common) one.prefix = slot + 1;
+      if (!common && step.lanes) steps.push_back(step);
+    }
+    one.steps = static_cast<int64_t>(steps.size()) - one.step;
+    one.slots = one.steps ? steps.back().slot + 1 : one.prefix;
+    most_slots = std::max(most_slots, one.slots);
+    most_steps = std::max(most_steps, one.steps);
+    groups.push_back(one);
   }
 
   Buffer<float> states_, qkv_, cosines_, sines_;
@@ -269,69 +298,42 @@ class LayerRun {
   }
 
   void write(const Cache& cache, bool value, int64_t head, int64_t tile, const float* states) {
-    void* plane = cache.plane(value, head, heads_);
-    const int64_t live = std::min<int64_t>(kRows, rows_.count - tile * kRows);
-    for (int64_t lane = 0; lane < live; ++lane) {
-      const int64_t at = (rows_.start + tile * kRows + lane) * heads_.size;
-      for (int64_t d = 0; d < heads_.size; ++d)
-        if (cache.half)
-          static_cast<uint16_t*>(plane)[at + d] = to_bf16(states[d * kRows + lane]);
-        else
-          static_cast<float*>(plane)[at + d] = states[d * kRows + lane];
-    }
+    const int64_t row = tile * kRows, bytes = heads_.size * (cache.half ? 2 : 4);
+    char* to = static_cast<char*>(cache.plane(value, head, heads_)) + (rows_.start + row) * bytes;
+    space_.kernels.write(states, heads_.size, std::min<int64_t>(kRows, rows_.count - row), to, heads_.size, cache.half);
   }
 
+  // A thread begins with a head of its own, as what its tasks share is made once by each thread, then helps with others.
   void attend(int64_t number, const Cache& cache, const Input& attended) {
     ThreadScratch& mine = space_.threads[static_cast<size_t>(index_)];
-    const int64_t slots = rounded_up(space_.most_slots, kRows), size = heads_.size;
-    float* floats = mine.floats.reserve(static_cast<size_t>((slots + 3 * size) * kRows));
-    const int64_t count = static_cast<int64_t>(space_.groups.size());
-    for (int64_t i; (i = space_.counters[static_cast<size_t>(number)].fetch_add(1)) < count * heads_.keys;) {
-      const int64_t head = i % heads_.keys, g = i / heads_.keys;
-      const Workspace::Group& group = space_.groups[static_cast<size_t>(g)];
-      AttendTask task;
+    const int64_t size = heads_.size, count = static_cast<int64_t>(space_.groups.size());
+    AttendTask task;
+    task.per_row = heads_.groups();
+    task.scale = 1.0f / std::sqrt(static_cast<float>(size));
+    task.half = cache.half;
+    task.size = size;
+    task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, space_.most_slots, space_.most_steps)));
+    task.chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, space_.most_slots)));
+    task.out = &attended;
+    for (int64_t i = 0; i < heads_.keys; ++i) {
+      const int64_t head = (index_ * heads_.keys / team_.count() + i) % heads_.keys;
+      int64_t turned = 0;
+      task.turned = &turned;
       task.keys = cache.plane(0, head, heads_);
       task.values = cache.plane(1, head, heads_);
-      task.half = cache.half;
-      task.size = size;
-      task.prefix = group.prefix;
-      task.slots = group.slots;
-      task.visible = space_.visible.data() + group.visible;
-      task.query = floats;
-      task.out = floats + size * kRows;
-      task.expanded = floats + 2 * size * kRows;
-      task.scores = floats + 3 * size * kRows;
-      gather(g * kRows, group.queries, head, task.query);
-      space_.kernels.attend(task);
-      scatter(g * kRows, group.queries, head, task.out, attended);
-    }
-  }
-
-  void gather(int64_t first, int64_t count, int64_t head, float* query) {
-    const float scale = 1.0f / std::sqrt(static_cast<float>(heads_.size));
-    const int64_t channels = heads_.channels(), per_row = heads_.groups();
-    if (count < kRows) std::memset(query, 0, static_cast<size_t>(heads_.size * kRows) * sizeof(float));
-    for (int64_t lane = 0; lane < count; ++lane) {
-      const int64_t row = (first + lane) / per_row, of = head * per_row + (first + lane) % per_row;
-      const float* from = space_.qkv + (row / kRows * channels + of * heads_.size) * kRows + row % kRows;
-      for (int64_t d = 0; d < heads_.size; ++d) query[d * kRows + lane] = from[d * kRows] * scale;
-    }
-  }
-
-  void scatter(int64_t first, int64_t count, int64_t head, const float* out, const Input& attended) {
-    const int64_t per_row = heads_.groups();
-    for (int64_t lane = 0; lane < count; ++lane) {
-      const int64_t row = (first + lane) / per_row, of = head * per_row + (first + lane) % per_row;
-      const int64_t tile = row / kRows, at = of * heads_.size;
-      for (int64_t d = 0; d < heads_.size; d += 2) {
-        const float even = out[d * kRows + lane], odd = out[(d + 1) * kRows + lane];
-        if (space_.kernels.pairs) {
-          const uint32_t pair = static_cast<uint32_t>(to_bf16(even)) | static_cast<uint32_t>(to_bf16(odd)) << 16;
-          attended.pairs(tile)[(at + d) / 2 * kRows + row % kRows] = pair;
-        } else {
-          attended.floats(tile)[(at + d) * kRows + row % kRows] = even;
-          attended.floats(tile)[(at + d + 1) * kRows + row % kRows] = odd;
-        }
+      task.channel = head * task.per_row * size;
+      std::atomic<int64_t>& taken = space_.counters[static_cast<size_t>(number * heads_.keys + head)];
+      for (int64_t g; (g = taken.fetch_add(1, std::memory_order_relaxed)) < count;) {
+        const Workspace::Group& group = space_.groups[static_cast<size_t>(count - 1 - g)];  // the longest first
+        task.queries = space_.qkv + (group.tile * heads_.channels() + task.channel) * kRows;
+        task.tile = group.tile;
+        task.first = group.first;
+        task.count = group.count;
+        task.prefix = group.prefix;
+        task.slots = group.slots;
+        task.step = space_.steps.data() + group.step;
+        task.steps = group.steps;
+        space_.kernels.attend(task);
       }
     }
   }
@@ -339,10 +341,8 @@ class LayerRun {
   void add(const Matrix& m, const Input& in) {
     products_of(team_, index_, space_, {&m}, in, [&](size_t, int64_t panel, float* sums) {
       const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs) * kRows;
-      for (int64_t t = 0; t < space_.tiles; ++t) {
-        float* to = space_.x + (t * hidden_ + panel * kOutputs) * kRows;
-        for (int64_t i = 0; i < live; ++i) to[i] += sums[t * kOutputs * kRows + i];
-      }
+      for (int64_t t = 0; t < space_.tiles; ++t)
+        space_.kernels.add(space_.x + (t * hidden_ + panel * kOutputs) * kRows, sums + t * kOutputs * kRows, live);
     });
   }
 
@@ -388,12 +388,7 @@ class Readout {
       for (int64_t t = 0; t < space_.tiles; ++t) {
         const float* from = sums + t * kOutputs * kRows;
         const int64_t count = std::min<int64_t>(kRows, space_.rows - t * kRows);
-        if (logits)
-          for (int64_t lane = 0; lane < count; ++lane) {
-            const int64_t row = t * kRows + lane - first_;
-            if (row < 0) continue;
-            for (int64_t o = 0; o < live; ++o) logits[row * head_.outputs + output + o] = from[o * kRows + lane];
-          }
+        if (logits) give(from, live, count, t * kRows - first_, logits + output);
         if (best) {
           const int64_t to = index * lanes + t * kRows;
           space_.kernels.best(from, static_cast<int32_t>(output), static_cast<int32_t>(live), best + to, at + to);
@@ -403,6 +398,13 @@ class Readout {
   }
 
  private:
+  // Rows of a tile, of which the first is logits' row `row`, or before them where that is negative.
+  void give(const float* from, int64_t live, int64_t count, int64_t row, float* logits) const {
+    if (row >= 0) return space_.kernels.write(from, live, count, logits + row * head_.outputs, head_.outputs, false);
+    for (int64_t lane = -row; lane < count; ++lane)
+      for (int64_t o = 0; o < live; ++o) logits[(row + lane) * head_.outputs + o] = from[o * kRows + lane];
+  }
+
   Workspace& space_;
   const Matrix& head_;
   const int64_t first_;
