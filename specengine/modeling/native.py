@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import threading
 import time
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -90,6 +91,7 @@ class NativeLM:
         self.vocab_size = self.shape.vocabulary
         self.seconds = 0.0  # spent in model forwards, ever
         self._model: PreTrainedModel | None = None
+        self._turn = threading.Lock()  # forwards share one workspace, and engines in several threads may share this
         self._pack()
         self._check()
 
@@ -124,8 +126,9 @@ class NativeLM:
         """Take in weights of a loaded model that were changed since the last call."""
         if isinstance(self.source, ModelSource):
             refuse_hooks(self.source.model())
-        if self.source.state != self._state:
-            self._pack()
+        with self._turn:
+            if self.source.state != self._state:
+                self._pack()
 
     def prepare_features(self, ids: tuple[int, ...]) -> None:
         """UnsupportedModelError where the model has not these hidden states."""
@@ -138,7 +141,8 @@ class NativeLM:
         """The bare language-model head: float32 logits, [rows, vocabulary], of states behind the final norm."""
         rows = states.float().contiguous()
         logits = torch.empty(rows.shape[0], self.vocab_size)
-        self._decoder.read(rows.data_ptr(), rows.shape[0], logits.data_ptr(), threads.count())
+        with self._turn:
+            self._decoder.read(rows.data_ptr(), rows.shape[0], logits.data_ptr(), threads.count())
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -216,25 +220,26 @@ class NativeLM:
         words = None if words is None else words.contiguous()
         states = torch.empty(rows, len(features) * self.shape.hidden) if features else None
         seen = (0, 0) if words is None else (words.data_ptr(), words.shape[1])
-        self._decoder.forward(
-            [positions.data_ptr(), rows, start if prefix is None else prefix, start, *seen],
-            tokens.data_ptr(),
-            cache.slab.data_ptr(),
-            cache.capacity,
-            cache.slab.dtype is torch.bfloat16,
-            features,
-            _address(states),
-            _address(logits),
-            rows if logits is None else rows - logits.shape[0],
-            _address(chosen),
-            self.layers if layers is None else layers,
-            threads.count(),
-        )
+        with self._turn:
+            self._decoder.forward(
+                [positions.data_ptr(), rows, start if prefix is None else prefix, start, *seen],
+                tokens.data_ptr(),
+                cache.slab.data_ptr(),
+                cache.capacity,
+                cache.slab.dtype is torch.bfloat16,
+                features,
+                _address(states),
+                _address(logits),
+                rows if logits is None else rows - logits.shape[0],
+                _address(chosen),
+                self.layers if layers is None else layers,
+                threads.count(),
+            )
         self.seconds += time.perf_counter() - began
         return states
 
     def _pack(self) -> None:
-        self._state = self.source.state
+        state = self.source.state
         wanted, found = layer_template(self.config), self.source.shapes()
         if self.config.tie_word_embeddings:
             found.pop("lm_head.weight", None)
@@ -257,6 +262,7 @@ class NativeLM:
         self._decoder = extension().Decoder(
             self.instruction_set, sizes, shape.eps, self._weights, shape.frequencies.tolist(), shape.rope_scale
         )
+        self._state = state
 
     @torch.inference_mode()
     def _check(self) -> None:

@@ -1,0 +1,64 @@
+"""Several threads and processes: engines over models of their own, over one shared model, and after a fork."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from specengine import Engine
+from specengine.modeling.native import NativeLM
+from specengine.targets.native import NativeTarget
+from tests.native.engines import PROMPT, engine_of, lm_of, model_of, native_lm, needs_extension
+
+pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
+PROMPTS = [PROMPT, PROMPT[::-1]]
+TOKENS = 40
+
+
+def in_two_threads(work: Callable[[int], object]) -> list[object]:
+    """What `work(0)` and `work(1)` give, begun together; an error of theirs is raised here."""
+    barrier, found, errors = threading.Barrier(2), [None, None], []
+
+    def run(index: int) -> None:
+        try:
+            barrier.wait(60)
+            found[index] = work(index)  # type: ignore[call-overload]
+        except BaseException as error:
+            errors.append(error)
+
+    both = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(120)
+    if errors:
+        raise errors[0]
+    return found
+
+
+def plain(lm: NativeLM, prompt: list[int]) -> list[int]:
+    return Engine(NativeTarget(lm), None, None).generate(prompt, max_new_tokens=TOKENS).token_ids
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own models", "one model"])
+def test_two_engines_in_two_threads(shared: bool) -> None:
+    """Forwards leave the interpreter's lock, so they meet in the model: its workspace serves one at a time."""
+    lms = [lm_of("llama"), lm_of("llama") if shared else native_lm(model_of("llama"))]
+    expected = [plain(lm, prompt) for lm, prompt in zip(lms, PROMPTS, strict=True)]
+    engines = [Engine(NativeTarget(lm), None, None) for lm in lms]
+
+    def work(index: int) -> list[list[int]]:
+        return [engines[index].generate(PROMPTS[index], max_new_tokens=TOKENS).token_ids for _ in range(12)]
+
+    assert in_two_threads(work) == [[expected[0]] * 12, [expected[1]] * 12]
+
+
+def test_two_engines_with_heads_on_one_model_in_two_threads() -> None:
+    expected = [plain(lm_of("llama"), prompt) for prompt in PROMPTS]
+    engines = [engine_of("llama", draft) for draft in ("eagle-3", "eagle-1")]
+
+    def work(index: int) -> list[list[int]]:
+        return [engines[index].generate(PROMPTS[index], max_new_tokens=TOKENS).token_ids for _ in range(2)]
+
+    assert in_two_threads(work) == [[expected[0]] * 2, [expected[1]] * 2]
