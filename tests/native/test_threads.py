@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specengine import Engine
+from specengine.modeling import threads
 from specengine.modeling.native import NativeLM
 from specengine.targets.native import NativeTarget
 from tests.native.engines import PROMPT, engine_of, lm_of, model_of, native_lm, needs_extension
@@ -62,3 +63,29 @@ def test_two_engines_with_heads_on_one_model_in_two_threads() -> None:
         return [engines[index].generate(PROMPTS[index], max_new_tokens=TOKENS).token_ids for _ in range(2)]
 
     assert in_two_threads(work) == [[expected[0]] * 2, [expected[1]] * 2]
+
+
+def test_a_thread_begun_during_a_forward_has_as_many_threads_as_the_others() -> None:
+    """Torch gives a new thread what was set last, which is one within a cycle; an answer there would stay slow."""
+    inside, leave, seen = threading.Event(), threading.Event(), list[int]()
+
+    def begun_meanwhile() -> None:
+        with threads.alone():
+            inside.set()
+            leave.wait(60)
+            seen.append(threads.count())
+        seen.append(torch.get_num_threads())
+
+    other = threading.Thread(target=begun_meanwhile)
+    torch.set_num_threads(3)
+    with threads.alone():
+        assert (threads.count(), torch.get_num_threads()) == (3, 1)
+        other.start()
+        assert inside.wait(60)
+    leave.set()
+    other.join(60)
+    newest = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    newest.start()
+    newest.join(60)
+    assert seen == [3, 3, 3]
+    assert torch.get_num_threads() == 3
