@@ -64,10 +64,13 @@ class Pool {
  public:
   // The process's own; a child after a fork gets a new one.
   static Pool& shared() {
-    Pool*& pool = instance();
     static const bool watched = watch_forks();
     (void)watched;
-    if (!pool) pool = new Pool;  // never destroyed: its threads end with the process
+    Pool* pool = instance().load(std::memory_order_acquire);
+    if (pool) return *pool;
+    Pool* made = new Pool;  // never destroyed: its threads end with the process
+    if (instance().compare_exchange_strong(pool, made, std::memory_order_acq_rel)) return *made;
+    delete made;  // another caller came first
     return *pool;
   }
 
@@ -93,14 +96,14 @@ class Pool {
   }
 
  private:
-  static Pool*& instance() {
-    static Pool* pool = nullptr;
+  static std::atomic<Pool*>& instance() {
+    static std::atomic<Pool*> pool{nullptr};
     return pool;
   }
 
   static bool watch_forks() {
 #if defined(__unix__) || defined(__APPLE__)
-    pthread_atfork(nullptr, nullptr, [] { instance() = nullptr; });
+    pthread_atfork(nullptr, nullptr, [] { instance().store(nullptr); });
 #endif
     return true;
   }
