@@ -1144,5 +1144,5 @@ static void add(float* to, const float* from, int64_t count) {
 }
 
 static Kernels table(const char* name) {
-  return {name, CPU_PAIRS != 0, begin, end, products, weights, norm, copy, gate, rotate, attend, write, add, best};
+  return {name, CPU_PAIRS != 0, begin, end, products, weights, norm, copy, gate, rotate, attend, best, write, add};
 }
