@@ -876,28 +876,34 @@ CPU_INLINE __m512 weight_of(__m512 score, __m512 scale, __m512 shift) {
 CPU_INLINE __m512 even_of(__m512i pairs) { return (__m512)_mm512_slli_epi32(pairs, 16); }
 CPU_INLINE __m512 odd_of(__m512i pairs) { return (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)); }
 
-// scores of `Blocks` times 16 keys, each [16][size] halves; query: [size / 2][16] pairs
+// scores of `Blocks` times 16 keys, each [16][size] halves. query: [size / 32][2][16 pairs][16], what bfloat16 keeps of it
+// and what it keeps of the rest
 template <int Blocks>
 CPU_INLINE void score_tiles(const uint16_t* const* keys, const uint32_t* query, int64_t size, float* scores) {
   _tile_zero(0);
   if (Blocks > 1) _tile_zero(1);
   if (Blocks > 2) _tile_zero(2);
   if (Blocks > 3) _tile_zero(3);
-  for (int64_t d = 0; d < size; d += kDepth) {
-    _tile_loadd(4, query + d / 2 * kRows, 64);
-    _tile_loadd(5, keys[0] + d, size * 2);
-    _tile_dpbf16ps(0, 5, 4);
+  for (int64_t d = 0; d < size; d += kDepth, query += 512) {
+    _tile_loadd(4, query, 64);
+    _tile_loadd(5, query + 256, 64);
+    _tile_loadd(6, keys[0] + d, size * 2);
+    _tile_dpbf16ps(0, 6, 4);
+    _tile_dpbf16ps(0, 6, 5);
     if (Blocks > 1) {
-      _tile_loadd(6, keys[1] + d, size * 2);
-      _tile_dpbf16ps(1, 6, 4);
+      _tile_loadd(7, keys[1] + d, size * 2);
+      _tile_dpbf16ps(1, 7, 4);
+      _tile_dpbf16ps(1, 7, 5);
     }
     if (Blocks > 2) {
-      _tile_loadd(7, keys[2] + d, size * 2);
-      _tile_dpbf16ps(2, 7, 4);
+      _tile_loadd(6, keys[2] + d, size * 2);
+      _tile_dpbf16ps(2, 6, 4);
+      _tile_dpbf16ps(2, 6, 5);
     }
     if (Blocks > 3) {
-      _tile_loadd(5, keys[3] + d, size * 2);
-      _tile_dpbf16ps(3, 5, 4);
+      _tile_loadd(7, keys[3] + d, size * 2);
+      _tile_dpbf16ps(3, 7, 4);
+      _tile_dpbf16ps(3, 7, 5);
     }
   }
   CPU_STORE(0, scores);
@@ -1019,7 +1025,7 @@ static void attend_by_tiles(const AttendTask& task) {
   // where all lanes see all slots the last chunk is one of tiles too, filled up with zeros
   const int64_t tiled = task.steps ? prefix / kChunk * kChunk : slots, chunks = (tiled + kChunk - 1) / kChunk;
   uint32_t* query = reinterpret_cast<uint32_t*>(task.scratch);
-  uint32_t* pairs = query + size / 2 * kRows;
+  uint32_t* pairs = query + size * kRows;
   float* sums = reinterpret_cast<float*>(pairs + (slots / kChunk + 1) * 256);
   float* scores = sums + size * kRows;
   float* expanded = scores + (slots / kRows + 1) * 256;
@@ -1027,9 +1033,13 @@ static void attend_by_tiles(const AttendTask& task) {
   const auto* values = static_cast<const uint16_t*>(task.values);
 
   const Lanes lanes(task);
-  for (int64_t d = 0; d < size; d += 2)
-    _mm512_storeu_si512(query + d / 2 * kRows,
-                        pairs_of((vf)lanes.gather(task.queries, size, d), (vf)lanes.gather(task.queries, size, d + 1)));
+  for (int64_t d = 0; d < size; d += 2) {
+    const __m512 even = lanes.gather(task.queries, size, d), odd = lanes.gather(task.queries, size, d + 1);
+    const __m512i kept = pairs_of((vf)even, (vf)odd);
+    uint32_t* to = query + d / kDepth * 512 + d % kDepth / 2 * kRows;
+    _mm512_storeu_si512(to, kept);
+    _mm512_storeu_si512(to + 256, pairs_of((vf)_mm512_sub_ps(even, even_of(kept)), (vf)_mm512_sub_ps(odd, odd_of(kept))));
+  }
   auto* last_keys = reinterpret_cast<uint16_t*>(expanded);
   const int64_t whole = slots / kRows * kRows;
   __builtin_memcpy(last_keys, keys + whole * size, static_cast<size_t>((slots - whole) * size) * sizeof(uint16_t));
