@@ -405,36 +405,38 @@ class HalfPanel {
   const bool again_;
 };
 
-// Two panels by one or two tiles of rows: up to four sums under way.
+// Two panels by one or two tiles of rows, from tile `first`: up to four sums under way. The weights are made bfloat16 for
+// first 0 alone.
 template <Kind kind, int Tiles>
-CPU_INLINE void two_panels(const Matrix* const* m, const int64_t* panels, const Input& in, float* const* sums,
-                           uint8_t* scratch) {
+CPU_INLINE void two_panels(const Matrix* const* m, const int64_t* panels, const Input& in, int64_t first, bool again,
+                           float* const* sums, uint8_t* scratch) {
   const int64_t blocks = m[0]->blocks;
-  const HalfPanel<kind> one(*m[0], panels[0], scratch, false), two(*m[1], panels[1], scratch + kRing * 1024, false);
+  uint8_t* const behind = scratch + (again ? blocks : kRing) * 1024;
+  const HalfPanel<kind> one(*m[0], panels[0], scratch, again), two(*m[1], panels[1], behind, again);
   CPU_FENCE();
   _tile_zero(0);
   _tile_zero(1);
   if (Tiles > 1) _tile_zero(2);
   if (Tiles > 1) _tile_zero(3);
-  const uint32_t *x = in.pairs(0), *y = in.pairs(Tiles > 1 ? 1 : 0);
-  one.begin();
-  two.begin();
+  const uint32_t *x = in.pairs(first), *y = in.pairs(Tiles > 1 ? first + 1 : first);
+  if (first == 0) one.begin();
+  if (first == 0) two.begin();
   for (int64_t b = 0; b < blocks; ++b) {
-    one.make(b);
+    if (first == 0) one.make(b);
     _tile_loadd(6, x + b * 256, 64);
     if (Tiles > 1) _tile_loadd(7, y + b * 256, 64);
     _tile_loadd(4, one.at(b), 64);
     _tile_dpbf16ps(0, 4, 6);
     if (Tiles > 1) _tile_dpbf16ps(2, 4, 7);
-    two.make(b);
+    if (first == 0) two.make(b);
     _tile_loadd(5, two.at(b), 64);
     _tile_dpbf16ps(1, 5, 6);
     if (Tiles > 1) _tile_dpbf16ps(3, 5, 7);
   }
-  CPU_STORE(0, sums[0]);
-  CPU_STORE(1, sums[1]);
-  if (Tiles > 1) CPU_STORE(2, sums[0] + 256);
-  if (Tiles > 1) CPU_STORE(3, sums[1] + 256);
+  CPU_STORE(0, sums[0] + first * 256);
+  CPU_STORE(1, sums[1] + first * 256);
+  if (Tiles > 1) CPU_STORE(2, sums[0] + (first + 1) * 256);
+  if (Tiles > 1) CPU_STORE(3, sums[1] + (first + 1) * 256);
   CPU_FENCE();
 }
 
@@ -489,16 +491,21 @@ static void panel_products(const Matrix& m, int64_t panel, const Input& in, int6
 
 static void products(const Matrix* const* matrices, const int64_t* panels, int count, const Input& in, int64_t tiles,
                      int64_t, float* const* sums, uint8_t* scratch) {
-  const bool together = count == 2 && tiles <= 2 && matrices[0]->kind == matrices[1]->kind;
+  // more than two tiles read weights twice, the second time from the cache: cheaper than inputs twice as often, but not than
+  // making them again
+  const int64_t most = matrices[0]->kind == Kind::bf16 ? 4 : 2;
+  const bool together = count == 2 && tiles <= most && matrices[0]->kind == matrices[1]->kind;
   for (int i = 0; i < (together ? 1 : count); ++i)
     by_kind(matrices[i]->kind, [&](auto of) __attribute__((always_inline)) {
       constexpr Kind kind = decltype(of)::value;
       if (!together)
         panel_products<kind>(*matrices[i], panels[i], in, tiles, sums[i], scratch);
-      else if (tiles == 1)
-        two_panels<kind, 1>(matrices, panels, in, sums, scratch);
       else
-        two_panels<kind, 2>(matrices, panels, in, sums, scratch);
+        for (int64_t t = 0; t < tiles; t += 2)
+          if (tiles - t == 1)
+            two_panels<kind, 1>(matrices, panels, in, t, tiles > 2, sums, scratch);
+          else
+            two_panels<kind, 2>(matrices, panels, in, t, tiles > 2, sums, scratch);
     });
   for (int i = 0; i < count; ++i)
     for (int64_t t = 0; t < tiles; ++t) finish(*matrices[i], panels[i], sums[i] + t * kOutputs * kRows);
