@@ -550,6 +550,19 @@ CPU_INLINE __m512i pairs_of(vf even, vf odd) {
 }
 #endif
 
+#if CPU_PAIRS
+// 2 to the power t, to four millionths, which is more than bfloat16 keeps.
+CPU_INLINE __m512 power_of_two(__m512 t) {
+  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_set1_ps(0.0135341674f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.0520114616f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.241442756f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693003835f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.00000259f));
+  return _mm512_scalef_ps(p, t);
+}
+#endif
+
 // Channels 2 i and 2 i + 1 of a tile.
 CPU_INLINE void put_pair(const Input& out, int64_t tile, int64_t channel, int v, vf even, vf odd) {
 #if CPU_PAIRS
@@ -591,7 +604,17 @@ static void norm(const float* x, const float* weight, int64_t channels, float ep
   }
 }
 
+#if CPU_PAIRS
+CPU_INLINE vf gated(vf gate, vf up) {
+  const __m512 one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f);
+  // a denominator of infinity would make NaN below
+  const __m512 t = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps((__m512)gate, _mm512_set1_ps(-1.44269504f)));
+  const __m512 below = _mm512_add_ps(one, power_of_two(t)), near = _mm512_rcp14_ps(below);
+  return gate * (vf)_mm512_mul_ps(near, _mm512_fnmadd_ps(below, near, two)) * up;
+}
+#else
 CPU_INLINE vf gated(vf gate, vf up) { return gate / (1.0f + exponential(-gate)) * up; }
+#endif
 
 static void gate(const float* gates, const float* ups, const Input& out, int64_t tile, int64_t first_channel) {
   for (int c = 0; c < kOutputs; c += 2)
@@ -868,18 +891,6 @@ static void attend_in_order(const AttendTask& task) {
 // lanes see in whole chunks goes through tiles, and what a tile does is done lane by lane for the rest, with a sum for the
 // even and one for the odd places. Tiles take denormals for zero, so threads do too (see begin).
 
-// exp(score * scale - shift), near enough for bfloat16.
-CPU_INLINE __m512 weight_of(__m512 score, __m512 scale, __m512 shift) {
-  const __m512 t = _mm512_max_ps(_mm512_set1_ps(-200.0f), _mm512_fmsub_ps(score, scale, shift));  // NaN stays NaN
-  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(t, n);
-  __m512 p = _mm512_set1_ps(0.00957010119f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.0559178603f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.240247448f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693121815f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.999999261f));
-  return _mm512_scalef_ps(p, n);
-}
-
 CPU_INLINE __m512 even_of(__m512i pairs) { return (__m512)_mm512_slli_epi32(pairs, 16); }
 CPU_INLINE __m512 odd_of(__m512i pairs) { return (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)); }
 
@@ -1047,8 +1058,11 @@ static void attend_by_tiles(const AttendTask& task) {
     _mm512_storeu_si512(to, kept);
     _mm512_storeu_si512(to + 256, pairs_of((vf)_mm512_sub_ps(even, even_of(kept)), (vf)_mm512_sub_ps(odd, odd_of(kept))));
   }
-  auto* last_keys = reinterpret_cast<uint16_t*>(expanded);
-  const int64_t whole = slots / kRows * kRows;
+  // between the queries' stores and their tiles' loads, which would wait for them
+  const int64_t whole = slots / kRows * kRows, rest = prefix + task.steps - tiled;
+  for (int64_t i = 0; i < rest; ++i)
+    expand_slot(task, values, tiled + i < prefix ? tiled + i : task.step[tiled + i - prefix].slot, expanded + i * size);
+  auto* last_keys = reinterpret_cast<uint16_t*>(expanded + rest * size);
   __builtin_memcpy(last_keys, keys + whole * size, static_cast<size_t>((slots - whole) * size) * sizeof(uint16_t));
   CPU_FENCE();
   for (int64_t slot = 0; slot < slots; slot += 4 * kRows) {
@@ -1077,17 +1091,22 @@ static void attend_by_tiles(const AttendTask& task) {
   const __m512 peak = _mm512_max_ps(_mm512_max_ps(peaks[0], peaks[1]), _mm512_max_ps(peaks[2], peaks[3]));
   const __m512 shift = _mm512_mul_ps(peak, scale), zero = _mm512_setzero_ps();
   __m512 sum = zero;
-  for (s = 0; s < chunks * kChunk; s += 2) {
-    const __m512 first = s < tiled ? weight_of(at(s), scale, shift) : zero;
-    const __m512 second = s + 1 < tiled ? weight_of(at(s + 1), scale, shift) : zero;
+  const auto weight_at = [&](int64_t slot) __attribute__((always_inline)) {
+    return power_of_two(_mm512_fmsub_ps(at(slot), scale, shift));
+  };
+  const auto put = [&](int64_t slot, __m512 first, __m512 second) __attribute__((always_inline)) {
     const __m512i pair = pairs_of((vf)first, (vf)second);
-    _mm512_storeu_si512(pairs + s / 2 * kRows, pair);
+    _mm512_storeu_si512(pairs + slot / 2 * kRows, pair);
     sum = _mm512_add_ps(_mm512_add_ps(sum, even_of(pair)), odd_of(pair));
-  }
+  };
+#pragma GCC unroll 2
+  for (s = 0; s + 2 <= tiled; s += 2) put(s, weight_at(s), weight_at(s + 1));
+  if (s < tiled) put(s, weight_at(s), zero), s += 2;
+  for (; s < chunks * kChunk; s += 2) _mm512_storeu_si512(pairs + s / 2 * kRows, _mm512_setzero_si512());
   for (s = tiled; s < prefix + task.steps; ++s) {
     const int64_t slot = s < prefix ? s : task.step[s - prefix].slot;
     const __mmask16 seen = s < prefix ? 0xFFFF : task.step[s - prefix].lanes;
-    const __m512 weight = even_of(pairs_of((vf)_mm512_maskz_mov_ps(seen, weight_of(at(slot), scale, shift)), (vf)zero));
+    const __m512 weight = even_of(pairs_of((vf)_mm512_maskz_mov_ps(seen, weight_at(slot)), (vf)zero));
     _mm512_storeu_ps(scores + slot * kRows, weight);
     sum = _mm512_add_ps(sum, weight);
   }
@@ -1109,12 +1128,7 @@ static void attend_by_tiles(const AttendTask& task) {
     else
       value_tiles<4>(from, kChunk * size, chunks, pairs, to, make);
   }
-  if (tiled < prefix + task.steps) {
-    float* to = expanded;
-    for (s = tiled; s < prefix + task.steps; ++s, to += size)
-      expand_slot(task, values, s < prefix ? s : task.step[s - prefix].slot, to);
-    add_rest(task, tiled, scores, expanded, sums);
-  }
+  if (tiled < prefix + task.steps) add_rest(task, tiled, scores, expanded, sums);
   scatter(task, sums, share);
 }
 #endif
