@@ -659,7 +659,7 @@ static void best(const float* sums, int32_t first, int32_t outputs, float* most,
 CPU_INLINE vi chosen_lanes(uint32_t lanes, int v) {
   vi bit = {};
   for (int i = 0; i < W; ++i) bit[i] = 1 << i;
-  return (vi{} + static_cast<int32_t>(lanes >> v * W) & bit) != 0;
+  return ((vi{} + static_cast<int32_t>(lanes >> v * W)) & bit) != 0;
 }
 
 #if CPU_LANES == 16
@@ -1056,7 +1056,8 @@ static void attend_by_tiles(const AttendTask& task) {
     const __m512i kept = pairs_of((vf)even, (vf)odd);
     uint32_t* to = query + d / kDepth * 512 + d % kDepth / 2 * kRows;
     _mm512_storeu_si512(to, kept);
-    _mm512_storeu_si512(to + 256, pairs_of((vf)_mm512_sub_ps(even, even_of(kept)), (vf)_mm512_sub_ps(odd, odd_of(kept))));
+    const __m512 even_rest = _mm512_sub_ps(even, even_of(kept)), odd_rest = _mm512_sub_ps(odd, odd_of(kept));
+    _mm512_storeu_si512(to + 256, pairs_of((vf)even_rest, (vf)odd_rest));
   }
   // between the queries' stores and their tiles' loads, which would wait for them
   const int64_t whole = slots / kRows * kRows, rest = prefix + task.steps - tiled;
