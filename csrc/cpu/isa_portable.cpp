@@ -5,6 +5,10 @@
 #include "cpu/kernels.hpp"
 #include "cpu/packing.hpp"
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace cpu {
 
 namespace portable_set {

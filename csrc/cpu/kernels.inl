@@ -24,10 +24,24 @@ CPU_INLINE vf load(const float* from) {
   return value;
 }
 CPU_INLINE void store(float* to, vf value) { __builtin_memcpy(to, &value, sizeof value); }
-CPU_INLINE vf set(float value) { return vf{} + value; }
+CPU_INLINE vf set(float value) { return value - vf{}; }
 CPU_INLINE vf as_floats(vu bits) { return (vf)bits; }
 CPU_INLINE vu as_bits(vf value) { return (vu)value; }
 CPU_INLINE vf greater(vf a, vf b) { return a > b ? a : b; }
+
+// a * b + c, rounded once where the set can. Written out, as clang moves a selection of the sum in between the two, which are
+// then rounded one by one.
+CPU_INLINE vf fused(vf a, vf b, vf c) {
+#if CPU_LANES == 16
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif CPU_LANES == 8
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
 
 CPU_INLINE vf load_half(const uint16_t* from) {
   vh half;
@@ -828,9 +842,9 @@ CPU_INLINE void add_values(const float* values, const float* weights, const Step
       const vf weight = load(weights + s * kRows + v * W);
       if (step) {
         const vi seen = chosen_lanes(step[s].lanes, v);
-        for (int i = 0; i < Channels; ++i) sums[i] = seen ? weight * values[s * size + i] + sums[i] : sums[i];
+        for (int i = 0; i < Channels; ++i) sums[i] = seen ? fused(weight, set(values[s * size + i]), sums[i]) : sums[i];
       } else {
-        for (int i = 0; i < Channels; ++i) sums[i] = weight * values[s * size + i] + sums[i];
+        for (int i = 0; i < Channels; ++i) sums[i] = fused(weight, set(values[s * size + i]), sums[i]);
       }
     }
     for (int i = 0; i < Channels; ++i) store(out + i * kRows + v * W, sums[i]);
