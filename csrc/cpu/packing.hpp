@@ -159,7 +159,10 @@ inline void put_int8(Kind from, const uint8_t* const* rows, const Matrix& m, uin
   for (int o = 0; o < kOutputs; ++o) {
     float peak = 0.0f;
     if (rows[o])
-      for (int64_t k = 0; k < m.inputs; ++k) peak = std::max(peak, std::fabs(source(from, rows[o], k)));
+      for (int64_t k = 0; k < m.inputs; ++k) {
+        const float size = std::fabs(source(from, rows[o], k));
+        if (size > peak || size != size) peak = size;  // NaN stays, so that the whole output is
+      }
     scales[o] = peak / 127.0f;
     for (int64_t k = 0; k < m.inputs && peak > 0; ++k) {
       const float value = std::nearbyint(source(from, rows[o], k) / scales[o]);

@@ -253,7 +253,7 @@ class NativeLM:
         self._weights = extension().Weights(threads.count())
         kinds = [
             add_weight(self._weights, weight, self.quantize)
-            for weight in self.source.weights()
+            for weight in self.source.weights(blocks=self.quantize is None)
             if weight.name in wanted
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kinds if kind))  # what the matrices are kept as

@@ -60,8 +60,8 @@ class Source(ABC):
         """The tensors that there are, without reading them."""
 
     @abstractmethod
-    def weights(self) -> Iterator[Weight]:
-        """All tensors, one after the other, in float32 or bfloat16 or as blocks."""
+    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
+        """All tensors, one after the other, in `dtype`, or with `blocks` as they are stored where that is packed."""
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -92,7 +92,7 @@ class FolderSource(Source):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: stored.shape for name, stored in self._tensors.items()}
 
-    def weights(self) -> Iterator[Weight]:
+    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
         for name, stored in self._tensors.items():
 
             def rows(first: int, last: int, stored: _Stored = stored) -> Tensor:
@@ -127,10 +127,10 @@ class GGUFSource(Source):
         ours = {ours: theirs for theirs, ours in self._names.items()}
         return {ours[name]: tensor.shape for name, tensor in self.file.tensors.items() if name in ours}
 
-    def weights(self) -> Iterator[Weight]:
+    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
         for name in self.shapes():
             stored = self.file.tensors[self._names[name]]
-            if self.dtype is torch.bfloat16 and stored.kind in BLOCKS and len(stored.shape) == 2:
+            if blocks and self.dtype is torch.bfloat16 and stored.kind in BLOCKS and len(stored.shape) == 2:
                 order = gguf.row_order(self.config, stored.name)
 
                 def rows(first: int, last: int, name: str = stored.name) -> Tensor:
@@ -167,7 +167,7 @@ class ModelSource(Source):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(weight.shape) for name, weight in self._parameters()}
 
-    def weights(self) -> Iterator[Weight]:
+    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
         for name, weight in self._parameters():
             yield Weight.of(name, weight.detach())
 

@@ -16,7 +16,7 @@ HIDDEN, INNER, HEADS, KEY_HEADS, HEAD, LAYERS, CONTEXT = 64, 96, 4, 2, 16, 2, 12
 
 
 def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Random packed rows: uint8 [rows, bytes of a row], with finite scales of about 0.01."""
+    """Random packed rows: uint8 [rows, bytes of a row], whose numbers are about 1/8."""
     random = np.random.default_rng(seed)
     if kind in ("q4_k", "q6_k"):
         return _random_blocks(kind, rows * columns // 256, random).reshape(rows, -1)
@@ -27,7 +27,8 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
 
 
 def _random_blocks(kind: str, count: int, random: np.random.Generator) -> np.ndarray:
-    scales = random.uniform(0.005, 0.02, (count, 2)).astype("<f2").view(np.uint8)
+    scale = {"q4_k": 6e-4, "q6_k": 1e-4}[kind]  # times two integers
+    scales = random.uniform(scale, 2 * scale, (count, 2)).astype("<f2").view(np.uint8)
     if kind == "q4_k":  # the scale and the scale of the minima come first
         return np.concatenate([scales, random.integers(0, 256, (count, 140), np.uint8)], axis=1)
     return np.concatenate([random.integers(0, 256, (count, 208), np.uint8), scales[:, :2]], axis=1)

@@ -102,6 +102,3 @@ def plainly(model: PreTrainedModel, prompt: list[int], count: int, **options: An
     options = {"do_sample": False, "pad_token_id": 0, **options}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)
     return out[0, len(prompt) :].tolist()
-
-
-

@@ -1,0 +1,115 @@
+"""quantize="int8": close to the model, from whatever its weights are stored as, and as exact over trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specengine import Engine
+from specengine.drafters.small_model import SmallModel
+from specengine.errors import InputError, NumericalError, UnsupportedModelError
+from specengine.modeling.native import NativeLM
+from specengine.modeling.opening import open_native
+from specengine.targets.native import NativeTarget
+from specengine.tree import TokenTree
+from tests.native.engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
+from tests.native.variants import PROMPT, half_of, model_of, native_logits, own_logits, tree_of, write_gguf
+from tests.toy import VOCABULARY, policy_for, tiny
+
+pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
+TREE = tree_of(VOCABULARY)
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_int8_is_close(family: str, instructions: str) -> None:
+    model = tiny(family, **WIDE)
+    exact = own_logits(model, PROMPT, TREE)
+    half = native_lm(model.to(torch.bfloat16), instructions)
+    quantized = native_lm(model, instructions, quantize="int8")
+    error = (native_logits(quantized, PROMPT, TREE) - exact).abs().mean() / exact.std()
+    assert 0 < error < 0.06
+    assert quantized.stored == "i8"
+    assert quantized.weight_bytes < 0.6 * half.weight_bytes
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+def test_a_nodes_bits_are_those_of_plain_decoding(instructions: str) -> None:
+    target = NativeTarget(native_lm(half_of("qwen3"), instructions, quantize="int8"))
+    logits = native_logits(target.lm, PROMPT, TREE)
+    for node in range(0, TREE.size, 4):
+        target.reset()
+        target.prefill(PROMPT)
+        for token in [int(TREE.tokens[0]), *TREE.path_tokens(node)]:
+            alone = TokenTree.root(token)
+            plain, _ = target.verify(alone)
+            target.commit(alone, [0])
+        assert torch.equal(logits[node], plain[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_blocks_of_a_file_are_quantized_as_the_converted_model_is(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = open_native(str(write_gguf(tmp_path / "model.gguf", "llama", "q4_1")), dtype=dtype).source
+    lm = NativeLM(source, quantize="int8")
+    assert lm.stored == "i8"
+    tree = tree_of(lm.vocab_size)
+    converted = native_lm(source.model(), quantize="int8")
+    assert torch.equal(native_logits(lm, PROMPT, tree), native_logits(converted, PROMPT, tree))
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    """As int8 it would be some number, and a token that no one may choose could be chosen."""
+    with forced(None):
+        plain = Engine(NativeTarget(native_lm(model_of("llama"), quantize="int8")), None, None)
+    answer = plain.generate(PROMPT, max_new_tokens=12).token_ids
+    for value in (float("nan"), float("inf")):
+        spoiled = tiny("llama")
+        spoiled.load_state_dict(model_of("llama").state_dict())
+        with torch.no_grad():
+            spoiled.lm_head.weight[answer[3], 5] = value
+        engine = Engine(NativeTarget(native_lm(spoiled, quantize="int8")), None, None)
+        found = engine.generate(PROMPT, max_new_tokens=40, temperature=2.0, seed=1).token_ids
+        assert answer[3] not in found
+        with torch.no_grad():
+            spoiled.model.embed_tokens.weight[PROMPT[0], 2] = value
+        with pytest.raises(NumericalError, match=f"at position {len(PROMPT)} are NaN or infinite throughout"):
+            engine.generate(PROMPT, max_new_tokens=4)
+
+
+def test_a_quantized_engine_says_so_and_decodes_as_plainly_under_a_tree() -> None:
+    model = half_of("llama")
+    plain = Engine.from_pretrained(model, "none", quantize="int8")
+    assert plain.target.backend.endswith("MB of weights as i8)")
+    engine = Engine(plain.target, SmallModel(native_lm(model)), policy_for("eagle"))
+    for options in ({}, {"temperature": 1.0, "seed": 4}):
+        result = engine.generate(PROMPT, max_new_tokens=24, **options)
+        assert result.token_ids == plain.generate(PROMPT, max_new_tokens=24, **options).token_ids
+        assert result.stats.num_accepted_draft_tokens > 0
+
+
+def test_a_draft_is_not_quantized_with_its_target() -> None:
+    engine = Engine.from_pretrained(half_of("llama"), half_of("llama yarn"), quantize="int8", lookup=False)
+    assert engine.target.lm.stored == "i8"
+    assert engine.drafter.lm.stored == "bf16"
+
+
+def test_where_it_cannot_be_had() -> None:
+    model = half_of("llama")
+    for value in ("int4", "int8 ", 8, True):
+        with pytest.raises(InputError, match=f"quantize: got {value!r}, accepted int8 or none"):
+            Engine.from_pretrained(model, "none", quantize=value)
+        with pytest.raises(InputError, match=f"quantize: got {value!r}, accepted int8 or none"):
+            native_lm(model, quantize=value)  # type: ignore[arg-type]
+    asked = "backend, quantize: the native forward was asked for, but "
+    for options, reason in (
+        ({"backend": "huggingface"}, "backend='huggingface' was asked for"),
+        ({"graphs": True}, "graphs are made of the model's own modules"),
+        ({"pack": True}, "pack= is an option of the Hugging Face backend"),
+    ):
+        with pytest.raises(InputError, match=asked + reason):
+            Engine.from_pretrained(model, "none", quantize="int8", **options)
+    with pytest.raises(UnsupportedModelError, match="native: model type gpt2, known are llama, mistral"):
+        Engine.from_pretrained(tiny("gpt2"), "none", quantize="int8")

@@ -1,0 +1,136 @@
+"""Tiny models of every kind that the native forward knows, and what their own modules compute."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from specengine.modeling.native import NativeLM
+from specengine.targets.native import NativeTarget
+from specengine.tree import TokenTree
+from tests.checkpoints import gguf_files
+from tests.heads import LLAMA3, YARN
+from tests.toy import random_tree, tiny
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_SCALED = {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama yarn": ("llama", {"rope_parameters": YARN}),
+    "llama yarn scaled": ("llama", {"rope_parameters": YARN_SCALED}),
+    "llama other theta and epsilon": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 0.1},
+    ),
+    "llama sizes that fill no block": ("llama", {"hidden_size": 44, "intermediate_size": 50, "head_dim": 6}),
+    "llama one layer": ("llama", {"num_hidden_layers": 1}),
+    "mistral": ("mistral", {}),
+    "mistral yarn": ("mistral", {"rope_parameters": YARN}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3 llama3": ("qwen3", {"rope_parameters": LLAMA3}),
+    **{
+        f"llama groups of {size}": ("llama", {"hidden_size": 16 * size, "num_attention_heads": 2 * size})
+        for size in range(1, 9)
+    },
+}
+PROMPT = [*range(40, 62)]
+
+
+@cache
+def model_of(variant: str) -> PreTrainedModel:
+    """Float32, with bfloat16 numbers as its weights; norms are random too."""
+    family, changes = VARIANTS[variant]
+    model = tiny(family, **changes)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+            weight.copy_(weight.bfloat16())
+    return model
+
+
+@cache
+def half_of(variant: str) -> PreTrainedModel:
+    """The same weights in bfloat16."""
+    family, changes = VARIANTS[variant]
+    model = tiny(family, **changes).to(torch.bfloat16)
+    model.load_state_dict(model_of(variant).state_dict())
+    return model
+
+
+def tree_of(vocabulary: int, seed: int = 0, size: int = 21) -> TokenTree:
+    return random_tree(seed, size, vocabulary, root=3 % vocabulary)
+
+
+@torch.inference_mode()
+def native_logits(lm: NativeLM, prompt: list[int], tree: TokenTree) -> Tensor:
+    """Of each node of the tree behind the prompt, float32 [nodes, vocabulary]."""
+    target = NativeTarget(lm)
+    target.prefill(prompt)
+    return target.verify(tree)[0]
+
+
+@torch.inference_mode()
+def own_logits(model: PreTrainedModel, prompt: list[int], tree: TokenTree) -> Tensor:
+    """The same by the model's own forward over each node's path, without a cache."""
+    root = int(tree.tokens[0])
+    paths = [torch.tensor([*prompt, root, *tree.path_tokens(node)]) for node in range(tree.size)]
+    ids = pad_sequence(paths, batch_first=True)  # attention is causal: what stands behind a path changes nothing
+    logits = model(ids).logits
+    return torch.stack([row[len(path) - 1] for row, path in zip(logits, paths, strict=True)]).float()
+
+
+def write_gguf(path: Path, architecture: str, kind: str, *, tied: bool = False) -> Path:
+    """A model whose rows are long enough for the blocks of 256."""
+    hidden, inner, heads, key_heads, head = 256, 512, 4, 2, 64
+    rows = {
+        "attn_q.weight": (heads * head, hidden),
+        "attn_k.weight": (key_heads * head, hidden),
+        "attn_v.weight": (key_heads * head, hidden),
+        "attn_output.weight": (hidden, heads * head),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+    }
+    vectors = {"attn_norm.weight": hidden, "ffn_norm.weight": hidden}
+    if architecture == "qwen2":
+        vectors |= {f"attn_{part}.bias": rows[f"attn_{part}.weight"][0] for part in "qkv"}
+    if architecture == "qwen3":
+        vectors |= {"attn_q_norm.weight": head, "attn_k_norm.weight": head}
+    words = gguf_files.byte_level_vocabulary()
+    vocabulary = len(words["tokenizer.ggml.tokens"])
+    tensors: dict[str, Any] = {
+        "token_embd.weight": (kind, (vocabulary, hidden)),
+        "output_norm.weight": ("f32", (hidden,)),
+    }
+    if not tied:
+        tensors["output.weight"] = (kind, (vocabulary, hidden))
+    for layer in range(gguf_files.LAYERS):
+        tensors |= {f"blk.{layer}.{name}": (kind, shape) for name, shape in rows.items()}
+        tensors |= {f"blk.{layer}.{name}": ("f32", (size,)) for name, size in vectors.items()}
+    sizes = {"embedding_length": hidden, "feed_forward_length": inner, "rope.dimension_count": head}
+    if architecture == "qwen3":
+        sizes |= {"attention.key_length": head, "attention.value_length": head}
+    return gguf_files.write_model(
+        path,
+        architecture,
+        kind=kind,
+        tied=tied,
+        vocabulary=words,
+        metadata={f"{architecture}.{key}": value for key, value in sizes.items()},
+        tensors=tensors,
+    )
