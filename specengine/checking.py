@@ -147,6 +147,8 @@ def certify(
 
 def near_tie_logits(target: Target) -> float:
     """The tolerance for the dtype of the target's weights."""
+    if not isinstance(target, HuggingFaceTarget | NativeTarget):
+        raise InputError(f"tolerance: none is known for a {type(target).__name__}, give one")
     dtype = target.dtype
     if dtype not in NEAR_TIE_LOGITS:
         raise InputError(f"tolerance: none is known for {dtype}, give one")

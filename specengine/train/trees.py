@@ -234,6 +234,8 @@ def _answer(engine: Engine, watched: Recorder, prompt: list[int], length: int) -
 class WatchingSampler(Sampler):
     """The greedy choice, remembering the logits that it was made from."""
 
+    takes_largest = False  # the logits are wanted as well
+
     def __init__(self) -> None:
         super().__init__()
         self.logits = torch.empty(0)

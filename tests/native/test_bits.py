@@ -50,7 +50,8 @@ class Tiny:
         for name, (outputs, inputs) in shapes.items():
             values = torch.randn(outputs, inputs, generator=generator) * (3.0 / inputs**0.5)
             values = values.bfloat16() if self.kind == "bf16" else values
-            weights.add_matrix(name + ".weight", self.kind, self.kind, outputs, inputs, values.data_ptr(), 0)
+            weights.add_matrix(name + ".weight", self.kind, outputs, inputs)
+            weights.pack(name + ".weight", self.kind, 0, outputs, values.data_ptr(), 0)
         ones = torch.ones(HIDDEN)
         norms = [f"model.layers.{i}.{n}layernorm.weight" for i in range(LAYERS) for n in ("input_", "post_attention_")]
         for name in [*norms, "model.norm.weight"]:
