@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
@@ -24,7 +26,7 @@ from specengine.drafters.eagle import Eagle, require_fit
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel, check_tokenizers
-from specengine.errors import InputError, SpecEngineError, UnsupportedModelError
+from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.modeling import native
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import Opened, is_gguf, open_gguf, open_native
@@ -360,10 +362,28 @@ def _huggingface(
     common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **common)
-        loaded = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=options.dtype, **common)
-    except (OSError, ValueError) as error:
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=options.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **common
+        )
+    except SafetensorError as error:
+        raise CheckpointError(f"model {path!r}: its weights are damaged, fetch them again ({error})") from error
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise UnsupportedModelError(f"model {path!r}: {error}") from error
+    _require_weights(path, loaded, found)
     return loaded.to(options.device or default_device()), tokenizer or _tokenizer(path, options)
+
+
+def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """Raise CheckpointError where weights would be random: files that lack them, or have them in another shape."""
+    problems = {
+        "missing": sorted({name for name, _ in model.named_parameters()} & set(found["missing_keys"])),
+        "of another shape": sorted(
+            f"{name} {list(has)}, not {list(wants)}" for name, has, wants in found["mismatched_keys"]
+        ),
+    }
+    listed = [f"{what}: {', '.join(names[:4])}" for what, names in problems.items() if names]
+    if listed:
+        raise CheckpointError(f"model {path!r}: its weights do not fit its config.json; {'; '.join(listed)}")
 
 
 def _tokenizer_of(opened: Opened) -> Any:

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PretrainedConfig
 
 from specengine import models
 from specengine.checkpoints import gguf
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.modeling.families import refuse_config
-from specengine.modeling.sources import FolderSource, GGUFSource, Source, config_of
+from specengine.modeling.sources import FolderSource, GGUFSource, Source, config_of, stored_dtype
 from specengine.models.embedded import Progress
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -56,9 +57,11 @@ def open_native(
         config = config_of(name, local_files_only=offline)
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"native: {str(error).splitlines()[0]}") from error
+    except StrictDataclassError as error:
+        raise UnsupportedModelError(f"native: config.json of {name}: {' '.join(str(error).split())}") from error
     refuse_config(config)
     folder = Path(name) if Path(name).is_dir() else _fetched(name, offline)
-    source = FolderSource(folder, config, _dtype(config, dtype), name=name)
+    source = FolderSource(folder, config, _dtype(folder, config, dtype), name=name)
     return Opened(source, lambda: AutoTokenizer.from_pretrained(folder, local_files_only=offline))
 
 
@@ -77,10 +80,10 @@ def _fetched(name: str, offline: bool) -> Path:
         raise UnsupportedModelError(f"native: {name} cannot be fetched ({str(error).splitlines()[0]})") from error
 
 
-def _dtype(config: PretrainedConfig, dtype: Any) -> torch.dtype:
+def _dtype(folder: Path, config: PretrainedConfig, dtype: Any) -> torch.dtype:
     if dtype != "auto":
         return dtype
-    return getattr(config, "dtype", None) or torch.float32
+    return getattr(config, "dtype", None) or stored_dtype(folder)
 
 
 def _has_magic(path: Path) -> bool:

@@ -83,7 +83,10 @@ class Source(ABC):
 
 
 class FolderSource(Source):
-    """A folder with config.json and safetensors files. UnsupportedModelError where it holds its weights otherwise."""
+    """A folder with config.json and safetensors files.
+
+    UnsupportedModelError where it holds its weights otherwise, CheckpointError where a file is damaged.
+    """
 
     def __init__(self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
         self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
@@ -213,15 +216,17 @@ _STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.flo
 
 
 def _tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
-    """UnsupportedModelError where `file` is damaged or holds numbers of another kind."""
+    """CheckpointError where `file` is damaged, UnsupportedModelError where it holds numbers of another kind."""
     try:
         with safe_open(file, framework="pt"):  # which checks the header against the file's size
             pass
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UnsupportedModelError(f"{file}: cannot be read as safetensors ({error})") from error
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{file}: is damaged, fetch it again ({error})") from error
+    except OSError as error:
+        raise UnsupportedModelError(f"{file}: cannot be read ({error})") from error
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -234,13 +239,18 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
         yield name, _Stored(file, place, end - begin, _STORED_DTYPES[entry["dtype"]], tuple(entry["shape"]))
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Of the first tensor, as transformers' `auto` takes it where the config says nothing."""
+    return next((stored.dtype for _, stored in _tensors_of(_safetensors_files(folder)[0])), torch.float32)
+
+
 def _safetensors_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UnsupportedModelError(f"{index}: cannot be read ({error!r})") from error
+            raise CheckpointError(f"{index}: is damaged, fetch it again ({error!r})") from error
         return [folder / name for name in names]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
