@@ -41,6 +41,7 @@ WITH_PAIRS = ("amx", "avx512bf16")  # these multiply bfloat16; for float32 weigh
 # Distance of the last hidden states from the model's own, as a share of their length: rounding stays far below.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 _CHECKED_LAYERS, _CHECKED_TOKENS = 1, 5  # few, as this is a second copy of their weights
+_RECORDING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for
 
 
 def extension() -> Any:
@@ -241,8 +242,8 @@ class NativeLM:
     def _pack(self) -> None:
         state = self.source.state
         wanted, found = layer_template(self.config), self.source.shapes()
-        if self.config.tie_word_embeddings:
-            found.pop("lm_head.weight", None)
+        if self.config.tie_word_embeddings and found.pop("lm_head.weight", None):
+            refuse_own_head(self.source)
         differing = [name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
         differing = [name for name in differing if not name.endswith("rotary_emb.inv_freq")]
         if differing:
@@ -300,10 +301,18 @@ def refuse_loaded(model: PreTrainedModel) -> None:
 def refuse_hooks(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError where something was hung onto a loaded model, which the native forward would miss."""
     for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
-            raise UnsupportedModelError(
-                f"native: module {name or 'model'} has hooks or parametrizations; load with backend='huggingface'"
-            )
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        foreign = [hook for hook in hooks if getattr(hook, "__module__", "") != _RECORDING]
+        hung = foreign or hasattr(module, "parametrizations")
+        if hung or "forward" in vars(module):
+            what = "hooks or parametrizations" if hung else "a forward of its own"
+            raise UnsupportedModelError(f"native: module {name or 'model'} has {what}; load with backend='huggingface'")
+
+
+def refuse_own_head(source: Source) -> None:
+    """Raise UnsupportedModelError where a head that the config ties to the embeddings has other weights."""
+    if not torch.equal(source.tensor("lm_head.weight"), source.tensor("model.embed_tokens.weight")):
+        raise UnsupportedModelError("native: lm_head has weights of its own, and the config ties it to the embeddings")
 
 
 def add_weight(weights: Any, weight: Weight, quantize: str | None = None) -> str:
