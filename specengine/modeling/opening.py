@@ -50,6 +50,9 @@ def open_native(
     where the native forward does not know the model or how its weights are stored; CheckpointError for damaged files.
     """
     if name is None or name == models.embedded.NAME:
+        folder = models.embedded.kept_folder()
+        if folder is not None:
+            return _opened_folder(folder, config_of(folder), dtype, models.embedded.NAME)
         return _opened_gguf(models.embedded.gguf(offline=offline, progress=progress), dtype, models.embedded.NAME)
     if is_gguf(name):
         return open_gguf(name, dtype)
@@ -60,9 +63,7 @@ def open_native(
     except StrictDataclassError as error:
         raise UnsupportedModelError(f"native: config.json of {name}: {' '.join(str(error).split())}") from error
     refuse_config(config)
-    folder = Path(name) if Path(name).is_dir() else _fetched(name, offline)
-    source = FolderSource(folder, config, _dtype(folder, config, dtype), name=name)
-    return Opened(source, lambda: AutoTokenizer.from_pretrained(folder, local_files_only=offline))
+    return _opened_folder(Path(name) if Path(name).is_dir() else _fetched(name, offline), config, dtype, name)
 
 
 def _opened_gguf(path: Path, dtype: Any, name: str) -> Opened:
@@ -71,6 +72,11 @@ def _opened_gguf(path: Path, dtype: Any, name: str) -> Opened:
     config._name_or_path = name
     chosen = torch.bfloat16 if dtype == "auto" else dtype
     return Opened(GGUFSource(file, config, chosen, name=name), lambda: gguf.tokenizer(file))
+
+
+def _opened_folder(folder: Path, config: PretrainedConfig, dtype: Any, name: str) -> Opened:
+    source = FolderSource(folder, config, _dtype(folder, config, dtype), name=name)
+    return Opened(source, lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
 def _fetched(name: str, offline: bool) -> Path:

