@@ -1,0 +1,161 @@
+#include "tests/cpu/naive.hpp"
+
+namespace cpu_test {
+
+Row Dense::operator()(const Row& x) const {
+  Row out(static_cast<size_t>(outputs), 0.0);
+  for (int64_t o = 0; o < outputs; ++o) {
+    const double *row = weights.data() + o * inputs, *from = x.data();
+    double sum = bias.empty() ? 0.0 : bias[static_cast<size_t>(o)];
+    for (int64_t k = 0; k < inputs; ++k) sum += row[k] * from[k];
+    out[static_cast<size_t>(o)] = sum;
+  }
+  return out;
+}
+
+void Toy::matrix(const std::string& name, Kind kind, int64_t outputs, int64_t inputs) {
+  const double size = 1.0 / std::sqrt(static_cast<double>(inputs));
+  add(name, kind, random_matrix(source_of(kind), outputs, inputs, false, size));
+}
+
+void Toy::add(const std::string& name, Kind kind, const FileMatrix& file) {
+  pack(weights, name, kind, file, nullptr);
+  Dense& one = dense[name];
+  one.outputs = file.outputs, one.inputs = file.inputs, one.weights = file.values;
+  if (kind != Kind::i8) return;
+  const cpu::Matrix packed = weights.matrix(name);
+  for (int64_t o = 0; o < one.outputs; ++o) {
+    const std::vector<float> row = weights_of(*cpu::portable_kernels(), packed, o);
+    std::copy(row.begin(), row.begin() + one.inputs, one.weights.begin() + o * one.inputs);
+  }
+}
+
+void Toy::vector(const std::string& name, int64_t count, double mean, double deviation) {
+  std::vector<float> values = normals(count, deviation);
+  for (float& value : values) value += static_cast<float>(mean);
+  weights.add_vector(name, values.data(), count);
+  vectors[name].assign(values.begin(), values.end());
+}
+
+void Toy::bias(const std::string& name, int64_t count) {
+  vector(name + ".bias", count, 0.0, 0.3);
+  dense[name].bias = vectors[name + ".bias"];
+}
+
+void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width) {
+  const std::string attention = prefix + "self_attn.";
+  const int64_t size = shape.heads.size, queries = shape.heads.queries * size, keys = shape.heads.keys * size;
+  matrix(attention + "q_proj", shape.kind, queries, width);
+  matrix(attention + "k_proj", shape.kind, keys, width);
+  matrix(attention + "v_proj", shape.other, keys, width);
+  matrix(attention + "o_proj", shape.kind, shape.hidden, queries);
+  matrix(prefix + "mlp.gate_proj", shape.kind, shape.inner, shape.hidden);
+  matrix(prefix + "mlp.up_proj", shape.other, shape.inner, shape.hidden);
+  matrix(prefix + "mlp.down_proj", shape.other, shape.hidden, shape.inner);
+  vector(prefix + "post_attention_layernorm.weight", shape.hidden, 1.0, 0.2);
+  if (shape.biases) {
+    bias(attention + "q_proj", queries);
+    bias(attention + "k_proj", keys);
+    bias(attention + "v_proj", keys);
+    bias(attention + "o_proj", shape.hidden);
+  }
+  if (shape.head_norms) {
+    vector(attention + "q_norm.weight", size, 1.0, 0.2);
+    vector(attention + "k_norm.weight", size, 1.0, 0.2);
+  }
+}
+
+double distance(const float* got, const Row& exact) {
+  double apart = 0.0, length = 0.0;
+  for (size_t i = 0; i < exact.size(); ++i) {
+    apart += std::pow(static_cast<double>(got[i]) - exact[i], 2);
+    length += exact[i] * exact[i];
+  }
+  return std::sqrt(apart / length);
+}
+
+namespace naive {
+
+Row norm(const Row& x, const Row& weight) {
+  double squares = 0.0;
+  for (const double value : x) squares += value * value;
+  const double root = 1.0 / std::sqrt(squares / static_cast<double>(x.size()) + static_cast<double>(kEps));
+  Row out(x.size());
+  for (size_t i = 0; i < x.size(); ++i) out[i] = x[i] * root * weight[i];
+  return out;
+}
+
+Positions::Positions(int64_t head_size) : factor(1.1f) {
+  for (int64_t i = 0; i < head_size / 2; ++i)
+    frequencies.push_back(std::pow(100.0f, -2.0f * static_cast<float>(i) / static_cast<float>(head_size)));
+}
+
+void Positions::rotate(double* head, int64_t position) const {
+  const size_t half = frequencies.size();
+  for (size_t i = 0; i < half; ++i) {
+    const double angle = static_cast<double>(static_cast<float>(position) * frequencies[i]);
+    const double cosine = std::cos(angle) * static_cast<double>(factor);
+    const double sine = std::sin(angle) * static_cast<double>(factor);
+    const double a = head[i], b = head[i + half];
+    head[i] = a * cosine - b * sine, head[i + half] = b * cosine + a * sine;
+  }
+}
+
+void Layer::run(const std::vector<Row>& inputs, const Context& context, std::vector<Row>& residual) const {
+  std::vector<Row> queries, keys, values;
+  for (size_t r = 0; r < inputs.size(); ++r) {
+    queries.push_back(heads_of("q", heads_.queries, inputs[r], context.positions[r]));
+    keys.push_back(heads_of("k", heads_.keys, inputs[r], context.positions[r]));
+    values.push_back(dense("self_attn.v_proj")(inputs[r]));
+  }
+  const auto add = [](const Row& added, Row& to) {
+    for (size_t i = 0; i < to.size(); ++i) to[i] += added[i];
+  };
+  for (size_t r = 0; r < inputs.size(); ++r) {
+    add(dense("self_attn.o_proj")(attend(queries[r], keys, values, context.sees[r])), residual[r]);
+    const Row normed = norm(residual[r], toy_.vectors.at(prefix_ + "post_attention_layernorm.weight"));
+    Row gates = dense("mlp.gate_proj")(normed);
+    const Row ups = dense("mlp.up_proj")(normed);
+    for (size_t i = 0; i < gates.size(); ++i) gates[i] = gates[i] / (1.0 + std::exp(-gates[i])) * ups[i];
+    add(dense("mlp.down_proj")(gates), residual[r]);
+  }
+}
+
+Row Layer::heads_of(const std::string& which, int64_t count, const Row& input, int64_t position) const {
+  Row all = dense("self_attn." + which + "_proj")(input);
+  const auto weight = toy_.vectors.find(prefix_ + "self_attn." + which + "_norm.weight");
+  for (int64_t h = 0; h < count; ++h) {
+    double* head = all.data() + h * heads_.size;
+    if (weight != toy_.vectors.end()) {
+      const Row normed = norm(Row(head, head + heads_.size), weight->second);
+      std::copy(normed.begin(), normed.end(), head);
+    }
+    positions_.rotate(head, position);
+  }
+  return all;
+}
+
+Row Layer::attend(const Row& query, const std::vector<Row>& keys, const std::vector<Row>& values,
+                  const std::vector<char>& sees) const {
+  Row out(query.size(), 0.0);
+  for (int64_t h = 0; h < heads_.queries; ++h) {
+    const int64_t from = h / heads_.groups() * heads_.size, to = h * heads_.size;
+    Row scores(keys.size(), -INFINITY);
+    double peak = -INFINITY, sum = 0.0;
+    for (size_t s = 0; s < keys.size(); ++s) {
+      if (!sees[s]) continue;
+      scores[s] = 0.0;
+      for (int64_t d = 0; d < heads_.size; ++d) scores[s] += query.data()[to + d] * keys[s].data()[from + d];
+      scores[s] /= std::sqrt(static_cast<double>(heads_.size));
+      peak = std::max(peak, scores[s]);
+    }
+    for (double& score : scores) score = std::exp(score - peak), sum += score;
+    for (size_t s = 0; s < keys.size(); ++s)
+      for (int64_t d = 0; d < heads_.size && sees[s]; ++d)
+        out.data()[to + d] += scores[s] / sum * values[s].data()[from + d];
+  }
+  return out;
+}
+
+}  // namespace naive
+}  // namespace cpu_test

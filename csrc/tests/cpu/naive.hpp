@@ -1,0 +1,89 @@
+// The Llama family and EAGLE-3's head row by row in double precision, without a cache: what csrc/cpu has to compute.
+#pragma once
+
+#include <map>
+
+#include "tests/cpu/packed.hpp"
+
+namespace cpu_test {
+
+using Row = std::vector<double>;
+
+struct ToyShape {
+  Kind kind, other;  // of the matrices; values, ups and downs are `other`
+  int64_t hidden, inner, vocabulary;
+  cpu::Heads heads;
+  bool half;  // the cache is bfloat16
+  bool biases, head_norms, tied;
+};
+
+constexpr float kEps = 1e-6f;
+
+struct Dense {
+  int64_t outputs = 0, inputs = 0;
+  Row weights, bias;  // [outputs][inputs]; [outputs] or nothing
+
+  Row operator()(const Row& x) const;
+};
+
+// Weights twice: as the network under test has them, and as the numbers that they stand for.
+class Toy {
+ public:
+  explicit Toy(int threads = 1) : weights(threads) {}
+
+  void matrix(const std::string& name, Kind kind, int64_t outputs, int64_t inputs);
+  void add(const std::string& name, Kind kind, const FileMatrix& file);
+  void vector(const std::string& name, int64_t count, double mean, double deviation);
+  void bias(const std::string& name, int64_t count);
+  // Attention and gated network of a layer, whose queries, keys and values are made of `width` inputs.
+  void layer(const std::string& prefix, const ToyShape& shape, int64_t width);
+
+  cpu::Weights weights;
+  std::map<std::string, Dense> dense;
+  std::map<std::string, Row> vectors;
+};
+
+namespace naive {
+
+Row norm(const Row& x, const Row& weight);
+
+struct Positions {
+  std::vector<float> frequencies;
+  float factor;
+
+  explicit Positions(int64_t head_size);
+  void rotate(double* head, int64_t position) const;
+};
+
+// All rows of a context: where they stand and which of the others each sees.
+struct Context {
+  std::vector<int64_t> positions;
+  std::vector<std::vector<char>> sees;  // [row][row]
+};
+
+// Adds to the rows of `residual` what attention over `inputs` gives, and then the gated network.
+class Layer {
+ public:
+  Layer(const Toy& toy, const std::string& prefix, const cpu::Heads& heads)
+      : toy_(toy), prefix_(prefix), heads_(heads), positions_(heads.size) {}
+
+  void run(const std::vector<Row>& inputs, const Context& context, std::vector<Row>& residual) const;
+
+ private:
+  const Dense& dense(const std::string& name) const { return toy_.dense.at(prefix_ + name); }
+  Row heads_of(const std::string& which, int64_t count, const Row& input, int64_t position) const;
+  Row attend(const Row& query, const std::vector<Row>& keys, const std::vector<Row>& values,
+             const std::vector<char>& sees) const;
+
+  const Toy& toy_;
+  const std::string prefix_;
+  const cpu::Heads heads_;
+  const Positions positions_;
+};
+
+}  // namespace naive
+
+// The distance as a share of the length.
+double distance(const float* got, const Row& exact);
+
+}  // namespace cpu_test

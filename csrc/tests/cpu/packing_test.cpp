@@ -1,0 +1,56 @@
+// Packing and `weights` of each table against the blocks of files taken apart one number at a time.
+#include "tests/cpu/packed.hpp"
+
+namespace cpu_test {
+namespace {
+
+void test_weights(const cpu::Kernels& kernels, const Packed& packed) {
+  const cpu::Matrix& m = packed.matrix;
+  for (int64_t o = 0; o < m.outputs; ++o) {
+    const std::vector<float> row = weights_of(kernels, m, o);
+    const double* exact = packed.values.data() + o * m.inputs;
+    for (int64_t k = 0; k < m.blocks * cpu::kDepth; ++k)
+      expect(row[static_cast<size_t>(k)] == (k < m.inputs ? exact[k] : 0.0), kernels,
+             std::string("weights of ") + name_of(m.kind), o);
+  }
+}
+
+// Each row has 255 steps, the largest of which is its largest number.
+void test_int8(const Packed& packed) {
+  const int64_t inputs = packed.matrix.inputs;
+  for (int64_t o = 0; o < packed.matrix.outputs; ++o) {
+    const double *was = packed.kept_from.data() + o * inputs, *is = packed.values.data() + o * inputs;
+    double peak = 0.0;
+    for (int64_t k = 0; k < inputs; ++k) peak = std::max(peak, std::fabs(was[k]));
+    for (int64_t k = 0; k < inputs; ++k) {
+      const double steps = peak == 0.0 ? 0.0 : is[k] / peak * 127.0;
+      check(std::fabs(is[k] - was[k]) <= peak / 254.0 * 1.00001, "int8 is the nearest step", o);
+      check(std::fabs(steps - std::nearbyint(steps)) < 1e-4 && std::fabs(steps) < 127.1, "int8 is a step", o);
+    }
+  }
+}
+
+void test_int8_of_zeros() {
+  const FileMatrix zeros{Kind::f32, 2, 32, std::vector<uint8_t>(256, 0), {}};
+  cpu::Weights weights(1);
+  pack(weights, "m", Kind::i8, zeros, nullptr);
+  for (const cpu::Kernels* kernels : cpu::available_kernels())
+    for (const float weight : weights_of(*kernels, weights.matrix("m"), 1))
+      expect(weight == 0.0f, *kernels, "int8 of zeros", 2);
+}
+
+}  // namespace
+
+void test_packing() {
+  for (const Kind kind : kKinds)
+    for (const int64_t outputs : {1, 16, 19, 40})
+      for (const int64_t inputs : {34, 64, 256, 544}) {
+        const bool wild = outputs != 16, shuffled = outputs == 19;
+        const Packed packed(kind, outputs, inputs_of(kind, inputs), wild, false, shuffled, 1 + outputs % 3);
+        for (const cpu::Kernels* kernels : cpu::available_kernels()) test_weights(*kernels, packed);
+        if (kind == Kind::i8) test_int8(packed);
+      }
+  test_int8_of_zeros();
+}
+
+}  // namespace cpu_test

@@ -1,0 +1,168 @@
+// Products of each table and kind: against sums in double precision, and the same bits whatever stands beside a row.
+#include "tests/cpu/packed.hpp"
+
+namespace cpu_test {
+namespace {
+
+constexpr int64_t kMostRows = 70;
+
+// Rows of inputs as products read them; lanes that hold no row are NaN, as they must not matter.
+struct Tiled {
+  int64_t rows, tiles;
+  cpu::Input in;
+  Guarded<uint32_t> words;
+
+  Tiled(const cpu::Kernels& kernels, const std::vector<float>& x, int64_t inputs, const std::vector<int64_t>& order)
+      : rows(static_cast<int64_t>(order.size())), tiles((rows + cpu::kRows - 1) / cpu::kRows) {
+    in.stride = cpu::rounded_up(inputs, cpu::kDepth) * cpu::kRows / (kernels.pairs ? 2 : 1);
+    words = Guarded<uint32_t>(in.stride * tiles);
+    words.fill(0);
+    in.data = words.data();
+    Begun begun(kernels);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const Guarded<float> states(inputs * cpu::kRows);
+      for (int64_t lane = 0; lane < std::min<int64_t>(cpu::kRows, rows - t * cpu::kRows); ++lane)
+        for (int64_t k = 0; k < inputs; ++k)
+          states[k * cpu::kRows + lane] =
+              x[static_cast<size_t>(order[static_cast<size_t>(t * cpu::kRows + lane)] * inputs + k)];
+      kernels.copy(states.data(), inputs, in, t, 0);
+    }
+  }
+};
+
+// Sums [rows][16] of each panel.
+std::vector<std::vector<float>> products(const cpu::Kernels& kernels, const std::vector<const cpu::Matrix*>& matrices,
+                                         const std::vector<int64_t>& panels, const Tiled& inputs) {
+  const int count = static_cast<int>(matrices.size());
+  std::vector<Guarded<float>> sums;
+  std::vector<float*> to;
+  for (int i = 0; i < count; ++i) {
+    sums.emplace_back(inputs.tiles * cpu::kOutputs * cpu::kRows);
+    to.push_back(sums.back().data());
+  }
+  const Guarded<uint8_t> scratch(cpu::scratch_bytes(matrices[0]->blocks));
+  Begun begun(kernels);
+  kernels.products(matrices.data(), panels.data(), count, inputs.in, inputs.tiles, inputs.rows, to.data(),
+                   scratch.data());
+  std::vector<std::vector<float>> found;
+  for (const Guarded<float>& from : sums) {
+    found.emplace_back();
+    for (int64_t r = 0; r < inputs.rows; ++r)
+      for (int64_t o = 0; o < cpu::kOutputs; ++o)
+        found.back().push_back(from[(r / cpu::kRows * cpu::kOutputs + o) * cpu::kRows + r % cpu::kRows]);
+  }
+  return found;
+}
+
+class Products {
+ public:
+  Products(const cpu::Kernels& kernels, const Packed& packed, const Packed& other)
+      : kernels_(kernels), packed_(packed), other_(other), inputs_(packed.matrix.inputs) {
+    x_ = normals(kMostRows * inputs_);
+    for (int64_t i = 0; i < inputs_; ++i) x_[static_cast<size_t>(3 * inputs_ + i)] *= 1e4f;  // one row is large
+    for (const Packed* one : {&packed_, &other_})
+      for (int64_t panel = 0; panel < one->matrix.panels; ++panel)
+        for (int64_t r = 0; r < kMostRows; ++r) {
+          const Tiled row(kernels_, x_, inputs_, {r});
+          alone_[one == &other_].push_back(products(kernels_, {&one->matrix}, {panel}, row)[0]);
+        }
+  }
+
+  // A row alone, against double precision. Sums in single precision lose a unit in the last place per term at most.
+  void exact() const {
+    for (int64_t panel = 0; panel < packed_.matrix.panels; ++panel)
+      for (int64_t r = 0; r < kMostRows; ++r)
+        for (int64_t i = 0; i < cpu::kOutputs; ++i) {
+          const int64_t o = panel * cpu::kOutputs + i;
+          if (o >= packed_.matrix.outputs) continue;
+          double sum = packed_.bias[static_cast<size_t>(o)], size = std::fabs(sum);
+          for (int64_t k = 0; k < inputs_; ++k) {
+            const double x = static_cast<double>(x_[static_cast<size_t>(r * inputs_ + k)]);
+            const double weight = packed_.values[static_cast<size_t>(o * inputs_ + k)];
+            const double term = (kernels_.pairs ? as_bf16(x) : x) * weight;
+            sum += term, size += std::fabs(term);
+          }
+          const double got = static_cast<double>(alone(0, panel, r)[static_cast<size_t>(i)]);
+          expect(std::fabs(got - sum) <= 1e-5 * size, kernels_, label("exact products"), r);
+        }
+  }
+
+  // So many rows, beginning with some other each time; with one matrix, two panels of it, and two matrices.
+  void among(int64_t rows) const {
+    std::vector<int64_t> order(static_cast<size_t>(rows));
+    const int64_t first = below(kMostRows);
+    for (int64_t i = 0; i < rows; ++i) order[static_cast<size_t>(i)] = (first + i * 3) % kMostRows;
+    const Tiled inputs(kernels_, x_, inputs_, order);
+    const int64_t last = packed_.matrix.panels - 1, next = other_.matrix.panels - 1;
+    compare(order, {0}, {last}, inputs);
+    compare(order, {0, 0}, {last, 0}, inputs);
+    compare(order, {0, 1}, {0, next}, inputs);
+  }
+
+  // A row that is NaN, infinite or both leaves no trace in the others.
+  void poisoned() {
+    const std::vector<float> before = x_;
+    for (int64_t i = 0; i < inputs_; ++i) x_[static_cast<size_t>(5 * inputs_ + i)] = i % 3 ? NAN : INFINITY;
+    std::vector<int64_t> order(20);
+    for (int64_t i = 0; i < 20; ++i) order[static_cast<size_t>(i)] = i;
+    const Tiled inputs(kernels_, x_, inputs_, order);
+    const std::vector<float> sums = products(kernels_, {&packed_.matrix}, {0}, inputs)[0];
+    for (int64_t r = 0; r < 20; ++r) {
+      const std::vector<float> row(sums.begin() + r * cpu::kOutputs, sums.begin() + (r + 1) * cpu::kOutputs);
+      if (r != 5) expect(same_bits(row, alone(0, 0, r)), kernels_, label("products beside NaN"), r);
+      if (r == 5) expect(std::isnan(row[0]), kernels_, label("products of NaN"), r);
+    }
+    x_ = before;
+  }
+
+ private:
+  const std::vector<float>& alone(size_t which, int64_t panel, int64_t row) const {
+    return alone_[which][static_cast<size_t>(panel * kMostRows + row)];
+  }
+
+  void compare(const std::vector<int64_t>& order, const std::vector<size_t>& which, const std::vector<int64_t>& panels,
+               const Tiled& inputs) const {
+    std::vector<const cpu::Matrix*> matrices;
+    for (const size_t one : which) matrices.push_back(one == 0 ? &packed_.matrix : &other_.matrix);
+    const auto sums = products(kernels_, matrices, panels, inputs);
+    for (size_t i = 0; i < which.size(); ++i)
+      for (size_t r = 0; r < order.size(); ++r) {
+        const std::vector<float> row(sums[i].begin() + static_cast<int64_t>(r) * cpu::kOutputs,
+                                     sums[i].begin() + static_cast<int64_t>(r + 1) * cpu::kOutputs);
+        expect(same_bits(row, alone(which[i], panels[i], order[r])), kernels_, label("a row's bits among others"),
+               static_cast<int64_t>(order.size()));
+      }
+  }
+
+  std::string label(const char* what) const {
+    return std::string(what) + " of " + name_of(packed_.matrix.kind) + ", beside " + name_of(other_.matrix.kind);
+  }
+
+  const cpu::Kernels& kernels_;
+  const Packed &packed_, &other_;
+  const int64_t inputs_;
+  std::vector<float> x_;
+  std::vector<std::vector<float>> alone_[2];
+};
+
+}  // namespace
+
+void test_products() {
+  for (const Kind kind : kKinds) {
+    const int64_t inputs = inputs_of(kind, 290);  // not of 32, where the kind allows it
+    const Packed packed(kind, 35, inputs, kind == Kind::q4_0, true, false);
+    const Packed other(kind == Kind::q8_0 || inputs % 32 ? Kind::bf16 : Kind::q8_0, 17, inputs, false, false, false);
+    for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+      if (!multiplies(*kernels, kind)) continue;
+      Products products(*kernels, packed, other);
+      products.exact();
+      if (kind == Kind::bf16)
+        for (int64_t rows = 1; rows <= kMostRows; ++rows) products.among(rows);
+      else
+        for (const int64_t rows : {1, 2, 15, 16, 17, 32, 33, 48, 63, 64, 65, 70}) products.among(rows);
+      products.poisoned();
+    }
+  }
+}
+
+}  // namespace cpu_test

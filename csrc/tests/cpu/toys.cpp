@@ -1,0 +1,137 @@
+#include "tests/cpu/toys.hpp"
+
+namespace cpu_test {
+
+namespace {
+
+FileMatrix repeated(FileMatrix file, int64_t period) {
+  const auto bytes = static_cast<int64_t>(file.bytes.size()) / file.outputs;
+  for (int64_t o = period; o < file.outputs; ++o) {
+    std::copy_n(file.bytes.begin() + (o - period) * bytes, bytes, file.bytes.begin() + o * bytes);
+    std::copy_n(file.values.begin() + (o - period) * file.inputs, file.inputs, file.values.begin() + o * file.inputs);
+  }
+  return file;
+}
+
+}  // namespace
+
+std::vector<int64_t> random_tokens(int64_t count, int64_t vocabulary) {
+  std::vector<int64_t> tokens(static_cast<size_t>(count));
+  for (int64_t& token : tokens) token = below(vocabulary);
+  return tokens;
+}
+
+std::vector<int64_t> counting(int64_t first, int64_t count) {
+  std::vector<int64_t> found;
+  for (int64_t i = 0; i < count; ++i) found.push_back(first + i);
+  return found;
+}
+
+std::vector<std::vector<float>> in_rows(const Guarded<float>& all, int64_t rows) {
+  std::vector<std::vector<float>> found;
+  const int64_t width = rows ? all.size() / rows : 0;
+  for (int64_t r = 0; r < rows; ++r) found.emplace_back(all.data() + r * width, all.data() + (r + 1) * width);
+  return found;
+}
+
+bool Given::same_row(int64_t row, const Given& other, int64_t of) const {
+  const auto a = static_cast<size_t>(row), b = static_cast<size_t>(of);
+  return same_bits(states[a], other.states[b]) && same_bits(logits[a], other.logits[b]) && chosen[a] == other.chosen[b];
+}
+
+bool Given::operator==(const Given& other) const {
+  if (chosen.size() != other.chosen.size()) return false;
+  for (size_t r = 0; r < chosen.size(); ++r)
+    if (!same_row(static_cast<int64_t>(r), other, static_cast<int64_t>(r))) return false;
+  return true;
+}
+
+ToyDecoder::ToyDecoder(const ToyShape& shape, int threads, int64_t period) : shape(shape), toy(threads) {
+  const Kind from = source_of(shape.kind);
+  FileMatrix embedding = random_matrix(from, shape.vocabulary, shape.hidden, false);
+  const auto row = static_cast<int64_t>(embedding.bytes.size()) / shape.vocabulary;
+  if (has_nan()) std::fill(embedding.bytes.end() - row, embedding.bytes.end(), uint8_t{0xFF});
+  toy.add("model.embed_tokens", shape.kind, shape.tied ? repeated(embedding, period) : embedding);
+  if (!shape.tied) {
+    const double size = 1.0 / std::sqrt(static_cast<double>(shape.hidden));
+    const FileMatrix head = random_matrix(from, shape.vocabulary, shape.hidden, false, size);
+    toy.add("lm_head", shape.kind, repeated(head, period));
+  }
+  toy.vector("model.norm.weight", shape.hidden, 1.0, 0.2);
+  for (int64_t i = 0; i < kLayers; ++i) {
+    const std::string prefix = "model.layers." + std::to_string(i) + ".";
+    toy.layer(prefix, shape, shape.hidden);
+    toy.vector(prefix + "input_layernorm.weight", shape.hidden, 1.0, 0.2);
+  }
+}
+
+ToyDecoder::Exact ToyDecoder::exact(const std::vector<int64_t>& tokens, const naive::Context& context) const {
+  Exact found;
+  std::vector<Row> x;
+  const Dense &embedding = toy.dense.at("model.embed_tokens"), &head = shape.tied ? embedding : toy.dense.at("lm_head");
+  for (const int64_t token : tokens) {
+    const auto row = embedding.weights.begin() + token * shape.hidden;
+    x.emplace_back(row, row + shape.hidden);
+  }
+  const auto normed = [&](const std::string& name) {
+    std::vector<Row> rows;
+    for (const Row& row : x) rows.push_back(naive::norm(row, toy.vectors.at(name)));
+    return rows;
+  };
+  for (int64_t i = 0; i < kLayers; ++i) {
+    const std::string prefix = "model.layers." + std::to_string(i) + ".";
+    found.states.push_back(x);
+    naive::Layer(toy, prefix, shape.heads).run(normed(prefix + "input_layernorm.weight"), context, x);
+  }
+  found.states.push_back(normed("model.norm.weight"));
+  for (const Row& row : found.states.back()) found.logits.push_back(head(row));
+  return found;
+}
+
+struct Network::Decoder : cpu::Decoder {
+  using cpu::Decoder::Decoder;
+};
+
+Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels) : shape_(toy.shape) {
+  const cpu::Shape sizes{kLayers, shape_.hidden, shape_.vocabulary, shape_.heads, kEps};
+  decoder_ = std::make_unique<Decoder>(kernels, sizes, toy.toy.weights, rope_of(shape_));
+}
+
+Network::~Network() = default;
+
+Given Network::run(const Ask& ask, const Slab& slab, int64_t capacity, int threads) {
+  const auto rows = static_cast<int64_t>(ask.tokens.size());
+  const Guarded<float> states(rows * (kLayers + 1) * shape_.hidden),
+      logits((rows - ask.first_logits) * shape_.vocabulary);
+  Given given;
+  given.chosen.assign(ask.tokens.size(), -7);
+  cpu::Decoder::Call call{};
+  call.rows.count = rows, call.rows.positions = ask.positions.data();
+  call.rows.prefix = ask.prefix, call.rows.start = ask.start;
+  if (ask.seen) call.rows.seen = ask.seen->data(), call.rows.words = static_cast<int64_t>(ask.seen->size()) / rows;
+  call.tokens = ask.tokens.data();
+  call.slab = slab.data(), call.capacity = capacity, call.half = shape_.half;
+  call.features = counting(0, kLayers + 1), call.states = states.data();
+  call.logits = logits.data(), call.first_logits = ask.first_logits;
+  call.chosen = given.chosen.data(), call.layers = kLayers;
+  decoder_->forward(call, threads);
+  given.states = in_rows(states, rows), given.logits = in_rows(logits, rows - ask.first_logits);
+  return given;
+}
+
+std::vector<std::vector<float>> Network::read(const std::vector<std::vector<float>>& states) {
+  const auto rows = static_cast<int64_t>(states.size());
+  const Guarded<float> from(rows * shape_.hidden), logits(rows * shape_.vocabulary);
+  float* to = from.data();
+  for (const auto& row : states) to = std::copy(row.begin(), row.end(), to);
+  decoder_->read(from.data(), rows, logits.data(), 1);
+  return in_rows(logits, rows);
+}
+
+std::vector<float> Network::embedding(int64_t token) {
+  const Guarded<float> out(shape_.hidden);
+  decoder_->embedding(token, out.data());
+  return out.values();
+}
+
+}  // namespace cpu_test

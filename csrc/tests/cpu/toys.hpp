@@ -1,0 +1,91 @@
+// Tiny decoders of random weights, and what one forward of them gives.
+#pragma once
+
+#include <memory>
+
+#include "tests/cpu/trees.hpp"
+
+namespace cpu_test {
+
+constexpr int64_t kLayers = 2;
+
+using Slab = Guarded<uint8_t>;  // keys and values, NaN where nothing was written
+
+inline Slab copied(const Slab& slab) { return {slab.data(), slab.size()}; }
+
+inline int64_t slab_bytes(const ToyShape& shape, int64_t layers, int64_t capacity) {
+  return layers * 2 * shape.heads.keys * capacity * shape.heads.size * (shape.half ? 2 : 4);
+}
+
+inline cpu::Rope rope_of(const ToyShape& shape) {
+  const naive::Positions positions(shape.heads.size);
+  return {positions.frequencies, positions.factor};
+}
+
+// How far results may be from those of doubles: something may be rounded to bfloat16 on the way.
+inline double tolerance(const cpu::Kernels& kernels, const ToyShape& shape) {
+  return kernels.pairs || shape.half ? 0.05 : 1e-4;
+}
+
+std::vector<int64_t> random_tokens(int64_t count, int64_t vocabulary);
+std::vector<int64_t> counting(int64_t first, int64_t count);
+std::vector<std::vector<float>> in_rows(const Guarded<float>& all, int64_t rows);
+
+// Which tokens a forward runs, and what they see.
+struct Ask {
+  std::vector<int64_t> tokens, positions;
+  int64_t start, prefix;
+  const std::vector<uint64_t>* seen = nullptr;  // of the slots behind `prefix`; null: all slots up to the token's own
+  int64_t first_logits = 0;
+
+  // Tokens that stand and are seen in their order.
+  static Ask in_order(const std::vector<int64_t>& tokens, int64_t start) {
+    return {tokens, counting(start, static_cast<int64_t>(tokens.size())), start, start};
+  }
+};
+
+// What a forward gives for each row.
+struct Given {
+  std::vector<std::vector<float>> states, logits;  // [row]; states are all layers' side by side
+  std::vector<int64_t> chosen;
+
+  bool same_row(int64_t row, const Given& other, int64_t of) const;
+  bool operator==(const Given& other) const;
+};
+
+class ToyDecoder {
+ public:
+  // Every weight is drawn anew; the head's rows repeat after `period` tokens, so that the best logit is never alone.
+  explicit ToyDecoder(const ToyShape& shape, int threads = 1, int64_t period = 13);
+
+  // Hidden states [layers + 1][row] as transformers numbers them, and logits [row].
+  struct Exact {
+    std::vector<std::vector<Row>> states;
+    std::vector<Row> logits;
+  };
+  Exact exact(const std::vector<int64_t>& tokens, const naive::Context& context) const;
+
+  // Whether the last token's embedding is NaN.
+  bool has_nan() const { return !shape.tied && (shape.kind == Kind::f32 || shape.kind == Kind::bf16); }
+
+  ToyShape shape;
+  Toy toy;
+};
+
+// cpu::Decoder of a toy, compiled in one place.
+class Network {
+ public:
+  Network(const ToyDecoder& toy, const cpu::Kernels& kernels);
+  ~Network();
+
+  Given run(const Ask& ask, const Slab& slab, int64_t capacity, int threads = 1);
+  std::vector<std::vector<float>> read(const std::vector<std::vector<float>>& states);
+  std::vector<float> embedding(int64_t token);
+
+ private:
+  struct Decoder;
+  const ToyShape shape_;
+  std::unique_ptr<Decoder> decoder_;
+};
+
+}  // namespace cpu_test

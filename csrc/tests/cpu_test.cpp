@@ -1,0 +1,22 @@
+// Runs csrc/cpu on every instruction set of this machine against what is computed without it: packing, the kernels,
+// Decoder and Eagle, threads. Exits with 1 and a line per failed check. The argument `without-forks` leaves forks out,
+// which qemu does not survive where there are threads.
+#include "tests/cpu/common.hpp"
+
+int main(int count, char** arguments) {
+  cpu_test::test_threads();
+  if (count < 2 || std::string(arguments[1]) != "without-forks") {
+    cpu_test::test_walls();
+    cpu_test::test_fork();
+  }
+  cpu_test::test_packing();
+  cpu_test::test_products();
+  cpu_test::test_states();
+  cpu_test::test_attend();
+  cpu_test::test_decoder();
+  cpu_test::test_eagle();
+  std::printf("instruction sets:");
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) std::printf(" %s", kernels->name);
+  std::puts("");
+  return verdict();
+}
