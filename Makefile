@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # processes that share the tests, each with one thread and about 2 GB
 TEST_WORKERS ?= 2
 PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.txt
-INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/*)
+INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/cpu/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench test-gpu bench-gpu clean
@@ -53,7 +53,7 @@ ON_KERNELS := SPECENGINE_BACKEND=triton,cpp
 
 clean:  ## remove what was built and cached here; .venv stays, its next use installs again
 	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f specengine/_expander*.so specengine/_expander*.pyd specengine/_cuda.so $(VENV)/.installed-*
+	rm -f specengine/_expander*.so specengine/_cpu*.so specengine/_*.pyd specengine/_cuda.so $(VENV)/.installed-*
 	find specengine kernels tests bench -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # pip is the last thing that a new environment gets, so an interrupted one is made again

@@ -10,8 +10,8 @@ from transformers import LogitsProcessor, PreTrainedModel
 from specengine import Engine
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
+from tests.backend import lm_of, target_of
 from tests.toy import byte_tokenizer, policy_for, tiny
 
 PROMPT = [*range(40, 56), *range(40, 50)]
@@ -50,10 +50,10 @@ def engine_of(
     family: str = "llama", draft: str = "small_model", policy: str = "eagle", tokenizer: Any = None
 ) -> Engine:
     """A new engine over the shared model of that family; draft `none` decodes plainly."""
-    target = HuggingFaceTarget(model_of(family))
+    target = target_of(model_of(family))
     if draft == "none":
         return Engine(target, None, None, tokenizer)
-    drafter = NGram(longest=3, shortest=1) if draft == "ngram" else SmallModel(near_copy(family))
+    drafter = NGram(longest=3, shortest=1) if draft == "ngram" else SmallModel(lm_of(near_copy(family)))
     return Engine(target, drafter, policy_for(policy, 3), tokenizer)
 
 

@@ -31,7 +31,7 @@ def test_greedy_equals_transformers_generate(family: str, policy: str, draft: st
 
 
 def test_the_model_stays_usable_by_itself() -> None:
-    assert engine_of("qwen2").target.lm.attention == "tree"
+    assert engine_of("qwen2").target.lm.attention in ("tree", "native")
     ids = torch.tensor([PROMPT, PROMPT[::-1]])
     mask = torch.ones_like(ids)
     mask[1, :5] = 0

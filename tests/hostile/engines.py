@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.drafters.small_model import SmallModel
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
+from tests.backend import lm_of, target_of
 from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget, policy_for, tiny
 
 PROMPT = [*range(40, 56)]
@@ -23,11 +23,11 @@ near_copy = cache(toy.near_copy)
 
 
 def engine_of(policy: str = "eagle", tokenizer: Any = None) -> Engine:
-    return Engine(HuggingFaceTarget(model()), SmallModel(near_copy()), policy_for(policy), tokenizer)
+    return Engine(target_of(model()), SmallModel(lm_of(near_copy())), policy_for(policy), tokenizer)
 
 
 def plainly(count: int = 20, **options: Any) -> list[int]:
-    return Engine(HuggingFaceTarget(model()), None, None).generate(PROMPT, max_new_tokens=count, **options).token_ids
+    return Engine(target_of(model()), None, None).generate(PROMPT, max_new_tokens=count, **options).token_ids
 
 
 def toy_engine() -> Engine:

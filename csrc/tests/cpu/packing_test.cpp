@@ -30,13 +30,20 @@ void test_int8(const Packed& packed) {
   }
 }
 
-void test_int8_of_zeros() {
-  const FileMatrix zeros{Kind::f32, 2, 32, std::vector<uint8_t>(256, 0), {}};
+// Outputs of zeros stay zeros; where a number is NaN the whole output is, and no other.
+void test_int8_of_no_scale() {
+  FileMatrix file = random_matrix(Kind::f32, 3, 32, false);
+  std::fill_n(file.bytes.begin() + 128, 128, uint8_t{0});
+  std::fill_n(file.bytes.begin() + 256 + 20, 4, uint8_t{0xFF});
   cpu::Weights weights(1);
-  pack(weights, "m", Kind::i8, zeros, nullptr);
+  pack(weights, "m", Kind::i8, file, nullptr);
   for (const cpu::Kernels* kernels : cpu::available_kernels())
-    for (const float weight : weights_of(*kernels, weights.matrix("m"), 1))
-      expect(weight == 0.0f, *kernels, "int8 of zeros", 2);
+    for (int64_t k = 0; k < 32; ++k) {
+      const auto at = [&](int64_t output) {
+        return weights_of(*kernels, weights.matrix("m"), output)[static_cast<size_t>(k)];
+      };
+      expect(std::isfinite(at(0)) && at(1) == 0.0f && std::isnan(at(2)), *kernels, "int8 of zeros and NaN", k);
+    }
 }
 
 }  // namespace
@@ -50,7 +57,7 @@ void test_packing() {
         for (const cpu::Kernels* kernels : cpu::available_kernels()) test_weights(*kernels, packed);
         if (kind == Kind::i8) test_int8(packed);
       }
-  test_int8_of_zeros();
+  test_int8_of_no_scale();
 }
 
 }  // namespace cpu_test

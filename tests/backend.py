@@ -1,0 +1,29 @@
+"""What runs the tiny models of tests: transformers, or with SPECENGINE_TEST_BACKEND=native the C++ forward, if it can."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+from transformers import PreTrainedModel
+
+from specengine.errors import UnsupportedModelError
+from specengine.modeling.native import NativeLM, from_model
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.targets.native import NativeTarget
+
+
+@cache
+def lm_of(model: PreTrainedModel) -> PreTrainedModel | NativeLM:
+    """The model, or what runs it natively."""
+    if os.environ.get("SPECENGINE_TEST_BACKEND") == "native":
+        try:
+            return from_model(model)
+        except UnsupportedModelError:
+            return model
+    return model
+
+
+def target_of(model: PreTrainedModel) -> HuggingFaceTarget | NativeTarget:
+    lm = lm_of(model)
+    return NativeTarget(lm) if isinstance(lm, NativeLM) else HuggingFaceTarget(lm)
