@@ -110,6 +110,13 @@ def test_answers_are_counted_by_set(folder: Path, part: str) -> None:
     assert "speedup_over_llama.cpp" not in sums[-1]
 
 
+def test_what_a_part_loads_serves_the_others(folder: Path) -> None:
+    """Weights loaded in inference mode could not be packed later."""
+    given = Given(str(folder / "model"), dtype="bfloat16")
+    assert len(list(forwards.forward(given, ["huggingface"], [1], 1))) == 1
+    assert not any(weight.is_inference() for weight in given.transformers_model.parameters())
+
+
 def test_sets_count_alike() -> None:
     def row(name: str, rate: float) -> dict[str, Any]:
         rates = {"generate": 10.0, "native": rate}

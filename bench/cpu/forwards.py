@@ -31,7 +31,6 @@ Key = TypeVar("Key", bound=Hashable)
 Record = dict[str, Any]
 
 
-@torch.inference_mode()
 def forward(given: Given, kinds: list[str], rows: list[int], rounds: int) -> Iterator[Record]:
     """A record per kind; rows: ascending from 1. The ratios are medians of those within a round."""
     targets, reads = {}, {}
@@ -107,6 +106,7 @@ def isa(given: Given, arguments: list[str], rounds: int) -> Iterator[Record]:
         }
 
 
+@torch.inference_mode()
 def in_bursts(calls: dict[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
     """Milliseconds of each call, a burst's median for each round; the calls take turns in a round."""
     found: dict[Key, list[float]] = {key: [] for key in calls}
@@ -135,6 +135,7 @@ def tree(size: int, vocabulary: int) -> TokenTree:
     return grown
 
 
+@torch.inference_mode()
 def same_bits(target: Target, grown: TokenTree) -> bool:
     """Whether the logits down the tree's leftmost path are bit for bit those of plain decoding."""
     path = [0]
@@ -151,13 +152,14 @@ def same_bits(target: Target, grown: TokenTree) -> bool:
 
 
 def _prepared(given: Given, kind: str, most: int) -> Target:
-    engine = given.engine(kind)
+    engine = given.engine(kind)  # outside inference mode, which would stick to the weights that other parts share
     ids = given.engine("huggingface").tokenizer(workloads.BUILT_IN["edit"])["input_ids"]
     target = engine.target
     target.reset()
     target.reserve(CONTEXT + most, most)
     target.want_features(())
-    target.prefill((ids * (CONTEXT // len(ids) + 1))[:CONTEXT])
+    with torch.inference_mode():
+        target.prefill((ids * (CONTEXT // len(ids) + 1))[:CONTEXT])
     return target
 
 
