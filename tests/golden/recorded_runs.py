@@ -59,7 +59,7 @@ def engine_of(run: Run) -> Engine:
 
 
 def recorded(run: Run) -> dict[str, np.ndarray]:
-    """By cycle: nodes verified and drafted, passes, nodes accepted; by node: token, parent, log-probability; the answer."""
+    """By cycle: nodes verified and drafted, passes, nodes accepted; by node: token, parent, edge; the answer."""
     options = {} if run.seed is None else {"temperature": 1.0, "seed": run.seed}
     stream = engine_of(run).stream([1, 2, 3, 4], max_new_tokens=TOKENS, **options)
     cycles = [piece.cycle for piece in stream]
