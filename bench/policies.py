@@ -337,8 +337,8 @@ def _figures(cycle: Cycle) -> Figures:
     seconds, tree = cycle.seconds, cycle.tree
     return Figures(
         len(cycle.tokens),
-        tree.passes,
-        tree.size,
+        int(tree.passes),
+        len(tree),
         cycle.drafted,
         seconds.draft,
         seconds.policy,

@@ -124,7 +124,7 @@ class ReplayDrafter(Drafter):
 
     def locate(self, tree: TokenTree) -> list[int]:
         """The place of each node of `tree` in the log; -1 where it is not there."""
-        new = slice(len(self.places), tree.size)
+        new = slice(len(self.places), len(tree))
         for parent, token in zip(tree.parents[new].tolist(), tree.tokens[new].tolist(), strict=True):
             above = self.places[parent]
             self.places.append(self._child.get((above, token), -1) if above >= 0 else -1)
@@ -177,7 +177,7 @@ def replay_cycle(logged: LoggedTree, columns: Columns, policy: TreePolicy) -> Re
         len(tokens),
         float(path_log_probs(logged)[known].exp().sum()),
         drafter.widths,
-        draft.tree.size,
+        len(draft.tree),
         draft.drafted,
         seconds.policy,
         drafter.missed,

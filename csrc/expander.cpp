@@ -1,8 +1,9 @@
-// specengine._expander: the functions of csrc/spec over raw addresses. Their only caller is specengine/native.py, which
+// specengine._expander: the functions of csrc/spec over raw addresses. Their only caller is specengine/ops/cpp.py, which
 // has checked device, dtype, shape and contiguity; an address as an integer costs the least per call.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -26,13 +27,26 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-void write(const std::vector<spec::Candidate>& found, int64_t* rows, int64_t* columns, float* log_probs,
+// A number that may be left out.
+template <typename T>
+T number(uintptr_t address, T without) {
+  return address ? *at<const T>(address) : without;
+}
+
+// A count, which may say more than there is room for.
+int64_t count(uintptr_t address, int64_t most) {
+  return std::clamp<int64_t>(*at<const int32_t>(address), 0, most);
+}
+
+// Behind what was found stands 0.
+void write(const std::vector<spec::Candidate>& found, size_t most, int64_t* rows, int64_t* columns, float* log_probs,
            float* scores) {
-  for (size_t i = 0; i < found.size(); ++i) {
-    rows[i] = found[i].row;
-    columns[i] = found[i].column;
-    log_probs[i] = found[i].log_prob;
-    scores[i] = found[i].score;
+  for (size_t i = 0; i < most; ++i) {
+    const spec::Candidate candidate = i < found.size() ? found[i] : spec::Candidate{0.0f, 0.0f, 0.0f, 0, 0};
+    rows[i] = candidate.row;
+    columns[i] = candidate.column;
+    log_probs[i] = candidate.log_prob;
+    scores[i] = candidate.score;
   }
 }
 
@@ -40,14 +54,6 @@ void write(const std::vector<spec::Candidate>& found, int64_t* rows, int64_t* co
 spec::Network network(const std::vector<uintptr_t>& parameters, int64_t inputs, int64_t hidden) {
   return {at<const float>(parameters[0]), at<const float>(parameters[1]), at<const float>(parameters[2]),
           *at<const float>(parameters[3]), inputs, hidden};
-}
-
-// (nodes, those of them to draft from, their mass)
-py::tuple draw(spec::BestFirst& queue, int64_t count, bool expands, uintptr_t parents, uintptr_t tokens,
-               uintptr_t log_probs, uintptr_t expand) {
-  const spec::Drawn drawn = spec::draw(queue.state, count, expands, at<int64_t>(parents), at<int64_t>(tokens),
-                                       at<float>(log_probs), at<int64_t>(expand));
-  return py::make_tuple(drawn.nodes, drawn.expanded, drawn.mass);
 }
 
 // shape: that of spec::AttentionShape, in its order.
@@ -66,26 +72,42 @@ void attend(bool bfloat16, const std::vector<int64_t>& shape, float scale, uintp
 }  // namespace
 
 PYBIND11_MODULE(_expander, module) {
+  module.attr("INTERFACE") = 2;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
   module.def("ancestor_words", [](uintptr_t parents, int64_t nodes, uintptr_t out) {
-    return spec::ancestor_words(at<const int64_t>(parents), nodes, at<uint64_t>(out));
+    return spec::ancestor_words(at<const int64_t>(parents), nodes, spec::words_for(nodes), at<uint64_t>(out));
   });
-  module.def("append_nodes", [](const std::vector<uintptr_t>& tree, int64_t words, int64_t size, int64_t count,
-                                uintptr_t parents, uintptr_t tokens, uintptr_t log_probs) {
+  module.def("append_nodes", [](const std::vector<uintptr_t>& tree, int64_t capacity, int64_t words, uintptr_t size,
+                                uintptr_t live, int64_t room, uintptr_t parents, uintptr_t tokens, uintptr_t log_probs,
+                                uintptr_t overflow, uintptr_t ids) {
     const spec::TreeArrays arrays{at<int64_t>(tree[0]), at<int64_t>(tree[1]), at<int64_t>(tree[2]), at<float>(tree[3]),
                                   at<float>(tree[4]),   at<uint64_t>(tree[5]), words};
-    return spec::append_nodes(arrays, size, count, at<const int64_t>(parents), at<const int64_t>(tokens),
-                              at<const float>(log_probs));
+    const int64_t before = *at<int32_t>(size), given = count(live, room);
+    const bool fits = before + given <= capacity;
+    const int64_t added = fits ? given : 0;
+    if (!fits) *at<int32_t>(overflow) = 1;
+    if (!spec::append_nodes(arrays, before, added, at<const int64_t>(parents), at<const int64_t>(tokens),
+                            at<const float>(log_probs)))
+      return false;
+    for (int64_t i = 0; i < room; ++i) at<int64_t>(ids)[i] = i < added ? before + i : 0;
+    *at<int32_t>(size) = static_cast<int32_t>(before + added);
+    return true;
   });
-  module.def("subtree", [](uintptr_t parents, int64_t size, uintptr_t nodes, int64_t count, uintptr_t new_parents,
-                           uintptr_t ancestors) {
-    return spec::subtree(at<const int64_t>(parents), size, at<const int64_t>(nodes), count, at<int64_t>(new_parents),
-                         at<uint64_t>(ancestors));
+  module.def("subtree", [](uintptr_t parents, int64_t size, uintptr_t nodes, uintptr_t live, int64_t room,
+                           uintptr_t new_parents, uintptr_t ancestors) {
+    return spec::subtree(at<const int64_t>(parents), size, at<const int64_t>(nodes), count(live, room), room,
+                         at<int64_t>(new_parents), at<uint64_t>(ancestors));
   });
   module.def("tree_mask", [](uintptr_t ancestors, int64_t nodes, int64_t words, int64_t columns, uintptr_t out) {
     spec::tree_mask(at<const uint64_t>(ancestors), nodes, words, columns, at<uint8_t>(out));
   });
-  module.def("select_best", [](uintptr_t values, int64_t size, int64_t count, uintptr_t out) {
-    return spec::select_best(at<const float>(values), size, count, at<int64_t>(out));
+  module.def("select_best", [](uintptr_t scores, int64_t size, uintptr_t live, int64_t most, uintptr_t limit,
+                               uintptr_t out, uintptr_t found) {
+    const int64_t wanted = std::clamp<int64_t>(number<int32_t>(limit, INT32_MAX), 0, most);
+    const int64_t kept = spec::select_best(at<const float>(scores), count(live, size), wanted, at<int64_t>(out));
+    if (kept < 0) return false;
+    std::fill(at<int64_t>(out) + kept, at<int64_t>(out) + most, int64_t{0});
+    *at<int32_t>(found) = static_cast<int32_t>(kept);
+    return true;
   });
   module.def("walk", [](uintptr_t tokens, uintptr_t parents, uintptr_t chosen, int64_t nodes) {
     return spec::walk(at<const int64_t>(tokens), at<const int64_t>(parents), at<const int64_t>(chosen), nodes);
@@ -105,17 +127,23 @@ PYBIND11_MODULE(_expander, module) {
                          at<int64_t>(best));
   });
   module.def("best_candidates", [](uintptr_t logits, bool bfloat16, int64_t rows, int64_t columns, int64_t row_stride,
-                                   uintptr_t scores, int64_t count, float log_gate, float bound, bool normalized,
-                                   uintptr_t out_rows, uintptr_t out_columns, uintptr_t log_probs,
-                                   uintptr_t out_scores) {
+                                   uintptr_t scores, uintptr_t live, int64_t most, uintptr_t limit, uintptr_t log_gate,
+                                   uintptr_t bound, bool normalized, uintptr_t out_rows, uintptr_t out_columns,
+                                   uintptr_t log_probs, uintptr_t out_scores, uintptr_t out_live) {
     py::gil_scoped_release release;
     const auto* paths = at<const float>(scores);
-    const auto found = bfloat16 ? spec::best_candidates(at<const uint16_t>(logits), rows, columns, row_stride, paths,
-                                                        count, log_gate, bound, normalized)
-                                : spec::best_candidates(at<const float>(logits), rows, columns, row_stride, paths,
-                                                        count, log_gate, bound, normalized);
-    write(found, at<int64_t>(out_rows), at<int64_t>(out_columns), at<float>(log_probs), at<float>(out_scores));
-    return found.size();
+    const int64_t room = std::min(most, rows * columns), there = count(live, rows);
+    const int64_t wanted = std::clamp<int64_t>(number<int32_t>(limit, INT32_MAX), 0, room);
+    const float gate = number<float>(log_gate, spec::kLowest), above = number<float>(bound, spec::kLowest);
+    std::vector<spec::Candidate> found;
+    if (wanted > 0)
+      found = bfloat16 ? spec::best_candidates(at<const uint16_t>(logits), there, columns, row_stride, paths, wanted,
+                                               gate, above, normalized)
+                       : spec::best_candidates(at<const float>(logits), there, columns, row_stride, paths, wanted, gate,
+                                               above, normalized);
+    write(found, static_cast<size_t>(most), at<int64_t>(out_rows), at<int64_t>(out_columns), at<float>(log_probs),
+          at<float>(out_scores));
+    *at<int32_t>(out_live) = static_cast<int32_t>(found.size());
   });
   module.def("top_entropy", [](uintptr_t logits, bool bfloat16, int64_t rows, int64_t columns, int64_t row_stride,
                                int64_t top, bool normalized, uintptr_t out) {
@@ -130,28 +158,37 @@ PYBIND11_MODULE(_expander, module) {
     spec::probabilities(network(net, inputs, hidden), at<const float>(features), count, at<float>(out));
   });
   module.def("classify_paths", [](const std::vector<uintptr_t>& net, int64_t hidden, uintptr_t paths,
-                                  uintptr_t entropies, float depth, int64_t rows, int64_t children, uintptr_t out) {
-    spec::classify_paths(network(net, 3, hidden), at<const float>(paths), at<const float>(entropies), depth, rows,
-                         children, at<float>(out));
+                                  uintptr_t entropies, uintptr_t depth, int64_t rows, int64_t children, uintptr_t out) {
+    spec::classify_paths(network(net, 3, hidden), at<const float>(paths), at<const float>(entropies),
+                         static_cast<float>(*at<const int32_t>(depth)), rows, children, at<float>(out));
   });
   module.def("classify_row", [](const std::vector<uintptr_t>& net, int64_t inputs, int64_t hidden, uintptr_t row,
-                                bool bfloat16, int64_t columns, int64_t top, bool normalized, float depth) {
+                                bool bfloat16, int64_t columns, int64_t top, bool normalized, uintptr_t depth,
+                                uintptr_t out) {
     const spec::Network known = network(net, inputs, hidden);
-    return bfloat16 ? spec::classify_row(known, at<const uint16_t>(row), columns, top, normalized, depth)
-                    : spec::classify_row(known, at<const float>(row), columns, top, normalized, depth);
+    const auto at_depth = static_cast<float>(*at<const int32_t>(depth));
+    *at<float>(out) = bfloat16
+                          ? spec::classify_row(known, at<const uint16_t>(row), columns, top, normalized, at_depth)
+                          : spec::classify_row(known, at<const float>(row), columns, top, normalized, at_depth);
   });
-  py::class_<spec::BestFirst>(module, "BestFirst")
-      .def(py::init<int64_t, int64_t, int64_t>())
-      .def_property_readonly("bound", [](const spec::BestFirst& queue) { return spec::best_first_bound(queue.state); })
-      .def("pop_count", [](const spec::BestFirst& queue) { return spec::pop_count(queue.state); })
-      .def("fill_count", [](const spec::BestFirst& queue) { return spec::fill_count(queue.state); })
-      .def("push",
-           [](spec::BestFirst& queue, uintptr_t parents, uintptr_t depths_of_parents, uintptr_t tokens,
-              uintptr_t log_probs, uintptr_t scores, int64_t count) {
-             return spec::push(queue.state, at<const int64_t>(parents), at<const int64_t>(depths_of_parents),
-                               at<const int64_t>(tokens), at<const float>(log_probs), at<const float>(scores), count);
-           })
-      .def("draw", &draw);
+  // found: rows, columns, log_probs, scores, live; of: nodes, how many, depths, token ids, passes.
+  module.def("step_queues", [](const std::vector<uintptr_t>& queues, int64_t budget,
+                               const std::vector<uintptr_t>& found, int64_t room, const std::vector<uintptr_t>& of,
+                               int64_t batch, int64_t max_depth, double threshold, bool fill,
+                               const std::vector<uintptr_t>& out) {
+    const spec::QueueArrays arrays{at<float>(queues[0]),   at<float>(queues[1]),   at<float>(queues[2]),
+                                   at<int64_t>(queues[3]), at<int64_t>(queues[4]), at<int64_t>(queues[5]),
+                                   at<float>(queues[6]),   budget};
+    const spec::FoundArrays given{at<const int64_t>(found[0]), at<const int64_t>(found[1]),
+                                  at<const float>(found[2]),   at<const float>(found[3]),
+                                  count(found[4], room),       at<const int64_t>(of[0]),
+                                  at<const int64_t>(of[2]),    at<const int64_t>(of[3])};
+    const spec::Search search{batch, max_depth, threshold, fill};
+    const spec::DrawnArrays drawn{at<int64_t>(out[0]), at<int64_t>(out[1]), at<float>(out[2]),
+                                  at<int32_t>(out[3]), at<int64_t>(out[4]), at<int32_t>(out[5])};
+    return spec::step_queues(arrays, given, *at<const int32_t>(of[1]) > 0, *at<const int32_t>(of[4]) == 1, search,
+                             drawn);
+  });
   module.def("strict_attention", [](bool bfloat16, const std::vector<int64_t>& shape, float scale, uintptr_t query,
                                     uintptr_t keys, uintptr_t values, uintptr_t mask, uintptr_t out) {
     py::gil_scoped_release release;
@@ -168,18 +205,24 @@ PYBIND11_MODULE(_expander, module) {
                                           *at<const int32_t>(prefix), *at<const int32_t>(live));
                attend(bfloat16, shape, scale, query, keys, values, visible, out);
              });
-  module.def("beam_observation", [](const std::vector<int64_t>& window, float pad, float lowest, uintptr_t scores,
-                                    uintptr_t depths, int64_t count, float first_fact, float second_fact,
-                                    uintptr_t out) {
-    const spec::BeamWindow shown{window[0], window[1], window[2], window[3], window[4], pad, lowest};
-    spec::beam_observation(shown, at<const float>(scores), at<const int64_t>(depths), count, first_fact, second_fact,
-                           at<float>(out));
+  module.def("beam_observation", [](const std::vector<int64_t>& shape, const std::vector<double>& numbers,
+                                    uintptr_t scores, uintptr_t depths, uintptr_t live, uintptr_t expansions,
+                                    uintptr_t context, uintptr_t out) {
+    const int64_t width = shape[0], done = *at<const int32_t>(expansions);
+    const int64_t first = shape[1] && done > 0 ? width + (done - 1) * width * width : 0;
+    const int64_t last = std::min(width + done * width * width, first + shape[2]);
+    const spec::BeamWindow shown{width, first, last, shape[2], shape[3],
+                                 static_cast<float>(numbers[0]), static_cast<float>(numbers[1])};
+    const double tokens = static_cast<double>(*at<const int64_t>(context));
+    spec::beam_observation(shown, at<const float>(scores), at<const int64_t>(depths), *at<const int32_t>(live),
+                           static_cast<float>(tokens / numbers[2]),
+                           static_cast<float>(static_cast<double>(done) / numbers[3]), at<float>(out));
   });
   module.def("best_action", [](const std::vector<int64_t>& sizes, const std::vector<uintptr_t>& parameters, bool tanh,
-                               uintptr_t observation) {
+                               uintptr_t observation, uintptr_t out) {
     std::vector<const float*> addresses;
     for (const uintptr_t address : parameters) addresses.push_back(at<const float>(address));
-    return spec::best_action(sizes, addresses, tanh, at<const float>(observation));
+    *at<int64_t>(out) = spec::best_action(sizes, addresses, tanh, at<const float>(observation));
   });
   module.def("keyed_gumbel_argmax", [](uintptr_t scores, int64_t size, uint64_t seed, uint64_t position) {
     py::gil_scoped_release release;

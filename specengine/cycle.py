@@ -43,7 +43,7 @@ class Cycle:
     drafted  draft nodes proposed before the policy's `keep`, root excluded
     features the target's hidden states of the tree's nodes, [nodes, features * hidden size], where the draft reads them
     grown    the tree before `keep`, with all `drafted` nodes; None where the cycle was not made by an engine
-    kept     int64 [tree.size], the nodes of `grown` that make up `tree`, in its order; None where those are all
+    kept     int64 [len(tree)], the nodes of `grown` that make up `tree`, in its order; None where those are all
     """
 
     tree: TokenTree
@@ -95,10 +95,10 @@ class Stats:
     def add(self, cycle: Cycle) -> None:
         """Count one cycle."""
         self.num_spec_steps += 1
-        self.num_draft_tokens += cycle.tree.size - 1
+        self.num_draft_tokens += len(cycle.tree) - 1
         self.num_accepted_draft_tokens += cycle.accepted
         self.num_emitted_in_steps += len(cycle.tokens)
-        self.num_draft_passes += cycle.tree.passes
+        self.num_draft_passes += int(cycle.tree.passes)
         _count(self.acceptance_histogram, cycle.accepted)
         _count(self.reached_histogram, int(cycle.tree.depths.max()))
         seconds = cycle.seconds

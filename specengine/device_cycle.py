@@ -7,18 +7,17 @@ target, walks down the tree, commits and leaves a record. All that changes from 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.device_tree import DeviceTree
+from specengine.drafters import Step
 from specengine.drafters._passes import ResidentDraft
 from specengine.graphs import RowBuffer, bucket, causal_words, words_for
+from specengine.ops import Nodes, own_bits
 from specengine.policies import TreePolicy
-from specengine.policies._levels import Levels, NoLevels
-from specengine.reference import own_bits
 from specengine.targets.captured import CapturedTarget
 from specengine.tree import TokenTree
 
@@ -41,13 +40,12 @@ class Record(NamedTuple):
 @dataclass
 class State:
     """Of the sequence, on the device: `length`, committed tokens without the root; `root`; `committed`, the tokens of
-    the last cycle with the root last, `taken` of them; `level`, draft passes, and `used`, scratch slots of the tree."""
+    the last cycle with the root last, `taken` of them; `used`, scratch slots of the tree."""
 
     length: Tensor
     root: Tensor
     committed: Tensor
     taken: Tensor
-    level: Tensor
     used: Tensor
     seed: Tensor
     temperature: Tensor
@@ -57,10 +55,9 @@ class State:
         def whole(size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        numbers = [whole(1, torch.int32) for _ in range(4)]
-        length, taken, level, used = numbers
-        committed, heat = whole(longest, torch.int64), torch.ones(1, device=device)
-        return cls(length, whole(1, torch.int64), committed, taken, level, used, whole(1, torch.int64), heat)
+        length, taken, used = (whole(1, torch.int32) for _ in range(3))
+        committed, temperature = whole(longest, torch.int64), torch.ones(1, device=device)
+        return cls(length, whole(1, torch.int64), committed, taken, used, whole(1, torch.int64), temperature)
 
 
 class NoDraft:
@@ -86,30 +83,33 @@ class NoDraft:
 class DeviceCycle:
     """The cycles of one target, draft and policy; without the last two they decode plainly.
 
-    sampled: whether the target's choices are drawn, by the state's seed and temperature; levels: how trees grow.
+    sampled: whether the target's choices are drawn, by the state's seed and temperature; passes: draft passes per tree,
+    at most.
     """
 
     def __init__(self, target: CapturedTarget, drafter: ResidentDraft | None, policy: TreePolicy | None) -> None:
         self.target, self.sampled = target, False
         self.drafter: ResidentDraft = NoDraft() if drafter is None else drafter
-        self.levels: Levels = NoLevels() if policy is None else cast(Levels, policy.levels())
-        self.levels.states = self.drafter.resident_states
-        device, levels = target.device, self.levels
-        self.tree = DeviceTree(1 if policy is None else policy.capacity, device)
+        self.policy, self.passes, rows = policy, 0, 1
+        if policy is not None:
+            self.passes, rows = policy.passes, policy.rows
+        device = target.device
+        self.tree = TokenTree(1 if policy is None else policy.capacity, device)
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
-        longest = bucket(levels.passes + 1)
+        longest = bucket(self.passes + 1)
         self.state = State.on(device, longest)
         self._accepted = RowBuffer(longest, 1, device)
         self._causal = causal_words(longest).to(device)
-        scratch = max(1, min(self.tree.capacity, (levels.passes - 1) * levels.width))
-        self._drafted = RowBuffer(bucket(levels.width), words_for(scratch), device)
+        scratch = max(1, min(self.tree.capacity, (self.passes - 1) * rows))
+        self._drafted = RowBuffer(bucket(rows), words_for(scratch), device)
         self._slots = own_bits(scratch, device)
         nodes = self.tree.capacity + 1  # and a spare one, for padding
         self._seen = torch.zeros(nodes, words_for(scratch), dtype=torch.int64, device=device)  # slots, by node
         self.verified = RowBuffer(target.padded_rows(self.budget), words_for(self.budget), device)
-        self.frontier = _frontier(levels.width, device)
-        self._root_alone = _frontier(1, device)
-        self._root_alone.live.fill_(1)
+        self.frontier = Nodes(
+            *(torch.zeros(n, dtype=t, device=device) for n, t in ((rows, torch.int64), (1, torch.int32)))
+        )
+        self._root_alone = Nodes(torch.zeros(1, dtype=torch.int64, device=device), torch.ones_like(self.frontier.live))
         size = NUMBERS + 2 * longest + 5 * self.budget
         self.record = torch.zeros(size, dtype=torch.int64, device=device)
 
@@ -131,13 +131,13 @@ class DeviceCycle:
             sources=place + (spare + 1),
             targets=(~last).long() * spare,
         )
-        state.level.fill_(1)
+        self.tree.passes.fill_(1)
         self._grow(self._root_alone, logits.index_select(0, (state.taken.long() - 1).clamp(min=0)))
 
     def level(self) -> None:
         """One draft pass from the frontier, and the next level; nothing where the frontier is empty."""
-        state, tree, frontier = self.state, self.tree, self.frontier
-        nodes, count = frontier.nodes, frontier.live
+        state, tree, count = self.state, self.tree, self.frontier.live
+        nodes = self.frontier.ids.masked_fill(self.frontier.padding(), 0)
         place = self._place(len(nodes))
         parents = tree.parents.index_select(0, nodes).clamp(min=0)
         slots = (state.used + place).clamp(max=len(self._slots) - 1)
@@ -147,7 +147,7 @@ class DeviceCycle:
         logits = self.drafter.resident_pass(
             self._drafted,
             tree.tokens.index_select(0, nodes),
-            frontier.depths + (stable - 1),
+            tree.depths.index_select(0, nodes) + (stable - 1),
             words,
             slot=stable + state.used,
             prefix=stable,
@@ -157,18 +157,14 @@ class DeviceCycle:
             targets=nodes,
         )
         state.used.add_(count)
-        state.level.add_(count > 0)
-        self._grow(frontier, logits[: len(nodes)])
+        tree.passes.add_(count > 0)
+        self._grow(Nodes(nodes, count), logits[: len(nodes)])
 
     def verify(self) -> None:
         """The target's forward over the tree, the walk down, the commit in both caches, and the record."""
         state, tree, rows = self.state, self.tree, self.verified
-        self.levels.finish(tree)
-        if self.budget < tree.capacity:
-            nodes, count = tree.best(self.budget)
-            parents, words = ops.take_subtree(tree.parents, tree.ancestors, nodes, count)
-        else:
-            nodes, count, parents, words = self._place(tree.capacity), tree.size, tree.parents, tree.ancestors
+        nodes, count = self._kept()
+        parents, words = ops.subtree(tree.parents, tree.ancestors, nodes, count)
         tokens, depths = (array.index_select(0, nodes) for array in (tree.tokens, tree.depths))
         length = state.length
         rows.write(tokens, depths + length, words, slot=length, prefix=length, live=count, seen=count)
@@ -182,7 +178,7 @@ class DeviceCycle:
         inner = self._place(len(path)) < walked.live - 1
         root = walked.bonus.clamp(min=0)  # a cycle may be under way before the host sees that there is none
         state.committed.copy_(torch.where(inner, tokens.index_select(0, path.roll(-1)), root))
-        numbers = (walked.live.long(), walked.bonus, tree.size.long(), count.long(), state.level.long(), length.long())
+        numbers = (walked.live.long(), walked.bonus, tree.size.long(), count.long(), tree.passes.long(), length.long())
         sums = (array.index_select(0, nodes).view(torch.int32) for array in (tree.log_probs, tree.path_log_probs))
         self.record.copy_(torch.cat([*numbers, state.committed, path, tokens, parents, depths, *sums]))
         length.add_(walked.live)
@@ -192,15 +188,25 @@ class DeviceCycle:
     def start(self, root: Tensor) -> None:
         """A new tree under this token, int64 [1]."""
         self.state.root.copy_(root)
-        self.state.level.fill_(0)
         self.state.used.fill_(0)
         self.tree.start(root)
 
-    def _grow(self, frontier: ops.Frontier, logits: Tensor) -> None:
-        ids = self.drafter.resident_ids
-        found = self.levels.grow(self.tree, frontier, logits, ids, self.state.level)
-        for into, values in zip(self.frontier, found, strict=True):
-            into.copy_(values)
+    def _grow(self, frontier: Nodes, logits: Tensor) -> None:
+        assert self.policy is not None
+        states = self.drafter.resident_states if self.policy.reads_hidden else None
+        hidden = None if states is None else states(frontier.ids)
+        step = Step(logits, self.drafter.resident_ids, hidden=hidden)
+        found = self.policy.grow(self.tree, frontier, step)
+        width = min(len(found.ids), len(self.frontier.ids))
+        self.frontier.ids[:width].copy_(found.ids[:width])
+        self.frontier.live.copy_(found.live)
+
+    def _kept(self) -> Nodes:
+        """What is verified, `budget` wide."""
+        if self.policy is None:
+            return self._root_alone
+        ids, live = self.policy.keep(self.tree)
+        return Nodes(pad_to(ids, self.budget), live)
 
     def _place(self, count: int) -> Tensor:
         return torch.arange(count, device=self.target.device)
@@ -211,15 +217,9 @@ class DeviceCycle:
         numbers, committed, path, *arrays = values.split([NUMBERS, longest, longest, *[self.budget] * 5])
         count, _, grown, kept, passes, length = numbers.tolist()
         tokens, parents, depths, *sums = (array[:kept].clone() for array in arrays)
-        tree = TokenTree.of(tokens, parents, depths, *(bits.int().view(torch.float32) for bits in sums))
-        tree.passes = passes
+        edges, paths = (bits.int().view(torch.float32) for bits in sums)
+        tree = TokenTree.of(tokens, parents, depths, edges, paths, passes)
         return Record(length, count, committed[:count].tolist(), path[:count].tolist(), grown, tree)
-
-
-def _frontier(width: int, device: torch.device) -> ops.Frontier:
-    nodes, depths = torch.zeros(2, width, dtype=torch.int64, device=device)
-    scores, live = torch.zeros(width, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    return ops.Frontier(nodes, depths, scores, live)
 
 
 def pad_to(values: Tensor, size: int) -> Tensor:

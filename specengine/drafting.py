@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specengine.cycle import Seconds
 from specengine.drafters import Drafter
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.tree import TokenTree
 
@@ -24,7 +25,7 @@ class Draft(NamedTuple):
     @property
     def drafted(self) -> int:
         """Draft nodes proposed, the root excluded."""
-        return self.grown.size - 1
+        return len(self.grown) - 1
 
 
 def draft_tree(
@@ -38,10 +39,11 @@ def draft_tree(
         root = TokenTree.root(token, device=device)
         return Draft(root, root)
     tree = TokenTree.root(token, policy.capacity, device)
-    frontier = torch.zeros(1, dtype=torch.int64, device=device)
+    frontier = Nodes(torch.zeros(1, dtype=torch.int64, device=device), torch.ones_like(tree.size))
     clock = time.perf_counter()
-    while len(frontier):
-        step = drafter.step(tree, frontier)
+    while alive := int(frontier.live):
+        frontier = Nodes(frontier.ids[:alive], frontier.live)
+        step = drafter.step(tree, frontier.ids)
         tree.passes += 1
         drafted = time.perf_counter()
         frontier = policy.grow(tree, frontier, step)
@@ -49,6 +51,7 @@ def draft_tree(
         clock = time.perf_counter()
         seconds.policy += clock - drafted
     kept = policy.keep(tree)
+    kept = Nodes(kept.alive(), kept.live)
     verified = tree.subtree(kept)
     seconds.policy += time.perf_counter() - clock
-    return Draft(verified, tree, kept)
+    return Draft(verified, tree.trimmed(), kept.ids)

@@ -276,6 +276,8 @@ class Engine:
     def _resident_cycles(self, cycles: Resident, run: _Run) -> Iterator[Cycle]:
         run.stats.notes.append(resident.NOTE)
         for cycle in cycles.cycles(run):
+            if self.policy is not None:
+                self.policy.observe(cycle)
             self._count(run, cycle)
             yield cycle
 

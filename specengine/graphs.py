@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from specengine import ops
 from specengine.errors import UnsupportedModelError
-from specengine.reference import WORD_BITS, Paths
+from specengine.ops import WORD_BITS, Paths
 
 T = TypeVar("T")
 SMALLEST_BUCKET = 8  # of more than one row

@@ -37,10 +37,12 @@ def why_not(target: Any, drafter: Any, policy: TreePolicy | None) -> str:
         return ""
     if not isinstance(drafter, CapturedEagle | CapturedSmallModel):
         return f"{drafter.name} does not draft on the device"
-    levels = policy.levels()
-    if levels is None:
-        return f"{type(policy).__name__.lower()} grows its trees on the host"
-    if max(levels.width, levels.passes + 1) > MOST_ROWS:
+    name = type(policy).__name__.lower()
+    try:
+        widest = max(policy.rows, policy.passes + 1)
+    except NotImplementedError as error:
+        return f"{name}: {error}"
+    if widest > MOST_ROWS:
         return f"its trees are wider or deeper than the {MOST_ROWS} rows of a pass"
     return ""
 
@@ -79,7 +81,8 @@ class Resident:
         loop: str,
     ) -> None:
         self.cycle, self.loop = DeviceCycle(target, drafter, policy), loop
-        self.target, self.drafter, self.levels = target, self.cycle.drafter, self.cycle.levels
+        self.target, self.drafter, self.policy = target, self.cycle.drafter, policy
+        self.passes = self.cycle.passes
         self.graphs = Graphs(target.device)
         pinned = target.device.type == "cuda"
         self._records = [torch.zeros(self.cycle.record.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
@@ -94,10 +97,10 @@ class Resident:
             self._whole_cycle().launch()
             return
         reads = self._reads()
-        if self.levels.passes:
+        if self.passes:
             self._run("root", reads)
-        levels = self.levels.passes - 1
-        if not self.levels.ends_early:
+        levels = self.passes - 1
+        if self.policy is None or not self.policy.ends_early:
             for _ in range(levels):
                 self._run("level", reads)
         elif self.loop == "ahead":
@@ -133,10 +136,10 @@ class Resident:
 
     @property
     def _is_one_graph(self) -> bool:
-        return self.loop == "while" and self.levels.passes > 1 and self.target.device.type == "cuda"
+        return self.loop == "while" and self.passes > 1 and self.target.device.type == "cuda"
 
     def _whole_cycle(self) -> Any:
-        from specengine.cuda import Loop  # raises ImportError where the library is not built
+        from specengine.ops.cuda import Loop  # raises ImportError where the library is not built
 
         reads = self._reads()
         signature = tuple((tensor.data_ptr(), tuple(tensor.shape)) for tensor in reads)
@@ -146,7 +149,7 @@ class Resident:
                 self.graphs.capture(self._name(name), getattr(self.cycle, name)) for name in ("root", "level", "verify")
             )
             rounds = torch.zeros(1, dtype=torch.int32, device=self.target.device)
-            loop = Loop(body, self.cycle.frontier.live, rounds, self.levels.passes - 1, before, after)
+            loop = Loop(body, self.cycle.frontier.live, rounds, self.passes - 1, before, after)
             known = self._loops[self.cycle.sampled] = (signature, loop)
         return known[1]
 
@@ -187,7 +190,7 @@ class Resident:
             self._whole_cycle()
             return
         reads = self._reads()
-        passes = self.levels.passes
+        passes = self.passes
         for name in (*(["root"] if passes else []), *(["level"] if passes > 1 else []), "verify"):
             if not self.graphs.has(self._name(name), reads):
                 self._run(name, reads)
@@ -199,15 +202,16 @@ class Resident:
         self._begin(run)
         clock = time.perf_counter()
         try:
-            self.launch()
-            ahead = self._send(self.cycle.record, self._records[0])
+            follows = (
+                self.policy is not None and self.policy.has_history()
+            )  # the next tree waits for what became of this
+            ahead = self._start(0)
             number = 0
             while run.reason is None:
                 number += 1
                 sent = ahead
-                if run.stopper.left > 1:  # the cycle under way gives one token at least
-                    self.launch()
-                    ahead = self._send(self.cycle.record, self._records[number % 2])
+                if run.stopper.left > 1 and not follows:  # the cycle under way gives one token at least
+                    ahead = self._start(number)
                 record = self.cycle.read(received(sent))
                 drafted = record.length
                 if not record.accepted:
@@ -221,8 +225,15 @@ class Resident:
                 seconds = Seconds(total=now - clock, model=now - clock, split=False)
                 clock = now
                 yield Cycle(record.tree, record.path[:kept], record.tokens[:kept], seconds, record.grown - 1)
+                if follows and run.reason is None:
+                    ahead = self._start(number)
         finally:
             self._end(run, drafted)
+
+    def _start(self, number: int) -> Any:
+        """Launch a cycle; what will have arrived of its record."""
+        self.launch()
+        return self._send(self.cycle.record, self._records[number % 2])
 
     def _begin(self, run: Any) -> None:
         state, sampler = self.cycle.state, run.sampler

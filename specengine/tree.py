@@ -2,131 +2,150 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from specengine import ops
-
-WORD_BITS = 64
+from specengine.ops import WORD_BITS, Nodes
 
 
 class TokenTree:
     """Candidate continuations of the last committed token, which is node 0, the root.
 
     Nodes are numbered in the order of their creation, so `parents[i] < i`; the capacity is fixed, `size` grows.
-    Budgets and sizes count the root. All arrays live on one device:
+    Budgets and sizes count the root. All arrays live on one device; entries behind the size are undefined:
 
-    tokens, parents, depths    int64 [size]; the root has parent -1 and depth 0
-    log_probs                  float32 [size]; draft log-probability of the edge to the node, natural log
-    path_log_probs             float32 [size]; sum of `log_probs` from the root, 0 at the root
-    ancestors                  int64 [size, ceil(capacity / 64)]; bit j of row i: node j is i or an ancestor of i
+    tokens, parents, depths    int64 [capacity]; the root has parent -1 and depth 0
+    log_probs                  float32 [capacity]; draft log-probability of the edge to the node, natural log
+    path_log_probs             float32 [capacity]; sum of `log_probs` from the root, 0 at the root
+    ancestors                  int64 [capacity, ceil(capacity / 64)]; bit j of row i: node j is i or an ancestor of i
+    size, passes, overflow     int32 [1]; nodes; draft passes spent; whether nodes were refused, as they had no room
     """
 
-    __slots__ = ("_ancestors", "_depths", "_log_probs", "_parents", "_path_log_probs", "_tokens", "passes", "size")
+    __slots__ = (
+        "ancestors",
+        "depths",
+        "log_probs",
+        "overflow",
+        "parents",
+        "passes",
+        "path_log_probs",
+        "size",
+        "tokens",
+    )
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
-        self._tokens = torch.empty(capacity, dtype=torch.int64, device=device)
-        self._parents = torch.empty(capacity, dtype=torch.int64, device=device)
-        self._depths = torch.empty(capacity, dtype=torch.int64, device=device)
-        self._log_probs = torch.empty(capacity, dtype=torch.float32, device=device)
-        self._path_log_probs = torch.empty(capacity, dtype=torch.float32, device=device)
-        self._ancestors = torch.empty(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
-        self.size = 0
-        self.passes = 0  # draft passes spent on this tree
+        if capacity < 1:
+            raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
+        self.tokens, self.parents, self.depths = torch.zeros(3, capacity, dtype=torch.int64, device=device)
+        self.log_probs, self.path_log_probs = torch.zeros(2, capacity, device=device)
+        self.ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
+        self.parents[:1].fill_(-1)
+        self.ancestors[:1, :1].fill_(1)
+        self.size, self.passes, self.overflow = torch.tensor([[1], [0], [0]], dtype=torch.int32, device=device)
 
     @classmethod
     def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> TokenTree:
         """A tree of the root alone, with room for `capacity` nodes."""
-        if capacity < 1:
-            raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
         tree = cls(capacity, device)
-        tree._tokens[0] = token
-        tree._parents[0] = -1
-        tree._depths[0] = 0
-        tree._log_probs[0] = 0.0
-        tree._path_log_probs[0] = 0.0
-        tree._ancestors[0] = 0
-        tree._ancestors[0, 0] = 1
-        tree.size = 1
+        tree.tokens[:1].fill_(token)
         return tree
 
     @classmethod
     def of(
-        cls, tokens: Tensor, parents: Tensor, depths: Tensor, log_probs: Tensor, path_log_probs: Tensor
+        cls, tokens: Tensor, parents: Tensor, depths: Tensor, log_probs: Tensor, path_log_probs: Tensor, passes: int = 0
     ) -> TokenTree:
         """A tree of these nodes, which has no room for more; the arrays are as above, and kept."""
         tree = cls.__new__(cls)
-        tree._tokens, tree._parents, tree._depths = tokens, parents, depths
-        tree._log_probs, tree._path_log_probs = log_probs, path_log_probs
-        tree._ancestors = ops.ancestor_words(parents)
-        tree.size, tree.passes = tokens.shape[0], 0
+        tree.tokens, tree.parents, tree.depths = tokens, parents, depths
+        tree.log_probs, tree.path_log_probs = log_probs, path_log_probs
+        tree.ancestors = ops.ancestor_words(parents)
+        numbers = torch.tensor([[tokens.shape[0]], [passes], [0]], dtype=torch.int32, device=tokens.device)
+        tree.size, tree.passes, tree.overflow = numbers
         return tree
 
     @property
     def capacity(self) -> int:
-        return self._tokens.shape[0]
+        return self.tokens.shape[0]
 
     @property
     def device(self) -> torch.device:
-        return self._tokens.device
-
-    @property
-    def tokens(self) -> Tensor:
-        return self._tokens[: self.size]
-
-    @property
-    def parents(self) -> Tensor:
-        return self._parents[: self.size]
-
-    @property
-    def depths(self) -> Tensor:
-        return self._depths[: self.size]
-
-    @property
-    def log_probs(self) -> Tensor:
-        return self._log_probs[: self.size]
-
-    @property
-    def path_log_probs(self) -> Tensor:
-        return self._path_log_probs[: self.size]
-
-    @property
-    def ancestors(self) -> Tensor:
-        return self._ancestors[: self.size]
+        return self.tokens.device
 
     def __len__(self) -> int:
-        return self.size
+        return int(self.size)
 
-    def add(self, parents: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
-        """Hang one node per entry under existing nodes; siblings must carry distinct tokens.
+    def start(self, root: Tensor) -> None:
+        """A new tree of the root alone in place of this one; root: int64 [1], its token."""
+        self.size.fill_(1)
+        self.passes.zero_()
+        self.tokens[:1].copy_(root)
 
-        parents, tokens: int64 [m]; log_probs: float32 [m], of the edges. Returns the new node ids, int64 [m].
-        Raises ValueError when the capacity is exceeded.
+    def add(self, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor | None = None) -> Nodes:
+        """Hang the first `count` entries, or all, under existing nodes; siblings must carry distinct tokens.
+
+        parents, tokens: int64 [m]; log_probs: float32 [m], of the edges; count: int32 [1]. Returns the new nodes.
+        ValueError when the capacity is exceeded; on a device then nothing is added, and `overflow` says so.
         """
-        start, stop = self.size, self.size + parents.shape[0]
-        if stop > self.capacity:
-            raise ValueError(f"tree of capacity {self.capacity} cannot take {stop - start} nodes more than {start}")
-        arrays = self._tokens, self._parents, self._depths, self._log_probs, self._path_log_probs, self._ancestors
-        ops.append_nodes(arrays, start, parents, tokens, log_probs)
-        self.size = stop
-        return torch.arange(start, stop, device=self.device)
+        if count is None:
+            count = torch.full_like(self.size, parents.shape[0])
+        arrays = self.tokens, self.parents, self.depths, self.log_probs, self.path_log_probs, self.ancestors
+        ids = ops.append_nodes(arrays, self.size, parents, tokens, log_probs, count, self.overflow)
+        if self.device.type != "cpu":
+            return Nodes(ids, count * (self.overflow == 0))
+        if int(self.overflow):
+            self.overflow.zero_()
+            raise ValueError(f"tree of capacity {self.capacity} cannot take {int(count)} nodes more than {len(self)}")
+        return Nodes(ids, count)
 
-    def subtree(self, nodes: Tensor) -> TokenTree:
-        """The tree of `nodes` alone, renumbered in their order.
+    def scores(self, nodes: Nodes) -> Tensor:
+        """float32 [width]: the nodes' path log-probabilities, -inf for padding."""
+        return self.path_log_probs.index_select(0, nodes.ids).masked_fill(nodes.padding(), -math.inf)
 
-        nodes: int64 [m], ascending, with the root first and closed under parent; ValueError otherwise.
+    def best(self, nodes: Nodes, most: int) -> Nodes:
+        """The `most` of these nodes with the largest path log-probabilities, in the order in which they are given."""
+        found = ops.select_best(self.path_log_probs.index_select(0, nodes.ids), nodes.live, most)
+        return Nodes(nodes.ids.index_select(0, found.ids), found.live) if nodes.ids.shape[0] else found
+
+    def best_of_all(self, most: int, limit: Tensor | None = None) -> Nodes:
+        """The nodes of the largest path log-probabilities, ascending: a part that is closed under parent."""
+        return ops.select_best(self.path_log_probs, self.size, most, limit)
+
+    def subtree(self, nodes: Nodes) -> TokenTree:
+        """The tree of these nodes alone, renumbered in their order, with room for no more than their padding.
+
+        nodes: ascending, with the root first and closed under parent; ValueError otherwise.
         """
         tree = TokenTree.__new__(TokenTree)
-        tree._parents, tree._ancestors = ops.subtree(self.parents, nodes)
-        tree._tokens, tree._depths = self._tokens[nodes], self._depths[nodes]
-        tree._log_probs, tree._path_log_probs = self._log_probs[nodes], self._path_log_probs[nodes]
-        tree.size, tree.passes = nodes.shape[0], self.passes
+        tree.parents, tree.ancestors = ops.subtree(self.parents, self.ancestors, *nodes)
+        for name in ("tokens", "depths", "log_probs", "path_log_probs"):
+            setattr(tree, name, getattr(self, name).index_select(0, nodes.ids))
+        tree.size, tree.passes, tree.overflow = nodes.live, self.passes, self.overflow
+        return tree
+
+    def trimmed(self) -> TokenTree:
+        """The same nodes without the room behind them, as views; waits for a device."""
+        size = len(self)
+        if size == self.capacity:
+            return self
+        tree = TokenTree.__new__(TokenTree)
+        for name in ("tokens", "parents", "depths", "log_probs", "path_log_probs"):
+            setattr(tree, name, getattr(self, name)[:size])
+        tree.ancestors = self.ancestors[:size]
+        tree.size, tree.passes, tree.overflow = self.size, self.passes, self.overflow
         return tree
 
     def path_tokens(self, node: int) -> list[int]:
         """Tokens from the root (excluded) to `node` (included)."""
         tokens: list[int] = []
         while node > 0:
-            tokens.append(int(self._tokens[node]))
-            node = int(self._parents[node])
+            tokens.append(int(self.tokens[node]))
+            node = int(self.parents[node])
         return tokens[::-1]
+
+
+def is_down(flag: Tensor) -> bool:
+    """Whether a flag, bool [1], is known to be down without waiting, as it is on a CPU: then work may be left out."""
+    return flag.device.type == "cpu" and not bool(flag)

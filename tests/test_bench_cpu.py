@@ -81,7 +81,7 @@ class Rounding(ToyTarget):
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
         logits, _ = super().verify(tree)
-        return logits * (1 + 1e-6 * (tree.size > 1)), None
+        return logits * (1 + 1e-6 * (len(tree) > 1)), None
 
 
 @pytest.mark.parametrize(("cls", "same"), [(ToyTarget, True), (Rounding, False)])

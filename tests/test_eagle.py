@@ -145,7 +145,7 @@ def test_drafting_leaves_the_stable_rows_bit_identical_whatever_the_scratch_hold
         for cycle in range(3):
             tree = TokenTree.root(7 + cycle, 32)
             for passes in range(4):
-                frontier = torch.arange(max(passes > 0, tree.size - 3), tree.size)
+                frontier = torch.arange(max(passes > 0, len(tree) - 3), len(tree))
                 step = draft.step(tree, frontier)
                 rows.append(step.logits.clone())
                 step.add_best_children(tree, frontier, 2)

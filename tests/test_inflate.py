@@ -313,8 +313,8 @@ def agreeing_state(config: EagleConfig, model: PreTrainedModel) -> dict[str, Ten
 def assert_same_cycles(found: list[Cycle], expected: list[Cycle]) -> None:
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
-        size = theirs.tree.size
-        assert mine.tree.size == size
+        size = len(theirs.tree)
+        assert len(mine.tree) == size
         assert torch.equal(mine.tree.tokens[:size], theirs.tree.tokens[:size])
         assert torch.equal(mine.tree.parents[:size], theirs.tree.parents[:size])
         assert torch.allclose(mine.tree.path_log_probs[:size], theirs.tree.path_log_probs[:size], atol=1e-3)

@@ -64,11 +64,11 @@ def test_contract(name: str, draft: dict[str, Any]) -> None:
     policy, source = policy_for(name, draft["seed"]), drafter(**draft)
     tree, drafted = grown(policy, source)
     check_structure(tree)
-    assert tree.size <= policy.budget <= policy.capacity
-    assert tree.size - 1 <= drafted < policy.capacity
-    assert 1 <= tree.passes == len(source.stepped)
+    assert len(tree) <= policy.budget <= policy.capacity
+    assert len(tree) - 1 <= drafted < policy.capacity
+    assert 1 <= int(tree.passes) == len(source.stepped)
     assert source.stepped[0] == [0]
-    for node in range(1, tree.size):
+    for node in range(1, len(tree)):
         context = [*source.tokens, 0, *tree.path_tokens(int(tree.parents[node]))]
         expected = source.tables.logits(context)[tree.tokens[node]]
         assert math.isclose(float(tree.log_probs[node]), float(expected), abs_tol=1e-4) or expected == -math.inf
@@ -84,7 +84,7 @@ def test_contract_with_the_default_options(name: str) -> None:
     policy, source = policies.make(name), drafter(64, 5, exact=0.0)
     tree, drafted = grown(policy, source)
     check_structure(tree)
-    assert 1 < tree.size <= policy.budget <= policy.capacity
+    assert 1 < len(tree) <= policy.budget <= policy.capacity
     assert drafted < policy.capacity
 
 
@@ -101,9 +101,9 @@ def test_a_draft_vocabulary_is_mapped_to_target_ids(name: str) -> None:
     tables, columns = Tables(20, 3), [17, 4, 11, 8, 2]
     source = ToyDrafter(tables, columns=columns)
     tree, _ = grown(policy_for(name, 4), source)
-    assert tree.size > 1
+    assert len(tree) > 1
     assert set(tree.tokens.tolist()[1:]) <= set(columns)
-    for node in range(1, tree.size):
+    for node in range(1, len(tree)):
         row = tables.logits([0, *tree.path_tokens(int(tree.parents[node]))])[columns].log_softmax(-1)
         assert math.isclose(
             float(tree.log_probs[node]), float(row[columns.index(int(tree.tokens[node]))]), abs_tol=1e-4
@@ -231,7 +231,7 @@ def test_eagle_equals_the_slow_reference(
     tree, drafted = grown(policy, ToyDrafter(tables, normalized=True))
     candidates, kept = slow_eagle(policy, ToyDrafter(tables), 0)
     assert drafted == candidates
-    assert [tree.path_tokens(node) for node in range(tree.size)] == [path for path, _ in kept]
+    assert [tree.path_tokens(node) for node in range(len(tree))] == [path for path, _ in kept]
     assert tree.path_log_probs.tolist() == [float(score) for _, score in kept]
 
 
@@ -241,8 +241,8 @@ def test_eagle_counts(seed: int, width: int, expansions: int, budget: int) -> No
     policy, source = Eagle(width, expansions, budget), drafter(12, seed, exact=0.0)
     tree, drafted = grown(policy, source)
     assert drafted == width + expansions * width**2 == policy.capacity - 1
-    assert tree.size == min(budget, policy.capacity)
-    assert tree.passes == expansions + 1 >= int(tree.depths.max())
+    assert len(tree) == min(budget, policy.capacity)
+    assert int(tree.passes) == expansions + 1 >= int(tree.depths.max())
     assert all(len(nodes) <= width for nodes in source.stepped)
     assert max(np.bincount(tree.parents[1:], minlength=1)) <= width
 
@@ -276,7 +276,7 @@ def test_chain_is_the_greedy_path() -> None:
     source = drafter(9, 2, exact=0.0)
     tree, drafted = grown(policies.make("chain", length=7), source)
     assert tree.parents.tolist() == list(range(-1, 7))
-    assert (drafted, tree.passes) == (7, 7)
+    assert (drafted, int(tree.passes)) == (7, 7)
     for depth in range(7):
         row = source.tables.logits([*source.tokens, 0, *tree.path_tokens(depth)])
         assert int(tree.tokens[depth + 1]) == int(row.argmax())
@@ -287,8 +287,8 @@ def test_fixed_has_the_shape_it_says() -> None:
     policy = policies.make("fixed", branching=(3, 1, 2))
     tree, drafted = grown(policy, source)
     assert np.bincount(tree.depths).tolist() == [1, 3, 3, 6]
-    assert (drafted, tree.passes, policy.capacity) == (12, 3, 13)
-    for node in range(tree.size - 6):
+    assert (drafted, int(tree.passes), policy.capacity) == (12, 3, 13)
+    for node in range(len(tree) - 6):
         children = tree.tokens[tree.parents == node].tolist()
         row = source.tables.logits([*source.tokens, 0, *tree.path_tokens(node)])
         assert children == row.argsort(descending=True)[: len(children)].tolist()

@@ -64,8 +64,8 @@ def test_the_policy_that_logged_replays_as_it_ran(trees: Trees) -> None:
             row = next(by_prompt)
             assert (row.committed, len(row.widths), row.verified) == (
                 len(cycle.tokens),
-                cycle.tree.passes,
-                cycle.tree.size,
+                int(cycle.tree.passes),
+                len(cycle.tree),
             )
             assert row.drafted == cycle.drafted
     assert next(by_prompt, None) is None
@@ -97,9 +97,9 @@ def check_against_live(row: Replayed, context: list[int], policy: TreePolicy, no
     assert draft is not None
     draft.begin(context[:-1])
     tree = draft_tree(context[-1], draft, policy, Seconds(), CPU).tree
-    paths = [tree.path_tokens(node) for node in range(tree.size)]
+    paths = [tree.path_tokens(node) for node in range(len(tree))]
     _, tokens = walk(tree, lambda node: int(TARGET.logits([*context, *paths[node]]).argmax()), lambda token: False)
-    assert (row.committed, row.verified, len(row.widths)) == (len(tokens), tree.size, tree.passes)
+    assert (row.committed, row.verified, len(row.widths)) == (len(tokens), len(tree), int(tree.passes))
     logs = [sum(float(TARGET.logits([*context, *path[:i]])[path[i]]) for i in range(len(path))) for path in paths]
     assert row.expected == pytest.approx(sum(map(math.exp, logs)), rel=1e-4)
 
@@ -135,7 +135,7 @@ def test_drafts_whose_columns_change_cannot_be_logged(tmp_path: Path) -> None:
     class Changing(ToyDrafter):
         def step(self, tree: TokenTree, nodes: torch.Tensor) -> Step:
             step = super().step(tree, nodes)
-            columns = torch.arange(12).roll(tree.passes)
+            columns = torch.arange(12).roll(int(tree.passes))
             return Step(step.logits[:, columns], columns, True)
 
     live = Engine(ToyTarget(TARGET), Changing(TARGET, normalized=True), OPTIONS.policy)

@@ -41,7 +41,7 @@ def strict_target() -> HuggingFaceTarget:
 def verified(target: HuggingFaceTarget, prompt: list[int], tree: TokenTree) -> Tensor:
     target.reset()
     target.prefill(prompt)
-    target.reserve(len(prompt), tree.size)
+    target.reserve(len(prompt), len(tree))
     return target.verify(tree)[0]
 
 
@@ -62,7 +62,7 @@ def test_each_node_has_the_bits_of_plain_decoding(seed: int) -> None:
     target, prompt = strict_target(), [5, 9, 2, 31, 7, 12]
     tree = random_tree(seed, 40, 64, root=3)  # more than one forward holds
     logits = verified(target, prompt, tree)
-    for node in range(0, tree.size, 3):
+    for node in range(0, len(tree), 3):
         assert torch.equal(logits[node], plain_logits(target, prompt, [3, *tree.path_tokens(node)]))
 
 

@@ -40,8 +40,8 @@ def check_structure(tree: TokenTree) -> None:
     assert tree.ancestors.shape[1] == -(-tree.capacity // WORD_BITS)
     siblings = list(zip(parents, tree.tokens.tolist(), strict=True))
     assert len(set(siblings)) == len(siblings)
-    mask = ops.tree_mask(tree.ancestors, tree.size)
-    for node in range(tree.size):
+    mask = ops.tree_mask(tree.ancestors, len(tree))
+    for node in range(len(tree)):
         line = ancestors_or_self(parents, node)
         assert bits(tree.ancestors[node]) == line == set(torch.nonzero(mask[node]).reshape(-1).tolist())
         assert depths[node] == len(line) - 1
@@ -90,7 +90,7 @@ def test_subtree_refuses_a_missing_parent(shape: tuple[int, int], data: st.DataO
     seed, size = shape
     tree = random_tree(seed, size + 3, vocabulary=200)
     missing = data.draw(st.sampled_from(sorted(set(tree.parents.tolist()) - {-1})))
-    nodes = torch.tensor([node for node in range(tree.size) if node != missing])
+    nodes = torch.tensor([node for node in range(len(tree)) if node != missing])
     with pytest.raises(ValueError, match="contain every node's parent"):
         tree.subtree(nodes)
 
@@ -118,7 +118,7 @@ def test_capacity_is_an_error_not_a_truncation() -> None:
     assert nodes.tolist() == [1, 2]
     with pytest.raises(ValueError, match="capacity 3 cannot take 1 nodes more than 3"):
         tree.add(torch.tensor([1]), torch.tensor([3]), torch.zeros(1))
-    assert len(tree) == tree.size == 3
+    assert len(tree) == len(tree) == 3
     with pytest.raises(ValueError, match="at least 1 node"):
         TokenTree.root(0, 0)
 

@@ -18,9 +18,8 @@ from specengine import policies
 from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step
 from specengine.models.eagle_head import EagleConfig, EagleHead, head_from, make_head
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy
-from specengine.policies._ended import AcceptedLevels
-from specengine.policies._levels import Scored
 from specengine.policies.specdecpp import Specdecpp
 from specengine.targets import Target
 from specengine.tree import TokenTree
@@ -105,9 +104,9 @@ class ToyTarget(Target):
         self.tokens = list(tokens)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
-        self.sizes.append(tree.size)
+        self.sizes.append(len(tree))
         root = int(tree.tokens[0])
-        rows = [self.tables.logits([*self.tokens, root, *tree.path_tokens(node)]) for node in range(tree.size)]
+        rows = [self.tables.logits([*self.tokens, root, *tree.path_tokens(node)]) for node in range(len(tree))]
         return torch.stack(rows), None
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
@@ -136,7 +135,7 @@ class ToyDrafter(Drafter):
         self.tokens = list(prompt)
 
     def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        self.stepped = [nodes.tolist()] if tree.passes == 0 else [*self.stepped, nodes.tolist()]
+        self.stepped = [nodes.tolist()] if int(tree.passes) == 0 else [*self.stepped, nodes.tolist()]
         root = int(tree.tokens[0])
         rows = [self.tables.logits([*self.tokens, root, *tree.path_tokens(node)]) for node in nodes.tolist()]
         logits = torch.stack(rows)
@@ -163,19 +162,15 @@ def hidden_states(logits: Tensor) -> Tensor:
 class AnyDraftSpecdecpp(Specdecpp):
     """SpecDec++ for drafts that give no hidden states, or those of another width."""
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         if step.hidden is None or step.hidden.shape[1] != HIDDEN_SIZE:
             step = replace(step, hidden=hidden_states(step.logits))
         return super().grow(tree, frontier, step)
 
-    def levels(self) -> AcceptedLevels:
-        return _AnyDraftLevels(self)
 
-
-class _AnyDraftLevels(AcceptedLevels):
-    def goes_on(self, scored: Scored) -> Tensor:
-        self.states = lambda nodes: hidden_states(scored.logits)
-        return super().goes_on(scored)
+def nodes_of(ids: Sequence[int]) -> Nodes:
+    """Those, without padding."""
+    return Nodes(torch.tensor(list(ids), dtype=torch.int64), torch.tensor([len(ids)], dtype=torch.int32))
 
 
 @dataclass
@@ -196,11 +191,11 @@ class RandomShape(TreePolicy):
     def capacity(self) -> int:
         return 1 + self.passes * self.most**2
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
-        if tree.passes == 1:
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        if int(tree.passes) == 1:
             self._waiting = []
         log_probs = step.logits if step.normalized else step.logits.log_softmax(-1)
-        for row, parent in enumerate(frontier.tolist()):
+        for row, parent in enumerate(frontier.alive().tolist()):
             proposed = log_probs[row].argsort(descending=True, stable=True)[: int((log_probs[row] > -math.inf).sum())]
             if self._random.random() < 0.8:
                 proposed = proposed[: self.most]
@@ -208,21 +203,21 @@ class RandomShape(TreePolicy):
             chosen = proposed[self._random.permutation(len(proposed))[:count]]
             tokens = chosen if step.token_ids is None else step.token_ids[chosen]
             parents = torch.full_like(chosen, parent)
-            self._waiting += tree.add(parents, tokens, log_probs[row, chosen].float()).tolist()
-        if tree.passes >= self.passes:
-            return frontier[:0]
+            self._waiting += tree.add(parents, tokens, log_probs[row, chosen].float()).alive().tolist()
+        if int(tree.passes) >= self.passes:
+            return nodes_of([])
         self._waiting = self._random.permutation(self._waiting).astype(int).tolist()
         drawn = int(self._random.integers(0, self.most + 1))
         picked, self._waiting = self._waiting[:drawn], self._waiting[drawn:]
-        return torch.tensor(picked, dtype=torch.int64)
+        return nodes_of(picked)
 
-    def keep(self, tree: TokenTree) -> Tensor:
+    def keep(self, tree: TokenTree) -> Nodes:
         share = self._random.choice([0.5, 0.9, 1.0])
         kept = [0]
-        for node, parent in enumerate(tree.parents.tolist()):
+        for node, parent in enumerate(tree.trimmed().parents.tolist()):
             if node and parent in kept and self._random.random() < share:
                 kept.append(node)
-        return torch.tensor(kept)
+        return nodes_of(kept)
 
 
 POLICIES = [*(name for name in policies.names() if name != "plain"), "random"]
@@ -258,8 +253,8 @@ def random_tree(seed: int, size: int, vocabulary: int, root: int = 0) -> TokenTr
     """A tree of `size` nodes under random parents, siblings distinct."""
     random = np.random.default_rng(seed)
     tree, taken = TokenTree.root(root, size), set[tuple[int, int]]()
-    while tree.size < size:
-        parent, token = int(random.integers(tree.size)), int(random.integers(vocabulary))
+    while len(tree) < size:
+        parent, token = int(random.integers(len(tree))), int(random.integers(vocabulary))
         if (parent, token) in taken:
             continue
         taken.add((parent, token))

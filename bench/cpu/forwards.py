@@ -139,7 +139,7 @@ def tree(size: int, vocabulary: int) -> TokenTree:
 def same_bits(target: Target, grown: TokenTree) -> bool:
     """Whether the logits down the tree's leftmost path are bit for bit those of plain decoding."""
     path = [0]
-    while 2 * path[-1] + 1 < grown.size:
+    while 2 * path[-1] + 1 < len(grown):
         path.append(2 * path[-1] + 1)
     in_tree, before = target.verify(grown)[0][path].clone(), list(target.tokens)
     alone = []

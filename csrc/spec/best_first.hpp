@@ -145,4 +145,97 @@ class BestFirst {
   std::vector<QueueEntry> queue_;
 };
 
+// The queues as their owner keeps them: best first, behind their ends -inf. [budget] each; bound: one number.
+struct QueueArrays {
+  float *accepted, *scores, *log_probs;
+  int64_t *parents, *depths, *tokens;
+  float* bound;
+  int64_t budget;
+};
+
+// Candidates, best first. The parent of candidate i is nodes[rows[i]], its depth one more than depths[parent], its token
+// token_ids[columns[i]], or columns[i] where token_ids is null.
+struct FoundArrays {
+  const int64_t *rows, *columns;
+  const float *log_probs, *scores;
+  int64_t count;
+  const int64_t *nodes, *depths, *token_ids;
+};
+
+struct Search {
+  int64_t batch, max_depth;
+  double threshold;  // least mass of a batch that is drafted from
+  bool fill;
+};
+
+// [budget] each, from the counts on 0; expand: [min(batch, budget)].
+struct DrawnArrays {
+  int64_t *parents, *tokens;
+  float* log_probs;
+  int32_t* nodes;
+  int64_t* expand;
+  int32_t* expanded;
+};
+
+inline void load(const QueueArrays& arrays, BestFirstState& state) {
+  for (int64_t i = 0; i < arrays.budget && arrays.accepted[i] > kLowest; ++i)
+    state.accepted[i] = arrays.accepted[i], state.accepted_count = i + 1;
+  for (int64_t i = 0; i < arrays.budget && arrays.scores[i] > kLowest; ++i) {
+    state.queue[i] = {arrays.scores[i], arrays.log_probs[i], arrays.parents[i], arrays.tokens[i], arrays.depths[i]};
+    state.queue_count = i + 1;
+  }
+}
+
+inline void store(const BestFirstState& state, const QueueArrays& arrays) {
+  for (int64_t i = 0; i < arrays.budget; ++i) {
+    const bool queued = i < state.queue_count;
+    const QueueEntry entry = queued ? state.queue[i] : QueueEntry{kLowest, 0.0f, 0, 0, 0};
+    arrays.accepted[i] = i < state.accepted_count ? state.accepted[i] : kLowest;
+    arrays.scores[i] = entry.score;
+    arrays.log_probs[i] = entry.log_prob;
+    arrays.parents[i] = entry.parent;
+    arrays.depths[i] = entry.depth;
+    arrays.tokens[i] = entry.token;
+  }
+  *arrays.bound = best_first_bound(state);
+}
+
+inline bool push(BestFirstState& state, const FoundArrays& found) {
+  std::vector<int64_t> parents, depths, tokens;
+  for (int64_t i = 0; i < found.count; ++i) {
+    const int64_t parent = found.nodes[found.rows[i]], column = found.columns[i];
+    parents.push_back(parent);
+    depths.push_back(found.depths[parent]);
+    tokens.push_back(found.token_ids ? found.token_ids[column] : column);
+  }
+  return push(state, parents.data(), depths.data(), tokens.data(), found.log_probs, found.scores, found.count);
+}
+
+// One pass of the search: push what was found, draw a batch; where nothing is drafted from and `fill`, draw the rest.
+// begins: the queues are started anew. Where not `going` nothing changes and nothing is drawn. False on NaN scores.
+inline bool step_queues(const QueueArrays& arrays, const FoundArrays& found, bool going, bool begins,
+                        const Search& search, const DrawnArrays& out) {
+  const int64_t budget = arrays.budget, width = search.batch < budget ? search.batch : budget;
+  Drawn drawn{0, 0, 0.0};
+  if (going) {
+    BestFirst queue(budget, search.batch, search.max_depth);
+    if (!begins) load(arrays, queue.state);
+    if (!push(queue.state, found)) return false;
+    std::vector<int64_t> expand(static_cast<size_t>(budget));
+    drawn = draw(queue.state, pop_count(queue.state), true, out.parents, out.tokens, out.log_probs, expand.data());
+    if (drawn.mass < search.threshold) drawn.expanded = 0;
+    for (int64_t i = 0; i < drawn.expanded; ++i) out.expand[i] = expand[static_cast<size_t>(i)];
+    store(queue.state, arrays);
+    if (drawn.expanded == 0 && search.fill)  // for the last time: the queues are not needed after it
+      drawn.nodes += draw(queue.state, fill_count(queue.state), false, out.parents + drawn.nodes,
+                          out.tokens + drawn.nodes, out.log_probs + drawn.nodes, nullptr)
+                         .nodes;
+  }
+  for (int64_t i = drawn.nodes; i < budget; ++i) out.parents[i] = 0, out.tokens[i] = 0, out.log_probs[i] = 0.0f;
+  for (int64_t i = drawn.expanded; i < width; ++i) out.expand[i] = 0;
+  *out.nodes = static_cast<int32_t>(drawn.nodes);
+  *out.expanded = static_cast<int32_t>(drawn.expanded);
+  return true;
+}
+
 }  // namespace spec

@@ -14,10 +14,9 @@ constexpr int64_t kWordBits = 64;
 
 inline int64_t words_for(int64_t nodes) { return (nodes + kWordBits - 1) / kWordBits; }
 
-// out: [nodes, words_for(nodes)]; bit j of row i is set iff j is i or an ancestor of i.
+// out: [nodes, words], words >= words_for(nodes); bit j of row i is set iff j is i or an ancestor of i.
 // False where the root's parent is not -1 or another's is not an earlier node; out is undefined then.
-inline bool ancestor_words(const int64_t* parents, int64_t nodes, uint64_t* out) {
-  const int64_t words = words_for(nodes);
+inline bool ancestor_words(const int64_t* parents, int64_t nodes, int64_t words, uint64_t* out) {
   std::fill(out, out + nodes * words, uint64_t{0});
   for (int64_t node = 0; node < nodes; ++node) {
     const int64_t parent = parents[node];
@@ -41,12 +40,12 @@ struct TreeArrays {
   int64_t words;
 };
 
-// Hangs `count` nodes into the tree, which has `size` and room for them. False where a parent is no earlier node, with
-// nothing written.
+// Hangs `count` nodes into the tree, which has `size` and room for them. False where a parent is not among
+// the first `size`, with nothing written.
 inline bool append_nodes(const TreeArrays& tree, int64_t size, int64_t count, const int64_t* parents,
                          const int64_t* tokens, const float* log_probs) {
   for (int64_t i = 0; i < count; ++i)
-    if (parents[i] < 0 || parents[i] >= size + i) return false;
+    if (parents[i] < 0 || parents[i] >= size) return false;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t node = size + i, parent = parents[i];
     tree.tokens[node] = tokens[i];
@@ -61,11 +60,11 @@ inline bool append_nodes(const TreeArrays& tree, int64_t size, int64_t count, co
   return true;
 }
 
-// The tree of `count` nodes alone, renumbered in their order; parents: [size]. Writes new_parents [count] and ancestors
-// [count, words_for(count)]. False unless nodes ascend from the root and hold every node's parent; outputs are
-// undefined then.
-inline bool subtree(const int64_t* parents, int64_t size, const int64_t* nodes, int64_t count, int64_t* new_parents,
-                    uint64_t* ancestors) {
+// The tree of `count` nodes alone, renumbered in their order; parents: [size]. Writes new_parents [room], -1 behind the
+// nodes, and ancestors [room, words_for(room)], 0 there. False unless nodes ascend from the root and hold every node's
+// parent; outputs are undefined then.
+inline bool subtree(const int64_t* parents, int64_t size, const int64_t* nodes, int64_t count, int64_t room,
+                    int64_t* new_parents, uint64_t* ancestors) {
   if (count < 1 || nodes[0] != 0 || nodes[count - 1] >= size) return false;
   new_parents[0] = -1;
   for (int64_t i = 1; i < count; ++i) {
@@ -75,7 +74,10 @@ inline bool subtree(const int64_t* parents, int64_t size, const int64_t* nodes, 
     if (found == nodes + i || *found != parent) return false;
     new_parents[i] = found - nodes;
   }
-  return ancestor_words(new_parents, count, ancestors);
+  const int64_t words = words_for(room);
+  std::fill(new_parents + count, new_parents + room, int64_t{-1});
+  std::fill(ancestors + count * words, ancestors + room * words, uint64_t{0});
+  return ancestor_words(new_parents, count, words, ancestors);
 }
 
 // The first `columns` bits of each word row as bytes of 0 or 1; out: [nodes, columns].

@@ -95,7 +95,7 @@ void test_subtree(const std::vector<int64_t>& parents, std::vector<int64_t> kept
   std::vector<int64_t> renumbered(kept.size(), 7);
   std::vector<uint64_t> rows(static_cast<size_t>(count * kept_words), ~uint64_t{0});
   const auto run = [&] {
-    return spec::subtree(parents.data(), nodes, kept.data(), count, renumbered.data(), rows.data());
+    return spec::subtree(parents.data(), nodes, kept.data(), count, count, renumbered.data(), rows.data());
   };
   check(run(), "subtree accepts", nodes);
   for (int64_t i = 0; i < count; ++i) {
@@ -150,7 +150,7 @@ void test_tree() {
     for (int64_t i = 1; i < nodes; ++i) parents[i] = below(i);
     const int64_t words = spec::words_for(nodes);
     std::vector<uint64_t> ancestors(static_cast<size_t>(nodes * words), ~uint64_t{0});
-    check(spec::ancestor_words(parents.data(), nodes, ancestors.data()), "ancestor_words accepts", nodes);
+    check(spec::ancestor_words(parents.data(), nodes, spec::words_for(nodes), ancestors.data()), "ancestor_words accepts", nodes);
     test_append_nodes(parents, ancestors, words);
     std::vector<uint8_t> mask(static_cast<size_t>(nodes * nodes), 7);
     spec::tree_mask(ancestors.data(), nodes, words, nodes, mask.data());
@@ -173,7 +173,7 @@ void test_tree() {
     test_subtree(parents, kept, ancestors, words);
 
     parents.back() = nodes;
-    check(!spec::ancestor_words(parents.data(), nodes, ancestors.data()), "ancestor_words refuses", nodes);
+    check(!spec::ancestor_words(parents.data(), nodes, spec::words_for(nodes), ancestors.data()), "ancestor_words refuses", nodes);
   }
 }
 

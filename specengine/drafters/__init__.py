@@ -13,22 +13,23 @@ from torch import Tensor
 
 from specengine import ops, registry
 from specengine.cycle import Cycle
+from specengine.ops import Candidates, Nodes
 from specengine.tree import TokenTree
 
 
 class Children(NamedTuple):
     """Proposed tree nodes. parents, tokens: int64 [m], a node and a target id; log_probs: float32 [m], of the edge;
-    path_log_probs: float32 [m]."""
+    those from `live`, int32 [1], on are padding."""
 
     parents: Tensor
     tokens: Tensor
     log_probs: Tensor
-    path_log_probs: Tensor
+    live: Tensor
 
 
 @dataclass(frozen=True)
 class Step:
-    """Draft distributions of some tree nodes.
+    """Draft distributions of the nodes of a frontier.
 
     logits      [rows, draft vocabulary], one row per node
     token_ids   int64 [draft vocabulary]: the target's id of each column; None where they are the columns themselves;
@@ -49,22 +50,71 @@ class Step:
         """Log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row;
         -inf where a continuation was not proposed."""
         log_probs, columns = self._here(*ops.top_children(self.logits, count, normalized=self.normalized))
-        return log_probs, columns if self.token_ids is None else self.token_ids[columns]
+        return log_probs, self.tokens_of(columns)
 
-    def best_of_layer(
-        self, tree: TokenTree, frontier: Tensor, count: int, *, log_gate: float = -math.inf, bound: float = -math.inf
-    ) -> Children:
-        """The `count` best children of all frontier nodes together, best path first; see ops.best_candidates."""
-        found = ops.best_candidates(
-            self.logits,
-            tree.path_log_probs[frontier],
-            count,
-            log_gate=log_gate,
-            bound=bound,
-            normalized=self.normalized,
-        )
-        tokens = found.columns if self.token_ids is None else self.token_ids[found.columns]
-        return Children(frontier[found.rows], tokens, found.log_probs, found.scores)
+    def candidates(
+        self,
+        tree: TokenTree,
+        frontier: Nodes,
+        most: int,
+        *,
+        limit: Tensor | None = None,
+        log_gate: Tensor | None = None,
+        bound: Tensor | None = None,
+    ) -> Candidates:
+        """The `most` best continuations of all frontier nodes together; see ops.best_candidates."""
+        scores = tree.path_log_probs.index_select(0, frontier.ids)
+        options = {"limit": limit, "log_gate": log_gate, "bound": bound}
+        return ops.best_candidates(self.logits, scores, frontier.live, most, **options, normalized=self.normalized)
+
+    def children(self, frontier: Nodes, found: Candidates) -> Children:
+        """What was found, as nodes under the frontier."""
+        parents = frontier.ids.index_select(0, found.rows)
+        return Children(parents, self.tokens_of(found.columns), found.log_probs, found.live)
+
+    def tokens_of(self, columns: Tensor) -> Tensor:
+        return columns if self.token_ids is None else self.token_ids[columns]
+
+    def row(self, index: Tensor) -> Step:
+        """The step of one of the nodes alone; index: int64 [1]."""
+        index = index.to(self.logits.device)
+        hidden = None if self.hidden is None else self.hidden.index_select(0, index)
+        return Step(self.logits.index_select(0, index), self.token_ids, self.normalized, hidden, self.results)
+
+    def entropy(self, top: int | None = None) -> Tensor:
+        """Of each row's distribution, float32 [rows], in nats; over its `top` likeliest tokens where that is given."""
+        entropies = ops.top_entropy(self.logits, top or self.logits.shape[1], normalized=self.normalized)
+        return self._here(entropies)[0]
+
+    def add_best_children(self, tree: TokenTree, frontier: Nodes, count: int) -> Nodes:
+        """Hang the `count` most likely children under each frontier node; the new nodes, in creation order."""
+        log_probs, tokens = self.best_children(count)
+        if self.normalized:  # only such rows are sparse: a full softmax gives every column some probability
+            return self.add_chosen(tree, frontier, log_probs, tokens, log_probs > -math.inf)
+        parents = frontier.ids[:, None].expand_as(tokens).reshape(-1)
+        return tree.add(parents, tokens.reshape(-1), log_probs.reshape(-1), frontier.live * tokens.shape[1])
+
+    @staticmethod
+    def add_chosen(
+        tree: TokenTree,
+        frontier: Nodes,
+        log_probs: Tensor,
+        tokens: Tensor,
+        chosen: Tensor,
+        most: int | None = None,
+        limit: Tensor | None = None,
+    ) -> Nodes:
+        """Hang those children, of [rows, children] as `best_children` gives them, that are `chosen`, a bool for each.
+
+        Of these the first `most`, or the first `limit`, int32 [1], row by row; the new nodes, in that order.
+        """
+        children = tokens.shape[1]
+        flags = torch.zeros_like(log_probs).masked_fill(~chosen, -math.inf).reshape(-1)
+        most = flags.shape[0] if most is None else min(most, flags.shape[0])
+        found = ops.select_best(flags, frontier.live * children, most, limit)
+        parents = frontier.ids.index_select(0, found.ids // children)
+        tokens, log_probs = (part.reshape(-1).index_select(0, found.ids) for part in (tokens, log_probs))
+        return tree.add(parents, tokens, log_probs, found.live)
 
     def _here(self, *found: Tensor) -> tuple[Tensor, ...]:
         if self.results is None or found[0].device == self.results:
@@ -74,27 +124,6 @@ class Step:
         return tuple(
             part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, found, strict=True)
         )
-
-    def row(self, index: int) -> Step:
-        """The step of one of the nodes alone."""
-        rows = slice(index, index + 1)
-        hidden = None if self.hidden is None else self.hidden[rows]
-        return Step(self.logits[rows], self.token_ids, self.normalized, hidden, self.results)
-
-    def entropy(self, top: int | None = None) -> Tensor:
-        """Of each row's distribution, float32 [rows], in nats; over its `top` likeliest tokens where that is given."""
-        entropies = ops.top_entropy(self.logits, top or self.logits.shape[1], normalized=self.normalized)
-        return self._here(entropies)[0]
-
-    def add_best_children(self, tree: TokenTree, frontier: Tensor, count: int) -> Tensor:
-        """Hang the `count` most likely children under each frontier node; the new nodes, in creation order."""
-        log_probs, tokens = self.best_children(count)
-        parents = frontier[:, None].expand_as(tokens).reshape(-1)
-        log_probs, tokens = log_probs.reshape(-1), tokens.reshape(-1)
-        if self.normalized:  # only such rows are sparse: a full softmax gives every column some probability
-            proposed = log_probs > float("-inf")
-            parents, tokens, log_probs = parents[proposed], tokens[proposed], log_probs[proposed]
-        return tree.add(parents, tokens, log_probs)
 
 
 class Drafter(ABC):
@@ -144,7 +173,7 @@ def scratch_mask(tree: TokenTree, nodes: Tensor, slots: Tensor, committed: int) 
     nodes: int64 [rows]; slots: int64 [m], the node in each scratch slot. Returns bool [rows, committed + m].
     """
     mask = torch.ones(nodes.shape[0], committed + slots.shape[0], dtype=torch.bool, device=nodes.device)
-    mask[:, committed:] = ops.tree_mask(tree.ancestors[nodes], tree.size)[:, slots]
+    mask[:, committed:] = ops.tree_mask(tree.ancestors[nodes], tree.capacity)[:, slots]
     return mask
 
 

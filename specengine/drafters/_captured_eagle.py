@@ -48,7 +48,7 @@ class CapturedEagle(Eagle):
 
     @torch.inference_mode()
     def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        if tree.passes:
+        if int(tree.passes):
             began = time.perf_counter()
             logits, states = in_pieces(nodes, lambda piece: self._nodes_at_once(tree, piece))
             self._seconds += time.perf_counter() - began

@@ -41,7 +41,7 @@ class CapturedSmallModel(SmallModel):
         self.graphs.require_same(self.lm.model)
 
     def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        if tree.passes:
+        if int(tree.passes):
             self._slots = torch.cat([self._slots, nodes])
             (logits,) = in_pieces(nodes, lambda piece: (self._nodes_at_once(tree, piece),))
         else:

@@ -49,7 +49,7 @@ class NativeEagle(Eagle):
     @torch.inference_mode()
     def step(self, tree: TokenTree, nodes: Tensor) -> Step:
         began = time.perf_counter()
-        states = self._step_root(tree) if tree.passes == 0 else self._step_nodes(tree, nodes)
+        states = self._step_root(tree) if int(tree.passes) == 0 else self._step_nodes(tree, nodes)
         self._seconds += time.perf_counter() - began
         if states is None:
             return Step(torch.full((1, 1), float("-inf")), normalized=True)

@@ -91,7 +91,7 @@ class Eagle(Drafter):
     @torch.inference_mode()
     def step(self, tree: TokenTree, nodes: Tensor) -> Step:
         began = time.perf_counter()
-        states = self._step_root(tree) if tree.passes == 0 else self._step_nodes(tree, nodes)
+        states = self._step_root(tree) if int(tree.passes) == 0 else self._step_nodes(tree, nodes)
         if states is None:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
             return Step(torch.full((1, 1), float("-inf"), device=tree.device), normalized=True)
         logits = self._logits(states)

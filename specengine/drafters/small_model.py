@@ -53,7 +53,7 @@ class SmallModel(Drafter):
         self._tokens = list(prompt)
 
     def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        logits = self._step_root(tree) if tree.passes == 0 else self._step_nodes(tree, nodes)
+        logits = self._step_root(tree) if int(tree.passes) == 0 else self._step_nodes(tree, nodes)
         return Step(logits[:, : self.vocab_size])
 
     def observe(self, cycle: Cycle) -> None:

@@ -1,16 +1,20 @@
-"""ops: the only door to the compiled parts (csrc/, kernels/); every op also exists in plain torch.
+"""ops: what the compiled parts (csrc/, kernels/) compute; every op also exists in plain torch.
 
-Backends: `reference` is torch, on any device (reference.py); `cpp` is the extension built from csrc/, for CPU tensors
-(native.py); `triton` is kernels/ (triton_kernels.py) and `cuda` the library built from csrc/*.cu (cuda.py), both for
-CUDA tensors. The best available one is taken, or the one that the environment variable SPECENGINE_BACKEND names, or of
-several names (`triton,cpp`) the first that has the op on that device; `backends` says which and why. Shapes and dtypes
-are checked here, once, by attribute comparisons only: most ops run several times per cycle.
+A family is a module: signature, checks and torch meaning of each op stand there once. Backends attach to them: `cpp` is
+the extension built from csrc/, for CPU tensors; `triton` is kernels/ and `cuda` the library built from csrc/*.cu, both
+for CUDA tensors; `reference` is the meaning, on any device. The best available one is taken, or the one that the
+environment variable SPECENGINE_BACKEND names, or of several names (`triton,cpp`) the first that has the op on that
+device; `backends` says which and why.
+
+A count is an int32 tensor of one element, on a CPU too, where reading it waits for nobody; what stands behind a count
+is padding. So the same ops serve who looks at a count and who captures them in a graph.
 """
 
 from __future__ import annotations
 
-from specengine.ops._backends import VARIABLE, Backend, backends
-from specengine.ops.caches import (
+from specengine.ops._registry import OPS, VARIABLE, Backend, backends, by_meaning, meaning
+from specengine.ops.attention import (
+    Paths,
     cached_attention,
     compact_kv,
     order_paths,
@@ -20,83 +24,68 @@ from specengine.ops.caches import (
     strict_cached_attention,
     tree_attention,
 )
-from specengine.ops.choices import choose_tokens, keyed_gumbel_argmax, walk
-from specengine.ops.decisions import beam_observation, best_action
-from specengine.ops.resident import (
+from specengine.ops.choose import (
+    MASK64,
+    Walked,
     choose_rows,
-    fill_queues,
+    choose_tokens,
     gather_rows,
-    hang_nodes,
+    keyed_gumbel_argmax,
     move_rows,
-    select_candidates,
-    select_nodes,
-    step_queues,
-    take_subtree,
+    philox4x32,
+    philox_uniform,
+    walk,
     walk_down,
 )
-from specengine.ops.selection import (
-    BestFirst,
-    best_candidates,
-    best_first,
-    classify_paths,
-    classify_row,
-    mlp,
-    select_best,
-    top_children,
-    top_entropy,
-)
-from specengine.ops.trees import ancestor_words, append_nodes, subtree, tree_mask
-from specengine.reference import LARGEST, MASK64, WORD_BITS, Candidates, Paths, Popped, philox4x32, philox_uniform
-from specengine.reference_resident import Drawn, Found, Frontier, Queues, Selection, Walked
+from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
+from specengine.ops.queue import Drawn, Queues, Search, step_queues
+from specengine.ops.select import LARGEST, Candidates, best_candidates, select_best, top_children, top_entropy
+from specengine.ops.tree import WORD_BITS, Nodes, ancestor_words, append_nodes, own_bits, subtree, tree_mask
 
 __all__ = [
     "LARGEST",
     "MASK64",
+    "OPS",
     "VARIABLE",
     "WORD_BITS",
     "Backend",
-    "BestFirst",
     "Candidates",
     "Drawn",
-    "Found",
-    "Frontier",
+    "Nodes",
     "Paths",
-    "Popped",
     "Queues",
-    "Selection",
+    "Search",
     "Walked",
+    "Window",
     "ancestor_words",
     "append_nodes",
     "backends",
     "beam_observation",
     "best_action",
     "best_candidates",
-    "best_first",
+    "by_meaning",
     "cached_attention",
     "choose_rows",
     "choose_tokens",
     "classify_paths",
     "classify_row",
     "compact_kv",
-    "fill_queues",
     "gather_rows",
-    "hang_nodes",
     "keyed_gumbel_argmax",
+    "meaning",
     "mlp",
     "move_rows",
     "order_paths",
+    "own_bits",
     "pack_mask",
     "philox4x32",
     "philox_uniform",
     "rope_store",
     "select_best",
-    "select_candidates",
-    "select_nodes",
     "step_queues",
     "strict_attention",
     "strict_cached_attention",
     "subtree",
-    "take_subtree",
     "top_children",
     "top_entropy",
     "tree_attention",

@@ -6,26 +6,32 @@ import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from specengine import registry
 from specengine.cycle import Cycle
 from specengine.errors import InputError
+from specengine.ops import Nodes
 from specengine.tree import TokenTree
 
 if TYPE_CHECKING:
     from specengine.drafters import Step
-    from specengine.policies._levels import Levels
 
 
 class TreePolicy:
     """Shapes the draft tree. A subclass is a dataclass whose fields are its options.
 
-    `capacity` is the most nodes that `grow` can create, `budget` the most that `keep` returns, both with the root.
+    `capacity` is the most nodes that `grow` can create, `budget` the most that `keep` returns, both with the root;
+    `rows` the most nodes drafted from at once and `passes` the most draft passes, which a policy states to be captured.
     `presets` are named settings: `make("eagle/talon-table1")` is the policy with these options.
+
+    A rule is written over tensors of any width, in which counts are tensors too: one driver hands it exactly what is
+    alive, the other captures it once and replays it over padding. So it decides by `Tensor.where` and the like, keeps
+    state that outlives a pass in tensors that it fills in place, and on a CPU alone may look at them.
     """
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    ends_early: ClassVar[bool] = True  # whether a tree may end before its last pass
+    reads_hidden: ClassVar[bool] = False  # whether it reads Step.hidden
 
     @property
     def capacity(self) -> int:
@@ -35,26 +41,35 @@ class TreePolicy:
     def budget(self) -> int:
         return self.capacity
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
-        """Hang children under the frontier; return whom to draft from next, empty to stop.
+    @property
+    def rows(self) -> int:
+        raise NotImplementedError("a policy states its rows to be captured")
 
-        frontier: int64 [rows], the nodes that `step` holds distributions for; `tree.passes` counts the passes so far.
+    @property
+    def passes(self) -> int:
+        raise NotImplementedError("a policy states its passes to be captured")
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        """Hang children under the frontier; whom to draft from next, none to stop.
+
+        frontier: the nodes that `step` holds distributions for, in its order; `tree.passes` counts the passes so far.
         """
         raise NotImplementedError("a policy grows the tree")
 
-    def keep(self, tree: TokenTree) -> Tensor:
+    def keep(self, tree: TokenTree) -> Nodes:
         """The nodes that the target verifies: ascending, with the root, closed under parent."""
-        return torch.arange(tree.size, device=tree.device)
-
-    def levels(self) -> Levels | None:
-        """The same growth for trees that stand on the device; None where the host grows them."""
-        return None
+        return Nodes(torch.arange(tree.capacity, device=tree.device), tree.size)
 
     def begin(self, tokens: int) -> None:
         """A generation begins behind a prompt of so many tokens; for policies that read the context's length."""
 
     def observe(self, cycle: Cycle) -> None:
         """Look at what became of the tree; for policies with a history."""
+
+    @classmethod
+    def has_history(cls) -> bool:
+        """Whether a tree depends on what became of the ones before it."""
+        return cls.observe is not TreePolicy.observe
 
 
 def names() -> list[str]:
@@ -86,6 +101,3 @@ def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> 
     """Raise InputError for an option outside its range."""
     if not holds:
         raise InputError(f"policy {policy}.{field}: got {value}, accepted {accepted}")
-
-
-NO_NODES = torch.empty(0, dtype=torch.int64)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specengine import ops
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
-from specengine.tree import TokenTree
+from specengine.tree import TokenTree, is_down
 
 
 @dataclass
@@ -35,20 +35,29 @@ class Beam(TreePolicy):
     def capacity(self) -> int:
         return 1 + self.width + self.expansions * self.width**2
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
+    @property
+    def rows(self) -> int:
+        return self.width
+
+    @property
+    def passes(self) -> int:
+        return self.expansions + 1
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         nodes = step.add_best_children(tree, frontier, self.width)
-        if tree.passes > self.expansions:
-            return nodes[:0]
-        beam = nodes[ops.select_best(tree.path_log_probs[nodes], self.width)]
-        return beam[:0] if len(beam) and self.stops(tree, frontier, step, beam) else beam
+        goes_on = (tree.passes <= self.expansions) & (nodes.live > 0)
+        if is_down(goes_on):
+            return nodes.where(goes_on)
+        beam = tree.best(nodes, self.width)
+        return beam.where(goes_on & ~self.stops(tree, frontier, step, beam))
 
-    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
-        """Whether `beam`, the best nodes of the level just scored, is not drafted from any more.
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
+        """Whether `beam`, the best nodes of the level just scored, is not drafted from any more: bool [1].
 
-        frontier: int64 [rows], the nodes that `step` holds distributions for; beam: int64 [<= width], their best
-        children. `tree.passes - 1` expansions are complete.
+        frontier: the nodes that `step` holds distributions for; beam: their best children, one at least where anything
+        was proposed. `tree.passes - 1` expansions are complete.
         """
-        return False
+        return tree.passes < 0
 
-    def keep(self, tree: TokenTree) -> Tensor:
-        return ops.select_best(tree.path_log_probs, self.budget)
+    def keep(self, tree: TokenTree) -> Nodes:
+        return tree.best_of_all(self.budget)

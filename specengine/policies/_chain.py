@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from torch import Tensor
 
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
-from specengine.policies._ended import StoppedChainLevels
 from specengine.tree import TokenTree
-
-Number = TypeVar("Number", float, Tensor)  # in double precision either way
 
 
 @dataclass
@@ -23,6 +20,8 @@ class StoppedChain(TreePolicy):
 
     length: int = 10
     threshold: float = 0.5
+
+    rows = 1
 
     def __post_init__(self) -> None:
         name = type(self).__name__.lower()
@@ -33,25 +32,20 @@ class StoppedChain(TreePolicy):
     def capacity(self) -> int:
         return 1 + self.length
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
+    @property
+    def passes(self) -> int:
+        return self.length
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(1)
-        edge = float(log_probs[0, 0])
-        sure = self.is_sure(edge, float(tree.path_log_probs[frontier[0]]))
-        if edge == -math.inf or (not sure and tree.passes > 1):
-            return frontier[:0]
-        nodes = tree.add(frontier, tokens[:, 0], log_probs[:, 0])
-        return nodes if tree.passes < self.length and sure else nodes[:0]
-
-    def levels(self) -> StoppedChainLevels:
-        return StoppedChainLevels(self)
-
-    def is_sure(self, edge: Number, parent: Number) -> Any:
-        """Whether the newest token scores `threshold` or more, by its log-probability and that of its parent's path.
-
-        Logarithms are compared, so that a number on the host and one on the device decide alike.
-        """
-        return self.score(edge, parent + edge) >= (math.log(self.threshold) if self.threshold else -math.inf)
+        edge = log_probs[:, 0]
+        path = tree.path_log_probs.index_select(0, frontier.ids).double() + edge.double()
+        # logarithms are compared, as a probability's rounding would differ between devices
+        sure = self.score(edge.double(), path) >= (math.log(self.threshold) if self.threshold else -math.inf)
+        count = frontier.live * ((edge > -math.inf) & (sure | (tree.passes == 1)))
+        nodes = tree.add(frontier.ids, tokens[:, 0], edge, count)
+        return nodes.where(sure & (tree.passes < self.length))
 
     @abstractmethod
-    def score(self, edge: Number, path: Number) -> Number:
-        """The newest token's score, from its log-probability and that of its path; a log-probability too."""
+    def score(self, edge: Tensor, path: Tensor) -> Tensor:
+        """The newest token's score, from its log-probability and that of its path, float64; a log-probability too."""

@@ -108,13 +108,13 @@ class Networks(nn.Module):
     def device(self) -> torch.device:
         return _layers(self.depth)[0].weight.device
 
-    def goes_on(self, observation: Tensor, expansions: int) -> bool:
+    def goes_on(self, observation: Tensor, expansions: Tensor) -> Tensor:
         return self._best("depth", observation) == GO_ON
 
-    def choose_size(self, observation: Tensor) -> int:
+    def choose_size(self, observation: Tensor) -> Tensor:
         return self._best("size", observation)
 
-    def _best(self, name: str, observation: Tensor) -> int:
+    def _best(self, name: str, observation: Tensor) -> Tensor:
         return ops.best_action(observation, self._parameters_of[name], self.activation)
 
     def actions(self, name: str, observations: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy, _classifier, require
-from specengine.policies._classifier import Classifier, c2t_features
-from specengine.policies._levels import ClassifiedLevels
-from specengine.tree import TokenTree
+from specengine.policies._classifier import Classifier
+from specengine.tree import TokenTree, is_down
 
 
 @dataclass
@@ -84,34 +84,40 @@ class C2t(TreePolicy):
             total = min(total + widest, self.hard_cap)
         return total
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
+    @property
+    def rows(self) -> int:
+        return self.layer or self.hard_cap
+
+    @property
+    def passes(self) -> int:
+        return self.max_depth
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(self.children)
-        paths = tree.path_log_probs[frontier][:, None] + log_probs
-        entropies = step.entropy(self.entropy_over)
+        paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
         net, facts = self._learned.on(tree.device)
-        confidence = ops.classify_paths(paths, entropies, tree.passes - 1 + facts["depth_base"], net.parts)
+        depth = tree.passes + (facts["depth_base"] - 1)
+        confidence = ops.classify_paths(paths, step.entropy(self.entropy_over), depth, net.parts)
         if step.normalized:  # only such rows are sparse, as in Step.add_best_children
             confidence = confidence.masked_fill(log_probs == -math.inf, -math.inf)
-        kept = self.select(confidence.reshape(-1), tree.passes, self.hard_cap - tree.size)
-        parents = frontier[kept // log_probs.shape[1]]
-        nodes = tree.add(parents, tokens.reshape(-1)[kept], log_probs.reshape(-1)[kept])
-        return nodes if tree.passes < self.max_depth and tree.size < self.hard_cap else nodes[:0]
+        proposed, children = frontier.live * tokens.shape[1], tokens.shape[1]
+        kept = self.select(confidence.reshape(-1), proposed, tree.passes, self.hard_cap - tree.size)
+        parents = frontier.ids.index_select(0, kept.ids // children)
+        tokens, log_probs = (part.reshape(-1).index_select(0, kept.ids) for part in (tokens, log_probs))
+        nodes = tree.add(parents, tokens, log_probs, kept.live)
+        return nodes.where((tree.passes < self.max_depth) & (tree.size < self.hard_cap))
 
-    def confidence(self, path_log_probs: Tensor, entropies: Tensor, depths: Tensor) -> Tensor:
-        """float32, of the shape of `path_log_probs`, for nodes of any depths; the three as c2t_features takes them."""
-        net, facts = self._learned.on(path_log_probs.device)
-        return net(c2t_features(path_log_probs, entropies, depths, facts["depth_base"]))
+    def select(self, confidence: Tensor, proposed: Tensor, level: Tensor, room: Tensor) -> Nodes:
+        """Which of the first `proposed` candidates of a layer stay, ascending; among equals the earlier ones.
 
-    def select(self, confidence: Tensor, level: int, room: int) -> Tensor:
-        """Which candidates of a layer stay, int64, ascending; among equals the earlier ones.
-
-        confidence: float32 [m], -inf for what was not proposed; level: 1 for the root's children; room: nodes left.
+        confidence: float32 [m], -inf for what was not proposed; level, 1 for the root's children, and room, nodes left:
+        int32 [1].
         """
-        count = min(room, self.layer or room)
-        kept = ops.select_best(torch.where(confidence >= self.threshold, confidence, -math.inf), count)
-        if level == 1 and len(kept) < self.min_level1:
-            return ops.select_best(confidence, min(self.min_level1, count))
-        return kept
-
-    def levels(self) -> ClassifiedLevels:
-        return ClassifiedLevels(self, self.layer or self.hard_cap)
+        most = min(self.rows, confidence.shape[0])
+        sure = confidence.masked_fill(confidence < self.threshold, -math.inf)
+        kept = ops.select_best(sure, proposed, most, room)
+        few = (level == 1) & (kept.live < self.min_level1)
+        if is_down(few):
+            return kept
+        least = ops.select_best(confidence, proposed, most, room.clamp(max=self.min_level1))
+        return Nodes(torch.where(few, least.ids, kept.ids), torch.where(few, least.live, kept.live))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
-from specengine.policies._levels import BeamLevels
 from specengine.tree import TokenTree
 
 
@@ -18,6 +16,9 @@ class Chain(TreePolicy):
 
     length: int = 5
 
+    ends_early = False
+    rows = 1
+
     def __post_init__(self) -> None:
         require("chain", "length", self.length, "1 or more", self.length >= 1)
 
@@ -25,9 +26,9 @@ class Chain(TreePolicy):
     def capacity(self) -> int:
         return 1 + self.length
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
-        nodes = step.add_best_children(tree, frontier, 1)
-        return nodes if tree.passes < self.length else nodes[:0]
+    @property
+    def passes(self) -> int:
+        return self.length
 
-    def levels(self) -> BeamLevels:
-        return BeamLevels(1, self.length)
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        return step.add_best_children(tree, frontier, 1).where(tree.passes < self.length)

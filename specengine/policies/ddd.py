@@ -6,15 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import require
 from specengine.policies._beam import Beam
-from specengine.policies._ended import StoppedBeamLevels
-from specengine.policies._levels import Scored
-from specengine.tree import TokenTree
+from specengine.tree import TokenTree, is_down
 
 
 @dataclass
@@ -40,18 +38,10 @@ class Ddd(Beam):
         require("ddd", "checks", self.checks, "expansions of 0 or more", all(check >= 0 for check in self.checks))
         require("ddd", "threshold", self.threshold, "a number", not math.isnan(self.threshold))
 
-    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
-        return tree.passes - 1 in self.checks and bool(self.is_lost(tree.path_log_probs[beam]))
-
-    def levels(self) -> StoppedBeamLevels:
-        return StoppedBeamLevels(self.width, self.expansions + 1, self._ends)
-
-    def is_lost(self, scores: Tensor) -> Tensor:
-        """Whether the answer has probably left a beam of these path log-probabilities: bool []."""
-        return scores.double().logsumexp(0) < self.threshold
-
-    def _ends(self, scored: Scored) -> Tensor:
-        asked = torch.zeros_like(scored.passes, dtype=torch.bool)
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
+        asked = tree.passes < 0
         for check in self.checks:
-            asked = asked | (scored.passes == check + 1)
-        return asked & self.is_lost(scored.scores)
+            asked = asked | (tree.passes == check + 1)
+        if is_down(asked):
+            return asked
+        return asked & (tree.scores(beam).double().logsumexp(0) < self.threshold)

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
 from specengine.policies._classifier import Classifier
-from specengine.policies._ended import StoppedBeamLevels
-from specengine.policies._levels import Scored
 from specengine.tree import TokenTree
 
 
@@ -45,23 +44,11 @@ class Disco(Beam):
         require("disco", "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
         self._learned = _classifier.load("disco", self.classifier)
 
-    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
-        best = int(beam[tree.path_log_probs[beam].argmax()])
-        row = step.logits[frontier.tolist().index(int(tree.parents[best]))]
-        net, facts = self._learned.on(row.device)
-        depth = tree.passes - 1 + facts["depth_base"]
-        return ops.classify_row(row, facts["top"], depth, net.parts, step.normalized) < self.threshold
-
-    def levels(self) -> StoppedBeamLevels:
-        return StoppedBeamLevels(self.width, self.expansions + 1, self._ends)
-
-    def _ends(self, scored: Scored) -> Tensor:
-        """The same without a read: the network's features, one by one."""
-        children = len(scored.paths) // len(scored.logits)
-        best = scored.beam.indices.index_select(0, scored.scores.argmax(0, keepdim=True))
-        row = scored.logits.index_select(0, best // children)
-        net, facts = self._learned.on(row.device)
-        probabilities = ops.top_children(row, _classifier.TOP_PROBS)[0].exp()
-        entropy = ops.top_entropy(row, facts["top"])
-        features = _classifier.disco_features(probabilities, entropy, scored.passes, facts["depth_base"])
-        return net(features[0]).double() < self.threshold
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
+        best = beam.ids.index_select(0, tree.scores(beam).argmax(0, keepdim=True))
+        row = (frontier.ids == tree.parents.index_select(0, best)).int().argmax(0, keepdim=True)
+        logits = step.row(row).logits
+        net, facts = self._learned.on(logits.device)
+        depth = (tree.passes + (facts["depth_base"] - 1)).to(logits.device)
+        sure = ops.classify_row(logits, facts["top"], depth, net.parts, step.normalized)
+        return (sure.double() < self.threshold).to(tree.device)

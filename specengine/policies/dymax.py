@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specengine.policies._chain import Number, StoppedChain
+from torch import Tensor
+
+from specengine.policies._chain import StoppedChain
 
 
 @dataclass
@@ -19,5 +21,5 @@ class DyMax(StoppedChain):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {"c2t-table7": {}}
 
-    def score(self, edge: Number, path: Number) -> Number:
+    def score(self, edge: Tensor, path: Tensor) -> Tensor:
         return edge

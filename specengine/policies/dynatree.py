@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from specengine import ops
 from specengine.cycle import Cycle
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
-from specengine.policies._ended import BranchedLevels
 from specengine.tree import TokenTree
 
 LEAST_HISTORY = 5  # cycles
@@ -72,6 +73,7 @@ class DynaTree(TreePolicy):
     _base_depth: float = field(init=False, repr=False, compare=False)
     _high: float = field(init=False, repr=False, compare=False)
     _deep: float = field(init=False, repr=False, compare=False)
+    _moved: Tensor = field(init=False, repr=False, compare=False)  # float32 [3], as the rule reads them: see _set
     _rates: deque[float] = field(init=False, repr=False, compare=False)
     _since: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -79,6 +81,8 @@ class DynaTree(TreePolicy):
         self._check()
         self._base_depth, self._high, self._deep = float(self.base_depth), self.high, self.deep
         self._rates = deque(maxlen=self.window)
+        self._moved = torch.empty(3)
+        self._set()
 
     def _check(self) -> None:
         depths = 1 <= self.base_depth < self.max_depth
@@ -102,19 +106,30 @@ class DynaTree(TreePolicy):
     def capacity(self) -> int:
         return 1 + self.nodes
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
-        log_probs, tokens = step.best_children(self.branch_max)
-        paths = tree.path_log_probs[frontier][:, None] + log_probs
-        chosen = self.chosen(log_probs, paths, tree.passes == 1)
-        row, place = chosen.nonzero(as_tuple=True)  # by parent, best first: the order of the paper's queue
-        room = self.capacity - tree.size
-        row, place = row[:room], place[:room]
-        nodes = tree.add(frontier[row], tokens[row, place], log_probs[row, place])
-        expandable = self.expandable(tree.depths[nodes], tree.path_log_probs[nodes])
-        return nodes[expandable] if tree.size < self.capacity else nodes[:0]
+    @property
+    def rows(self) -> int:
+        # Paths of one length exclude each other, so their probabilities sum to one, or more by what rounding adds.
+        probable = math.inf if not self.lowest else 1.001 / self.lowest
+        return int(min(self.nodes, self.branch_max**self.max_depth, probable))
 
-    def levels(self) -> BranchedLevels | None:
-        return None if self.history else BranchedLevels(self)
+    @property
+    def passes(self) -> int:
+        return self.max_depth + 1
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        if self._moved.device != tree.device:
+            self._moved = self._moved.to(tree.device)
+        log_probs, tokens = step.best_children(self.branch_max)
+        paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
+        chosen = self._chosen(log_probs, paths, tree.passes == 1)
+        # by parent, best first: the order of the paper's queue
+        nodes = step.add_chosen(tree, frontier, log_probs, tokens, chosen, self.nodes, self.capacity - tree.size)
+        depths, paths = (part.index_select(0, nodes.ids) for part in (tree.depths, tree.path_log_probs))
+        shallow = (depths <= self._moved[0]) | (paths >= self._moved[2])
+        drafted = (depths <= self.max_depth) & (paths >= _log(self.lowest)) & shallow
+        found = ops.select_best(torch.zeros_like(paths).masked_fill(~drafted, -math.inf), nodes.live, self.rows)
+        ids = nodes.ids.index_select(0, found.ids) if len(nodes.ids) else found.ids
+        return Nodes(ids, found.live).where(tree.size < self.capacity)
 
     def observe(self, cycle: Cycle) -> None:
         height = int(cycle.tree.depths.max())
@@ -131,24 +146,19 @@ class DynaTree(TreePolicy):
         """The path probability below which nothing is drafted from."""
         return max(self.stop, self.least) if self.prune == "expand" else self.stop
 
-    def chosen(self, log_probs: Tensor, paths: Tensor, first: bool | Tensor) -> Tensor:
+    def _chosen(self, log_probs: Tensor, paths: Tensor, first: Tensor) -> Tensor:
         """Which of the best children become nodes, bool [rows, places], by the log-probabilities of their edges and
-        paths; first: whether the root is their parent, bool [1] on the device."""
+        paths; first: whether the root is their parent, bool [1]."""
         place = torch.arange(log_probs.shape[1], device=log_probs.device)
-        sure, unsure = log_probs[:, :1] >= math.log(self._high), log_probs[:, :1] < math.log(self.low)
+        sure, unsure = log_probs[:, :1] >= self._moved[1], log_probs[:, :1] < math.log(self.low)
         counts = torch.full_like(sure, self.branch_mid, dtype=torch.int64)
         counts = counts.masked_fill(sure, self.branch_min).masked_fill(unsure, self.branch_max)
         chosen = (place < counts) & (log_probs > -math.inf)
         if self.root == "paper":
-            chosen &= (place < 1) | (first ^ True)
+            chosen &= (place < 1) | ~first
         if self.prune == "leaf":
             chosen &= (paths >= _log(self.least)) | ((place < 1) & first)
         return chosen
-
-    def expandable(self, depths: Tensor, paths: Tensor) -> Tensor:
-        """Which nodes are drafted from, by their depths, 1 for the root's children, and path log-probabilities."""
-        shallow = (depths <= round(self._base_depth)) | (paths >= _log(self._deep))
-        return (depths <= self.max_depth) & (paths >= _log(self.lowest)) & shallow
 
     def _adjust(self, excess: float) -> None:
         if self.law == "banded":
@@ -159,6 +169,11 @@ class DynaTree(TreePolicy):
         self._base_depth = _clip(self._base_depth + by_depth, DEPTH_FLOOR, self.max_depth - 1)
         self._high = _clip(self._high - by_threshold, *HIGH_RANGE)
         self._deep = _clip(self._deep - by_threshold, *DEEP_RANGE)
+        self._set()
+
+    def _set(self) -> None:
+        """Whole base depth, logarithms of high and deep."""
+        self._moved.copy_(torch.tensor([round(self._base_depth), math.log(self._high), _log(self._deep)]))
 
 
 def _up(values: tuple[int, ...]) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specengine.policies._beam import Beam
-from specengine.policies._levels import BeamLevels
 
 
 @dataclass
@@ -23,6 +22,8 @@ class Eagle(Beam):
     expansions: int = 7
     budget: int = 60
 
+    ends_early = False
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "talon-table1": {"expansions": 8},
         "ltd-table1": {"expansions": 8},
@@ -31,6 +32,3 @@ class Eagle(Beam):
         "qwen3-script": {"width": 4, "expansions": 8, "budget": 32},
         "cpu": {"width": 4, "expansions": 2, "budget": 12},
     }
-
-    def levels(self) -> BeamLevels:
-        return BeamLevels(self.width, self.expansions + 1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
-from specengine.policies._levels import FixedLevels
 from specengine.tree import TokenTree
 
 
@@ -18,21 +20,39 @@ class Fixed(TreePolicy):
 
     branching: tuple[int, ...] = (3, 2, 1, 1, 1)
 
+    ends_early = False
+
+    _wanted: Tensor = field(init=False, repr=False, compare=False)  # int64 [passes], as `branching`
+
     def __post_init__(self) -> None:
         holds = bool(self.branching) and all(count >= 1 for count in self.branching)
         require("fixed", "branching", self.branching, "one count of 1 or more per depth", holds)
+        self._wanted = torch.tensor(self.branching)
 
     @property
     def capacity(self) -> int:
-        level, total = 1, 1
-        for count in self.branching:
-            level *= count
-            total += level
-        return total
+        return sum(self._sizes)
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
-        nodes = step.add_best_children(tree, frontier, self.branching[tree.passes - 1])
-        return nodes if tree.passes < len(self.branching) else nodes[:0]
+    @property
+    def rows(self) -> int:
+        return max(self._sizes[:-1])
 
-    def levels(self) -> FixedLevels:
-        return FixedLevels(self.branching)
+    @property
+    def passes(self) -> int:
+        return len(self.branching)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Nodes of each level, from the root on."""
+        return [math.prod(self.branching[:depth]) for depth in range(len(self.branching) + 1)]
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        log_probs, tokens = step.best_children(max(self.branching))
+        level = (tree.passes - 1).clamp(max=self.passes - 1)
+        if self._wanted.device != tree.device:
+            self._wanted = self._wanted.to(tree.device)
+        wanted = self._wanted.index_select(0, level)
+        place = torch.arange(tokens.shape[1], device=tree.device)
+        chosen = (place < wanted) & (log_probs > -math.inf)
+        nodes = step.add_chosen(tree, frontier, log_probs, tokens, chosen, max(self._sizes))
+        return nodes.where(tree.passes < self.passes)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from specengine.cycle import Cycle
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import require
 from specengine.policies._beam import Beam
 from specengine.tree import TokenTree
@@ -36,16 +38,18 @@ class Gammatune(Beam):
     }
 
     _mean: float = field(init=False, repr=False, compare=False)
-    _height: int = field(init=False, repr=False, compare=False)
+    _height: Tensor = field(init=False, repr=False, compare=False)  # int32 [1], of the next tree
 
     def __post_init__(self) -> None:
         super().__post_init__()
         most = self.expansions + 1
         require("gammatune", "height", self.height, f"1 to expansions + 1 = {most}", 1 <= self.height <= most)
         require("gammatune", "rate", self.rate, "above 0, up to 1", 0 < self.rate <= 1)
-        self._mean, self._height = float(self.height), self.height
+        self._mean, self._height = float(self.height), torch.tensor([self.height], dtype=torch.int32)
 
-    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
+        if self._height.device != tree.device:
+            self._height = self._height.to(tree.device)
         return tree.passes >= self._height
 
     def observe(self, cycle: Cycle) -> None:
@@ -53,6 +57,6 @@ class Gammatune(Beam):
         if not height:
             return
         self._mean += self.rate * (cycle.accepted - self._mean)
-        wanted = self._height + 1 if cycle.accepted >= height else round(self._mean) + 1
+        wanted = int(self._height) + 1 if cycle.accepted >= height else round(self._mean) + 1
         most = min(int(1.5 * self.height), self.expansions + 1)
-        self._height = min(max(wanted, -(-self.height // 2)), most)
+        self._height.fill_(min(max(wanted, -(-self.height // 2)), most))

@@ -12,11 +12,11 @@ from torch.nn.functional import pad
 from specengine import ops
 from specengine.cycle import Cycle
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import _ltd, require
 from specengine.policies._beam import Beam
 from specengine.policies._ltd import REPEATS, Networks, Shape
-from specengine.reference import lay_out
-from specengine.tree import TokenTree
+from specengine.tree import TokenTree, is_down
 
 CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0
 
@@ -24,11 +24,12 @@ CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0
 class Decisions(Protocol):
     """Who decides: the networks, or in their training somebody else."""
 
-    def goes_on(self, observation: Tensor, expansions: int) -> bool:
-        """Whether to expand once more after so many expansions; observation: see depth_observation."""
+    def goes_on(self, observation: Tensor, expansions: Tensor) -> Tensor:
+        """Whether to expand once more after so many expansions, int32 [1]: bool [1]; observation: see
+        depth_observation."""
 
-    def choose_size(self, observation: Tensor) -> int:
-        """Which of the shape's sizes is verified; observation: see size_observation."""
+    def choose_size(self, observation: Tensor) -> Tensor:
+        """Which of the shape's sizes is verified, int64 [1]; observation: see size_observation."""
 
 
 @dataclass
@@ -55,7 +56,8 @@ class Ltd(Beam):
     budget: int = field(default=0, init=False, repr=False)
     _shape: Shape = field(init=False, repr=False, compare=False)
     _decisions: Decisions = field(init=False, repr=False, compare=False)
-    _context: int = field(default=0, init=False, repr=False, compare=False)
+    _sizes: Tensor = field(init=False, repr=False, compare=False)  # int32: nodes verified, by the size network's action
+    _context: Tensor = field(init=False, repr=False, compare=False)  # int64 [1], tokens committed
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"networks": "paper"}, "cpu": {"networks": "cpu"}}
 
@@ -68,7 +70,6 @@ class Ltd(Beam):
         """The policy under `decisions`, for networks that are still being trained."""
         policy = cls.__new__(cls)
         policy.networks, policy.depth, policy.size, policy.check_every = "(steered)", depth, size, None
-        policy._context = 0
         policy._take(shape, decisions)
         return policy
 
@@ -81,50 +82,53 @@ class Ltd(Beam):
         if self.check_every is not None:
             shape = Shape(**{**vars(shape), "check_every": self.check_every})
         self._shape, self._decisions = shape, decisions
+        self._sizes = 1 + torch.tensor(shape.sizes if self.size is None else [self.size], dtype=torch.int32)
+        self._context = torch.zeros(1, dtype=torch.int64)
         self.width, self.expansions = shape.width, deepest if self.depth is None else self.depth
         most = shape.sizes[-1] if self.size is None else self.size
         self.budget = min(1 + most, self.capacity)
 
     def begin(self, tokens: int) -> None:
-        self._context = tokens
+        self._context.fill_(tokens)
 
     def observe(self, cycle: Cycle) -> None:
         self._context += len(cycle.tokens)
 
-    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
         done, shape = tree.passes - 1, self._shape
-        if self.depth is not None or not shape.asks(done):
-            return False
-        observation = observed("depth", tree, self._context, done, shape)
-        return not self._deciding(tree).goes_on(observation, done)
+        asked = (done >= shape.least) & (done < shape.expansions) & (done % shape.check_every == 0)
+        asked = asked & (self.depth is None)
+        if is_down(asked):
+            return asked
+        return asked & ~self._on(tree.device).goes_on(self._observed("depth", tree, done), done)
 
-    def keep(self, tree: TokenTree) -> Tensor:
-        size, shape = self.size, self._shape
-        if size is None:
-            observation = observed("size", tree, self._context, tree.passes - 1, shape)
-            size = shape.sizes[self._deciding(tree).choose_size(observation)]
-        return ops.select_best(tree.path_log_probs, 1 + size)
+    def keep(self, tree: TokenTree) -> Nodes:
+        decisions = self._on(tree.device)
+        if self.size is not None:
+            return tree.best_of_all(self.budget, self._sizes)
+        action = decisions.choose_size(self._observed("size", tree, tree.passes - 1))
+        return tree.best_of_all(self.budget, self._sizes.index_select(0, action))
 
-    def _deciding(self, tree: TokenTree) -> Decisions:
-        decisions = self._decisions
-        if isinstance(decisions, Networks) and decisions.device != tree.device:
-            decisions.to(tree.device)
-        return decisions
+    def _observed(self, which: str, tree: TokenTree, expansions: Tensor) -> Tensor:
+        return observed(which, tree, self._context, expansions, self._shape)
+
+    def _on(self, device: torch.device) -> Decisions:
+        if self._context.device != device:
+            self._context, self._sizes = self._context.to(device), self._sizes.to(device)
+            if isinstance(self._decisions, Networks):
+                self._decisions.to(device)
+        return self._decisions
 
 
-def observed(which: str, tree: TokenTree, context: int, expansions: int, shape: Shape) -> Tensor:
-    """What network `which` sees of a running beam: depth_observation or size_observation of its candidates."""
-    repeats, grown = REPEATS[which], shape.grown(expansions)
-    return ops.beam_observation(
-        tree.path_log_probs,
-        tree.depths,
-        shape.width,
-        pad=shape.pad,
-        shown=(shape.grown(expansions - 1) if which == "depth" and expansions else 0, grown),
-        room=shape.inputs[which] - 2 * repeats,
-        facts=(context / CONTEXT_UNIT, expansions / EXPANSIONS_UNIT),
-        repeats=repeats,
-    )
+def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, shape: Shape) -> Tensor:
+    """What network `which` sees of a running beam: depth_observation or size_observation of its candidates.
+
+    context: int64 [1], tokens committed; expansions: int32 [1].
+    """
+    repeats = REPEATS[which]
+    room = shape.inputs[which] - 2 * repeats
+    window = ops.Window(shape.width, which == "depth", room, shape.pad, repeats, (CONTEXT_UNIT, EXPANSIONS_UNIT))
+    return ops.beam_observation(tree.path_log_probs, tree.depths, tree.size, expansions, context, window)
 
 
 def laid_out(scores: Tensor, depths: Tensor, shape: Shape) -> Tensor:
@@ -132,7 +136,9 @@ def laid_out(scores: Tensor, depths: Tensor, shape: Shape) -> Tensor:
 
     scores: float32 [m], in the order of creation; depths: int64 [m], ascending from 1.
     """
-    return lay_out(scores, depths, shape.width, shape.candidates, shape.pad)
+    window = ops.Window(shape.width, False, shape.candidates, shape.pad, 0, (CONTEXT_UNIT, EXPANSIONS_UNIT))
+    count, levels = torch.tensor([[len(depths)], [int(depths.max()) - 1]], dtype=torch.int32)
+    return ops.beam_observation(scores, depths, count, levels.clamp(min=0), torch.zeros(1, dtype=torch.int64), window)
 
 
 def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
-from specengine.policies._ended import OptimalLevels
 from specengine.tree import TokenTree
 
 
@@ -43,13 +43,14 @@ class OptTree(TreePolicy):
         "cpu": {"nodes": 11, "threshold": 0.1},
     }
 
-    _value: float = field(default=0.0, init=False, repr=False, compare=False)
+    _value: Tensor = field(init=False, repr=False, compare=False)  # float64 [1], of the tree so far
 
     def __post_init__(self) -> None:
         require("opt_tree", "nodes", self.nodes, "1 or more", self.nodes >= 1)
         require("opt_tree", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf)
         least = 2 if self.lag else 1
         require("opt_tree", "max_depth", self.max_depth, f"{least} or more", self.max_depth >= least)
+        self._value = torch.zeros(1, dtype=torch.float64)
 
     @property
     def capacity(self) -> int:
@@ -59,30 +60,29 @@ class OptTree(TreePolicy):
     def budget(self) -> int:
         return 1 + self.nodes
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
-        found = step.best_of_layer(tree, frontier, self.nodes)
-        layer = tree.add(found.parents, found.tokens, found.log_probs)
-        value = float(self.expected(tree.path_log_probs[self.keep(tree)]))
-        before, self._value = (-math.inf if tree.passes == 1 + self.lag else self._value), value
-        return layer if self.goes_on(tree.passes, value - before) else layer[:0]
+    @property
+    def rows(self) -> int:
+        return self.nodes
 
-    def keep(self, tree: TokenTree) -> Tensor:
-        return ops.select_best(self.counted(tree.path_log_probs, tree.depths, tree.passes), self.budget)
+    @property
+    def passes(self) -> int:
+        return self.max_depth
 
-    def levels(self) -> OptimalLevels:
-        return OptimalLevels(self)
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        if self._value.device != tree.device:
+            self._value = self._value.to(tree.device)
+        layer = tree.add(*step.children(frontier, step.candidates(tree, frontier, self.nodes)))
+        before = self._value.masked_fill(tree.passes == 1 + self.lag, -math.inf)
+        self._value.copy_(self._expected(tree))
+        gain = self._value - before
+        return layer.where((tree.passes < self.max_depth) & ((tree.passes <= self.lag) | (gain > self.threshold)))
 
-    def goes_on(self, passes: Any, gain: Any) -> Any:
-        """Whether another layer is drafted after so many, of which the newest added `gain`; numbers or tensors."""
-        return (passes < self.max_depth) & ((passes <= self.lag) | (gain > self.threshold))
+    def keep(self, tree: TokenTree) -> Nodes:
+        scores = tree.path_log_probs
+        if self.lag:  # the newest layer is left out; of one layer none can be
+            scores = scores.masked_fill((tree.depths >= tree.passes) & (tree.depths > 1), -math.inf)
+        return ops.select_best(scores, tree.size, self.budget)
 
-    def counted(self, scores: Tensor, depths: Tensor, passes: int | Tensor) -> Tensor:
-        """Path log-probabilities of all nodes, those of a layer that is left out at -inf."""
-        if not self.lag:
-            return scores
-        return scores.masked_fill((depths >= passes) & (depths > 1), -math.inf)  # of one layer none can be left out
-
-    @staticmethod
-    def expected(path_log_probs: Tensor) -> Tensor:
-        """The sum of the path probabilities of all but the root, which comes first: float64 []."""
-        return path_log_probs[1:].to(torch.float64).exp().sum()
+    def _expected(self, tree: TokenTree) -> Tensor:
+        """The sum of the path probabilities of all that would be kept but the root, which comes first: float64 [1]."""
+        return tree.scores(self.keep(tree))[1:].to(torch.float64).exp().sum(0, keepdim=True)

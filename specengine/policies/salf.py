@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
 
 from specengine import ops
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
-from specengine.policies._levels import BestFirstLevels
 from specengine.tree import TokenTree
 
 
@@ -45,7 +46,7 @@ class Salf(TreePolicy):
         "cpu": {"budget": 12, "batch": 4, "threshold": 0.4},
     }
 
-    _queues: ops.BestFirst = field(init=False, repr=False, compare=False)
+    _queues: ops.Queues | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require("salf", "budget", self.budget, "1 or more", self.budget >= 1)
@@ -63,25 +64,27 @@ class Salf(TreePolicy):
         drawn = sum(min(most, self.budget - i) for i in range(1, self.budget))
         return 1 + drawn + (self.budget - 1 if self.fill else 0)
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
-        if tree.passes == 1:
-            self._queues = ops.best_first(self.budget, self.batch, self.max_depth, tree.device)
-        found = step.best_of_layer(tree, frontier, self.budget - 1, bound=self._queues.bound)
-        depths = tree.depths[found.parents]
-        self._queues.push(found.parents, depths, found.tokens, found.log_probs, found.path_log_probs)
-        drawn = self._queues.pop()
-        nodes = tree.add(drawn.parents, drawn.tokens, drawn.log_probs)
-        if len(drawn.expand) and drawn.mass >= self.threshold:
-            return nodes[drawn.expand]
-        if self.fill:
-            scored = self._queues.fill()
-            tree.add(scored.parents, scored.tokens, scored.log_probs)
-        return nodes[:0]
+    @property
+    def rows(self) -> int:
+        return min(self.batch, self.budget)
 
-    def keep(self, tree: TokenTree) -> Tensor:
-        return ops.select_best(tree.path_log_probs, self.budget)
+    @property
+    def passes(self) -> int:
+        return max(self.budget - 1, 1)
 
-    def levels(self) -> BestFirstLevels | None:
-        if self.budget < 2:
-            return None
-        return BestFirstLevels(self.budget, self.batch, self.threshold, self.fill, self.max_depth)
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        queues = self._queues_on(tree.device)
+        bound = queues.bound.masked_fill(tree.passes == 1, -math.inf)  # those of the tree before are still there
+        found = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
+        search = ops.Search(self.batch, self.max_depth or self.budget, self.threshold, self.fill)
+        drawn = ops.step_queues(queues, found, frontier, tree.depths, step.token_ids, tree.passes, search)
+        nodes = tree.add(drawn.parents, drawn.tokens, drawn.log_probs, drawn.live)
+        return Nodes(nodes.ids.index_select(0, drawn.expand.ids), torch.minimum(drawn.expand.live, nodes.live))
+
+    def keep(self, tree: TokenTree) -> Nodes:
+        return tree.best_of_all(self.budget)
+
+    def _queues_on(self, device: torch.device) -> ops.Queues:
+        if self._queues is None or self._queues.scores.device != device:
+            self._queues = ops.Queues.start(self.budget, device)
+        return self._queues

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from specengine.drafters import Step
 from specengine.errors import InputError
+from specengine.ops import Nodes
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
 from specengine.policies._classifier import Classifier
-from specengine.policies._ended import AcceptedLevels
-from specengine.tree import TokenTree
+from specengine.tree import TokenTree, is_down
 
 
 @dataclass
@@ -36,8 +36,11 @@ class Specdecpp(Beam):
     threshold: float = 0.3
     minimum: int = 1
 
+    reads_hidden = True
+
     _learned: Classifier = field(init=False, repr=False, compare=False)
-    _reached: Tensor = field(init=False, repr=False, compare=False)  # by node: product of acceptances from the root
+    # by node, and a spare one: product of acceptances from the root
+    _reached: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "chain": {"width": 1, "expansions": 19, "budget": 21},
@@ -51,26 +54,20 @@ class Specdecpp(Beam):
         require("specdecpp", "minimum", self.minimum, bounds, 0 <= self.minimum <= self.expansions)
         self._learned = _classifier.load("specdecpp", self.classifier)
 
-    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
-        if tree.passes == 1:  # the root is certain
-            self._reached = torch.ones(tree.capacity, device=tree.device)
-            self._require(step.hidden)
-            return False
-        acceptance = self.acceptance(self._require(step.hidden).to(tree.device))
-        self._reached[frontier] = self._reached[tree.parents[frontier]] * acceptance
-        return tree.passes > self.minimum and bool(self.is_doubtful(self._reached[frontier]))
-
-    def levels(self) -> AcceptedLevels:
-        return AcceptedLevels(self)
-
-    def acceptance(self, states: Tensor | None) -> Tensor:
-        """Of tokens with these hidden states, float32 [rows]; InputError where the head cannot read them."""
-        states = self._require(states)
-        return self._learned.on(states.device).net(states)
-
-    def is_doubtful(self, reached: Tensor) -> Tensor:
-        """Whether on each path some token was probably rejected, by the products of acceptances, [m]: bool []."""
-        return (1 - reached.max()).double() > self.threshold
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
+        states = self._require(step.hidden).to(tree.device)
+        if self._reached is None or self._reached.device != tree.device:
+            self._reached = torch.ones(self.capacity + 1, device=tree.device)
+        self._reached[:1].fill_(1.0)  # the root is certain
+        below = tree.passes > 1
+        if is_down(below):
+            return below
+        above = self._reached.index_select(0, tree.parents.index_select(0, frontier.ids).clamp(min=0))
+        reached = (above * self._learned.on(states.device).net(states)).masked_fill(~below, 1.0)
+        padding = frontier.padding()
+        self._reached.index_copy_(0, frontier.ids.masked_fill(padding, self.capacity), reached)
+        doubt = (1 - reached.masked_fill(padding, 0.0).amax(0, keepdim=True)).double()
+        return below & (tree.passes > self.minimum) & (doubt > self.threshold)
 
     def _require(self, states: Tensor | None) -> Tensor:
         """These states; InputError where the draft has none, or those of another draft's width."""

@@ -8,12 +8,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from specengine import ops
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import require
 from specengine.policies._beam import Beam
-from specengine.policies._ended import StoppedBeamLevels
-from specengine.policies._levels import Scored
 from specengine.tree import TokenTree
 
 
@@ -39,18 +37,6 @@ class Svip(Beam):
         require("svip", "factor", self.factor, "above 0", 0 < self.factor < math.inf)
         require("svip", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf)
 
-    def stops(self, tree: TokenTree, frontier: Tensor, step: Step, beam: Tensor) -> bool:
-        best = int(tree.path_log_probs[frontier].argmax())
-        return bool(self.is_flat(step.row(best).entropy()))
-
-    def levels(self) -> StoppedBeamLevels:
-        return StoppedBeamLevels(self.width, self.expansions + 1, self._ends)
-
-    def is_flat(self, entropy: Tensor) -> Tensor:
-        """Whether a distribution of this entropy, float32 [1], ends the growth: bool [1]."""
-        return (self.factor * entropy.double().clamp(min=0.0)).sqrt() > self.threshold
-
-    def _ends(self, scored: Scored) -> Tensor:
-        best = scored.frontier.scores.argmax(0, keepdim=True)
-        logits = scored.logits.index_select(0, best)
-        return self.is_flat(ops.top_entropy(logits, logits.shape[1]))
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
+        best = tree.scores(frontier).argmax(0, keepdim=True)
+        return (self.factor * step.row(best).entropy().double().clamp(min=0.0)).sqrt() > self.threshold

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
 
 from specengine.drafters import Step
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
-from specengine.policies._levels import GatedLevels
 from specengine.tree import TokenTree
 
 
@@ -56,16 +56,18 @@ class Talon(TreePolicy):
     def capacity(self) -> int:
         return self.budget
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
-        room = self.budget - tree.size
-        if tree.passes <= self.robust_layers:
-            found = step.best_of_layer(tree, frontier, min(self.width, room))
-        else:
-            found = step.best_of_layer(tree, frontier, room, log_gate=math.log(self.mu))
-        nodes = tree.add(found.parents, found.tokens, found.log_probs)
-        return nodes[:0] if tree.size == self.budget or tree.passes == self.max_depth else nodes
+    @property
+    def rows(self) -> int:
+        return max(self.budget - 1, 1)
 
-    def levels(self) -> GatedLevels | None:
-        if self.budget < 2:
-            return None
-        return GatedLevels(self.budget, self.width, self.mu, self.robust_layers, self.max_depth)
+    @property
+    def passes(self) -> int:
+        return max(min(self.budget - 1, self.max_depth or self.budget), 1)
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        robust, room = tree.passes <= self.robust_layers, self.budget - tree.size
+        limit = torch.where(robust, room.clamp(max=self.width), room)
+        gate = torch.where(robust, -math.inf, math.log(self.mu)).float()
+        found = step.candidates(tree, frontier, self.rows, limit=limit, log_gate=gate)
+        nodes = tree.add(*step.children(frontier, found))
+        return nodes.where((tree.size < self.budget) & (tree.passes < self.passes))

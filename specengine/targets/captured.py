@@ -12,7 +12,7 @@ from specengine.cache import KVCache
 from specengine.causal_lm import CausalLM
 from specengine.errors import UnsupportedModelError
 from specengine.graphs import Graphs, RowBuffer, bucket, buckets, room, words_for
-from specengine.reference import own_bits
+from specengine.ops import own_bits
 from specengine.targets.huggingface import TRIED, HuggingFaceTarget
 from specengine.tree import TokenTree
 
@@ -55,7 +55,7 @@ class CapturedTarget(HuggingFaceTarget):
         return super().prefill(tokens, keep)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        length, size = self.cache.length, tree.size
+        length, size = self.cache.length, len(tree)
         if length + self.padded_rows(size) > self.cache.capacity:
             self.reserve(length, size)
         rows = self._rows(size)

@@ -90,11 +90,11 @@ class HuggingFaceTarget(Target):
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         length = self.cache.length
-        self.cache.reserve(length + tree.size)
+        self.cache.reserve(length + len(tree))
         mask = None
-        if tree.size > 1:
-            mask = torch.ones(tree.size, length + tree.size, dtype=torch.bool, device=self.device)
-            mask[:, length:] = ops.tree_mask(tree.ancestors, tree.size)
+        if len(tree) > 1:
+            mask = torch.ones(len(tree), length + len(tree), dtype=torch.bool, device=self.device)
+            mask[:, length:] = ops.tree_mask(tree.ancestors, len(tree))
         if self._strict_rows:
             return self._verify_strictly(tree, mask)
         return self.lm.forward(
@@ -108,8 +108,8 @@ class HuggingFaceTarget(Target):
 
     def _verify_strictly(self, tree: TokenTree, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         length, found = self.cache.length, []
-        for first in range(0, tree.size, self._strict_rows):
-            rows = slice(first, min(first + self._strict_rows, tree.size))
+        for first in range(0, len(tree), self._strict_rows):
+            rows = slice(first, min(first + self._strict_rows, len(tree)))
             seen = None if mask is None else mask[rows, : length + rows.stop]
             visibility = Visibility(seen, strict=True)
             positions = tree.depths[rows] + length

@@ -72,11 +72,11 @@ class NativeTarget(Target):
         return features
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        logits = torch.empty(tree.size, self.vocab_size)
+        logits = torch.empty(len(tree), self.vocab_size)
         return logits, self._run(tree, logits=logits)
 
     def choose(self, tree: TokenTree) -> tuple[list[int], Tensor | None]:
-        chosen = torch.empty(tree.size, dtype=torch.int64)
+        chosen = torch.empty(len(tree), dtype=torch.int64)
         features = self._run(tree, chosen=chosen)
         return chosen.tolist(), features
 
@@ -91,7 +91,7 @@ class NativeTarget(Target):
 
     def _run(self, tree: TokenTree, **wanted: Any) -> Tensor | None:
         length = self.cache.length
-        self.cache.reserve(length + tree.size)
+        self.cache.reserve(length + len(tree))
         return self.lm.run(
             tree.tokens,
             tree.depths + length,

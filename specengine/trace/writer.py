@@ -68,7 +68,7 @@ class TraceWriter:
 
     def _traced(self, cycle: Cycle, text: str) -> TracedCycle:
         grown = cycle.tree if cycle.grown is None else cycle.grown
-        kept = list(range(grown.size)) if cycle.kept is None else cycle.kept.tolist()
+        kept = list(range(len(grown))) if cycle.kept is None else cycle.kept.tolist()
         tokens = grown.tokens.tolist()
         return TracedCycle(
             tokens=tokens,
@@ -81,7 +81,7 @@ class TraceWriter:
             committed=cycle.tokens,
             committed_texts=[self._text(token) for token in cycle.tokens],
             text=text,
-            passes=grown.passes,
+            passes=int(grown.passes),
             seconds={part: round(seconds, 7) for part, seconds in asdict(cycle.seconds).items() if part != "split"},
         )
 

@@ -141,16 +141,16 @@ class _Asking:
         self.waited, self.decisions = 0.0, 0
         self._drawn = int(self._random.integers(max(1, self._shape.least), self._shape.expansions + 1))
 
-    def goes_on(self, observation: Tensor, expansions: int) -> bool:
+    def goes_on(self, observation: Tensor, expansions: Tensor) -> Tensor:
         if self._which == "depth":
-            return self._ask(observation) == GO_ON
+            return torch.tensor([self._ask(observation) == GO_ON], device=observation.device)
         if isinstance(self._other, Networks):
             return self._other.goes_on(observation, expansions)
         return expansions < self._drawn
 
-    def choose_size(self, observation: Tensor) -> int:
+    def choose_size(self, observation: Tensor) -> Tensor:
         if self._which == "size":
-            return self._ask(observation)
+            return torch.tensor([self._ask(observation)], device=observation.device)
         assert isinstance(self._other, Networks), "a number is the policy's own option"
         return self._other.choose_size(observation)
 

@@ -100,7 +100,7 @@ def _c2t_rows(logged: LoggedTree) -> Rows:
 def _disco_rows(logged: LoggedTree) -> Rows:
     tree, row_of = logged.tree, _row_of(logged)
     best = [
-        level[ops.select_best(tree.path_log_probs[level], 1)]
+        tree.best(ops.Nodes.of(level), 1).alive()
         for depth in range(1, int(tree.depths.max()) + 1)
         if len(level := (tree.depths == depth).nonzero()[:, 0])
     ]

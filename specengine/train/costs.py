@@ -135,4 +135,4 @@ def measure(engine: Engine, prompt: str | list[int], name: str = "measured") -> 
 
 
 def _seconds(cycle: Cycle, field: str) -> float:
-    return cycle.seconds.verify if field == "verify" else cycle.seconds.draft / cycle.tree.passes
+    return cycle.seconds.verify if field == "verify" else cycle.seconds.draft / int(cycle.tree.passes)

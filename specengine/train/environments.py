@@ -82,12 +82,12 @@ def cycle_facts(cycle: Cycle) -> dict[str, Any]:
     """What a cost table needs: tokens committed, nodes verified, the widths of the draft passes."""
     grown = cycle.grown
     assert grown is not None, "an engine records it"
-    levels = torch.bincount(grown.depths, minlength=cycle.tree.passes).tolist()
+    levels = torch.bincount(grown.depths, minlength=int(cycle.tree.passes)).tolist()
     parents = [len(grown.parents[grown.depths == depth].unique()) for depth in range(1, len(levels))]
     return {
         "tokens": len(cycle.tokens),
-        "verified": cycle.tree.size,
-        "widths": (parents + [1] * cycle.tree.passes)[: cycle.tree.passes],
+        "verified": len(cycle.tree),
+        "widths": (parents + [1] * int(cycle.tree.passes))[: int(cycle.tree.passes)],
     }
 
 

@@ -80,7 +80,7 @@ class LiveGround:
         length = self.options.length
         cycles = [cycle for prompt in self.held for cycle in live_cycles(self.engine, policy, prompt, length)]
         tokens = sum(len(cycle.tokens) for cycle in cycles)
-        passes, verified = sum(cycle.tree.passes for cycle in cycles), sum(cycle.tree.size for cycle in cycles)
+        passes, verified = sum(int(cycle.tree.passes) for cycle in cycles), sum(len(cycle.tree) for cycle in cycles)
         plain = WALLCLOCK_UNIT if self.costs is None else self.costs.plain
         speed = tokens * plain / sum(self._cost(cycle) for cycle in cycles)
         return Speed(speed, tokens / len(cycles), passes / len(cycles), verified / len(cycles))

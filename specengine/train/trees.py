@@ -20,6 +20,7 @@ from specengine.drafters import Step
 from specengine.drafters.lookup import Lookup
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.ops import Nodes
 from specengine.options import GenerationOptions
 from specengine.policies import TreePolicy
 from specengine.sampling import History, Sampler
@@ -263,14 +264,14 @@ class Recorder(TreePolicy):
     def capacity(self) -> int:
         return self.policy.capacity
 
-    def grow(self, tree: TokenTree, frontier: Tensor, step: Step) -> Tensor:
-        if tree.passes == 1:
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        if int(tree.passes) == 1:
             self._rows = []
         columns = Columns(step.token_ids, step.normalized)
         if self._rows and self.options.logits and not columns.same(self.columns):
             raise InputError("draft: its distributions are over other tokens at every step, so they cannot be logged")
         self.columns = columns
-        self._rows.append((frontier, *distribution_facts(step, self.options)))
+        self._rows.append((frontier.alive(), *distribution_facts(step, self.options)))
         return self.policy.grow(tree, frontier, step)
 
     def begin(self, tokens: int) -> None:
@@ -284,7 +285,7 @@ class Recorder(TreePolicy):
         tree, logits = cycle.tree, sampler.logits
         choices = sampler.choices()
         path, _ = walk(tree, choices.__getitem__, lambda token: False)
-        accepted = torch.zeros(tree.size, dtype=torch.bool)
+        accepted = torch.zeros(len(tree), dtype=torch.bool)
         accepted[path] = True
         rows = [torch.cat(parts).cpu() for parts in zip(*self._rows, strict=True)]
         return LoggedTree(
@@ -316,7 +317,7 @@ def edge_log_probs(logits: Tensor, tree: TokenTree) -> Tensor:
     parents, tokens = tree.parents[1:], tree.tokens[1:]
     inner, place = parents.unique(return_inverse=True)
     rows = logits[inner].float()
-    log_probs = torch.zeros(tree.size, device=logits.device)
+    log_probs = torch.zeros(len(tree), device=logits.device)
     log_probs[1:] = rows[place, tokens] - rows.logsumexp(-1)[place]
     return log_probs
 

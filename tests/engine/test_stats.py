@@ -62,7 +62,7 @@ def test_stats_of_a_generation_are_consistent(draft: str) -> None:
     assert stats.num_generated_tokens == 30 == stats.num_emitted_in_steps == sum(len(cycle.tokens) for cycle in cycles)
     assert stats.num_spec_steps == len(cycles) == sum(stats.acceptance_histogram) == sum(stats.reached_histogram)
     assert stats.num_accepted_draft_tokens == sum(cycle.accepted for cycle in cycles)
-    assert stats.num_draft_tokens == sum(cycle.tree.size - 1 for cycle in cycles)
+    assert stats.num_draft_tokens == sum(len(cycle.tree) - 1 for cycle in cycles)
     for cycle in cycles:
         seconds = cycle.seconds
         parts = seconds.draft + seconds.policy + seconds.verify + seconds.walk + seconds.commit

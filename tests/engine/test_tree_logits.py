@@ -40,7 +40,7 @@ def dense_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 def check_tree_logits(target: HuggingFaceTarget, model: PreTrainedModel, tree: TokenTree) -> None:
     logits, _ = target.verify(tree)
     root = int(tree.tokens[0])
-    for node in range(tree.size):
+    for node in range(len(tree)):
         tokens = [*target.tokens, root, *tree.path_tokens(node)]
         if len(tokens) <= target.max_context:
             assert (logits[node] - dense_logits(model, tokens)).abs().max() < 1e-4

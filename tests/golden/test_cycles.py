@@ -14,7 +14,7 @@ def known() -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-@pytest.mark.parametrize("run", runs(), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", list(runs()), ids=lambda run: run.name)
 def test_cycles_are_those_recorded(run: Run, known: dict[str, np.ndarray]) -> None:
     found = recorded(run)
     for key in ("tokens", "cycles", "nodes"):

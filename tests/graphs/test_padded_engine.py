@@ -124,7 +124,7 @@ def poison(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         return verify(tree)
 
     def poisoned_step(tree: TokenTree, nodes: Tensor) -> Any:
-        if tree.passes == 0:
+        if int(tree.passes) == 0:
             engine.drafter.cache.slab[:, :, :, engine.drafter.cache.length :] = math.nan
             if hasattr(engine.drafter, "_states"):
                 engine.drafter._states.fill_(math.nan)

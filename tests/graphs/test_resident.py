@@ -105,7 +105,7 @@ def test_a_head_reads_the_hidden_states_on_the_device(loop: str, tmp_path: Path)
 def heights(draft: str, policy: TreePolicy) -> set[int]:
     """Draft passes of the trees of the answers above."""
     streams = [engine_of(draft, policy, padded=False).stream(PROMPT, max_new_tokens=12, **way) for way in WAYS]
-    return {piece.cycle.tree.passes for stream in streams for piece in stream}
+    return {int(piece.cycle.tree.passes) for stream in streams for piece in stream}
 
 
 def test_plain_decoding() -> None:

@@ -46,7 +46,7 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 def verified(target: CapturedTarget, prompt: list[int], tree: TokenTree) -> Tensor:
     target.reset()
     target.prefill(prompt)
-    target.reserve(len(prompt), tree.size)
+    target.reserve(len(prompt), len(tree))
     return target.verify(tree)[0].clone()
 
 
@@ -68,7 +68,7 @@ def test_each_node_has_the_bits_of_plain_decoding(nodes: int) -> None:
     target, prompt = strict_target(), PROMPT * 11
     tree = toy.random_tree(1, nodes, 64, root=3)
     logits = verified(target, prompt, tree)
-    for node in range(0, tree.size, 11):
+    for node in range(0, len(tree), 11):
         assert torch.equal(logits[node], plain_logits(target, prompt, path_to(tree, node))), node
 
 

@@ -43,11 +43,11 @@ def test_every_sequence_of_choices_comes_out_unchanged(world: World) -> None:
         context = PROMPT
         while (done := len(context) - len(PROMPT)) < LENGTH:
             tree, _ = world.cycle(context)
-            coming = [*choices[done:], *[0] * tree.size]
+            coming = [*choices[done:], *[0] * len(tree)]
             depths = tree.depths.tolist()
             path, tokens = walk(tree, lambda node: coming[depths[node]], lambda token: False)  # noqa: B023
-            held = {tuple(tree.path_tokens(node)) for node in range(tree.size)}
-            longest = max(length for length in range(tree.size) if tuple(coming[:length]) in held)
+            held = {tuple(tree.path_tokens(node)) for node in range(len(tree))}
+            longest = max(length for length in range(len(tree)) if tuple(coming[:length]) in held)
             assert (len(path) - 1, tokens) == (longest, coming[: longest + 1])
             context = (*context, *tokens)
         assert context[len(PROMPT) :][:LENGTH] == choices

@@ -84,7 +84,7 @@ def test_joint_law_and_accepted_length() -> None:
         values.append(p_value(counts, world.law()))
 
         tree, _ = world.cycle(PROMPT)
-        paths = [tree.path_tokens(node) for node in range(1, tree.size)]
+        paths = [tree.path_tokens(node) for node in range(1, len(tree))]
         law_of_path = [
             math.prod(world.probabilities((*PROMPT, *path[:i]))[token] for i, token in enumerate(path))
             for path in paths

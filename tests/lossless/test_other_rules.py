@@ -14,7 +14,7 @@ Rule = Callable[[np.random.Generator, TokenTree, list[np.ndarray]], list[int]]
 
 def children_of(tree: TokenTree) -> list[list[tuple[int, int]]]:
     """For each node its children as (node, token), in creation order."""
-    children: list[list[tuple[int, int]]] = [[] for _ in range(tree.size)]
+    children: list[list[tuple[int, int]]] = [[] for _ in range(len(tree))]
     for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
         if node:
             children[parent].append((node, token))
@@ -78,7 +78,7 @@ def simulate_rule(rule: Rule, world: World, runs: int) -> dict[tuple[int, ...], 
         while len(context) < len(PROMPT) + LENGTH:
             tree, _ = world.cycle(context)
             if context not in rows:
-                paths = [tree.path_tokens(node) for node in range(tree.size)]
+                paths = [tree.path_tokens(node) for node in range(len(tree))]
                 rows[context] = [world.probabilities((*context, *path)) for path in paths]
             context = (*context, *rule(random, tree, rows[context]))
         tokens = context[len(PROMPT) : len(PROMPT) + LENGTH]

@@ -58,7 +58,7 @@ class World:
             draft.begin(list(context[:-1]))
             policy = policy_for(self.policy, hash(context) % 1000)
             tree = draft_tree(context[-1], draft, policy, Seconds(), CPU).tree
-            rows = [self.scores((*context, *tree.path_tokens(node))) for node in range(tree.size)]
+            rows = [self.scores((*context, *tree.path_tokens(node))) for node in range(len(tree))]
             self._cycles[context] = tree, np.stack(rows)
         return self._cycles[context]
 

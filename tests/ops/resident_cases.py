@@ -65,7 +65,7 @@ def check_hang_nodes(seed: int, size: int, count: int, padding: int, width: int,
         ours[:size] = theirs[:size].to(device)
     words = ops.ancestor_words(grown.parents[:size])
     tree.ancestors[:size, : words.shape[1]] = words.to(device)
-    tree.size.fill_(size)
+    len(tree).fill_(size)
     random = torch.Generator().manual_seed(seed)
     parents = torch.randint(0, size, (entries,), generator=random).to(device)
     tokens, edges = torch.arange(entries, device=device) + 5, -torch.rand(entries, generator=random).to(device)
@@ -77,10 +77,10 @@ def check_hang_nodes(seed: int, size: int, count: int, padding: int, width: int,
         parents, tokens, edges, number(count, device), ops.Found(expand.to(device), number(len(chosen), device))
     )
     if size + count > capacity:
-        assert int(tree.size) == size
+        assert int(len(tree)) == size
         assert int(found.live) == 0
         return
-    assert int(tree.size) == size + count
+    assert int(len(tree)) == size + count
     assert tree.tokens[size : size + count].tolist() == tokens[:count].tolist()
     assert tree.parents[size : size + count].tolist() == parents[:count].tolist()
     known = tree.parents[: size + count]

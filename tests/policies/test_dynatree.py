@@ -85,11 +85,11 @@ def test_is_the_papers_queue(draft: dict[str, Any], options: dict[str, Any]) -> 
 def test_promises(draft: dict[str, Any], options: dict[str, Any]) -> None:
     policy = DynaTree(**options)
     tree = slow.grow(policy, slow.drafter(**draft))
-    assert tree.size <= 1 + policy.nodes
+    assert len(tree) <= 1 + policy.nodes
     assert int(tree.depths.max()) <= policy.max_depth + 1
-    counts = tree.parents[1:].bincount(minlength=tree.size)
+    counts = tree.parents[1:].bincount(minlength=len(tree))
     assert int(counts.max()) <= policy.branch_max
-    for node in range(1, tree.size):
+    for node in range(1, len(tree)):
         if counts[node]:
             depth, path = int(tree.depths[node]) - 1, float(tree.path_log_probs[node].exp())
             assert depth < policy.max_depth

@@ -84,7 +84,7 @@ def drafter(vocabulary: int, seed: int, concentration: float) -> ToyDrafter:
 def on_the_host(policy: TreePolicy, draft: ToyDrafter) -> Grown:
     _, grown, kept = draft_tree(0, draft, policy, Seconds(), CPU)
     assert kept is not None
-    return Grown(grown.tokens.tolist(), grown.parents.tolist(), kept.tolist(), grown.passes)
+    return Grown(grown.tokens.tolist(), grown.parents.tolist(), kept.tolist(), int(grown.passes))
 
 
 class Device:
@@ -109,13 +109,13 @@ class Device:
             level = level + (frontier.live > 0)
             logits = self._logits(frontier.nodes, int(frontier.live))
             ended = not int(frontier.live)
-            before = int(tree.size)
+            before = int(len(tree))
             frontier = self.levels.grow(tree, frontier, logits, self.draft.columns, level.int())
-            assert not ended or (int(tree.size) == before and not int(frontier.live))
+            assert not ended or (int(len(tree)) == before and not int(frontier.live))
             self._check(frontier)
         self.levels.finish(tree)
-        size = int(tree.size)
-        kept = tree.best(self.budget) if self.budget < tree.capacity else ops.Found(torch.arange(size), tree.size)
+        size = int(len(tree))
+        kept = tree.best(self.budget) if self.budget < tree.capacity else ops.Found(torch.arange(size), len(tree))
         chosen = kept.indices[: int(kept.live)]
         return Grown(tree.tokens[:size].tolist(), tree.parents[:size].tolist(), chosen.tolist(), int(level))
 

@@ -52,7 +52,7 @@ def check_cycle(traced: TracedCycle, cycle: Cycle) -> None:
     assert [traced.depths[node] for node in traced.kept] == tree.depths.tolist()
     assert len(traced.tokens) - 1 == cycle.drafted
     assert traced.committed == cycle.tokens
-    assert traced.passes == tree.passes
+    assert traced.passes == int(tree.passes)
     for name, log_probs in (("probabilities", tree.log_probs), ("path_probabilities", tree.path_log_probs)):
         kept = [getattr(traced, name)[node] for node in traced.kept]
         assert kept == pytest.approx(log_probs.exp().tolist(), rel=1e-4)
@@ -60,8 +60,8 @@ def check_cycle(traced: TracedCycle, cycle: Cycle) -> None:
     counts = {state: traced.states.count(state) for state in (ROOT, ACCEPTED, REJECTED, PRUNED)}
     assert counts[ROOT] == 1
     assert counts[ACCEPTED] == cycle.accepted
-    assert counts[REJECTED] == tree.size - 1 - cycle.accepted
-    assert counts[PRUNED] == cycle.drafted + 1 - tree.size
+    assert counts[REJECTED] == len(tree) - 1 - cycle.accepted
+    assert counts[PRUNED] == cycle.drafted + 1 - len(tree)
     for nodes in traced.children:
         assert [traced.ranks[node] for node in nodes] == list(range(1, len(nodes) + 1))
         likely = [traced.probabilities[node] for node in nodes]
@@ -94,7 +94,7 @@ def test_a_cycle_that_no_engine_made_is_its_kept_tree(tmp_path: Path) -> None:
     cycle = Cycle(tree, [0], [5], Seconds(), draft.drafted)
     with TraceWriter(tmp_path / "run.jsonl", toy_engine(None)) as trace:
         traced = trace._traced(cycle, "")
-    assert traced.kept == list(range(tree.size))
+    assert traced.kept == list(range(len(tree)))
     check_cycle(traced, cycle)
 
 
@@ -108,7 +108,7 @@ def test_a_draft_gives_the_tree_it_was_taken_from() -> None:
     draft = draft_tree(0, _begun(ToyDrafter(DRAFT)), policy, Seconds(), CPU)
     assert draft.kept is not None
     assert torch.equal(draft.grown.tokens[draft.kept], draft.tree.tokens)
-    assert (draft.drafted, draft.tree.size) == (21, 5)
+    assert (draft.drafted, len(draft.tree)) == (21, 5)
     plain = draft_tree(0, None, None, Seconds(), CPU)
     assert (plain.drafted, plain.grown, plain.kept) == (0, plain.tree, None)
 

@@ -69,7 +69,7 @@ def test_trees_are_what_the_engine_made(trees: Trees) -> None:
         path = logged.accepted.nonzero()[:, 0].tolist()
         committed = [*tree.path_tokens(path[-1]), int(logged.choices[path[-1]])]
         assert committed == answer[place : place + len(committed)]
-        for node in range(tree.size):
+        for node in range(len(tree)):
             given = [*context, *tree.path_tokens(node)]
             assert int(logged.choices[node]) == int(TARGET.logits(given).argmax())
             if node:
@@ -89,9 +89,9 @@ def test_trees_are_what_the_engine_made(trees: Trees) -> None:
 def test_a_logged_tree_has_the_serving_codes_depths_and_paths(trees: Trees) -> None:
     for logged in list(trees)[:10]:
         tree = logged.tree
-        assert tree.size == 1 + COLLECT.width + COLLECT.expansions * COLLECT.width**2
+        assert len(tree) == 1 + COLLECT.width + COLLECT.expansions * COLLECT.width**2
         assert int(tree.depths.max()) == COLLECT.expansions + 1
-        for node in range(1, tree.size):
+        for node in range(1, len(tree)):
             assert tree.depths[node] == tree.depths[tree.parents[node]] + 1
         assert torch.equal(tree.parents, logged.parents)
         assert set(logged.expanded.tolist()) >= set(tree.parents[1:].tolist())
@@ -206,9 +206,9 @@ def test_negatives_are_drawn_per_positive() -> None:
 
 def test_a_child_of_a_pruned_node_counts_as_pruned(trees: Trees) -> None:
     for seed, logged in enumerate(list(trees)[:10]):
-        tree, confidence = logged.tree, torch.rand(logged.tree.size - 1, generator=torch.Generator().manual_seed(seed))
+        tree, confidence = logged.tree, torch.rand(len(logged.tree) - 1, generator=torch.Generator().manual_seed(seed))
         least = path_minimum(confidence, logged)
-        for node in range(1, tree.size):
+        for node in range(1, len(tree)):
             way, above = [], node
             while above:
                 way.append(float(confidence[above - 1]))

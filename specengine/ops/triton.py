@@ -6,6 +6,7 @@ reference. Importing this raises ImportError where Triton is missing.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -20,10 +21,13 @@ from specengine_kernels import tree_attention as attention_kernel
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specengine import reference
-from specengine.reference import WORD_BITS, Candidates, Paths
+from specengine.ops import attention, choose, select, tree
+from specengine.ops._registry import FLOATS, by_meaning, meaning
+from specengine.ops.attention import Paths
+from specengine.ops.choose import MASK64, Walked
+from specengine.ops.select import LARGEST, Candidates
+from specengine.ops.tree import WORD_BITS, Arrays
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 MOST_CANDIDATES = 4096  # of one selection by the kernels; they rank by counting
 MOST_CHILDREN = 256  # of a row, for the same reason
@@ -41,62 +45,58 @@ class Words(NamedTuple):
 
 
 def append_nodes(
-    tree: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    size: int,
-    parents: Tensor,
-    tokens: Tensor,
-    log_probs: Tensor,
-) -> None:
-    m, device = parents.shape[0], parents.device
+    arrays: Arrays, size: Tensor, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor, overflow: Tensor
+) -> Tensor:
+    m = parents.shape[0]
     if not 0 < m <= frontier.MOST_APPENDED:
-        return reference.append_nodes(tree, size, parents, tokens, log_probs) if m else None
-    sent = torch.tensor([[size], [m], [0]], dtype=torch.int32, device=device)
-    given = parents.contiguous(), tokens.contiguous(), log_probs.contiguous()
-    rest = frontier.frontier_for(1, device)  # whom to draft from is the policy's choice here
-    return frontier.append_nodes(frontier.Tree(*tree, sent[0]), *given, sent[1], rest, sent[2])
+        return by_meaning(tree.append_nodes, arrays, size, parents, tokens, log_probs, count, overflow)
+    given = parents.contiguous(), tokens.contiguous(), log_probs.contiguous(), count
+    new = frontier.frontier_for(m, size.device)  # all of them
+    everyone = torch.arange(m, device=size.device)
+    frontier.append_nodes(frontier.Tree(*arrays, size), *given, new, overflow, expand=everyone, expanded=count)
+    return new.nodes
 
 
 def best_candidates(
-    logits: Tensor, scores: Tensor, count: int, log_gate: float, bound: float, normalized: bool
+    logits: Tensor,
+    scores: Tensor,
+    live: Tensor,
+    most: int,
+    limit: Tensor | None,
+    log_gate: Tensor | None,
+    bound: Tensor | None,
+    normalized: bool,
 ) -> Candidates:
-    rows, columns = logits.shape
-    most = min(count, rows * columns)
-    if not 0 < most <= MOST_CANDIDATES or not candidate_selection.fits(rows, columns):
-        return Candidates(*reference.best_candidates(logits, scores, count, log_gate, bound, normalized))
+    away, device = scores.device != logits.device, logits.device
+    if away or most > MOST_CANDIDATES or not candidate_selection.fits(*logits.shape):
+        with meaning():
+            numbers: dict[str, Any] = {"limit": limit, "log_gate": log_gate, "bound": bound}
+            return select.best_candidates(logits, scores, live, most, **numbers, normalized=normalized)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    parents, room = scores.to(logits.device).contiguous(), -(-most // 4) * 4  # so that all parts are aligned
-    found = torch.empty(3 * room + 2, dtype=torch.int64, device=logits.device)
-    given = {"log_gate": log_gate, "bound": bound, "normalized": normalized}
-    candidate_selection.select_candidates(logits, parents, most, **given, out=_selection(found, room, most))
-    chosen = _selection(found.to(scores.device), room, most)
-    kept = int(chosen.count)  # the one read by the host, together with the rest where that goes there
-    return Candidates(chosen.rows[:kept], chosen.tokens[:kept], chosen.log_probs[:kept], chosen.scores[:kept])
-
-
-def _selection(whole: Tensor, room: int, most: int) -> candidate_selection.Selection:
-    """The parts of a selection of up to `most` in one int64 buffer, [3 * room + 2]."""
-    rows, tokens, numbers, count, anchor = whole.split([room, room, room, 1, 1])
-    log_probs, scores = numbers.view(torch.float32).split(room)
-    count, anchor = count.view(torch.int32)[:1], anchor.view(torch.float32)[:1]
-    return candidate_selection.Selection(rows[:most], tokens[:most], log_probs[:most], scores[:most], count, anchor)
+    scores = scores.masked_fill(torch.arange(len(scores), device=device) >= live, -math.inf)
+    given: dict[str, Any] = {"log_gate": log_gate, "bound": bound}
+    given = {name: number for name, number in given.items() if number is not None}
+    budget = None if limit is None else limit.clamp(0, most)
+    found = candidate_selection.select_candidates(logits, scores, most, budget=budget, normalized=normalized, **given)
+    return Candidates(found.rows, found.tokens, found.log_probs, found.scores, found.count)
 
 
 def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
     if k > MOST_CHILDREN or not 0 < logits.shape[0] <= MOST_ROWS:
-        return reference.top_children(logits, k, normalized)
+        return by_meaning(select.top_children, logits, k, normalized)
     return children_kernel.top_children(logits if logits.stride(1) == 1 else logits.contiguous(), k, normalized)
 
 
 def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
     if not 0 < logits.shape[0] <= MOST_ROWS:
-        return reference.top_entropy(logits, top, normalized)
+        return by_meaning(select.top_entropy, logits, top, normalized)
     return entropy.top_entropy(logits if logits.stride(1) == 1 else logits.contiguous(), top, normalized)
 
 
 def choose_tokens(logits: Tensor, positions: Sequence[int], seed: int | None, temperature: float) -> Tensor:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     if not len(logits) or seed is None:
-        return verification.choose_tokens(logits) if len(logits) else reference.choose_tokens(logits, (), None, 1.0)
+        return verification.choose_tokens(logits) if len(logits) else by_meaning(choose.choose_tokens, logits)
     sent = torch.tensor([_signed(seed), *(_signed(position) for position in positions)], device=logits.device)
     heat = torch.tensor([temperature], dtype=torch.float32, device=logits.device)
     return verification.choose_tokens(logits, sent[1:], sent[:1], heat)
@@ -104,18 +104,18 @@ def choose_tokens(logits: Tensor, positions: Sequence[int], seed: int | None, te
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     # +inf counts as 3e38 here, and is not finite for the kernel
-    return int(choose_tokens(scores.clamp(max=reference.LARGEST)[None], [position], seed, 1.0))
+    return int(choose_tokens(scores.clamp(max=LARGEST)[None], [position], seed, 1.0))
 
 
 def _signed(value: int) -> int:
     """The int64 with the bits of a number modulo 2**64."""
-    return ((value + 2**63) & reference.MASK64) - 2**63
+    return ((value + 2**63) & MASK64) - 2**63
 
 
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
     n = tokens.shape[0]
     if n > verification.MOST_NODES:
-        return reference.walk(tokens, parents, chosen)
+        return by_meaning(choose.walk, tokens, parents, chosen)
     out = torch.zeros(n + 2, dtype=torch.int64, device=tokens.device)  # path, bonus, count: one read
     size = torch.full((1,), n, dtype=torch.int32, device=tokens.device)
     given = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
@@ -128,7 +128,7 @@ def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
     if path[-1] == len(path) - 1:  # all of them stand right
         return None
     if slab.stride(4) != 1:
-        return reference.compact_kv(slab, prefix, path)
+        return by_meaning(attention.compact_kv, slab, prefix, path)
     sent = torch.tensor([len(path), prefix, *path], dtype=torch.int32, device=slab.device)
     return kv_compaction.compact_kv(slab, sent[2:], sent[:1], sent[1:2])
 
@@ -146,7 +146,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Words | Tens
     known = query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0
     if isinstance(mask, Tensor) or not known or not query.stride(2) == key.stride(2) == value.stride(2) == 1:
         dense = mask.mask.repeat(query.shape[0] // key.shape[0], 1) if isinstance(mask, Words) else mask
-        return reference.tree_attention(query, key, value, dense, scale)
+        return by_meaning(attention.tree_attention, query, key, value, dense, scale)
     seen = _all_seen(query.shape[1], key.shape[1], query.device) if mask is None else mask
     rows = query.transpose(0, 1)[None]
     out = attention_kernel.tree_attention(
@@ -160,7 +160,7 @@ def cached_attention(
 ) -> Tensor:
     known = query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0
     if not known or not query.stride(2) == key.stride(2) == value.stride(2) == 1:
-        return reference.cached_attention(query, key, value, words, prefix, live, seen, scale)
+        return by_meaning(attention.cached_attention, query, key, value, words, prefix, live, seen, scale)
     rows, numbers = query.transpose(0, 1)[None], (prefix, live, seen)
     out = attention_kernel.tree_attention(
         rows, key[None], value[None], words[None], *numbers, scale=scale, upcast=INTERPRETED
@@ -173,7 +173,7 @@ def strict_cached_attention(
 ) -> Tensor:
     known = query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0
     if not known or not query.stride(2) == key.stride(2) == value.stride(2) == 1:
-        return reference.strict_cached_attention(query, key, value, paths, prefix, live, scale)
+        return by_meaning(attention.strict_cached_attention, query, key, value, paths, prefix, live, scale)
     rows, way = query.transpose(0, 1)[None], (paths.nodes.contiguous()[None], paths.counts[None])
     out = strict_kernel.strict_attention(
         rows, key[None], value[None], *way, prefix, live, scale=scale, upcast=INTERPRETED
@@ -192,9 +192,42 @@ def rope_store(
     live: Tensor,
 ) -> Tensor:
     if not query.stride(2) == key.stride(2) == value.stride(2) == slab.stride(3) == 1:
-        return reference.rope_store(query, key, value, positions, tables, slab, slot, live)
+        return by_meaning(attention.rope_store, query, key, value, positions, tables, slab, slot, live)
     rows = (states.transpose(0, 1) for states in (query, key, value))
     return rope_kernel.rope_store(*rows, positions, *tables, slab[0], slab[1], slot, live).transpose(0, 1)
+
+
+def choose_rows(logits: Tensor, positions: Tensor, seed: Tensor | None, temperature: Tensor) -> Tensor:
+    if logits.stride(1) != 1:
+        return by_meaning(choose.choose_rows, logits, positions, seed, temperature)
+    if seed is None:
+        return verification.choose_tokens(logits)
+    return verification.choose_tokens(logits, positions, seed, temperature)
+
+
+def walk_down(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
+    if tokens.shape[0] > verification.MOST_NODES:
+        return by_meaning(choose.walk_down, tokens, parents, chosen, size)
+    path, count, bonus = torch.zeros_like(tokens), torch.empty_like(size), torch.empty_like(tokens[:1])
+    given = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
+    verification.walk(*given, size, path, count, bonus)
+    return Walked(path, count, bonus)
+
+
+def move_rows(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
+    if slab.stride(4) != 1:
+        return by_meaning(choose.move_rows, slab, path, count, prefix)
+    return kv_compaction.compact_kv(slab, path, count, prefix)
+
+
+def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    dense = states.stride(1) == table.stride(1) == sources.stride(0) == tokens.stride(0) == 1
+    if not dense or states.shape[1] != table.shape[1] or not len(sources):
+        return by_meaning(choose.gather_rows, states, sources, table, tokens)
+    shape = len(sources), states.shape[1]
+    out = states.new_empty(shape), table.new_empty(shape)
+    frontier.gather_rows(states, sources, table, tokens, *out)
+    return out
 
 
 @lru_cache(maxsize=8)  # all layers of a forward ask for the same
@@ -215,12 +248,16 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "best_candidates": best_candidates,
         "cached_attention": cached_attention,
         "choose_tokens": choose_tokens,
+        "choose_rows": choose_rows,
+        "gather_rows": gather_rows,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
+        "move_rows": move_rows,
         "rope_store": rope_store,
         "strict_cached_attention": strict_cached_attention,
         "top_children": top_children,
         "top_entropy": top_entropy,
         "walk": walk,
+        "walk_down": walk_down,
         "compact_kv": compact_kv,
         "pack_mask": pack_mask,
         "tree_attention": tree_attention,

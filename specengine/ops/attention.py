@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from specengine.errors import InputError
-from specengine.ops._backends import describe, implementation
-from specengine.reference import Paths
+from specengine.ops._registry import attached, describe, op
+from specengine.ops.tree import WORD_BITS
+
+CHUNK = 64  # positions that are summed together
 
 
+class Paths(NamedTuple):
+    """Of each row the nodes that it sees, in the order of their positions: nodes int32 [n, most], of which the first
+    `counts`, int32 [n], count."""
+
+    nodes: Tensor
+    counts: Tensor
+
+
+@op
 def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
     """Move slot prefix + path[j] to slot prefix + j of every layer and head, in place.
 
@@ -25,9 +38,16 @@ def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
         raise InputError(f"path: got {path}, ascending node ids from 0 are needed")
     if prefix < 0 or prefix + path[-1] >= slab.shape[3]:
         raise InputError(f"path: {path} after {prefix} slots leaves the {slab.shape[3]} slots of the slab")
-    implementation("compact_kv", slab.device.type)(slab, prefix, path)
+    if run := attached("compact_kv", slab):
+        run(slab, prefix, path)
+        return
+    first = next((j for j, slot in enumerate(path) if slot != j), len(path))
+    if first < len(path):
+        moved = torch.tensor(path[first:], device=slab.device) + prefix
+        slab[:, :, :, prefix + first : prefix + len(path)] = slab.index_select(3, moved)
 
 
+@op
 def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int = 0) -> Any:
     """A visibility mask as `tree_attention` takes it at the least cost there: make it once per forward.
 
@@ -36,9 +56,12 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int = 0) ->
     """
     if mask.dtype is not torch.bool or mask.dim() != 2 or not 0 <= prefix <= mask.shape[1]:
         raise InputError(f"mask: bool [n, L] with L of {prefix} or more is needed, got {describe(mask)}")
-    return implementation("pack_mask", mask.device.type)(mask, groups, dtype, prefix)
+    if run := attached("pack_mask", mask):
+        return run(mask, groups, dtype, prefix)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf).repeat(groups, 1)
 
 
+@op
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float) -> Tensor:
     """Attention of n tree rows over L slots; query head h reads key-value head h // G, with G = Hq / Hkv.
 
@@ -55,9 +78,22 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: 
             mask = mask.repeat(groups, 1)
         if mask.shape[0] != groups * rows or mask.shape[1] != key.shape[1]:
             raise InputError(f"mask: [{rows} or {groups * rows}, {key.shape[1]}] is needed, got {describe(mask)}")
-    return implementation("tree_attention", query.device.type)(query, key, value, mask, scale)
+    if run := attached("tree_attention", query):
+        return run(query, key, value, mask, scale)
+    # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
+    heads, rows, size = query.shape
+    packed = query.reshape(1, key.shape[0], -1, size)
+    one_row = packed.shape[2] == 1 and packed.dtype is torch.bfloat16
+    if packed.device.type == "cpu" and (one_row or packed.dtype is torch.float16):
+        # Here torch's CPU kernel takes 2 to 4 times as long as float32 with the conversions, and is less exact.
+        packed, key, value = packed.float(), key.float(), value.float()
+    if mask is not None and mask.dtype not in (torch.bool, packed.dtype):
+        mask = mask.to(packed.dtype)
+    out = scaled_dot_product_attention(packed, key[None], value[None], mask, scale=scale)
+    return out.to(query.dtype).view(heads, rows, size)
 
 
+@op
 def cached_attention(
     query: Tensor,
     key: Tensor,
@@ -82,10 +118,21 @@ def cached_attention(
         raise InputError(f"words: int64 [{rows}, words] is needed, got {describe(words)}")
     if any(number.dtype is not torch.int32 or number.shape != (1,) for number in (prefix, live, seen)):
         raise InputError(f"prefix, live, seen: int32 [1] each is needed, got {describe(prefix, live, seen)}")
-    run = implementation("cached_attention", query.device.type)
-    return run(query, key, value, words, prefix, live, seen, scale)
+    if run := attached("cached_attention", query):
+        return run(query, key, value, words, prefix, live, seen, scale)
+    groups, rows = query.shape[0] // key.shape[0], query.shape[1]
+    node = torch.arange(key.shape[1], device=key.device) - prefix  # which node's slot it is, negative in the prefix
+    inside = node < seen
+    bits = words[:, (node // WORD_BITS).clamp(0, words.shape[1] - 1)] >> (node % WORD_BITS)
+    named = (bits & 1).bool() & (node < WORD_BITS * words.shape[1])
+    padding = torch.arange(rows, device=key.device) >= live
+    mask = torch.zeros(rows, key.shape[1], dtype=query.dtype, device=key.device)
+    mask = mask.masked_fill_(~((node < 0) | named) | ~inside | padding[:, None], -math.inf).repeat(groups, 1)
+    key, value = (cache.masked_fill(~inside[:, None], 0.0) for cache in (key, value))  # there may be NaN
+    return tree_attention(query, key, value, mask, scale).masked_fill(padding[:, None], 0.0)
 
 
+@op
 def rope_store(
     query: Tensor,
     key: Tensor,
@@ -114,9 +161,21 @@ def rope_store(
         raise InputError(
             f"positions, slot, live: int64 [n], int64 [1], int32 [1], got {describe(positions, slot, live)}"
         )
-    return implementation("rope_store", query.device.type)(query, key, value, positions, tables, slab, slot, live)
+    if run := attached("rope_store", query):
+        return run(query, key, value, positions, tables, slab, slot, live)
+    cosines, sines = (torch.cat([table[positions]] * 2, -1) for table in tables)
+
+    def rotated(states: Tensor) -> Tensor:
+        first, second = states.float().chunk(2, -1)
+        return (states.float() * cosines + torch.cat([-second, first], -1) * sines).to(states.dtype)
+
+    slots = slot + torch.arange(positions.shape[0], device=slab.device)
+    for cache, rows in ((slab[0], rotated(key)), (slab[1], value)):
+        cache.index_copy_(1, slots, rows)
+    return rotated(query)
 
 
+@op
 def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """As `tree_attention`, but a row's result depends on nothing except the keys and values that it sees, in their
     order: not on other rows, nor on slots that it does not see. So a tree node's bits are those of plain decoding.
@@ -128,9 +187,22 @@ def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}")
     if mask is not None and (mask.dtype is not torch.bool or mask.shape != (rows, key.shape[1])):
         raise InputError(f"mask: bool [{rows}, {key.shape[1]}] is needed, got {describe(mask)}")
-    return implementation("strict_attention", query.device.type)(query, key, value, mask, scale)
+    if run := attached("strict_attention", query):
+        return run(query, key, value, mask, scale)
+    # Row by row over what it sees alone: every call has the shape that it has when the row is decoded by itself.
+    heads, rows, size = query.shape
+    out = torch.zeros_like(query)
+    for row in range(rows):
+        seen = slice(None) if mask is None else mask[row]
+        keys, values = key[:, seen].float(), value[:, seen].float()
+        if keys.shape[1]:
+            grouped = query[:, row].float().view(key.shape[0], -1, size) * scale
+            weights = (grouped[:, :, None] * keys[:, None]).sum(-1).softmax(-1)
+            out[:, row] = (weights[..., None] * values[:, None]).sum(2).view(heads, size).to(query.dtype)
+    return out
 
 
+@op
 def order_paths(words: Tensor) -> Paths:
     """The nodes that each row's words name, in the order of their bits; made once per forward.
 
@@ -139,9 +211,17 @@ def order_paths(words: Tensor) -> Paths:
     """
     if words.dtype is not torch.int64 or words.dim() != 2:
         raise InputError(f"words: int64 [n, words] is needed, got {describe(words)}")
-    return implementation("order_paths", words.device.type)(words)
+    if run := attached("order_paths", words):
+        return run(words)
+    named = (words[:, :, None] >> torch.arange(WORD_BITS, device=words.device) & 1).flatten(1)
+    rows, most = named.shape
+    places = torch.where(named.bool(), named.cumsum(1) - 1, most)  # behind the end: not named
+    ids = torch.arange(most, dtype=torch.int32, device=words.device).expand(rows, most)
+    nodes = torch.zeros(rows, most + 1, dtype=torch.int32, device=words.device).scatter_(1, places, ids)
+    return Paths(nodes[:, :most].contiguous(), named.sum(1).int())
 
 
+@op
 def strict_cached_attention(
     query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
 ) -> Tensor:
@@ -157,5 +237,27 @@ def strict_cached_attention(
         raise InputError(f"paths: int32 [{rows}, most], int32 [{rows}] are needed, got {describe(*paths)}")
     if any(number.dtype is not torch.int32 or number.shape != (1,) for number in (prefix, live)):
         raise InputError(f"prefix, live: int32 [1] each is needed, got {describe(prefix, live)}")
-    run = implementation("strict_cached_attention", query.device.type)
-    return run(query, key, value, paths, prefix, live, scale)
+    if run := attached("strict_cached_attention", query):
+        return run(query, key, value, paths, prefix, live, scale)
+    # By chunks of absolute positions, so that neither the tree nor the size of the cache changes the order of sums.
+    (heads, rows, size), (kv_heads, capacity, _) = query.shape, key.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = (query.to(wide) * scale).view(kv_heads, -1, rows, 1, size)
+    ends = torch.where(torch.arange(rows, device=key.device) < live, prefix + paths.counts, 0)
+    peak = torch.full(grouped.shape[:3], -math.inf, dtype=wide, device=key.device)
+    total, sums = torch.zeros_like(peak), torch.zeros_like(query, dtype=wide).view(*peak.shape, size)
+    for start in range(0, capacity, CHUNK):
+        positions = torch.arange(start, min(start + CHUNK, capacity), device=key.device)
+        place = (positions - prefix).clamp(0, paths.nodes.shape[1] - 1).expand(rows, -1)
+        slots = torch.where(positions < prefix, positions, prefix + paths.nodes.gather(1, place))
+        seen = positions < ends[:, None]
+        slots = slots.masked_fill(~seen, 0)
+        keys, values = (cache[:, slots].to(wide).masked_fill_(~seen[..., None], 0.0) for cache in (key, value))
+        scores = (grouped * keys[:, None]).sum(-1).masked_fill_(~seen, -math.inf)
+        higher = torch.maximum(peak, scores.amax(-1))
+        shift = higher.masked_fill(higher == -math.inf, 0.0)  # of a row that has seen nothing yet
+        weights, fade = (scores - shift[..., None]).exp(), (peak - shift).exp()
+        total = total * fade + weights.sum(-1)
+        sums = sums * fade[..., None] + (weights[..., None] * values[:, None]).sum(-2)
+        peak = higher
+    return (sums / total.clamp(min=torch.finfo(wide).tiny)[..., None]).view(heads, rows, size).to(query.dtype)

@@ -1,0 +1,296 @@
+"""The ops of csrc/ for CPU tensors: outputs allocated here, addresses handed to the extension specengine._expander.
+
+Importing this raises ImportError where the extension is not built, or was built from other sources. A count is read
+there, through its address, and loops end at it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specengine.errors import InputError
+from specengine.ops import attention
+from specengine.ops._registry import by_meaning
+from specengine.ops.attention import Paths
+from specengine.ops.networks import LOWEST, Window
+from specengine.ops.queue import Drawn, Queues, Search
+from specengine.ops.select import HAS_NAN, Candidates
+from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Arrays, Nodes
+
+_expander: Any = importlib.import_module("specengine._expander")
+INTERFACE = 2  # as in csrc/expander.cpp
+
+if getattr(_expander, "INTERFACE", 1) != INTERFACE:
+    raise ImportError("specengine._expander was built from other sources")
+
+_WHOLE = torch.int64
+
+
+def implementations() -> dict[str, Callable[..., Any]]:
+    """What `ops` finds here."""
+    return {
+        "ancestor_words": ancestor_words,
+        "append_nodes": append_nodes,
+        "subtree": subtree,
+        "tree_mask": tree_mask,
+        "select_best": select_best,
+        "top_children": top_children,
+        "best_candidates": best_candidates,
+        "top_entropy": top_entropy,
+        "mlp": mlp,
+        "classify_paths": classify_paths,
+        "classify_row": classify_row,
+        "beam_observation": beam_observation,
+        "best_action": best_action,
+        "step_queues": step_queues,
+        "keyed_gumbel_argmax": keyed_gumbel_argmax,
+        "walk": walk,
+        "compact_kv": compact_kv,
+        "strict_attention": strict_attention,
+        "strict_cached_attention": strict_cached_attention,
+    }
+
+
+def _at(number: Tensor | None) -> int:
+    """The address of a number that may be left out."""
+    return 0 if number is None else number.data_ptr()
+
+
+def ancestor_words(parents: Tensor) -> Tensor:
+    n, parents = parents.shape[0], parents.contiguous()
+    out = torch.empty(n, -(-n // WORD_BITS), dtype=_WHOLE)
+    if not _expander.ancestor_words(parents.data_ptr(), n, out.data_ptr()):
+        raise InputError(WRONG_PARENTS)
+    return out
+
+
+def append_nodes(
+    tree: Arrays, size: Tensor, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor, overflow: Tensor
+) -> Tensor:
+    parents, tokens, log_probs = parents.contiguous(), tokens.contiguous(), log_probs.contiguous()
+    ids = torch.empty_like(parents)
+    if not _expander.append_nodes(
+        [array.data_ptr() for array in tree],
+        *tree[-1].shape,
+        size.data_ptr(),
+        count.data_ptr(),
+        parents.shape[0],
+        parents.data_ptr(),
+        tokens.data_ptr(),
+        log_probs.data_ptr(),
+        overflow.data_ptr(),
+        ids.data_ptr(),
+    ):
+        raise InputError(NOT_THERE)
+    return ids
+
+
+def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+    size, room, parents, nodes = parents.shape[0], nodes.shape[0], parents.contiguous(), nodes.contiguous()
+    new_parents = torch.empty(room, dtype=_WHOLE)
+    words = torch.empty(room, -(-room // WORD_BITS), dtype=_WHOLE)
+    given = parents.data_ptr(), size, nodes.data_ptr(), live.data_ptr(), room
+    if not _expander.subtree(*given, new_parents.data_ptr(), words.data_ptr()):
+        raise InputError(WRONG_SUBTREE)
+    return new_parents, words
+
+
+def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
+    (n, words), ancestors = ancestors.shape, ancestors.contiguous()
+    out = torch.empty(n, columns, dtype=torch.bool)
+    _expander.tree_mask(ancestors.data_ptr(), n, words, columns, out.data_ptr())
+    return out
+
+
+def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None) -> Nodes:
+    scores = scores.contiguous()
+    found = Nodes(torch.empty(most, dtype=_WHOLE), torch.empty_like(live))
+    given = scores.data_ptr(), scores.shape[0], live.data_ptr(), most, _at(limit)
+    if not _expander.select_best(*given, found.ids.data_ptr(), found.live.data_ptr()):
+        raise InputError("scores: " + HAS_NAN)
+    return found
+
+
+def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
+    logits = _with_dense_rows(logits)
+    rows = logits.shape[0]
+    log_probs, best = torch.empty(rows, k), torch.empty(rows, k, dtype=_WHOLE)
+    _expander.top_children(*_matrix(logits), k, normalized, log_probs.data_ptr(), best.data_ptr())
+    return log_probs, best
+
+
+def best_candidates(
+    logits: Tensor,
+    scores: Tensor,
+    live: Tensor,
+    most: int,
+    limit: Tensor | None,
+    log_gate: Tensor | None,
+    bound: Tensor | None,
+    normalized: bool,
+) -> Candidates:
+    logits, scores = _with_dense_rows(logits), scores.contiguous()
+    found = Candidates(
+        torch.empty(most, dtype=_WHOLE),
+        torch.empty(most, dtype=_WHOLE),
+        torch.empty(most),
+        torch.empty(most),
+        torch.empty_like(live),
+    )
+    numbers = _at(limit), _at(log_gate), _at(bound)
+    given = scores.data_ptr(), live.data_ptr(), most, *numbers, normalized
+    _expander.best_candidates(*_matrix(logits), *given, *(part.data_ptr() for part in found))
+    return found
+
+
+def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
+    logits = _with_dense_rows(logits)
+    out = torch.empty(logits.shape[0])
+    _expander.top_entropy(*_matrix(logits), top, normalized, out.data_ptr())
+    return out
+
+
+def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:
+    features, (hidden, inputs) = features.contiguous(), net[0].shape
+    out = torch.empty(features.shape[:-1])
+    parts = [part.data_ptr() for part in net]
+    _expander.mlp(parts, inputs, hidden, features.data_ptr(), out.numel(), out.data_ptr())
+    return out
+
+
+def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: Tensor, net: Sequence[Tensor]) -> Tensor:
+    paths, entropies, (rows, children) = path_log_probs.contiguous(), entropies.contiguous(), path_log_probs.shape
+    out, addresses = torch.empty_like(paths), [part.data_ptr() for part in net]
+    given = paths.data_ptr(), entropies.data_ptr(), depth.data_ptr(), rows, children
+    _expander.classify_paths(addresses, net[0].shape[0], *given, out.data_ptr())
+    return out
+
+
+def classify_row(logits: Tensor, top: int, depth: Tensor, net: Sequence[Tensor], normalized: bool) -> Tensor:
+    address, bfloat16, _, columns, _ = _matrix(_with_dense_rows(logits))
+    parts, (hidden, inputs) = [part.data_ptr() for part in net], net[0].shape
+    given = address, bfloat16, columns, min(top, columns), normalized, depth.data_ptr()
+    out = torch.empty(1)
+    _expander.classify_row(parts, inputs, hidden, *given, out.data_ptr())
+    return out
+
+
+def _with_dense_rows(logits: Tensor) -> Tensor:
+    if logits.dtype is torch.float16:
+        return logits.float().contiguous()
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _matrix(logits: Tensor) -> tuple[int, bool, int, int, int]:
+    """Address, whether bfloat16 (else float32), rows, columns, row stride in elements."""
+    rows, columns = logits.shape
+    return logits.data_ptr(), logits.dtype is torch.bfloat16, rows, columns, logits.stride(0)
+
+
+def step_queues(
+    queues: Queues,
+    found: Candidates,
+    frontier: Nodes,
+    depths: Tensor,
+    token_ids: Tensor | None,
+    passes: Tensor,
+    search: Search,
+) -> Drawn:
+    budget = queues.scores.shape[0]
+    found = Candidates(*(part.contiguous() for part in found))
+    nodes = frontier.ids.contiguous()
+    width = min(search.batch, budget)
+    parents, tokens, expand = (torch.empty(size, dtype=_WHOLE) for size in (budget, budget, width))
+    counts = torch.empty(2, dtype=torch.int32)
+    drawn = Drawn(parents, tokens, torch.empty(budget), counts[:1], Nodes(expand, counts[1:]))
+    outputs = drawn.parents, drawn.tokens, drawn.log_probs, drawn.live, expand, drawn.expand.live
+    if not _expander.step_queues(
+        [part.data_ptr() for part in queues],
+        budget,
+        [part.data_ptr() for part in found],
+        found.scores.shape[0],
+        [nodes.data_ptr(), frontier.live.data_ptr(), depths.data_ptr(), _at(token_ids), passes.data_ptr()],
+        search.batch,
+        search.max_depth,
+        search.threshold,
+        search.fill,
+        [part.data_ptr() for part in outputs],
+    ):
+        raise InputError("scores: " + HAS_NAN)
+    return drawn
+
+
+def beam_observation(
+    scores: Tensor, depths: Tensor, live: Tensor, expansions: Tensor, context: Tensor, window: Window
+) -> Tensor:
+    scores, depths = scores.contiguous(), depths.contiguous()
+    out = torch.empty(window.room + 2 * window.repeats)
+    shape = [window.width, window.last, window.room, window.repeats]
+    floats = [window.pad, window.pad if window.pad < 0 else LOWEST, *window.units]
+    numbers = live.data_ptr(), expansions.data_ptr(), context.data_ptr()
+    _expander.beam_observation(shape, floats, scores.data_ptr(), depths.data_ptr(), *numbers, out.data_ptr())
+    return out
+
+
+def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) -> Tensor:
+    sizes = [layers[0].shape[1], *(weight.shape[0] for weight in layers[::2])]
+    addresses, out = [part.data_ptr() for part in layers], torch.empty(1, dtype=_WHOLE)
+    given = observation.contiguous().data_ptr()
+    _expander.best_action(sizes, addresses, activation == "tanh", given, out.data_ptr())
+    return out
+
+
+def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    if query.dtype is torch.float16:
+        whole = strict_attention(query.float(), key.float(), value.float(), mask, scale)
+        return whole.to(torch.float16)
+    mask = None if mask is None else mask.contiguous()
+    return _attended(_expander.strict_attention, query, key, value, scale, 0 if mask is None else mask.data_ptr())
+
+
+def strict_cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
+) -> Tensor:
+    if query.dtype is torch.float16:
+        whole = strict_cached_attention(query.float(), key.float(), value.float(), paths, prefix, live, scale)
+        return whole.to(torch.float16)
+    nodes, counts = (part.contiguous() for part in paths)
+    numbers = nodes.data_ptr(), counts.data_ptr(), prefix.data_ptr(), live.data_ptr()
+    return _attended(_expander.strict_cached_attention, query, key, value, scale, nodes.shape[1], *numbers)
+
+
+def _attended(run: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, *seen: int) -> Tensor:
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        key, value = key.contiguous(), value.contiguous()
+    query = query.contiguous()
+    heads, rows, size = query.shape
+    sizes = [key.shape[0], heads // key.shape[0], rows, key.shape[1], size]
+    strides = [key.stride(0), key.stride(1), value.stride(0), value.stride(1)]
+    out = torch.empty_like(query)
+    given = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    run(query.dtype is torch.bfloat16, sizes + strides, scale, *given, *seen, out.data_ptr())
+    return out
+
+
+def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
+    scores = scores.contiguous()
+    return _expander.keyed_gumbel_argmax(scores.data_ptr(), scores.shape[0], seed, position)
+
+
+def walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
+    tokens, parents, chosen = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
+    return _expander.walk(tokens.data_ptr(), parents.data_ptr(), chosen.data_ptr(), tokens.shape[0])
+
+
+def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
+    if not slab.is_contiguous():
+        return by_meaning(attention.compact_kv, slab, prefix, path)
+    layers, two, heads, capacity, size = slab.shape
+    row_bytes = size * slab.element_size()
+    _expander.compact_rows(slab.data_ptr(), layers * two * heads, capacity * row_bytes, row_bytes, prefix, path)
+    return None

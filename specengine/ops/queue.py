@@ -1,0 +1,154 @@
+"""The op of a best-first search: a bounded queue of scored nodes over one tree. Source: SALF Alg. 2."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specengine.errors import InputError
+from specengine.ops._registry import are_counts, attached, describe, insist, op
+from specengine.ops.select import HAS_NAN, Candidates, order_keys
+from specengine.ops.tree import Nodes
+
+
+class Queues(NamedTuple):
+    """The queue Q of scored, not yet drawn nodes and the scores of the accepted set G, each the best `budget` of all.
+
+    Ranked by (path log-probability descending, order of creation ascending), behind their ends -inf. accepted, of G,
+    scores, of Q: float32 [budget], paths; log_probs: float32 [budget], edges; parents, depths, tokens: int64 [budget];
+    bound: float32 [1]: no candidate at or below it can come to anything, -inf while there is room.
+    """
+
+    accepted: Tensor
+    scores: Tensor
+    log_probs: Tensor
+    parents: Tensor
+    depths: Tensor
+    tokens: Tensor
+    bound: Tensor
+
+    @classmethod
+    def start(cls, budget: int, device: torch.device | str) -> Queues:
+        """With the root in G."""
+        accepted, scores, log_probs = torch.full((3, budget), -math.inf, device=device)
+        accepted[:1].zero_()
+        parents, depths, tokens = torch.zeros(3, budget, dtype=torch.int64, device=device)
+        return cls(accepted, scores, log_probs, parents, depths, tokens, _bound(accepted, scores))
+
+
+class Search(NamedTuple):
+    """batch: nodes drafted from at once; max_depth: of a node drafted; threshold: the least mass of a batch that is
+    worth a pass; fill: whether the tree is filled up from the queue when the search stops."""
+
+    batch: int
+    max_depth: int
+    threshold: float
+    fill: bool
+
+
+class Drawn(NamedTuple):
+    """What comes out of the queues, best first. parents, tokens: int64 [budget]; log_probs: float32 [budget], of the
+    edge; live: int32 [1]; expand: those of them to draft from, indices."""
+
+    parents: Tensor
+    tokens: Tensor
+    log_probs: Tensor
+    live: Tensor
+    expand: Nodes
+
+
+@op
+def step_queues(
+    queues: Queues,
+    found: Candidates,
+    frontier: Nodes,
+    depths: Tensor,
+    token_ids: Tensor | None,
+    passes: Tensor,
+    search: Search,
+) -> Drawn:
+    """Put what was found under the frontier into Q, and draw a batch from it; changes `queues`.
+
+    The best `batch` of Q above the greatest depth move into G, and all that rank before the last of them; those that G
+    keeps become nodes. Drafted from are those of them above the worst of a full G and above the greatest depth, if the
+    sum of their path probabilities is `threshold` or more. Where none is, the search is over, and with `fill` the best
+    of Q become nodes while G has room.
+
+    found: best first; -inf is passed over; rows: places in the frontier; token_ids: int64 [draft vocabulary], the
+    tokens of its columns, or None where they are the columns; depths: int64, of the tree's nodes; passes: int32 [1]; at
+    1 the queues begin anew. Where the frontier is empty nothing changes and nothing is drawn. InputError on NaN scores
+    (on a CUDA device: an asynchronous assertion).
+    """
+    budget, shape = queues.scores.shape[0], found.scores.shape
+    if any(part.shape != shape for part in found[:4]) or found.scores.dtype is not torch.float32 or len(shape) != 1:
+        raise InputError(f"found: int64 [m] x 2, float32 [m] x 2 are needed, got {describe(*found[:4])}")
+    if any(part.shape != (budget,) for part in queues[:6]) or not are_counts(found.live, frontier.live, passes):
+        given = describe(*queues, found.live, frontier.live, passes)
+        raise InputError(f"queues, live, passes: [budget] x 6, float32 [1], int32 [1] x 3 are needed, got {given}")
+    if search.batch < 1 or search.max_depth < 1:
+        raise InputError(f"batch, max_depth: 1 or more are needed, got {search.batch}, {search.max_depth}")
+    if run := attached("step_queues", passes):
+        return run(queues, found, frontier, depths, token_ids, passes, search)
+    going, begins = frontier.live > 0, passes == 1
+    fresh = Queues.start(budget, passes.device)
+    known = Queues(*(torch.where(begins, new, old) for new, old in zip(fresh, queues, strict=True)))
+    pushed = _push(known, found, frontier.ids, depths, token_ids)
+    after, drawn = _draw(pushed, search, going)
+    for into, values in zip(queues, after, strict=True):
+        into.copy_(torch.where(going, values, into))
+    return drawn
+
+
+def _push(queues: Queues, found: Candidates, nodes: Tensor, depths: Tensor, token_ids: Tensor | None) -> Queues:
+    scores = found.scores.masked_fill(Nodes(found.rows, found.live).padding(), -math.inf)
+    insist(~scores.isnan().any(), "scores: " + HAS_NAN)
+    parents = nodes.index_select(0, found.rows)
+    tokens = found.columns if token_ids is None else token_ids.index_select(0, found.columns)
+    given = scores, found.log_probs, parents, depths.index_select(0, parents) + 1, tokens
+    # of equal scores those that were there rank first
+    best = order_keys(torch.cat([queues.scores, scores])).topk(queues.scores.shape[0]).indices
+    scores, log_probs, *rest = (torch.cat(pair)[best] for pair in zip(queues[1:6], given, strict=True))
+    return Queues(queues.accepted, scores, log_probs, *rest, queues.bound)
+
+
+def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]:
+    budget, place = queues.scores.shape[0], torch.arange(queues.scores.shape[0], device=going.device)
+    there = queues.scores > -math.inf
+    inner = there & (queues.depths < search.max_depth)
+    taken = there & (inner.cumsum(0) - inner.long() < search.batch) & going
+    count = taken.sum(0, keepdim=True)
+    after, nodes = _accept(queues, taken, count)
+    worst = after.accepted[-1:]  # -inf where G is not full
+    drafted = (place < nodes) & (queues.scores > worst) & inner
+    mass = (queues.scores.double().exp() * drafted).sum(0, keepdim=True)
+    drafted &= mass >= search.threshold
+    expanded = drafted.sum(0, keepdim=True).int()
+    expand = place.masked_fill(~drafted, budget).sort().values.masked_fill(place >= expanded, 0)[: search.batch]
+    room = budget - (after.accepted > -math.inf).sum(0, keepdim=True)
+    waiting = (after.scores > -math.inf).sum(0, keepdim=True)
+    filled = torch.minimum(room, waiting) * (going & (expanded == 0) & search.fill)
+    # those drawn stood first in Q, those filled up behind all that were taken
+    source = torch.where(place < nodes, place, place - nodes + count).clamp(max=budget - 1)
+    parents, tokens, log_probs = (part[source] for part in (queues.parents, queues.tokens, queues.log_probs))
+    return after, Drawn(parents, tokens, log_probs, (nodes + filled).int(), Nodes(expand, expanded))
+
+
+def _accept(queues: Queues, taken: Tensor, count: Tensor) -> tuple[Queues, Tensor]:
+    """The first entries of Q, those that are `taken`, into G; and how many of them G keeps, int64 [1]."""
+    budget, place = queues.scores.shape[0], torch.arange(taken.shape[0], device=taken.device)
+    ranked = torch.cat([queues.accepted, queues.scores.masked_fill(~taken, -math.inf)])
+    best = order_keys(ranked).topk(budget).indices
+    kept = ((best >= budget) & (ranked[best] > -math.inf)).sum(0, keepdim=True)
+    source = (place + count).clamp(max=budget - 1)
+    scores, log_probs, *rest = (values[source] for values in queues[1:6])
+    scores = scores.masked_fill(place + count >= budget, -math.inf)
+    after = Queues(ranked[best], scores, log_probs, rest[0], rest[1], rest[2], _bound(ranked[best], scores))
+    return after, kept
+
+
+def _bound(accepted: Tensor, scores: Tensor) -> Tensor:
+    """The budget-th best of both together, float32 [1]; -inf while they hold fewer."""
+    return torch.cat([accepted, scores]).topk(accepted.shape[0]).values[-1:]

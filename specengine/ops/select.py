@@ -1,0 +1,173 @@
+"""Ops that choose what comes into a tree."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specengine.errors import InputError
+from specengine.ops._registry import FLOATS, are_counts, attached, describe, insist, op
+from specengine.ops.tree import Nodes
+
+LARGEST = 3e38  # what +inf counts as: finite in float32, so that differences of scores stay defined
+HAS_NAN = "contains NaN"
+
+
+class Candidates(NamedTuple):
+    """Scored continuations of a layer. rows, columns: int64 [most]; log_probs: float32 [most], of the edge; scores:
+    float32 [most], of the path; those from `live`, int32 [1], on are padding."""
+
+    rows: Tensor
+    columns: Tensor
+    log_probs: Tensor
+    scores: Tensor
+    live: Tensor
+
+
+@op
+def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = None) -> Nodes:
+    """Indices of the `most` best of the first `live` scores by (score descending, index ascending), in ascending order.
+
+    scores: float32 [m], in creation order; limit: int32 [1], fewer than `most`. -inf is never selected; indices are
+    padded with 0. For path log-probabilities the result is closed under parent, also under ties: a child is never
+    better than its parent and comes later. InputError on NaN (on a CUDA device: an asynchronous assertion).
+    """
+    if scores.dtype is not torch.float32 or scores.dim() != 1 or most < 0:
+        raise InputError(f"scores, most: float32 [m], 0 or more are needed, got {describe(scores)}, {most}")
+    if not are_counts(live) or (limit is not None and not are_counts(limit)):
+        given = describe(live) if limit is None else describe(live, limit)
+        raise InputError(f"live, limit: int32 [1] is needed, got {given}")
+    if run := attached("select_best", scores):
+        return run(scores, live, most, limit)
+    place = torch.arange(scores.shape[0], device=scores.device)
+    values = scores.masked_fill(place >= live, -math.inf)
+    insist(~values.isnan().any(), "scores: " + HAS_NAN)
+    best = order_keys(values).topk(min(most, scores.shape[0])).indices
+    count = (values[best] > -math.inf).sum(0, keepdim=True)
+    if limit is not None:
+        count = torch.minimum(count, limit.clamp(min=0))
+    padding = torch.arange(best.shape[0], device=scores.device) >= count
+    indices = best.masked_fill(padding, scores.shape[0]).sort().values.masked_fill(padding, 0)
+    return Nodes(padded(indices, most), count.int())
+
+
+@op
+def top_children(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tensor, Tensor]:
+    """The k best columns of each row by (value descending, column ascending), with log-probabilities.
+
+    logits: float32, bfloat16 or float16 [rows, V]; `normalized` says that they are log-probabilities already.
+    Returns log_probs float32 [rows, min(k, V)] (natural log, over the whole row) and columns int64 of the same shape.
+    Ties are those of the values as given. NaN counts as -inf and +inf as 3e38; columns of -inf come last, with -inf.
+    """
+    require_logits(logits)
+    if k < 1 or logits.shape[1] < 1:
+        raise InputError(f"k: got {k} of {logits.shape[1]} columns, at least 1 of 1 is needed")
+    k = min(k, logits.shape[1])
+    if run := attached("top_children", logits):
+        return run(logits, k, normalized)
+    values = defined(logits.float())
+    columns = order_keys(values).topk(k).indices
+    best = values.gather(1, columns)
+    if normalized:
+        return best, columns
+    peak = best[:, :1].clamp(min=torch.finfo(torch.float32).min)  # finite also in rows of -inf alone
+    return (best - peak) - (values - peak).exp().sum(1, keepdim=True).log().clamp(min=0.0), columns
+
+
+@op
+def best_candidates(
+    logits: Tensor,
+    scores: Tensor,
+    live: Tensor,
+    most: int,
+    *,
+    limit: Tensor | None = None,
+    log_gate: Tensor | None = None,
+    bound: Tensor | None = None,
+    normalized: bool = False,
+) -> Candidates:
+    """The `most` best continuations of a whole layer, by path log-probability, as far as they pass gate and bound.
+
+    logits: float32, bfloat16 or float16 [rows, V], read as in `top_children`, of which the first `live` rows count;
+    scores: float32 [rows], the rows' own path log-probabilities; on the same device or on the host, and the results are
+    where they are. A candidate's score is its row's plus its log-probability.
+    limit: int32 [1], fewer than `most`; nothing passes where it is 0 or less. log_gate: float32 [1], 0 or less; with m
+    the layer's best score, only scores of m + log_gate and above pass. bound: float32 [1]; only scores above it pass.
+    Ordered by (score descending, row ascending, log-probability descending, column ascending); -inf never passes.
+    Sources: TALON Alg. 2 (gate); SALF Alg. 2 (bounded queue).
+    """
+    require_logits(logits)
+    if scores.dtype is not torch.float32 or scores.shape != logits.shape[:1] or most < 1:
+        raise InputError(
+            f"scores, most: float32 [{logits.shape[0]}], 1 or more are needed, got {describe(scores)}, {most}"
+        )
+    if not are_counts(live) or (limit is not None and not are_counts(limit)):
+        raise InputError(f"live, limit: int32 [1] is needed, got {describe(live)}")
+    for name, number in (("log_gate", log_gate), ("bound", bound)):
+        if number is not None and (number.dtype is not torch.float32 or number.shape != (1,)):
+            raise InputError(f"{name}: float32 [1] is needed, got {describe(number)}")
+    if run := attached("best_candidates", logits):
+        return run(logits, scores, live, most, limit, log_gate, bound, normalized)
+    device, home = logits.device, scores.device
+    live, scores = live.to(device), scores.to(device)
+    scores = scores.masked_fill(torch.arange(len(scores), device=device) >= live, -math.inf)
+    log_probs, best = top_children(logits, most, normalized)
+    found = (defined(scores)[:, None] + log_probs).reshape(-1)
+    passes = found > -math.inf
+    if found.numel() and log_gate is not None:
+        passes &= found >= found.max() + log_gate.to(device)
+    if bound is not None:
+        passes &= found > bound.to(device)
+    order = order_keys(found.masked_fill(~passes, -math.inf)).topk(min(most, found.shape[0])).indices
+    count = passes.sum(0, keepdim=True).clamp(max=most)
+    if limit is not None:
+        count = torch.minimum(count, limit.to(device).clamp(min=0))
+    chosen = order // best.shape[1], best.reshape(-1)[order], log_probs.reshape(-1)[order], found[order]
+    padding = torch.arange(order.shape[0], device=device) >= count
+    rows, columns, edges, paths = (padded(part.masked_fill(padding, 0), most).to(home) for part in chosen)
+    return Candidates(rows, columns, edges, paths, count.int().to(home))
+
+
+@op
+def top_entropy(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
+    """-sum p log p over the `top` most likely columns of each row, in nats; p over the whole row, not renormalised.
+
+    logits: as in `top_children`. Returns float32 [rows]; 0 for a row of -inf alone. Source: C2T App. C.
+    """
+    require_logits(logits)
+    if top < 1 or logits.shape[1] < 1:
+        raise InputError(f"top: got {top} of {logits.shape[1]} columns, at least 1 of 1 is needed")
+    top = min(top, logits.shape[1])
+    if run := attached("top_entropy", logits):
+        return run(logits, top, normalized)
+    log_probs = top_children(logits, top, normalized)[0].double()
+    return -torch.where(log_probs > -math.inf, log_probs.exp() * log_probs, 0.0).sum(1).float()
+
+
+def require_logits(logits: Tensor) -> None:
+    if logits.dtype not in FLOATS or logits.dim() != 2:
+        raise InputError(f"logits: float32, bfloat16 or float16 [rows, V] is needed, got {describe(logits)}")
+
+
+def defined(values: Tensor) -> Tensor:
+    return values.nan_to_num(nan=-math.inf, posinf=LARGEST, neginf=-math.inf).clamp(max=LARGEST)
+
+
+def order_keys(values: Tensor) -> Tensor:
+    """int64 keys of the order (value descending, index along the last axis ascending): larger is better, none equal.
+
+    values: float32 without NaN. topk itself leaves open which of two equal values it takes.
+    """
+    bits = (values + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0, its equal
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (
+        0xFFFFFFFF - torch.arange(values.shape[-1], device=values.device)
+    )
+
+
+def padded(values: Tensor, size: int) -> Tensor:
+    """Filled up with 0 at the end."""
+    return pad(values, (0, size - values.shape[0]))
