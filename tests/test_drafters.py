@@ -20,7 +20,7 @@ from specengine.engine import Engine
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree
-from tests.toy import VOCABULARY, RandomShape, Tables, ToyTarget, byte_tokenizer, tiny
+from tests.toy import VOCABULARY, RandomShape, Tables, ToyTarget, byte_tokenizer, nodes_of, tiny
 
 PROMPT = [*range(40, 52)]
 
@@ -306,8 +306,9 @@ def test_best_children_of_sparse_rows_are_those_proposed() -> None:
     tree = TokenTree.root(0, 8)
     tree.add(torch.tensor([0]), torch.tensor([7]), torch.tensor([-2.0]))
     step = Step(rows, torch.tensor([10, 11, 12]), normalized=True)
-    nodes = step.add_best_children(tree, torch.tensor([0, 1]), 5)
-    assert nodes.tolist() == [2, 3]
+    nodes = step.add_best_children(tree, nodes_of([0, 1]), 5)
+    assert nodes.alive().tolist() == [2, 3]
+    tree = tree.trimmed()
     assert tree.tokens.tolist() == [0, 7, 12, 10]
     assert tree.parents.tolist() == [-1, 0, 0, 0]
     assert tree.path_log_probs.tolist() == [0.0, -2.0, -0.5, -1.0]

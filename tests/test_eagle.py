@@ -21,6 +21,7 @@ from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.agreement import Convention, conventions, one_step_agreement
 from specengine.models.eagle_head import EagleConfig, EagleHead, Rope, causal, default_layer_ids, head_from, make_head
+from specengine.ops import Nodes
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree
 from tests.heads import LAYERS, LLAMA3, YARN, deep, fit
@@ -148,7 +149,7 @@ def test_drafting_leaves_the_stable_rows_bit_identical_whatever_the_scratch_hold
                 frontier = torch.arange(max(passes > 0, len(tree) - 3), len(tree))
                 step = draft.step(tree, frontier)
                 rows.append(step.logits.clone())
-                step.add_best_children(tree, frontier, 2)
+                step.add_best_children(tree, Nodes.of(frontier), 2)
                 tree.passes += 1
             stable = draft.cache.slab[:, :, :, : draft.cache.length].clone()
             _, features = target.verify(tree)

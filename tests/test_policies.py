@@ -25,7 +25,7 @@ from specengine.policies import TreePolicy
 from specengine.policies.eagle import Eagle
 from specengine.tree import TokenTree
 from tests.test_tree import check_structure
-from tests.toy import CPU, RandomShape, Tables, ToyDrafter, ToyTarget, policy_for
+from tests.toy import CPU, RandomShape, Tables, ToyDrafter, ToyTarget, nodes_of, policy_for
 
 ROOT = Path(__file__).parents[1]
 NAMES = [name for name in policies.names() if name != "plain"]
@@ -155,7 +155,7 @@ class Pair(TreePolicy):
     capacity = 3
 
     def grow(self, tree, frontier, step):
-        return step.add_best_children(tree, frontier, 2)[:0]
+        return step.add_best_children(tree, frontier, 2).where(False)
 """
 FIND_IT = """
 import specengine.policies
@@ -253,7 +253,7 @@ def test_eagle_keeps_the_parents_of_certain_children() -> None:
     for node in range(39):
         tree.add(torch.tensor([max(0, node - 5)]), torch.tensor([node]), torch.zeros(1))
     for budget in range(1, 41):
-        assert Eagle(budget=budget).keep(tree).tolist() == list(range(budget))
+        assert Eagle(budget=budget).keep(tree).alive().tolist() == list(range(budget))
 
 
 def test_eagle_verifies_the_optimal_tree_when_the_beam_is_wide_enough() -> None:
@@ -392,6 +392,6 @@ def test_a_policy_without_its_methods_says_what_is_missing() -> None:
     with pytest.raises(NotImplementedError, match="states its capacity"):
         _ = nothing.capacity
     with pytest.raises(NotImplementedError, match="grows the tree"):
-        nothing.grow(TokenTree.root(0), policies.NO_NODES, None)  # type: ignore[arg-type]
-    assert nothing.keep(TokenTree.root(0)).tolist() == [0]
+        nothing.grow(TokenTree.root(0), nodes_of([]), None)  # type: ignore[arg-type]
+    assert nothing.keep(TokenTree.root(0)).alive().tolist() == [0]
     assert RandomShape(1) != RandomShape(2)

@@ -36,8 +36,8 @@ class Nodes(NamedTuple):
         """int64 [live]; waits for a device."""
         return self.ids[: int(self.live)]
 
-    def where(self, flag: Tensor) -> Nodes:
-        """These, or none where the flag, bool [1], is down."""
+    def where(self, flag: Tensor | bool) -> Nodes:
+        """These, or none where the flag, a bool or bool [1], is down."""
         return Nodes(self.ids, self.live * flag)
 
     def padding(self) -> Tensor:

@@ -137,8 +137,9 @@ def laid_out(scores: Tensor, depths: Tensor, shape: Shape) -> Tensor:
     scores: float32 [m], in the order of creation; depths: int64 [m], ascending from 1.
     """
     window = ops.Window(shape.width, False, shape.candidates, shape.pad, 0, (CONTEXT_UNIT, EXPANSIONS_UNIT))
-    count, levels = torch.tensor([[len(depths)], [int(depths.max()) - 1]], dtype=torch.int32)
-    return ops.beam_observation(scores, depths, count, levels.clamp(min=0), torch.zeros(1, dtype=torch.int64), window)
+    expansions = int(depths[-1]) - 1 if len(depths) else 0
+    count, done = torch.tensor([[len(depths)], [expansions]], dtype=torch.int32)
+    return ops.beam_observation(scores, depths, count, done, torch.zeros(1, dtype=torch.int64), window)
 
 
 def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:

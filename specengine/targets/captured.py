@@ -55,6 +55,7 @@ class CapturedTarget(HuggingFaceTarget):
         return super().prefill(tokens, keep)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        tree = tree.trimmed()
         length, size = self.cache.length, len(tree)
         if length + self.padded_rows(size) > self.cache.capacity:
             self.reserve(length, size)

@@ -89,6 +89,7 @@ class HuggingFaceTarget(Target):
         return features
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        tree = tree.trimmed()
         length = self.cache.length
         self.cache.reserve(length + len(tree))
         mask = None

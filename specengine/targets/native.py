@@ -72,10 +72,12 @@ class NativeTarget(Target):
         return features
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        tree = tree.trimmed()
         logits = torch.empty(len(tree), self.vocab_size)
         return logits, self._run(tree, logits=logits)
 
     def choose(self, tree: TokenTree) -> tuple[list[int], Tensor | None]:
+        tree = tree.trimmed()
         chosen = torch.empty(len(tree), dtype=torch.int64)
         features = self._run(tree, chosen=chosen)
         return chosen.tolist(), features

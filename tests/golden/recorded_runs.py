@@ -65,7 +65,7 @@ def recorded(run: Run) -> dict[str, np.ndarray]:
     cycles = [piece.cycle for piece in stream]
     trees = [cycle.tree for cycle in cycles]
     return {
-        "cycles": np.array([[len(c.tree), c.drafted, int(int(c.tree.passes)), c.accepted] for c in cycles], np.int16),
+        "cycles": np.array([[len(c.tree), c.drafted, int(c.tree.passes), c.accepted] for c in cycles], np.int16),
         "nodes": np.concatenate([np.stack([t.tokens.numpy(), t.parents.numpy()]) for t in trees], 1).astype(np.int16),
         "log_probs": np.concatenate([t.log_probs.numpy() for t in trees]),
         "tokens": np.array(stream.result.token_ids, np.int16),

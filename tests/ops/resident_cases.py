@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 
 import torch
+from specengine.device_tree import DeviceTree
 from torch import Tensor
 
 from specengine import ops, reference
-from specengine.device_tree import DeviceTree
 from tests import toy
 
 
@@ -77,10 +77,10 @@ def check_hang_nodes(seed: int, size: int, count: int, padding: int, width: int,
         parents, tokens, edges, number(count, device), ops.Found(expand.to(device), number(len(chosen), device))
     )
     if size + count > capacity:
-        assert int(len(tree)) == size
+        assert len(tree) == size
         assert int(found.live) == 0
         return
-    assert int(len(tree)) == size + count
+    assert len(tree) == size + count
     assert tree.tokens[size : size + count].tolist() == tokens[:count].tolist()
     assert tree.parents[size : size + count].tolist() == parents[:count].tolist()
     known = tree.parents[: size + count]

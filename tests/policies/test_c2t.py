@@ -127,7 +127,8 @@ def test_a_higher_beta_never_adds_nodes_to_a_layer(seed: int, size: int, layer: 
     kept_before: set[int] | None = None
     for beta in (0.0, 0.1, 0.4, 0.5, 0.6, 1.0):
         policy = C2t(beta=beta, layer=layer, min_level1=least)
-        kept = policy.select(confidence, level, room).tolist()
+        numbers = torch.tensor([[size], [level], [room]], dtype=torch.int32)
+        kept = policy.select(confidence, *numbers).alive().tolist()
         order = sorted(range(size), key=lambda i: (-confidence[i], i))
         proposed = [i for i in order if confidence[i] > -math.inf]
         sure = [i for i in proposed if confidence[i] >= torch.tensor(beta, dtype=torch.float32)]
@@ -143,18 +144,16 @@ def test_a_higher_beta_never_adds_nodes_to_a_layer(seed: int, size: int, layer: 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 10_000), st.integers(1, 120))
 def test_one_by_one_gives_what_all_at_once_gives(seed: int, size: int) -> None:
-    policy = with_net(C2t(), seed)
+    net = with_net(C2t(), seed)._learned.net
     random = torch.Generator().manual_seed(seed)
-    paths, entropies = -5 * torch.rand(size, generator=random), 8 * torch.rand(size, generator=random)
-    depths = torch.randint(1, 10, (size,), generator=random)
-    together = policy.confidence(paths, entropies, depths)
-    single = torch.cat(
-        [policy.confidence(paths[i : i + 1], entropies[i : i + 1], depths[i : i + 1]) for i in range(size)]
-    )
-    assert torch.allclose(together, single, atol=1e-6)
-    reference = policy._learned.net.double()
-    exact = reference.logits(torch.stack([paths.double().exp(), entropies.double(), depths.double() - 1], 1)).sigmoid()
-    assert torch.allclose(together.double(), exact, atol=1e-5)
+    paths, entropies = -5 * torch.rand(size, 1, generator=random), 8 * torch.rand(size, generator=random)
+    depth = torch.randint(0, 10, (1,), generator=random, dtype=torch.int32)
+    together = ops.classify_paths(paths, entropies, depth, net.parts)
+    single = [ops.classify_paths(paths[i : i + 1], entropies[i : i + 1], depth, net.parts) for i in range(size)]
+    assert torch.allclose(together, torch.cat(single), atol=1e-6)
+    features = c2t_features(paths.double()[:, 0], entropies.double(), depth.double(), 1)
+    exact = net.double().logits(features.double()).sigmoid()
+    assert torch.allclose(together[:, 0].double(), exact, atol=1e-5)
 
 
 def test_the_classifier_has_241_parameters() -> None:
@@ -189,7 +188,7 @@ def test_a_chain_ends_before_the_first_token_of_low_confidence() -> None:
     assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
     longer = grown(with_net(replace(policy, beta=0.0), 2), draft)
     confidence = confidences(policy, longer, draft)
-    assert len(tree) == next((i for i, c in enumerate(confidence) if c < 0.6), longer.size)
+    assert len(tree) == next((i for i, c in enumerate(confidence) if c < 0.6), len(longer))
 
 
 def test_the_calibrated_beta_is_the_files(tmp_path: Path) -> None:
@@ -342,7 +341,7 @@ def test_specdecpp_stops_when_a_rejection_is_likely(tmp_path: Path) -> None:
         draft = drafter((12, 1, 0.5))
         step = draft.step
         draft.step = lambda tree, nodes: replace(step(tree, nodes), hidden=torch.ones(len(nodes), 8))  # type: ignore[method-assign]
-        return draft_tree(0, draft, policy, Seconds(), CPU).int(tree.passes)
+        return draft_tree(0, draft, policy, Seconds(), CPU).tree.passes
 
     # the product after expansion i is 0.8**i: 0.8, 0.64, 0.512, ...
     assert [passes(threshold=h) for h in (0.1, 0.3, 0.4, 0.6, 1.0)] == [2, 3, 4, 6, 7]

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specengine.device_tree import DeviceTree
+from specengine.policies._levels import Levels
 from torch import Tensor
 
 from specengine import ops, policies
 from specengine.cycle import Seconds
-from specengine.device_tree import DeviceTree
 from specengine.drafting import draft_tree
 from specengine.policies import TreePolicy, _classifier
-from specengine.policies._levels import Levels
 from tests.ops.backends import running
 from tests.policies import slow
 from tests.toy import CPU, Tables, ToyDrafter, hidden_states
@@ -109,12 +109,12 @@ class Device:
             level = level + (frontier.live > 0)
             logits = self._logits(frontier.nodes, int(frontier.live))
             ended = not int(frontier.live)
-            before = int(len(tree))
+            before = len(tree)
             frontier = self.levels.grow(tree, frontier, logits, self.draft.columns, level.int())
-            assert not ended or (int(len(tree)) == before and not int(frontier.live))
+            assert not ended or (len(tree) == before and not int(frontier.live))
             self._check(frontier)
         self.levels.finish(tree)
-        size = int(len(tree))
+        size = len(tree)
         kept = tree.best(self.budget) if self.budget < tree.capacity else ops.Found(torch.arange(size), len(tree))
         chosen = kept.indices[: int(kept.live)]
         return Grown(tree.tokens[:size].tolist(), tree.parents[:size].tolist(), chosen.tolist(), int(level))

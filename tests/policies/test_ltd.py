@@ -42,13 +42,13 @@ class Constant:
         self.asked: list[tuple[int, Tensor]] = []
         self.sized: list[Tensor] = []
 
-    def goes_on(self, observation: Tensor, expansions: int) -> bool:
-        self.asked.append((expansions, observation))
+    def goes_on(self, observation: Tensor, expansions: Tensor) -> Tensor:
+        self.asked.append((int(expansions), observation))
         return expansions < self.depth
 
-    def choose_size(self, observation: Tensor) -> int:
+    def choose_size(self, observation: Tensor) -> Tensor:
         self.sized.append(observation)
-        return self.size
+        return torch.tensor([self.size])
 
 
 def drafter(seed: int = 0, vocabulary: int = 12, **kind: Any) -> ToyDrafter:
@@ -74,7 +74,7 @@ def test_under_constant_decisions_the_tree_is_eagles(seed: int, depth: int, size
     expected, expected_all = grown(beam, drafter(seed, normalized=sparse))
     for array in ("tokens", "parents", "log_probs"):
         assert torch.equal(getattr(tree, array), getattr(expected, array))
-    assert (all_of_it.size, int(tree.passes)) == (expected_all.size, expected.passes)
+    assert (len(all_of_it), int(tree.passes)) == (len(expected_all), int(expected.passes))
     fixed, _ = grown(Ltd.steered(SMALL, Constant(0, 0), depth, SMALL.sizes[size]), drafter(seed, normalized=sparse))
     assert torch.equal(fixed.tokens, expected.tokens)
 
@@ -145,6 +145,7 @@ def test_layout_against_a_slow_one() -> None:
 
 
 def laid(tree: TokenTree, shape: Shape) -> Tensor:
+    tree = tree.trimmed()
     return laid_out(tree.path_log_probs[1:], tree.depths[1:], shape)
 
 
@@ -192,7 +193,8 @@ def test_a_running_beam_is_observed_as_a_logged_one(seed: int, width: int, pad: 
             for backend in ops.backends()["beam_observation"].available:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setenv(ops.VARIABLE, backend)
-                    assert torch.equal(observed(which, tree, 1234, expansions, shape), expected)
+                    context, done = torch.tensor([1234]), torch.tensor([expansions], dtype=torch.int32)
+                    assert torch.equal(observed(which, tree, context, done, shape), expected)
 
 
 def test_observations_of_many_trees_are_those_of_each() -> None:

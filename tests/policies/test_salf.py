@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from specengine import ops, policies
+from specengine import policies
 from specengine.errors import InputError
 from specengine.policies.salf import Salf
 from tests.policies import slow
@@ -29,11 +29,12 @@ class Recorded(Salf):
         if int(tree.passes) == 1:
             self.masses: list[float] = []
         nodes = super().grow(tree, frontier, step)
-        if len(nodes):
-            self.masses.append(math.fsum(tree.path_log_probs[nodes].double().exp().tolist()))
-            kept = tree.path_log_probs[ops.select_best(tree.path_log_probs, self.budget)]
-            assert len(kept) < self.budget or bool((tree.path_log_probs[nodes] > kept.min()).all())
-            assert len(nodes) <= self.batch
+        drafted = nodes.alive()
+        if len(drafted):
+            self.masses.append(math.fsum(tree.path_log_probs[drafted].double().exp().tolist()))
+            kept = tree.path_log_probs[self.keep(tree).alive()]
+            assert len(kept) < self.budget or bool((tree.path_log_probs[drafted] > kept.min()).all())
+            assert len(drafted) <= self.batch
         return nodes
 
 
@@ -93,7 +94,7 @@ def test_fill_adds_scored_nodes_and_no_passes(draft: dict[str, Any], options: di
     assert set(slow.paths(bare)) <= set(slow.paths(filled))
     if draft["exact"] == 0.0:  # every row has as many children as there are tokens
         scored = 1 + draft["vocabulary"]
-        assert filled.size >= min(options["budget"], scored)
+        assert len(filled) >= min(options["budget"], scored)
 
 
 @pytest.mark.parametrize(("budget", "batch"), [(1, 1), (1, 9), (2, 1), (9, 9), (9, 64), (60, 10), (256, 256)])
