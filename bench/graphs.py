@@ -185,7 +185,7 @@ def _loops(engine: Engine, device: str, every: bool = True) -> list[str]:
     if not every:
         return ["read"]
     captured = device.startswith("cuda") and "cuda" in ops.backends(device)["walk"].available
-    return ["read", *(["ahead"] if engine.policy.levels().ends_early else []), *(["while"] if captured else [])]
+    return ["read", *(["ahead"] if engine.policy.ends_early else []), *(["while"] if captured else [])]
 
 
 def _transformers(model: Any, length: int, **options: Any) -> Way:

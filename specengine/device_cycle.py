@@ -131,6 +131,8 @@ class DeviceCycle:
             sources=place + (spare + 1),
             targets=(~last).long() * spare,
         )
+        state.used.zero_()
+        self.tree.size.fill_(1)
         self.tree.passes.fill_(1)
         self._grow(self._root_alone, logits.index_select(0, (state.taken.long() - 1).clamp(min=0)))
 
@@ -188,8 +190,7 @@ class DeviceCycle:
     def start(self, root: Tensor) -> None:
         """A new tree under this token, int64 [1]."""
         self.state.root.copy_(root)
-        self.state.used.fill_(0)
-        self.tree.start(root)
+        self.tree.tokens[:1].copy_(root)
 
     def _grow(self, frontier: Nodes, logits: Tensor) -> None:
         assert self.policy is not None

@@ -77,12 +77,6 @@ class TokenTree:
     def __len__(self) -> int:
         return int(self.size)
 
-    def start(self, root: Tensor) -> None:
-        """A new tree of the root alone in place of this one; root: int64 [1], its token."""
-        self.size.fill_(1)
-        self.passes.zero_()
-        self.tokens[:1].copy_(root)
-
     def add(self, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor | None = None) -> Nodes:
         """Hang the first `count` entries, or all, under existing nodes; siblings must carry distinct tokens.
 
@@ -93,7 +87,7 @@ class TokenTree:
             count = torch.full_like(self.size, parents.shape[0])
         arrays = self.tokens, self.parents, self.depths, self.log_probs, self.path_log_probs, self.ancestors
         ids = ops.append_nodes(arrays, self.size, parents, tokens, log_probs, count, self.overflow)
-        if self.device.type != "cpu":
+        if not ops.is_free(self.overflow):
             return Nodes(ids, count * (self.overflow == 0))
         if int(self.overflow):
             self.overflow.zero_()
@@ -148,4 +142,4 @@ class TokenTree:
 
 def is_down(flag: Tensor) -> bool:
     """Whether a flag, bool [1], is known to be down without waiting, as it is on a CPU: then work may be left out."""
-    return flag.device.type == "cpu" and not bool(flag)
+    return ops.is_free(flag) and not bool(flag)

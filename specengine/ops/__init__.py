@@ -12,7 +12,7 @@ is padding. So the same ops serve who looks at a count and who captures them in 
 
 from __future__ import annotations
 
-from specengine.ops._registry import OPS, VARIABLE, Backend, backends, by_meaning, meaning
+from specengine.ops._registry import OPS, VARIABLE, Backend, backends, by_meaning, is_free, meaning
 from specengine.ops.attention import (
     Paths,
     cached_attention,
@@ -71,6 +71,7 @@ __all__ = [
     "classify_row",
     "compact_kv",
     "gather_rows",
+    "is_free",
     "keyed_gumbel_argmax",
     "meaning",
     "mlp",

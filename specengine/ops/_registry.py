@@ -178,9 +178,17 @@ def are_counts(*tensors: Tensor) -> bool:
     return all(tensor.dtype is torch.int32 and tensor.shape == (1,) for tensor in tensors)
 
 
+FREE = "cpu"  # the kind of device whose numbers are read without waiting for it
+
+
+def is_free(tensor: Tensor) -> bool:
+    """Whether the host reads this tensor without waiting for a device."""
+    return tensor.device.type == FREE
+
+
 def insist(holds: Tensor, message: str) -> None:
     """InputError where a bool [] does not hold; on another device than a CPU an asynchronous assertion."""
-    if holds.device.type == "cpu":
+    if is_free(holds):
         if not holds:
             raise InputError(message)
     else:

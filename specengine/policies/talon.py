@@ -67,7 +67,7 @@ class Talon(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         robust, room = tree.passes <= self.robust_layers, self.budget - tree.size
         limit = torch.where(robust, room.clamp(max=self.width), room)
-        gate = torch.where(robust, -math.inf, math.log(self.mu)).float()
+        gate = torch.full((1,), math.log(self.mu), device=tree.device).masked_fill(robust, -math.inf)
         found = step.candidates(tree, frontier, self.rows, limit=limit, log_gate=gate)
         nodes = tree.add(*step.children(frontier, found))
         return nodes.where((tree.size < self.budget) & (tree.passes < self.passes))

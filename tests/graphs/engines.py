@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specengine import Engine, graphs
+from specengine import Engine, graphs, ops
 from specengine.drafters._captured_eagle import CapturedEagle
 from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.graphs import Graphs
+from specengine.ops import _registry
 from specengine.policies import TreePolicy
 from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
@@ -77,6 +78,17 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.seen: list[Any] = []
 
+    def __enter__(self) -> Any:
+        # as on a device: no number is read for nothing, and every op shows what it does
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(_registry, "FREE", "none")
+        self._patch.setenv(ops.VARIABLE, "reference")
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.undo()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket)
         assert not name.endswith(WAITS), f"the host would wait: {name}"
@@ -113,4 +125,5 @@ def frozen() -> Iterator[dict[tuple[int, Hashable], int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "run", watched)
         patch.setattr(graphs, "FEWEST_SLOTS", 256)
+        patch.setenv(ops.VARIABLE, "reference")  # what runs once before a capture must be what is captured
         yield calls

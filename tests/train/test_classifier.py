@@ -149,7 +149,7 @@ def test_rows_of_c2t_are_what_the_policy_computes(trees: Trees, monkeypatch: pyt
     inner = ops.classify_paths
 
     def classified(paths: torch.Tensor, entropies: torch.Tensor, depth: int, net: Any) -> torch.Tensor:
-        columns = paths.exp(), entropies[:, None].expand_as(paths), torch.full_like(paths, depth)
+        columns = paths.exp(), entropies[:, None].expand_as(paths), torch.full_like(paths, int(depth))
         seen.append(torch.stack(columns, -1))
         return inner(paths, entropies, depth, net)
 

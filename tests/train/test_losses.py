@@ -121,7 +121,7 @@ def serving_states(
     nodes = torch.tensor([0])
     for tokens, parents in layers:
         tree.passes += 1
-        nodes = tree.add(nodes[parents], tokens, torch.zeros(len(tokens)))
+        nodes = tree.add(nodes[parents], tokens, torch.zeros(len(tokens))).alive()
         found.append(drafter.step(tree, nodes).hidden)
     return found
 

@@ -72,13 +72,13 @@ def test_observations_of_logged_trees_are_those_of_serving(trees: CandidateTrees
     shown: list[Any] = []
 
     class Watching(Networks):
-        def goes_on(self, observation: torch.Tensor, expansions: int) -> bool:
-            shown.append(("depth", expansions, observation))
+        def goes_on(self, observation: torch.Tensor, expansions: torch.Tensor) -> torch.Tensor:
+            shown.append(("depth", int(expansions), observation))
             return expansions < 3
 
-        def choose_size(self, observation: torch.Tensor) -> int:
+        def choose_size(self, observation: torch.Tensor) -> torch.Tensor:
             shown.append(("size", 3, observation))
-            return 1
+            return torch.tensor([1])
 
     policy = Ltd.steered(SHAPE, Watching(SHAPE, {"depth": (4,), "size": (4,)}))
     live_cycles(engine(), policy, prompt, 3)

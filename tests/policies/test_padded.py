@@ -1,0 +1,191 @@
+"""The same rule over padded rows as over exactly what is alive: the same trees, whatever stands in the padding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specengine import ops, policies
+from specengine.cycle import Cycle, Seconds
+from specengine.drafters import Step
+from specengine.drafting import draft_tree
+from specengine.ops import Nodes, _registry
+from specengine.policies import TreePolicy
+from specengine.tree import TokenTree
+from tests.policies import slow
+from tests.toy import CPU, Tables, ToyDrafter, hidden_states
+
+BEAM = {"width": st.integers(1, 5), "expansions": st.integers(0, 5), "budget": st.integers(1, 20)}
+THRESHOLD = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0]))
+CHAIN = slow.options(length=st.integers(1, 8), threshold=THRESHOLD)
+OPTIONS: dict[str, Any] = {
+    "eagle": slow.options(**BEAM),
+    "chain": slow.options(length=st.integers(1, 6)),
+    "fixed": slow.options(branching=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)),
+    "ddd": slow.options(**BEAM, checks=st.lists(st.integers(0, 5), max_size=4).map(tuple), threshold=st.floats(-3, 0)),
+    "svip": slow.options(**BEAM, factor=st.floats(0.05, 1), threshold=st.floats(0, 1)),
+    "disco": slow.options(**BEAM, threshold=st.floats(0.1, 0.9)),
+    "specdecpp": slow.options(**BEAM, threshold=st.floats(0.2, 1), minimum=st.just(0)),
+    "dymax": CHAIN,
+    "dyjoint": CHAIN,
+    "opt_tree": slow.options(
+        nodes=st.integers(1, 9),
+        threshold=st.sampled_from([0.0, 0.02, 0.1, 0.3]),
+        max_depth=st.integers(2, 6),
+        lag=st.booleans(),
+    ),
+    "dynatree": slow.options(
+        history=st.booleans(),
+        base_depth=st.integers(1, 2),
+        max_depth=st.integers(3, 4),
+        stop=st.sampled_from([0.0, 0.02, 0.1]),
+        deep=st.sampled_from([0.15, 0.5]),
+        nodes=st.integers(1, 20),
+        root=st.sampled_from(["known", "paper"]),
+        prune=st.sampled_from(["leaf", "expand", "none"]),
+    ),
+    "talon": slow.options(budget=st.integers(2, 14), width=st.integers(1, 5), mu=st.floats(0.01, 1)),
+    "salf": slow.options(budget=st.integers(2, 14), batch=st.integers(1, 5), threshold=st.floats(0, 0.9)),
+    "gammatune": slow.options(width=st.integers(1, 4), expansions=st.just(4), height=st.integers(1, 5)),
+    "ltd": slow.options(networks=st.just("cpu")),
+    "c2t": slow.options(children=st.integers(1, 4), layer=st.integers(1, 5), max_depth=st.integers(1, 4)),
+}
+DRAFTS = st.fixed_dictionaries(
+    {
+        "vocabulary": st.sampled_from([2, 5, 16, 40]),
+        "seed": st.integers(0, 100_000),
+        "concentration": st.sampled_from([0.05, 0.3, 2.0]),
+    }
+)
+
+
+class Grown(NamedTuple):
+    tokens: list[int]
+    parents: list[int]
+    kept: list[int]
+    passes: int
+
+
+def drafter(vocabulary: int, seed: int, concentration: float) -> ToyDrafter:
+    """A draft whose columns are in another order than the target's tokens."""
+    columns = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(seed)).tolist()
+    draft = ToyDrafter(Tables(vocabulary, seed, concentration=concentration), columns=columns)
+    draft.begin([seed % vocabulary])
+    return draft
+
+
+def exactly(policy: TreePolicy, draft: ToyDrafter) -> tuple[Grown, Cycle]:
+    tree, grown, kept = draft_tree(0, draft, policy, Seconds(), CPU)
+    assert kept is not None
+    found = Grown(grown.tokens.tolist(), grown.parents.tolist(), kept.tolist(), int(grown.passes))
+    return found, Cycle(tree, list(range(1 + len(tree) % 2)), [0] * (1 + len(tree) % 2), Seconds())
+
+
+class Padded:
+    """A tree under the token 0 grown at the widths that a capture would have, without a look at any count."""
+
+    def __init__(self, policy: TreePolicy, draft: ToyDrafter) -> None:
+        self.draft, self.policy = draft, policy
+        self.tree = TokenTree(policy.capacity)
+
+    def grow(self) -> Grown:
+        """Every pass that there may be, and two more, though the tree may have ended."""
+        tree = self.tree
+        for array in (tree.log_probs, tree.path_log_probs):
+            array[1:] = math.nan
+        tree.size.fill_(1)
+        tree.passes.zero_()
+        frontier = Nodes.of(torch.zeros(1, dtype=torch.int64))
+        for _ in range(self.policy.passes + 2):
+            tree.passes += frontier.live > 0
+            step = self._step(frontier)
+            ended, before = not int(frontier.live), len(tree)
+            found = self._watched(frontier, step)
+            assert not ended or (len(tree) == before and not int(found.live))
+            assert int(found.live) <= self.policy.rows
+            assert bool(((found.ids >= 0) & (found.ids < tree.capacity)).all())
+            ids = torch.zeros(self.policy.rows, dtype=torch.int64)
+            ids[: len(found.ids)] = found.ids[: self.policy.rows]
+            frontier = Nodes(ids.masked_fill(Nodes(ids, found.live).padding(), 0), found.live)
+        assert not int(tree.overflow)
+        size, kept = len(tree), self.policy.keep(tree).alive()
+        return Grown(tree.tokens[:size].tolist(), tree.parents[:size].tolist(), kept.tolist(), int(tree.passes))
+
+    def _watched(self, frontier: Nodes, step: Step) -> Nodes:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_registry, "FREE", "none")
+            return self.policy.grow(self.tree, frontier, step)
+
+    def _path(self, node: int) -> list[int]:
+        found = []
+        while node:
+            found.append(int(self.tree.tokens[node]))
+            node = int(self.tree.parents[node])
+        return found[::-1]
+
+    def _step(self, frontier: Nodes) -> Step:
+        columns = self.draft.columns
+        assert columns is not None
+        rows = torch.full((len(frontier.ids), len(columns)), math.nan)
+        for row, node in enumerate(frontier.alive().tolist()):
+            rows[row] = self.draft.tables.logits([*self.draft.tokens, 0, *self._path(node)])[columns]
+        return Step(rows, columns, hidden=hidden_states(rows))
+
+
+@pytest.fixture(scope="module", params=["cpp", "reference"], autouse=True)
+def one_arithmetic(request: Any) -> Any:
+    if request.param not in ops.backends()["append_nodes"].available:
+        pytest.skip("the extension is not built")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ops.VARIABLE, request.param)
+        yield
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_padding_changes_no_tree(name: str) -> None:
+    @settings(deadline=None, max_examples=30)
+    @given(DRAFTS, OPTIONS[name])
+    def check(draft: dict[str, Any], options: dict[str, Any]) -> None:
+        ours, theirs = (policies.make(name, **options) for _ in range(2))
+        padded = Padded(ours, drafter(**draft))
+        for _ in range(6 if theirs.has_history() else 2):  # what the last tree left behind does not matter
+            expected, cycle = exactly(theirs, drafter(**draft))
+            assert padded.grow() == expected
+            ours.observe(cycle)
+            theirs.observe(cycle)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "thresholds"),
+    [
+        ("ddd", {"width": 3, "expansions": 4, "checks": (1, 2, 3)}, (-2.0, -0.3)),
+        ("svip", {"width": 3, "expansions": 4, "factor": 0.5}, (0.7, 1.2)),
+        ("disco", {"width": 3, "expansions": 4}, (0.1, 0.9)),
+        ("specdecpp", {"width": 3, "expansions": 4}, (0.1, 0.9)),
+        ("dymax", {"length": 5}, (0.2, 0.6)),
+        ("dyjoint", {"length": 5}, (0.05, 0.5)),
+        ("opt_tree", {"nodes": 5, "max_depth": 6}, (0.0, 0.2)),
+    ],
+)
+def test_rules_end_trees_at_many_heights(name: str, options: dict[str, Any], thresholds: tuple[float, float]) -> None:
+    """So that the trees above are not all of one."""
+    least, most = thresholds
+    passes = {
+        Padded(policies.make(name, **options, threshold=least + (most - least) * part / 8), drafter(16, seed, 0.3))
+        .grow()
+        .passes
+        for part in range(9)
+        for seed in range(4)
+    }
+    assert len(passes) >= 3
+
+
+def test_every_policy_is_here() -> None:
+    assert set(OPTIONS) == set(policies.names()) - {"plain"}
