@@ -349,11 +349,14 @@ class TestStepQueues:
         whole, floats = torch.arange(8).reshape(4, 2), -torch.arange(8.0).reshape(4, 2)
         found = ops.Candidates(whole[:, 0], whole[:, 1], floats[:, 0], floats[:, 1], count(4))
         nodes = ops.Nodes(torch.stack([torch.arange(8) + 1, torch.full((8,), HUGE)], 1)[:, 0], count(8))
-        given = torch.zeros(9, dtype=torch.int64), None, count(1), ops.Search(10, 9, 0.0, False)
+        depths, token_ids = torch.full((9, 2), HUGE), torch.full((8, 3), HUGE)
+        depths[:, 0], token_ids[:, 1] = torch.arange(9), torch.arange(8) + 20
+        given = depths[:, 0], token_ids[:, 1], count(1), ops.Search(10, 6, 0.0, False)
         drawn = ops.step_queues(ops.Queues.start(10, "cpu"), found, nodes, *given)
         assert int(drawn.live) == 4
         assert drawn.parents[:4].tolist() == [1, 3, 5, 7]
-        assert drawn.tokens[:4].tolist() == [1, 3, 5, 7]
+        assert drawn.tokens[:4].tolist() == [21, 23, 25, 27]
+        assert drawn.expand.alive().tolist() == [0, 1]
         assert drawn.log_probs[:4].tolist() == [0.0, -2.0, -4.0, -6.0]
 
     @each_backend
@@ -362,17 +365,28 @@ class TestStepQueues:
         queues, found = ops.Queues.start(3, "cpu"), ops.Candidates(whole, whole, floats, floats, one)
         frontier, search = ops.Nodes(whole, one), ops.Search(1, 1, 0.0, False)
 
-        def step(queues=queues, found=found, frontier=frontier, passes=one, search=search):
-            return ops.step_queues(queues, found, frontier, whole, None, passes, search)
+        def step(queues=queues, found=found, frontier=frontier, depths=whole, ids=None, passes=one, search=search):
+            return ops.step_queues(queues, found, frontier, depths, ids, passes, search)
 
         for wrong in (
             found._replace(rows=whole[:2]),
             found._replace(log_probs=floats[:2]),
             found._replace(scores=floats.double()),
+            found._replace(rows=whole.int()),
+            found._replace(columns=whole.int()),
+            found._replace(log_probs=floats.double()),
             ops.Candidates(*(part[:, None] for part in found[:4]), one),
         ):
             with pytest.raises(InputError, match=r"found: int64 \[m\] x 2"):
                 step(found=wrong)
+        for options in (
+            {"depths": whole.int()},
+            {"depths": whole[None]},
+            {"ids": whole.int()},
+            {"frontier": ops.Nodes(whole.int(), one)},
+        ):
+            with pytest.raises(InputError, match="frontier, depths, token_ids: int64 in one dimension"):
+                step(**options)
         for options in (
             {"queues": queues._replace(tokens=whole[:2])},
             {"passes": one.long()},
