@@ -135,7 +135,8 @@ void test_append_nodes(const std::vector<int64_t>& parents, const std::vector<ui
   std::vector<int64_t> ids(parents.size());
   std::iota(ids.begin(), ids.end(), 100);
   const std::vector<float> log_probs(parents.size(), -0.5f);
-  const spec::TreeArrays tree{tokens.data(), above.data(), depths.data(), edges.data(), paths.data(), rows.data(), words};
+  const spec::TreeArrays tree{tokens.data(), above.data(), depths.data(), edges.data(),
+                              paths.data(),  rows.data(),  words};
   const auto append = [&](int64_t size, int64_t count, const int64_t* given) {
     return spec::append_nodes(tree, size, count, given, ids.data() + size, log_probs.data() + size);
   };
@@ -538,7 +539,9 @@ struct Outputs {
   int32_t nodes = -7, expanded = -7;
 
   Outputs(int64_t budget, int64_t batch)
-      : parents(static_cast<size_t>(budget), -7), tokens(parents), expand(static_cast<size_t>(std::min(budget, batch)), -7),
+      : parents(static_cast<size_t>(budget), -7),
+        tokens(parents),
+        expand(static_cast<size_t>(std::min(budget, batch)), -7),
         log_probs(static_cast<size_t>(budget), NAN) {}
   spec::DrawnArrays at() {
     return {parents.data(), tokens.data(), log_probs.data(), &nodes, expand.data(), &expanded};
@@ -546,7 +549,8 @@ struct Outputs {
 };
 
 // What one step should give, and leave, by push and draw, which test_best_first holds against every candidate known.
-void check_step(const spec::BestFirst& before, const spec::FoundArrays& found, const spec::Search& search, Arrays& arrays) {
+void check_step(const spec::BestFirst& before, const spec::FoundArrays& found, const spec::Search& search,
+                Arrays& arrays) {
   const int64_t budget = before.state.budget;
   spec::BestFirst queue(budget, search.batch, search.max_depth);
   std::copy_n(before.state.accepted, before.state.accepted_count, queue.state.accepted);
@@ -610,8 +614,9 @@ void test_step_queues() {
           for (int64_t& node : nodes) node = below(40);
           for (int64_t& depth : depths) depth = below(5);
           for (int64_t& id : ids) id = below(1000);
+          const int64_t* token_ids = kind & 4 ? ids.data() : nullptr;
           const spec::FoundArrays found{places.data(), tokens.data(), log_probs.data(), scores.data(),
-                                        count,         nodes.data(),  depths.data(),    kind & 4 ? ids.data() : nullptr};
+                                        count,         nodes.data(),  depths.data(),    token_ids};
           const spec::Search search{batch, 4, thresholds[below(3)], below(2) == 1};
           Outputs out(budget, batch);
           if (step == 0) {  // after another search, as where there was none

@@ -36,7 +36,9 @@ class TestBackends:
     def test_within_its_meaning_no_backend_runs_an_op(self, backend, monkeypatch):
         """In this thread alone, also where it is asked for inside, and only so long."""
         ran = []
-        monkeypatch.setattr("specengine.ops._registry._resolve", lambda *given: lambda *inputs: ran.append(given) or [7])
+        monkeypatch.setattr(
+            "specengine.ops._registry._resolve", lambda *given: lambda *inputs: ran.append(given) or [7]
+        )
         nodes = torch.tensor([4]), torch.tensor([-1]), torch.tensor([4])
         assert ops.by_meaning(ops.walk, *nodes) == [0]
         with ops.meaning():

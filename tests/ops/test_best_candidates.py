@@ -112,9 +112,7 @@ class TestBestCandidates:
     gates = st.one_of(
         st.none(), st.just(-INF), st.sampled_from([0.0, -1.0, -2.0, math.log(0.03)]), st.floats(-60, 0, width=32)
     )
-    bounds = st.one_of(
-        st.none(), st.just(-INF), st.sampled_from([0.0, -2.0, -4.0, INF]), st.floats(-60, 5, width=32)
-    )
+    bounds = st.one_of(st.none(), st.just(-INF), st.sampled_from([0.0, -2.0, -4.0, INF]), st.floats(-60, 5, width=32))
     mosts = st.one_of(st.integers(1, 12), st.sampled_from([59, 255, 10_000]))
     limits = st.one_of(st.none(), st.sampled_from([0, -1, -(2**31), 2**31 - 1]), st.integers(-2, 70))
 
@@ -249,7 +247,7 @@ class TestBestCandidates:
         for wrong in (torch.zeros(3), torch.zeros(2, 3, dtype=torch.float64)):
             with pytest.raises(InputError, match="logits"):
                 ops.best_candidates(wrong, scores, one, 1)
-        with pytest.raises(InputError, match="1 column or more are needed, got .* 1 of 0"):
+        with pytest.raises(InputError, match=r"1 column or more are needed, got .* 1 of 0"):
             ops.best_candidates(logits[:, :0], scores, one, 1)
         for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)):
             with pytest.raises(InputError, match="scores"):

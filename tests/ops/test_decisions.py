@@ -1,5 +1,7 @@
 """beam_observation against laying out a beam place by place, best_action against float64."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -134,7 +136,7 @@ def test_wrong_observations_are_refused(change: dict, message: str) -> None:
 def test_the_best_action_is_that_of_float64(sizes, activation, seed):
     random = torch.Generator().manual_seed(seed)
     layers = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in pairwise(sizes):
         layers += [torch.randn(outputs, inputs, generator=random), torch.randn(outputs, generator=random)]
     observation = torch.randn(2 * sizes[0], generator=random)[::2] * 5
     values = observation.double()

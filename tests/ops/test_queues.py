@@ -131,7 +131,9 @@ def checked(drawn, queues):
     assert drawn.expand.ids.shape == (min(batch, budget),)
     live, expanded = int(drawn.live), int(drawn.expand.live)
     assert not drawn.expand.ids[expanded:].any()
-    assert bool(((drawn.parents[live:] >= 0) & (drawn.parents[live:] < 16 * APART)).all()), "padding exists all the same"
+    assert bool(((drawn.parents[live:] >= 0) & (drawn.parents[live:] < 16 * APART)).all()), (
+        "padding exists all the same"
+    )
     parts = [part[:live].tolist() for part in drawn[:3]]
     return [[parent % APART for parent in parts[0]], *parts[1:], drawn.expand.ids[:expanded].tolist()]
 

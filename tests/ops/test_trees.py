@@ -238,7 +238,7 @@ class TestSubtree:
     def test_refuses_other_dtypes_and_shapes(self):
         whole, live = torch.tensor([-1, 0]), count(1)
         words = torch.zeros(2, 1, dtype=torch.int64)
-        for given in (
+        for wrong in (
             (whole.int(), words, whole, live),
             (whole, words.int(), whole, live),
             (whole, words, whole.int(), live),
@@ -248,4 +248,4 @@ class TestSubtree:
             (whole, words, whole, live.long()),
         ):
             with pytest.raises(InputError, match="parents, ancestors, nodes, live"):
-                ops.subtree(*given)
+                ops.subtree(*wrong)

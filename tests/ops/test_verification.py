@@ -192,7 +192,9 @@ class TestGatherRows:
     @given(st.integers(0, 9), st.integers(1, 20), st.integers(1, 20), st.sampled_from([torch.float32, torch.bfloat16]))
     def test_against_indexing(self, rows, channels, own, dtype):
         random = torch.Generator().manual_seed(rows)
-        states, table = (torch.randn(n, 2 * c, generator=random).to(dtype)[:, ::2] for n, c in ((7, channels), (11, own)))
+        states, table = (
+            torch.randn(n, 2 * c, generator=random).to(dtype)[:, ::2] for n, c in ((7, channels), (11, own))
+        )
         sources, tokens = (torch.randint(n, (rows,), generator=random) for n in (7, 11))
         found = ops.gather_rows(states, sources, table, tokens)
         assert [part.shape for part in found] == [(rows, channels), (rows, own)]
