@@ -120,7 +120,8 @@ def tree_in_cache(
     heads, groups, size = shape
     rows, draw = nodes + padding, torch.Generator().manual_seed(seed)
     words = torch.zeros(rows, -(-rows // 64), dtype=torch.int64)
-    words[:nodes] = toy.random_tree(seed, nodes, 500).ancestors[:, : words.shape[1]]
+    ancestors = toy.random_tree(seed, nodes, 500).ancestors
+    words[:nodes, : ancestors.shape[1]] = ancestors  # padding may need more words than the tree
     query = torch.randn(heads * groups, rows, size, generator=draw).to(dtype)
     keys, values = torch.randn(2, heads, prefix + rows + 70, size, generator=draw).to(dtype)
     keys[:, prefix + nodes :], values[:, prefix + nodes :] = float("nan"), float("nan")
