@@ -40,6 +40,7 @@ BASELINE = "eagle (torch)"
 WIDTH = 10  # EAGLE's K and the children per parent that C2T classifies
 BUDGET = 60  # with the root
 BATCH = 10  # SALF's nodes per draft pass
+DEEPEST = 1 << 30  # no limit to the depth
 LOG_MU = math.log(0.03)  # TALON's gate
 ENTROPY_TOP, BETA = 1000, 0.5  # C2T
 
@@ -99,11 +100,12 @@ def eagle_torch(layer: Layer) -> Rule:
 
 def eagle_fused(layer: Layer) -> Rule:
     """The same through this package's ops."""
+    everyone = _count(len(layer.scores) * WIDTH, layer)
 
     def run() -> Selected:
         log_probs, columns = ops.top_children(layer.logits, WIDTH, layer.normalized)
         paths = (layer.scores[:, None] + log_probs).view(-1)
-        chosen = ops.select_best(paths, WIDTH)
+        chosen = ops.select_best(paths, everyone, WIDTH).alive()
         return Selected(chosen // WIDTH, columns.view(-1)[chosen], paths[chosen])
 
     return run
@@ -139,12 +141,13 @@ def talon_torch_without_sync(layer: Layer) -> Rule:
 
 def talon_fused(layer: Layer) -> Rule:
     """The gate through this package's op."""
+    gate, live = torch.tensor([LOG_MU], device=layer.logits.device), _count(len(layer.scores), layer)
 
     def run() -> Selected:
-        found = ops.best_candidates(
-            layer.logits, layer.scores, BUDGET - 1, log_gate=LOG_MU, normalized=layer.normalized
-        )
-        return Selected(found.rows, found.columns, found.scores)
+        given = layer.logits, layer.scores, live, BUDGET - 1
+        found = ops.best_candidates(*given, log_gate=gate, normalized=layer.normalized)
+        size = int(found.live)
+        return Selected(found.rows[:size], found.columns[:size], found.scores[:size])
 
     return run
 
@@ -154,37 +157,37 @@ def salf(layer: Layer) -> Rule:
 
     SALF expands at most `BATCH` nodes at once; a layer of more parents meets the queue of a layer of `BATCH`.
     """
-    device = layer.logits.device
-    queue = ops.best_first(BUDGET, BATCH, device=device)
-    parents = len(layer.scores)
-    depths = torch.zeros(parents, dtype=torch.int64, device=device)
+    device, parents = layer.logits.device, len(layer.scores)
+    queues, search = ops.Queues.start(BUDGET, device), ops.Search(BATCH, DEEPEST, threshold=0.0, fill=False)
+    frontier = ops.Nodes.of(torch.arange(parents, device=device))  # any, as there is no tree
+    depths = torch.full((max(parents, 1),), int(parents > 1), device=device)
+    passes = _count(1 + int(parents > 1), layer)
     if parents > 1:
-        found = layer.below_root
-        root = torch.zeros(len(found), dtype=torch.int64, device=device)
-        queue.push(root, root, torch.arange(len(found), device=device), found, found)
-        queue.pop()
-        depths += 1
+        found, root = layer.below_root, torch.zeros(1, dtype=torch.int64, device=device)
+        columns = torch.arange(len(found), device=device)
+        first = ops.Candidates(torch.zeros_like(columns), columns, found, found, _count(len(found), layer))
+        ops.step_queues(queues, first, ops.Nodes.of(root), root, None, _count(1, layer), search)
 
     def run() -> Selected:
         found = ops.best_candidates(
-            layer.logits, layer.scores, BUDGET - 1, bound=queue.bound, normalized=layer.normalized
+            layer.logits, layer.scores, frontier.live, BUDGET - 1, bound=queues.bound, normalized=layer.normalized
         )
-        queue.push(found.rows, depths[found.rows], found.columns, found.log_probs, found.scores)
-        popped = queue.pop()
-        return Selected(popped.parents, popped.tokens, popped.log_probs)
+        drawn = ops.step_queues(queues, found, frontier, depths, None, passes, search)
+        live = int(drawn.live)
+        return Selected(drawn.parents[:live], drawn.tokens[:live], drawn.log_probs[:live])
 
     return run
 
 
 def c2t(layer: Layer) -> Rule:
     """Entropy of each parent, and the classifier's verdict on its best children."""
-    classifier = _classifier().to(layer.logits.device)
+    classifier, one = _classifier().to(layer.logits.device), _count(1, layer)
 
     def run() -> Selected:
         entropy = ops.top_entropy(layer.logits, ENTROPY_TOP, layer.normalized)
         log_probs, columns = ops.top_children(layer.logits, WIDTH, layer.normalized)
         paths = layer.scores[:, None] + log_probs
-        confidence = ops.classify_paths(paths, entropy, 1, classifier.parts).view(-1)
+        confidence = ops.classify_paths(paths, entropy, one, classifier.parts).view(-1)
         order = _best_of(confidence, BETA)
         return Selected(order // WIDTH, columns.view(-1)[order], paths.view(-1)[order])
 
@@ -213,7 +216,12 @@ def _log_probs(layer: Layer) -> Tensor:
 
 def _best_of(confidence: Tensor, threshold: float) -> Tensor:
     passing = torch.where(confidence >= threshold, confidence, -math.inf)
-    return ops.select_best(passing, WIDTH)
+    everyone = torch.full((1,), passing.shape[0], dtype=torch.int32, device=passing.device)
+    return ops.select_best(passing, everyone, WIDTH).alive()
+
+
+def _count(number: int, layer: Layer) -> Tensor:
+    return torch.tensor([number], dtype=torch.int32, device=layer.logits.device)
 
 
 @lru_cache(maxsize=1)

@@ -88,21 +88,27 @@ void test_gumbel() {
   check(spec::keyed_gumbel_argmax(nothing.data(), 70, 1, 1) == -1, "keyed_gumbel_argmax of nothing", 70);
 }
 
+// With `padding` rows behind the nodes, of which nothing is read.
 void test_subtree(const std::vector<int64_t>& parents, std::vector<int64_t> kept,
-                  const std::vector<uint64_t>& ancestors, int64_t words) {
+                  const std::vector<uint64_t>& ancestors, int64_t words, int64_t padding) {
   const auto nodes = static_cast<int64_t>(parents.size()), count = static_cast<int64_t>(kept.size());
-  const int64_t kept_words = spec::words_for(count);
-  std::vector<int64_t> renumbered(kept.size(), 7);
-  std::vector<uint64_t> rows(static_cast<size_t>(count * kept_words), ~uint64_t{0});
+  const int64_t room = count + padding, kept_words = spec::words_for(room);
+  std::vector<int64_t> renumbered(static_cast<size_t>(room), 7);
+  std::vector<uint64_t> rows(static_cast<size_t>(room * kept_words), ~uint64_t{0});
   const auto run = [&] {
-    return spec::subtree(parents.data(), nodes, kept.data(), count, count, renumbered.data(), rows.data());
+    return spec::subtree(parents.data(), nodes, kept.data(), count, room, renumbered.data(), rows.data());
   };
   check(run(), "subtree accepts", nodes);
-  for (int64_t i = 0; i < count; ++i) {
-    check(i == 0 ? renumbered[i] == -1 : kept[renumbered[i]] == parents[kept[i]], "subtree parents", nodes);
+  for (int64_t i = 0; i < room; ++i) {
+    const bool there = i < count;
+    if (i == 0 || !there)
+      check(renumbered[i] == -1, "subtree padding", nodes);
+    else
+      check(kept[renumbered[i]] == parents[kept[i]], "subtree parents", nodes);
     for (int64_t j = 0; j < kept_words * spec::kWordBits; ++j) {
       const bool bit = rows[i * kept_words + j / 64] >> (j % 64) & 1;
-      const bool expected = j < count && (ancestors[kept[i] * words + kept[j] / 64] >> (kept[j] % 64) & 1);
+      const bool expected =
+          there && j < count && (ancestors[kept[i] * words + kept[j] / 64] >> (kept[j] % 64) & 1);
       check(bit == expected, "subtree ancestors", nodes);
     }
   }
@@ -115,12 +121,13 @@ void test_subtree(const std::vector<int64_t>& parents, std::vector<int64_t> kept
   refuses(0, 1);
   refuses(count - 1, nodes);
   refuses(count - 1, -1);
+  check(!spec::subtree(parents.data(), nodes, kept.data(), 0, room, renumbered.data(), rows.data()), "no subtree", 0);
   if (count > 2) refuses(1, kept[2]);
 }
 
-// Appended in two parts to a tree of fixed capacity, against what the parents say.
+// Appended in runs whose parents are there before them, against what the parents say.
 void test_append_nodes(const std::vector<int64_t>& parents, const std::vector<uint64_t>& ancestors, int64_t words) {
-  const auto nodes = static_cast<int64_t>(parents.size()), first = 1 + (nodes - 1) / 2;
+  const auto nodes = static_cast<int64_t>(parents.size());
   std::vector<int64_t> tokens(parents.size(), 7), above(parents.size(), -1), depths(parents.size());
   std::vector<float> edges(parents.size()), paths(parents.size());
   std::vector<uint64_t> rows(static_cast<size_t>(nodes * words));
@@ -128,12 +135,19 @@ void test_append_nodes(const std::vector<int64_t>& parents, const std::vector<ui
   std::vector<int64_t> ids(parents.size());
   std::iota(ids.begin(), ids.end(), 100);
   const std::vector<float> log_probs(parents.size(), -0.5f);
-  const spec::TreeArrays tree{tokens.data(), above.data(), depths.data(), edges.data(), paths.data(), rows.data(), words};
+  const spec::TreeArrays tree{tokens.data(), above.data(), depths.data(), edges.data(),
+                              paths.data(),  rows.data(),  words};
   const auto append = [&](int64_t size, int64_t count, const int64_t* given) {
     return spec::append_nodes(tree, size, count, given, ids.data() + size, log_probs.data() + size);
   };
-  check(append(1, first - 1, parents.data() + 1), "append_nodes accepts", nodes);
-  check(append(first, nodes - first, parents.data() + first), "append_nodes accepts more", nodes);
+  for (int64_t size = 1, stop; size < nodes; size = stop) {
+    for (stop = size + 1; stop < nodes && parents[stop] < size;) ++stop;
+    check(append(size, stop - size, parents.data() + size), "append_nodes accepts", nodes);
+    if (stop < nodes) {
+      check(!append(size, stop + 1 - size, parents.data() + size), "append_nodes refuses its own", nodes);
+      check(above[stop] == -1 && tokens[stop] == 7, "append_nodes writes nothing then", nodes);
+    }
+  }
   check(above == parents && rows == ancestors, "append_nodes", nodes);
   for (int64_t i = 1; i < nodes; ++i) {
     check(tokens[i] == ids[i] && edges[i] == -0.5f, "append_nodes values", nodes);
@@ -150,7 +164,7 @@ void test_tree() {
     for (int64_t i = 1; i < nodes; ++i) parents[i] = below(i);
     const int64_t words = spec::words_for(nodes);
     std::vector<uint64_t> ancestors(static_cast<size_t>(nodes * words), ~uint64_t{0});
-    check(spec::ancestor_words(parents.data(), nodes, spec::words_for(nodes), ancestors.data()), "ancestor_words accepts", nodes);
+    check(spec::ancestor_words(parents.data(), nodes, words, ancestors.data()), "ancestor_words accepts", nodes);
     test_append_nodes(parents, ancestors, words);
     std::vector<uint8_t> mask(static_cast<size_t>(nodes * nodes), 7);
     spec::tree_mask(ancestors.data(), nodes, words, nodes, mask.data());
@@ -170,10 +184,10 @@ void test_tree() {
     std::vector<int64_t> kept;
     for (int64_t node = 0; node < nodes; ++node)
       if (node == 0 || (below(3) != 0 && std::count(kept.begin(), kept.end(), parents[node]))) kept.push_back(node);
-    test_subtree(parents, kept, ancestors, words);
+    for (const int64_t padding : {0, 1, 70}) test_subtree(parents, kept, ancestors, words, padding);
 
     parents.back() = nodes;
-    check(!spec::ancestor_words(parents.data(), nodes, spec::words_for(nodes), ancestors.data()), "ancestor_words refuses", nodes);
+    check(!spec::ancestor_words(parents.data(), nodes, words, ancestors.data()), "ancestor_words refuses", nodes);
   }
 }
 
@@ -498,6 +512,146 @@ void test_best_first() {
   check(queue.state.queue_count == 0, "best_first adds nothing then", 3);
 }
 
+// The queues in their owner's arrays.
+struct Arrays {
+  std::vector<float> accepted, scores, log_probs;
+  std::vector<int64_t> parents, depths, tokens;
+  float bound = NAN;
+
+  explicit Arrays(int64_t budget) {
+    for (auto* floats : {&accepted, &scores, &log_probs}) floats->assign(static_cast<size_t>(budget), NAN);
+    for (auto* whole : {&parents, &depths, &tokens}) whole->assign(static_cast<size_t>(budget), int64_t{1} << 62);
+  }
+  spec::QueueArrays at() {
+    return {accepted.data(), scores.data(), log_probs.data(), parents.data(),
+            depths.data(),   tokens.data(), &bound,           static_cast<int64_t>(accepted.size())};
+  }
+  bool operator==(const Arrays& other) const {
+    return scores == other.scores && accepted == other.accepted && log_probs == other.log_probs &&
+           parents == other.parents && depths == other.depths && tokens == other.tokens && bound == other.bound;
+  }
+};
+
+// What comes out of a step, in buffers of the exact size.
+struct Outputs {
+  std::vector<int64_t> parents, tokens, expand;
+  std::vector<float> log_probs;
+  int32_t nodes = -7, expanded = -7;
+
+  Outputs(int64_t budget, int64_t batch)
+      : parents(static_cast<size_t>(budget), -7),
+        tokens(parents),
+        expand(static_cast<size_t>(std::min(budget, batch)), -7),
+        log_probs(static_cast<size_t>(budget), NAN) {}
+  spec::DrawnArrays at() {
+    return {parents.data(), tokens.data(), log_probs.data(), &nodes, expand.data(), &expanded};
+  }
+};
+
+// What one step should give, and leave, by push and draw, which test_best_first holds against every candidate known.
+void check_step(const spec::BestFirst& before, const spec::FoundArrays& found, const spec::Search& search,
+                Arrays& arrays) {
+  const int64_t budget = before.state.budget;
+  spec::BestFirst queue(budget, search.batch, search.max_depth);
+  std::copy_n(before.state.accepted, before.state.accepted_count, queue.state.accepted);
+  std::copy_n(before.state.queue, before.state.queue_count, queue.state.queue);
+  queue.state.accepted_count = before.state.accepted_count, queue.state.queue_count = before.state.queue_count;
+  std::vector<int64_t> parents, depths, tokens;
+  for (int64_t i = 0; i < found.count; ++i) {
+    parents.push_back(found.nodes[found.rows[i]]), depths.push_back(found.depths[parents.back()]);
+    tokens.push_back(found.token_ids ? found.token_ids[found.columns[i]] : found.columns[i]);
+  }
+  spec::push(queue.state, parents.data(), depths.data(), tokens.data(), found.log_probs, found.scores, found.count);
+  Outputs wanted(budget, budget), got(budget, search.batch);
+  spec::Drawn drawn = spec::draw(queue.state, spec::pop_count(queue.state), true, wanted.parents.data(),
+                                 wanted.tokens.data(), wanted.log_probs.data(), wanted.expand.data());
+  if (drawn.mass < search.threshold) drawn.expanded = 0;
+  const int64_t accepted = queue.state.accepted_count, queued = queue.state.queue_count;
+  const float bound = spec::best_first_bound(queue.state);
+  check(spec::step_queues(arrays.at(), found, true, false, search, got.at()), "step_queues accepts", budget);
+  check(arrays.bound == bound, "step_queues bound", budget);
+  for (int64_t i = 0; i < budget; ++i) {
+    check(arrays.accepted[i] == (i < accepted ? queue.state.accepted[i] : -INFINITY), "step_queues accepted", budget);
+    const spec::QueueEntry entry = i < queued ? queue.state.queue[i] : spec::QueueEntry{-INFINITY, 0.0f, 0, 0, 0};
+    check(arrays.scores[i] == entry.score && arrays.log_probs[i] == entry.log_prob && arrays.tokens[i] == entry.token &&
+              arrays.parents[i] == entry.parent && arrays.depths[i] == entry.depth,
+          "step_queues queue", budget);
+  }
+  if (search.fill && drawn.expanded == 0)
+    for (int64_t i = 0; i < spec::fill_count(queue.state); ++i, ++drawn.nodes) {
+      const spec::QueueEntry& entry = queue.state.queue[i];
+      wanted.parents[drawn.nodes] = entry.parent, wanted.tokens[drawn.nodes] = entry.token;
+      wanted.log_probs[drawn.nodes] = entry.log_prob;
+    }
+  check(got.nodes == drawn.nodes && got.expanded == drawn.expanded, "step_queues counts", budget);
+  for (int64_t i = 0; i < budget; ++i) {
+    const bool there = i < drawn.nodes;
+    check(got.parents[i] == (there ? wanted.parents[i] : 0) && got.tokens[i] == (there ? wanted.tokens[i] : 0) &&
+              got.log_probs[i] == (there ? wanted.log_probs[i] : 0.0f),
+          "step_queues nodes", budget);
+  }
+  for (size_t i = 0; i < got.expand.size(); ++i)
+    check(got.expand[i] == (static_cast<int64_t>(i) < drawn.expanded ? wanted.expand[i] : 0), "step_queues expand",
+          budget);
+}
+
+void test_step_queues() {
+  for (const int64_t budget : {1, 2, 3, 10, 60, 256})
+    for (const int64_t batch : {1, 3, 10, 300})
+      for (int kind = 0; kind < 8; ++kind) {
+        Arrays arrays(budget);
+        const double thresholds[] = {0.0, 0.05, 9.0};
+        for (int step = 0; step < 12; ++step) {
+          const int64_t rows = 1 + below(5), count = below(kind & 2 ? 3 * budget + 2 : 5), columns = 30;
+          auto scores = random_scores(count, kind & 1, false);
+          for (float& score : scores) score = below(10) ? -std::fabs(score) : -INFINITY;
+          if (below(2)) std::sort(scores.begin(), scores.end(), std::greater<float>());
+          const auto log_probs = random_scores(count, false, false);
+          std::vector<int64_t> places(scores.size()), tokens(scores.size()), nodes(static_cast<size_t>(rows)),
+              depths(40), ids(static_cast<size_t>(columns));
+          for (int64_t& place : places) place = below(rows);
+          for (int64_t& token : tokens) token = below(columns);
+          for (int64_t& node : nodes) node = below(40);
+          for (int64_t& depth : depths) depth = below(5);
+          for (int64_t& id : ids) id = below(1000);
+          const int64_t* token_ids = kind & 4 ? ids.data() : nullptr;
+          const spec::FoundArrays found{places.data(), tokens.data(), log_probs.data(), scores.data(),
+                                        count,         nodes.data(),  depths.data(),    token_ids};
+          const spec::Search search{batch, 4, thresholds[below(3)], below(2) == 1};
+          Outputs out(budget, batch);
+          if (step == 0) {  // after another search, as where there was none
+            Arrays fresh(budget);
+            fresh.scores.assign(fresh.scores.size(), -1.0f), fresh.accepted = fresh.scores;
+            Outputs again(budget, batch);
+            check(spec::step_queues(arrays.at(), found, true, true, search, out.at()) &&
+                      spec::step_queues(fresh.at(), found, true, true, search, again.at()),
+                  "step_queues begins", budget);
+            check(arrays == fresh && out.parents == again.parents && out.nodes == again.nodes, "begins anew", budget);
+            continue;
+          }
+          const Arrays before = arrays;
+          check(spec::step_queues(arrays.at(), found, false, below(2) == 1, search, out.at()), "no frontier", budget);
+          const auto zero = [](const std::vector<int64_t>& all) {
+            return std::all_of(all.begin(), all.end(), [](int64_t value) { return value == 0; });
+          };
+          check(out.nodes == 0 && out.expanded == 0 && arrays == before && zero(out.parents) && zero(out.tokens) &&
+                    zero(out.expand),
+                "step_queues of no frontier", budget);
+          if (count > 0) {
+            std::vector<float> bad = scores;
+            bad[below(count)] = NAN;
+            spec::FoundArrays wrong = found;
+            wrong.scores = bad.data();
+            check(!spec::step_queues(arrays.at(), wrong, true, false, search, out.at()) && arrays == before,
+                  "step_queues refuses NaN", budget);
+          }
+          spec::BestFirst queue(budget, batch, 4);
+          spec::load(arrays.at(), queue.state);
+          check_step(queue, found, search, arrays);
+        }
+      }
+}
+
 void test_compact_rows() {
   const int64_t planes = 3, slots = 20, row_bytes = 6, prefix = 4;
   std::vector<char> slab(static_cast<size_t>(planes * slots * row_bytes));
@@ -533,6 +687,7 @@ int main() {
   test_decisions();
   test_strict_attention();
   test_best_first();
+  test_step_queues();
   test_compact_rows();
   return verdict();
 }

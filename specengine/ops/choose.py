@@ -78,7 +78,7 @@ def choose_tokens(
     scores = scores.float() / temperature
     rows = zip(scores, positions, strict=True)
     chosen = [_drawn(row, seed & MASK64, position & MASK64) for row, position in rows]
-    return torch.tensor(chosen, device=logits.device)
+    return torch.tensor(chosen, dtype=torch.int64, device=logits.device)
 
 
 @op
@@ -185,7 +185,7 @@ def _uniform(seed: Tensor, positions: Tensor, columns: int) -> Tensor:
     index = torch.arange(-(-columns // 4), device=positions.device)
     counter = (index, position & low, (position >> 32) & low, torch.zeros_like(position))
     words = philox4x32(counter, (seed & low, (seed >> 32) & low))
-    x = torch.stack(torch.broadcast_tensors(*words), -1).reshape(positions.shape[0], -1)[:, :columns]
+    x = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)[:, :columns]
     return (x.double() + 0.5) / 2.0**32
 
 

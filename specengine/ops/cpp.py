@@ -172,7 +172,8 @@ def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: Tensor, net
 
 
 def classify_row(logits: Tensor, top: int, depth: Tensor, net: Sequence[Tensor], normalized: bool) -> Tensor:
-    address, bfloat16, _, columns, _ = _matrix(_with_dense_rows(logits))
+    logits = _with_dense_rows(logits)
+    address, bfloat16, _, columns, _ = _matrix(logits)
     parts, (hidden, inputs) = [part.data_ptr() for part in net], net[0].shape
     given = address, bfloat16, columns, min(top, columns), normalized, depth.data_ptr()
     out = torch.empty(1)
@@ -203,7 +204,8 @@ def step_queues(
 ) -> Drawn:
     budget = queues.scores.shape[0]
     found = Candidates(*(part.contiguous() for part in found))
-    nodes = frontier.ids.contiguous()
+    nodes, depths = frontier.ids.contiguous(), depths.contiguous()
+    token_ids = None if token_ids is None else token_ids.contiguous()
     width = min(search.batch, budget)
     parents, tokens, expand = (torch.empty(size, dtype=_WHOLE) for size in (budget, budget, width))
     counts = torch.empty(2, dtype=torch.int32)
@@ -239,9 +241,9 @@ def beam_observation(
 
 def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) -> Tensor:
     sizes = [layers[0].shape[1], *(weight.shape[0] for weight in layers[::2])]
-    addresses, out = [part.data_ptr() for part in layers], torch.empty(1, dtype=_WHOLE)
-    given = observation.contiguous().data_ptr()
-    _expander.best_action(sizes, addresses, activation == "tanh", given, out.data_ptr())
+    observation, out = observation.contiguous(), torch.empty(1, dtype=_WHOLE)
+    addresses = [part.data_ptr() for part in layers]
+    _expander.best_action(sizes, addresses, activation == "tanh", observation.data_ptr(), out.data_ptr())
     return out
 
 

@@ -102,9 +102,10 @@ def beam_observation(
     together at its beginning. expansions: int32 [1], complete; context: int64 [1], tokens. Source: Learning to Draft,
     equation 3.
     """
-    if scores.dtype is not torch.float32 or depths.dtype is not torch.int64 or scores.shape != depths.shape:
+    if scores.dtype is not torch.float32 or depths.dtype is not torch.int64 or not _one_line(scores, depths):
         raise InputError(f"scores, depths: float32 [m], int64 [m] are needed, got {describe(scores, depths)}")
-    if not are_counts(live, expansions) or context.dtype is not torch.int64 or window.pad > 0:
+    a_number = context.dtype is torch.int64 and context.shape == (1,)
+    if not are_counts(live, expansions) or not a_number or window.pad > 0:
         given = describe(live, expansions, context)
         raise InputError(f"live, expansions, context, pad: int32 [1] x 2, int64 [1], 0 or less are needed, got {given}")
     if run := attached("beam_observation", scores):
@@ -112,7 +113,7 @@ def beam_observation(
     width, device = window.width, scores.device
     first = (width + (expansions.long() - 1) * width**2) * (window.last & (expansions > 0))
     place = torch.arange(scores.shape[0], device=device)
-    before = torch.searchsorted(depths.masked_fill(place >= live, torch.iinfo(torch.int64).max), depths)
+    before = torch.searchsorted(depths.masked_fill(place >= live, torch.iinfo(torch.int64).max), depths.contiguous())
     starts = (depths > 1) * width + (depths - 2).clamp(min=0) * width**2
     at = starts + place - before - first
     shown = (depths > 0) & (place < live) & (at >= 0) & (at < window.room)
@@ -142,6 +143,10 @@ def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) 
             values = values.tanh() if activation == "tanh" else values.relu()
         values = linear(values, layers[place], layers[place + 1])
     return values.argmax(0, keepdim=True)
+
+
+def _one_line(*tensors: Tensor) -> bool:
+    return tensors[0].dim() == 1 and all(tensor.shape == tensors[0].shape for tensor in tensors)
 
 
 def _require_network(net: Sequence[Tensor], inputs: int) -> None:

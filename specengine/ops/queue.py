@@ -83,8 +83,13 @@ def step_queues(
     (on a CUDA device: an asynchronous assertion).
     """
     budget, shape = queues.scores.shape[0], found.scores.shape
-    if any(part.shape != shape for part in found[:4]) or found.scores.dtype is not torch.float32 or len(shape) != 1:
+    kinds = torch.int64, torch.int64, torch.float32, torch.float32
+    of_kind = all(part.dtype is kind and part.shape == shape for part, kind in zip(found, kinds, strict=False))
+    if not of_kind or len(shape) != 1:
         raise InputError(f"found: int64 [m] x 2, float32 [m] x 2 are needed, got {describe(*found[:4])}")
+    whole = frontier.ids, depths, *(() if token_ids is None else (token_ids,))
+    if any(part.dtype is not torch.int64 or part.dim() != 1 for part in whole):
+        raise InputError(f"frontier, depths, token_ids: int64 in one dimension is needed, got {describe(*whole)}")
     if any(part.shape != (budget,) for part in queues[:6]) or not are_counts(found.live, frontier.live, passes):
         given = describe(*queues, found.live, frontier.live, passes)
         raise InputError(f"queues, live, passes: [budget] x 6, float32 [1], int32 [1] x 3 are needed, got {given}")

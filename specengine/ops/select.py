@@ -101,9 +101,10 @@ def best_candidates(
     Sources: TALON Alg. 2 (gate); SALF Alg. 2 (bounded queue).
     """
     require_logits(logits)
-    if scores.dtype is not torch.float32 or scores.shape != logits.shape[:1] or most < 1:
+    if scores.dtype is not torch.float32 or scores.shape != logits.shape[:1] or most < 1 or not logits.shape[1]:
         raise InputError(
-            f"scores, most: float32 [{logits.shape[0]}], 1 or more are needed, got {describe(scores)}, {most}"
+            f"scores, most: float32 [{logits.shape[0]}], 1 or more of 1 column or more are needed, "
+            f"got {describe(scores)}, {most} of {logits.shape[1]}"
         )
     if not are_counts(live) or (limit is not None and not are_counts(limit)):
         raise InputError(f"live, limit: int32 [1] is needed, got {describe(live)}")
@@ -119,7 +120,8 @@ def best_candidates(
     found = (defined(scores)[:, None] + log_probs).reshape(-1)
     passes = found > -math.inf
     if found.numel() and log_gate is not None:
-        passes &= found >= found.max() + log_gate.to(device)
+        least = found.max() + log_gate.to(device)
+        passes &= ~(found < least)  # no gate where inf - inf has no value
     if bound is not None:
         passes &= found > bound.to(device)
     order = order_keys(found.masked_fill(~passes, -math.inf)).topk(min(most, found.shape[0])).indices

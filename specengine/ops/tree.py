@@ -100,9 +100,12 @@ def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> 
     the root first and closed under parent, or InputError (on a CUDA device: an asynchronous assertion). Returns int64
     [m], -1 in padding, and int64 [m, ceil(m / 64)], 0 in padding.
     """
-    if not parents.dtype is ancestors.dtype is nodes.dtype is torch.int64 or nodes.dim() != 1 or not are_counts(live):
+    whole = parents.dtype is ancestors.dtype is nodes.dtype is torch.int64
+    if not whole or not parents.dim() == nodes.dim() == 1 or ancestors.dim() != 2 or not are_counts(live):
         given = describe(parents, ancestors, nodes, live)
-        raise InputError(f"parents, ancestors, nodes, live: int64 x 3, int32 [1] are needed, got {given}")
+        raise InputError(
+            f"parents, ancestors, nodes, live: int64 [n], [n, words], [m], int32 [1] are needed, got {given}"
+        )
     if run := attached("subtree", nodes):
         return run(parents, ancestors, nodes, live)
     rows, capacity, device = nodes.shape[0], parents.shape[0], nodes.device

@@ -6,7 +6,7 @@ import pytest
 
 from specengine import ops
 
-BACKENDS = ops.backends("cpu")["best_first"].available
+BACKENDS = ops.backends("cpu")["step_queues"].available
 
 each_backend = pytest.mark.parametrize("backend", ["cpp", "reference"], indirect=True)
 

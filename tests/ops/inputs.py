@@ -18,6 +18,27 @@ many = settings(quick, max_examples=500)
 some = settings(quick, max_examples=100)
 
 
+HUGE = 2**62  # of what must not be read
+
+
+def count(value, device="cpu"):
+    return torch.tensor([value], dtype=torch.int32, device=device)
+
+
+def real(value, device="cpu"):
+    return torch.tensor([value], dtype=torch.float32, device=device)
+
+
+def poisoned(values, size):
+    """Filled up with NaN, or the huge."""
+    return torch.cat([values, values.new_full((size, *values.shape[1:]), NAN if values.is_floating_point() else HUGE)])
+
+
+def alive(parts):
+    """The fields of a padded result up to its count, as lists."""
+    return [part[: int(parts.live)].tolist() for part in parts if part is not parts.live]
+
+
 # ---------------------------------------------------------------------------------------------------- trees
 
 

@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from specengine import ops
-from specengine.errors import BackendError
+from specengine.errors import BackendError, InputError
 from tests.ops.backends import BACKENDS
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -21,7 +22,8 @@ def test_fresh_buffers_are_poisoned():
 class TestBackends:
     def test_the_variable_decides(self, backend):
         taken = ops.backends("cpu")
-        assert set(taken) >= {"ancestor_words", "select_best", "top_children", "walk", "tree_attention"}
+        assert set(taken) == set(ops.OPS)
+        assert set(taken) >= {"ancestor_words", "select_best", "step_queues", "walk", "tree_attention"}
         assert taken["top_children"].name == backend
         assert "reference" in taken["top_children"].available
 
@@ -30,6 +32,26 @@ class TestBackends:
         assert attention.name == "reference"
         if backend == "cpp":
             assert "cpp has no tree_attention" in attention.reason
+
+    def test_within_its_meaning_no_backend_runs_an_op(self, backend, monkeypatch):
+        """In this thread alone, also where it is asked for inside, and only so long."""
+        ran = []
+        monkeypatch.setattr(
+            "specengine.ops._registry._resolve", lambda *given: lambda *inputs: ran.append(given) or [7]
+        )
+        nodes = torch.tensor([4]), torch.tensor([-1]), torch.tensor([4])
+        assert ops.by_meaning(ops.walk, *nodes) == [0]
+        with ops.meaning():
+            with ops.meaning():
+                assert ops.walk(*nodes) == [0]
+            assert ops.walk(*nodes) == [0]
+            with ThreadPoolExecutor() as other:
+                assert other.submit(ops.walk, *nodes).result() == [7]
+        assert ops.walk(*nodes) == [7]
+        with pytest.raises(InputError), ops.meaning():
+            ops.walk(*nodes[:2], nodes[2].int())
+        assert ops.walk(*nodes) == [7]
+        assert ran == [("walk", "cpu", backend)] * 3
 
     def test_devices_that_the_backend_does_not_serve(self, monkeypatch):
         monkeypatch.setenv(ops.VARIABLE, "auto")

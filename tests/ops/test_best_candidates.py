@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from specengine import ops
 from specengine.errors import InputError
 from tests.ops.backends import BACKENDS, each_backend, of_each
-from tests.ops.inputs import INF, NAN, defined, exact_log_probs, many, matrices, path_scores
+from tests.ops.inputs import (
+    INF,
+    NAN,
+    count,
+    defined,
+    exact_log_probs,
+    many,
+    matrices,
+    path_scores,
+    poisoned,
+    real,
+)
 
 
 def test_fresh_buffers_are_poisoned_and_both_backends_are_compared():
@@ -21,7 +32,7 @@ def test_fresh_buffers_are_poisoned_and_both_backends_are_compared():
         pytest.skip("specengine._expander is not built (pip install -e .)")
 
 
-def brute_candidates(logits, scores, count, log_gate, bound):
+def brute_candidates(logits, scores, most, log_gate, bound):
     """(score, row, column) of normalised rows by sorting all; scores are sums of two float32 there, hence exact."""
     found = []
     for row, (score, values) in enumerate(zip(defined(scores), defined(logits), strict=True)):
@@ -32,7 +43,7 @@ def brute_candidates(logits, scores, count, log_gate, bound):
         gate = np.float32(anchor) + np.float32(log_gate) if log_gate > -INF else np.float32(-INF)
     found = [entry for entry in found if entry[0] > -INF and entry[0] > bound and entry[0] >= gate]
     found.sort(key=lambda entry: (-entry[0], entry[1], -entry[3], entry[2]))
-    return found[:count]
+    return found[:most]
 
 
 def margin(score):
@@ -40,12 +51,39 @@ def margin(score):
     return 1e-5 + 2e-6 * np.abs(score)
 
 
-def check_candidates(logits, scores, count, log_gate, bound, normalized, got):
+def select(logits, scores, most, limit=None, log_gate=None, bound=None, normalized=False, live=None):
+    """The op, of numbers."""
+    return ops.best_candidates(
+        logits,
+        scores,
+        count(len(logits) if live is None else live),
+        most,
+        limit=None if limit is None else count(limit),
+        log_gate=None if log_gate is None else real(log_gate),
+        bound=None if bound is None else real(bound),
+        normalized=normalized,
+    )
+
+
+def fewest(most, limit):
+    return most if limit is None else max(0, min(most, limit))
+
+
+def checked(got, most):
+    """What was found, without its padding, which is 0."""
+    assert [part.dtype for part in got] == [torch.int64] * 2 + [torch.float32] * 2 + [torch.int32]
+    assert [tuple(part.shape) for part in got] == [(most,)] * 4 + [(1,)]
+    size = int(got.live)
+    assert 0 <= size <= most
+    assert not any(part[size:].any() for part in got[:4])
+    return ops.Candidates(*(part[:size] for part in got[:4]), got.live)
+
+
+def check_candidates(logits, scores, most, log_gate, bound, normalized, got):
     """Every promise that does not depend on how the backend rounds; selection is exact up to `margin`."""
-    assert [tensor.dtype for tensor in got] == [torch.int64, torch.int64, torch.float32, torch.float32]
     size = len(got.rows)
-    assert {tuple(tensor.shape) for tensor in got} == {(size,)}
-    assert size <= count
+    assert size <= most
+    log_gate, bound = (-INF if number is None else number for number in (log_gate, bound))
     rows, columns = got.rows.numpy(), got.columns.numpy()
     values, paths = defined(logits), defined(scores)
     with np.errstate(over="ignore"):
@@ -64,44 +102,48 @@ def check_candidates(logits, scores, count, log_gate, bound, normalized, got):
     taken = np.zeros(exact.shape, bool)
     taken[rows, columns] = True
     assert np.all(exact[taken] >= limit - slack[taken])
-    if size == count:
-        limit = max(limit, float(got.scores[-1])) if count else INF
+    if size == most:
+        limit = max(limit, float(got.scores[-1])) if most else INF
     with np.errstate(invalid="ignore"):
         assert not np.any(~taken & (exact > limit + slack))
 
 
 class TestBestCandidates:
-    gates = st.one_of(st.just(-INF), st.sampled_from([0.0, -1.0, -2.0, math.log(0.03)]), st.floats(-60, 0, width=32))
-    bounds = st.one_of(st.just(-INF), st.sampled_from([0.0, -2.0, -4.0, INF]), st.floats(-60, 5, width=32))
-    counts = st.one_of(st.integers(0, 12), st.sampled_from([59, 255, 10_000, 10**9]))
+    gates = st.one_of(
+        st.none(), st.just(-INF), st.sampled_from([0.0, -1.0, -2.0, math.log(0.03)]), st.floats(-60, 0, width=32)
+    )
+    bounds = st.one_of(st.none(), st.just(-INF), st.sampled_from([0.0, -2.0, -4.0, INF]), st.floats(-60, 5, width=32))
+    mosts = st.one_of(st.integers(1, 12), st.sampled_from([59, 255, 10_000]))
+    limits = st.one_of(st.none(), st.sampled_from([0, -1, -(2**31), 2**31 - 1]), st.integers(-2, 70))
 
-    @given(st.data(), st.integers(0, 5), counts, gates, bounds)
+    @given(st.data(), st.integers(0, 5), st.integers(0, 2), mosts, limits, gates, bounds)
     @many
-    def test_of_log_probabilities_exactly(self, data, rows, count, log_gate, bound):
+    def test_of_log_probabilities_exactly(self, data, rows, padding, most, limit, log_gate, bound):
         logits, scores = data.draw(matrices(st.just(rows))), data.draw(path_scores(rows))
-        expected = brute_candidates(logits, scores, count, log_gate, bound)
-        for got in of_each(
-            lambda: ops.best_candidates(logits, scores, count, log_gate=log_gate, bound=bound, normalized=True)
-        ).values():
+        numbers = (-INF if number is None else number for number in (log_gate, bound))
+        expected = brute_candidates(logits, scores, fewest(most, limit), *numbers)
+        given = poisoned(logits, padding), poisoned(scores, padding), most, limit, log_gate, bound
+        for got in of_each(lambda: checked(select(*given, normalized=True, live=rows), most)).values():
             assert got.rows.tolist() == [row for _, row, _, _ in expected]
             assert got.columns.tolist() == [column for _, _, column, _ in expected]
             assert got.scores.tolist() == [float(score) for score, _, _, _ in expected]
             assert got.log_probs.tolist() == [float(value) for _, _, _, value in expected]
 
-    @given(st.data(), st.integers(0, 5), counts, gates, bounds)
+    @given(st.data(), st.integers(0, 5), st.integers(0, 2), mosts, limits, gates, bounds)
     @many
-    def test_of_logits_up_to_rounding(self, data, rows, count, log_gate, bound):
+    def test_of_logits_up_to_rounding(self, data, rows, padding, most, limit, log_gate, bound):
         logits, scores = data.draw(matrices(st.just(rows))), data.draw(path_scores(rows))
-        results = of_each(lambda: ops.best_candidates(logits, scores, count, log_gate=log_gate, bound=bound))
+        given = poisoned(logits, padding), poisoned(scores, padding), most, limit, log_gate, bound
+        results = of_each(lambda: checked(select(*given, live=rows), most))
         for got in results.values():
-            check_candidates(logits, scores, count, log_gate, bound, False, got)
+            check_candidates(logits, scores, fewest(most, limit), log_gate, bound, False, got)
         ranked = [got.scores.double().numpy() for got in results.values()]
         common = min(map(len, ranked))
         assert ranked[0][:common] == pytest.approx(ranked[-1][:common], rel=1e-5, abs=1e-5)
 
-    @given(st.data(), st.integers(0, 4), counts, gates, st.booleans())
+    @given(st.data(), st.integers(0, 4), mosts, gates, st.booleans())
     @many
-    def test_padding_changes_nothing(self, data, rows, count, log_gate, normalized):
+    def test_rows_and_columns_of_nothing_change_nothing(self, data, rows, most, log_gate, normalized):
         """Rows of score -inf, and columns of -inf at the end."""
         logits, scores = data.draw(matrices(st.just(rows))), data.draw(path_scores(rows))
         padding = data.draw(st.lists(st.booleans(), min_size=rows + 2, max_size=rows + 2))
@@ -123,15 +165,15 @@ class TestBestCandidates:
             if source >= 0:
                 extra[place, : logits.shape[1]], padded_scores[place] = logits[source], scores[source]
         arguments = {"log_gate": log_gate, "normalized": normalized}
-        plain = of_each(lambda: ops.best_candidates(logits, scores, count, **arguments))
-        padded = of_each(lambda: ops.best_candidates(extra, padded_scores, count, **arguments))
+        plain = of_each(lambda: checked(select(logits, scores, most, **arguments), most))
+        padded = of_each(lambda: checked(select(extra, padded_scores, most, **arguments), most))
         for backend in plain:
             if normalized or backend == "cpp":  # torch's sums depend on the length of a row
                 assert padded[backend].rows.tolist() == [rows_of[row] for row in plain[backend].rows.tolist()]
                 for name in ("columns", "log_probs", "scores"):
                     assert torch.equal(getattr(padded[backend], name), getattr(plain[backend], name))
             else:
-                check_candidates(extra, padded_scores, count, log_gate, -INF, normalized, padded[backend])
+                check_candidates(extra, padded_scores, most, log_gate, -INF, normalized, padded[backend])
 
     @each_backend
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -143,21 +185,21 @@ class TestBestCandidates:
         logits[2, ::11] = NAN
         logits[3] = 0.0
         logits, scores = logits.to(dtype), torch.randn(10, generator=generator) - 2
-        for count in (1, 59, 2000):
-            for log_gate in (-INF, math.log(0.03)):
-                got = ops.best_candidates(logits, scores, count, log_gate=log_gate)
-                check_candidates(logits, scores, count, log_gate, -INF, False, got)
+        for most in (1, 59, 2000):
+            for log_gate in (None, math.log(0.03)):
+                got = checked(select(logits, scores, most, log_gate=log_gate), most)
+                check_candidates(logits, scores, most, log_gate, -INF, False, got)
 
     @each_backend
     def test_where_all_tie_the_first_ones_win(self, backend):
-        got = ops.best_candidates(torch.zeros(3, 2000), torch.zeros(3), 2100, normalized=True)
+        got = select(torch.zeros(3, 2000), torch.zeros(3), 2100, normalized=True)
         assert got.rows.tolist() == [0] * 2000 + [1] * 100
         assert got.columns.tolist() == [*range(2000), *range(100)]
 
     @each_backend
     def test_of_columns_that_round_to_one_log_probability_the_larger_logit_wins(self, backend):
         logits = torch.tensor([[0.0, 1e-7, 2e-7, 30.0]])
-        got = ops.best_candidates(logits, torch.zeros(1), 4)
+        got = select(logits, torch.zeros(1), 4)
         assert got.log_probs[1:].unique().numel() == 1
         assert got.columns.tolist() == [3, 2, 1, 0]
 
@@ -170,25 +212,54 @@ class TestBestCandidates:
         views = (wide[:6, 17:400], wide[::200], wide[:, :5].T, wide[:6, ::2], wide[:1].expand(6, 600))
         for view in views:
             arguments = scores[: 2 * len(view) : 2, 1], 40
-            got = ops.best_candidates(view, *arguments, normalized=True)
-            expected = ops.best_candidates(view.contiguous(), arguments[0].contiguous(), 40, normalized=True)
+            got = select(view, *arguments, normalized=True)
+            expected = select(view.contiguous(), arguments[0].contiguous(), 40, normalized=True)
             assert all(map(torch.equal, got, expected))
 
     @each_backend
     def test_nothing_to_select(self, backend):
-        for logits, count in ((torch.zeros(0, 5), 3), (torch.zeros(2, 0), 3), (torch.zeros(2, 5), 0)):
-            got = ops.best_candidates(logits, torch.zeros(len(logits)), count)
-            assert [len(tensor) for tensor in got] == [0] * 4
+        scores, nothing = torch.zeros(2), torch.full((2,), -INF)
+        for logits, paths, options in (
+            (torch.zeros(0, 5), scores[:0], {}),
+            (torch.zeros(2, 5), scores, {"live": 0}),
+            (torch.zeros(2, 5), scores, {"limit": 0}),
+            (torch.zeros(2, 5), scores, {"limit": -7}),
+            (torch.zeros(2, 5), scores, {"bound": INF}),
+            (torch.zeros(2, 5), nothing, {"log_gate": -1.0}),
+            (torch.full((2, 5), -INF), scores, {"log_gate": 0.0}),
+        ):
+            assert len(checked(select(logits, paths, 3, **options), 3).rows) == 0
+
+    @each_backend
+    def test_sums_beyond_float32_pass_any_gate(self, backend):
+        for log_gate in (None, -INF, -1.0):
+            got = select(torch.tensor([[0.0, INF]]), torch.tensor([INF]), 5, log_gate=log_gate, normalized=True)
+            assert got.columns[:1].tolist() == [1]
+            assert int(got.live) == (1 if log_gate == -1.0 else 2)
+
+    @each_backend
+    def test_a_count_of_more_than_there_are_is_all(self, backend):
+        assert int(select(torch.zeros(2, 3), torch.zeros(2), 9, live=5).live) == 6
 
     @each_backend
     def test_refuses(self, backend):
-        logits, scores = torch.zeros(2, 3), torch.zeros(2)
+        logits, scores, one = torch.zeros(2, 3), torch.zeros(2), count(1)
         for wrong in (torch.zeros(3), torch.zeros(2, 3, dtype=torch.float64)):
             with pytest.raises(InputError, match="logits"):
-                ops.best_candidates(wrong, scores, 1)
+                ops.best_candidates(wrong, scores, one, 1)
+        with pytest.raises(InputError, match=r"1 column or more are needed, got .* 1 of 0"):
+            ops.best_candidates(logits[:, :0], scores, one, 1)
         for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)):
             with pytest.raises(InputError, match="scores"):
-                ops.best_candidates(logits, wrong, 1)
-        for count, options in ((-1, {}), (1, {"log_gate": 0.1}), (1, {"log_gate": NAN}), (1, {"bound": NAN})):
-            with pytest.raises(InputError, match="count, log_gate, bound"):
-                ops.best_candidates(logits, scores, count, **options)
+                ops.best_candidates(logits, wrong, one, 1)
+        with pytest.raises(InputError, match="most"):
+            ops.best_candidates(logits, scores, one, 0)
+        for wrong in (one.long(), torch.zeros(2, dtype=torch.int32)):
+            with pytest.raises(InputError, match="live, limit"):
+                ops.best_candidates(logits, scores, wrong, 1)
+            with pytest.raises(InputError, match="live, limit"):
+                ops.best_candidates(logits, scores, one, 1, limit=wrong)
+        for name in ("log_gate", "bound"):
+            for wrong in (scores, torch.zeros(1, dtype=torch.float64), one):
+                with pytest.raises(InputError, match=name):
+                    ops.best_candidates(logits, scores, one, 1, **{name: wrong})

@@ -13,6 +13,7 @@ from torch import Tensor
 from specengine import ops
 from specengine.errors import InputError
 from specengine.policies._classifier import Mlp, c2t_features, disco_features
+from tests.ops.inputs import count
 
 pytestmark = pytest.mark.usefixtures("backend", "one_thread")
 
@@ -48,7 +49,7 @@ def test_classify_paths(seed: int, rows: int, children: int, depth: int) -> None
     paths = torch.randn(rows, 2 * children)[:, ::2] * 3 - 4  # rows are not dense
     entropies = torch.rand(rows) * 4
     paths[0, 0] = -math.inf
-    found = ops.classify_paths(paths, entropies, depth, net.parts)
+    found = ops.classify_paths(paths, entropies, count(depth), net.parts)
     features = c2t_features(paths, entropies[:, None], torch.full_like(paths, depth, dtype=torch.int64), 1)
     torch.testing.assert_close(found.double(), exact(net, features), rtol=1e-5, atol=1e-6)
 
@@ -67,12 +68,30 @@ def test_classify_row(seed: int, columns: int, top: int, depth: int, kind: torch
     logits = (torch.randn(columns) * 4).to(kind)
     if normalized:
         logits = logits.float().log_softmax(0).to(kind)
-    found = ops.classify_row(logits, top, depth, net.parts, normalized)
+    found = ops.classify_row(logits[None], top, count(depth), net.parts, normalized)
     log_probs = logits.double() if normalized else logits.double().log_softmax(0)
     best = log_probs.sort(descending=True).values
     entropy = -(best[:top].exp() * best[:top]).sum()[None]
     features = disco_features(best[:10].exp()[None], entropy, torch.tensor([depth]), 1)[0]
-    assert found == pytest.approx(float(exact(net, features)), abs=2e-5)
+    assert (found.dtype, found.shape) == (torch.float32, (1,))
+    assert float(found) == pytest.approx(float(exact(net, features)), abs=2e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_of_strided_logits(kind: torch.dtype) -> None:
+    net, wide = network(0, 12, 128), torch.randn(3, 800, generator=torch.Generator().manual_seed(0)).to(kind)
+    for view in (wide[1:2, ::2], wide[:1, 5:], wide[::3].T[:1]):
+        found = ops.classify_row(view, 50, count(3), net.parts)
+        torch.testing.assert_close(found, ops.classify_row(view.contiguous(), 50, count(3), net.parts))
+
+
+@pytest.mark.parametrize("special", [math.nan, -math.inf])
+def test_columns_of_nothing_change_nothing(special: float) -> None:
+    net, logits = network(0, 12, 128), torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
+    padded = torch.full((1, 400), special)
+    padded[:, :300] = logits
+    found = ops.classify_row(padded, 350, count(3), net.parts)
+    torch.testing.assert_close(found, ops.classify_row(logits, 300, count(3), net.parts))
 
 
 def test_gradients_flow_where_the_network_learns() -> None:
@@ -90,6 +109,12 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
     with pytest.raises(InputError, match=r"net: float32 \(8, 3\), \(8,\), \(1, 8\), \(1,\) are needed"):
         ops.mlp(features, [*net.parts[:3], torch.zeros(2)])
     with pytest.raises(InputError, match="logits: float32, bfloat16 or float16"):
-        ops.classify_row(features, 5, 1, net.parts)
+        ops.classify_row(features.double()[:1], 5, count(1), net.parts)
+    for wrong, depth in ((features, count(1)), (features[:1, :0], count(1)), (features[:1], count(1).long())):
+        with pytest.raises(InputError, match=r"logits, depth: floating \[1, V\], int32 \[1\] are needed"):
+            ops.classify_row(wrong, 5, depth, net.parts)
     with pytest.raises(InputError, match="path_log_probs, entropies"):
-        ops.classify_paths(features, torch.zeros(4), 1, net.parts)
+        ops.classify_paths(features, torch.zeros(4), count(1), net.parts)
+    for depth in (count(1).long(), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(InputError, match=r"depth: int32 \[1\]"):
+            ops.classify_paths(features, torch.zeros(5), depth, net.parts)

@@ -129,6 +129,86 @@ class TestKeyedGumbelArgmax:
             ops.keyed_gumbel_argmax(torch.zeros(0), 1, 1)
 
 
+ROWS = {
+    "rows": st.integers(0, 5),
+    "columns": st.integers(1, 300),
+    "coarse": st.booleans(),
+    "special": st.booleans(),
+    "noise": st.integers(0, 10**6),
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+}
+
+
+def rows_of(rows, columns, coarse, special, noise, dtype):
+    """Random logits: with ties, what is not finite, a row of nothing but that."""
+    random = np.random.default_rng(noise)
+    values = random.normal(0, 3, (rows, columns))
+    values = values.round() if coarse else values
+    if special:
+        places = random.random(values.shape) < 0.3
+        values[places] = random.choice([NAN, INF, -INF], int(places.sum()))
+        values[:1] = random.choice([NAN, INF, -INF], values[:1].shape)
+    return torch.from_numpy(values.astype(np.float32)).to(dtype)
+
+
+def finite(row):
+    return [value if math.isfinite(value) else -INF for value in row.float().tolist()]
+
+
+def first_best(values):
+    return values.index(max(values)) if max(values) > -INF else -1
+
+
+@given(**ROWS, strided=st.booleans())
+@thorough
+def test_the_argmax_of_each_row(strided, **shape):
+    """choose_tokens and choose_rows: what is not finite is never chosen, of ties the first, -1 where there is none."""
+    logits = rows_of(**shape)
+    given = torch.stack([logits, logits], 2)[..., 0] if strided else logits
+    expected = [first_best(finite(row)) for row in logits]
+    for chosen in (
+        ops.choose_tokens(given),
+        ops.choose_rows(given, torch.arange(len(logits)), None, torch.tensor([0.7])),
+    ):
+        assert chosen.dtype is torch.int64
+        assert chosen.tolist() == expected
+
+
+@given(**ROWS, seed=words64, positions=st.lists(st.integers(0, 2**63 - 1), min_size=5, max_size=5))
+@quick
+def test_the_draw_of_each_row(seed, positions, **shape):
+    """choose_tokens and choose_rows: by its own position, and by all 64 bits of the seed and of the position."""
+    logits, temperature = rows_of(**shape), torch.tensor([0.7])
+    positions = positions[: len(logits)]
+    expected = []
+    for row, position in zip(logits, positions, strict=True):
+        scores = (torch.tensor(finite(row), dtype=torch.float32) / temperature).tolist()
+        expected.append(first_best(plain_gumbel_sums(scores, seed, position)))
+    signed = torch.tensor([(seed + 2**63) % 2**64 - 2**63])
+    drawn = ops.choose_rows(logits, torch.tensor(positions, dtype=torch.int64), signed, temperature)
+    assert drawn.dtype is torch.int64
+    assert drawn.tolist() == expected
+    chosen = ops.choose_tokens(logits, positions, seed, float(temperature))
+    assert chosen.dtype is torch.int64
+    assert chosen.tolist() == expected
+
+
+def test_rows_that_are_refused():
+    logits, positions, seed, one = torch.zeros(2, 3), torch.arange(2), torch.tensor([1]), torch.ones(1)
+    for wrong in (torch.zeros(3), logits.double(), logits[:, :0]):
+        with pytest.raises(InputError, match="logits"):
+            ops.choose_tokens(wrong)
+    for places, temperature in (((1,), 1.0), ((1, 2), 0.0), ((1, 2), INF)):
+        with pytest.raises(InputError, match="positions, temperature"):
+            ops.choose_tokens(logits, places, 1, temperature)
+    for wrong, places in ((logits[0], positions), (logits.double(), positions), (logits, positions[:1])):
+        with pytest.raises(InputError, match="logits, positions"):
+            ops.choose_rows(wrong, places, seed, one)
+    for key, temperature in ((one, one), (seed.int(), one), (seed, one.double())):
+        with pytest.raises(InputError, match="seed, temperature"):
+            ops.choose_rows(logits, positions, key, temperature)
+
+
 def chi_square_p_value(values, expected_values, draws=4000):
     counts = np.bincount(
         [ops.keyed_gumbel_argmax(values, 11, position) for position in range(draws)], minlength=len(values)

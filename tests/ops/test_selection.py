@@ -10,44 +10,74 @@ from hypothesis import strategies as st
 
 from specengine import ops
 from specengine.errors import InputError
-from tests.ops.inputs import INF, NAN, any_scores, quick, scores, thorough, trees
+from tests.ops.inputs import INF, NAN, any_scores, count, poisoned, quick, scores, thorough, trees
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 
 class TestSelectBest:
-    @given(st.lists(scores, max_size=90), st.integers(0, 100))
-    @quick
-    def test_against_sorting(self, values, count):
+    @given(
+        st.lists(scores, max_size=90),
+        st.integers(0, 100),
+        st.integers(0, 9),
+        st.one_of(st.none(), st.sampled_from([0, -1, -(2**31), 2**31 - 1]), st.integers(-3, 101)),
+    )
+    @thorough
+    def test_against_sorting(self, values, most, padding, limit):
         order = sorted((i for i in range(len(values)) if values[i] > -INF), key=lambda i: (-values[i], i))
-        selected = ops.select_best(torch.tensor(values, dtype=torch.float32), count)
-        assert selected.dtype == torch.int64
-        assert selected.tolist() == sorted(order[:count])
+        expected = sorted(order[: most if limit is None else max(0, min(most, limit))])
+        given = poisoned(torch.tensor(values, dtype=torch.float32), padding), count(len(values)), most
+        selected = ops.select_best(*given, None if limit is None else count(limit))
+        assert (selected.ids.dtype, selected.live.dtype, selected.live.shape) == (torch.int64, torch.int32, (1,))
+        assert selected.ids.tolist() == expected + [0] * (most - len(expected))
+        assert int(selected.live) == len(expected)
 
-    @given(trees(), st.integers(1, 140), st.integers(0, 10**6), st.sampled_from([0.0, 0.5, 1.0]))
+    @given(trees(), st.integers(1, 140), st.integers(0, 10**6), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3))
     @quick
-    def test_path_log_probs_are_closed_under_parent(self, parents, count, seed, coarseness):
+    def test_path_log_probs_are_closed_under_parent(self, parents, most, seed, coarseness, padding):
         edges = -np.random.default_rng(seed).exponential(size=len(parents)).astype(np.float32)
         if coarseness:
             edges = np.round(edges) * np.float32(coarseness)  # edges of 0: children tie with their parents
         path = np.zeros(len(parents), dtype=np.float32)
         for node in range(1, len(parents)):
             path[node] = path[parents[node]] + edges[node]
-        selected = ops.select_best(torch.from_numpy(path), count).tolist()
+        found = ops.select_best(poisoned(torch.from_numpy(path), padding), count(len(parents)), most)
+        selected = found.alive().tolist()
         assert selected[0] == 0
         assert all(parents[node] in selected for node in selected[1:])
 
     def test_equal_values_are_taken_in_order(self):
         """The reason for the op: of equal values, topk keeps whichever it likes."""
-        assert ops.select_best(torch.zeros(700), 60).tolist() == list(range(60))
+        assert ops.select_best(torch.zeros(700), count(700), 60).ids.tolist() == list(range(60))
+        assert ops.select_best(torch.zeros(700), count(700), 60, count(7)).alive().tolist() == list(range(7))
+
+    def test_zeros_of_either_sign_are_equal(self):
+        assert ops.select_best(torch.tensor([-0.0, 0.0, -0.0]), count(3), 2).ids.tolist() == [0, 1]
+
+    @pytest.mark.parametrize(("live", "kept"), [(0, 0), (2, 2), (3, 3), (9, 3)])
+    def test_a_count_of_more_than_there_are_is_all(self, live, kept):
+        assert ops.select_best(torch.zeros(3), count(live), 9).alive().tolist() == list(range(kept))
+
+    def test_strided_scores(self):
+        wide = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+        for view in (wide[:, 1], wide[::2, 2]):
+            expected = ops.select_best(view.contiguous(), count(20), 7)
+            assert torch.equal(ops.select_best(view, count(20), 7).ids, expected.ids)
 
     def test_refuses(self):
+        one = count(1)
         with pytest.raises(InputError, match="NaN"):
-            ops.select_best(torch.tensor([0.0, NAN]), 1)
-        with pytest.raises(InputError, match="count"):
-            ops.select_best(torch.zeros(2), -1)
-        with pytest.raises(InputError, match="float32"):
-            ops.select_best(torch.zeros(2, dtype=torch.float64), 1)
+            ops.select_best(torch.tensor([0.0, NAN]), count(2), 1)
+        with pytest.raises(InputError, match="most"):
+            ops.select_best(torch.zeros(2), one, -1)
+        for wrong in (torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)):
+            with pytest.raises(InputError, match="float32"):
+                ops.select_best(wrong, one, 1)
+        for wrong in (one.long(), torch.zeros(2, dtype=torch.int32), one[0]):
+            with pytest.raises(InputError, match=r"live, limit: int32 \[1\]"):
+                ops.select_best(torch.zeros(2), wrong, 1)
+            with pytest.raises(InputError, match=r"live, limit: int32 \[1\]"):
+                ops.select_best(torch.zeros(2), one, 1, wrong)
 
 
 def brute_top_children(row, k, normalized):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specengine import ops, reference
+from specengine import ops
 from specengine.errors import InputError
 from tests import toy
 
@@ -32,18 +32,15 @@ def inputs(seed: int, shape: tuple[int, int, int], rows: int, prefix: int, dtype
     return query, keys, values, mask
 
 
-@pytest.mark.parametrize("name", ["reference", "cpp"])
+@pytest.mark.usefixtures("backend")
 @settings(deadline=None, max_examples=150)
 @given(case=attentions)
-def test_a_row_is_what_it_would_be_alone(name: str, case: dict) -> None:
-    if name not in ops.backends()["strict_attention"].available:
-        pytest.skip("the C++ extension is not built")
-    run = reference.strict_attention if name == "reference" else ops.strict_attention
+def test_a_row_is_what_it_would_be_alone(case: dict) -> None:
     query, keys, values, mask = inputs(**case)
-    out = run(query, keys, values, mask, 0.3)
+    out = ops.strict_attention(query, keys, values, mask, 0.3)
     for row in range(query.shape[1]):
         seen = mask[row]
-        alone = run(query[:, row : row + 1], keys[:, seen], values[:, seen], None, 0.3)
+        alone = ops.strict_attention(query[:, row : row + 1], keys[:, seen], values[:, seen], None, 0.3)
         assert torch.equal(out[:, row : row + 1], alone)
 
 
@@ -58,7 +55,7 @@ def test_it_is_attention(case: dict) -> None:
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[query.dtype]
     for found in (
         ops.strict_attention(query, keys, values, mask, 0.3),
-        reference.strict_attention(query, keys, values, mask, 0.3),
+        ops.by_meaning(ops.strict_attention, query, keys, values, mask, 0.3),
     ):
         assert found.dtype is query.dtype
         assert float((found.double() - expected).abs().max()) <= tolerance * max(1.0, float(expected.abs().max()))
@@ -123,7 +120,8 @@ def tree_in_cache(
     heads, groups, size = shape
     rows, draw = nodes + padding, torch.Generator().manual_seed(seed)
     words = torch.zeros(rows, -(-rows // 64), dtype=torch.int64)
-    words[:nodes] = toy.random_tree(seed, nodes, 500).ancestors[:, : words.shape[1]]
+    ancestors = toy.random_tree(seed, nodes, 500).ancestors
+    words[:nodes, : ancestors.shape[1]] = ancestors  # padding may need more words than the tree
     query = torch.randn(heads * groups, rows, size, generator=draw).to(dtype)
     keys, values = torch.randn(2, heads, prefix + rows + 70, size, generator=draw).to(dtype)
     keys[:, prefix + nodes :], values[:, prefix + nodes :] = float("nan"), float("nan")
@@ -141,17 +139,14 @@ def test_paths_are_the_ancestors_in_their_order(seed: int, nodes: int) -> None:
         assert found.nodes[node, : int(found.counts[node])].tolist() == path[::-1]
 
 
-@pytest.mark.parametrize("name", ["reference", "cpp"])
+@pytest.mark.usefixtures("backend")
 @settings(deadline=None, max_examples=60)
 @given(case=cached)
-def test_a_node_in_a_cache_is_what_its_path_gives_alone(name: str, case: dict) -> None:
+def test_a_node_in_a_cache_is_what_its_path_gives_alone(case: dict) -> None:
     """The path committed before it, in a cache of another size: the same bits; and it is attention."""
-    if name not in ops.backends()["strict_cached_attention"].available:
-        pytest.skip("the C++ extension is not built")
-    run = reference.strict_cached_attention if name == "reference" else ops.strict_cached_attention
     query, keys, values, words, prefix, live = tree_in_cache(**case)
     paths, length = ops.order_paths(words), case["prefix"]
-    out = run(query, keys, values, paths, prefix, live, 0.3)
+    out = ops.strict_cached_attention(query, keys, values, paths, prefix, live, 0.3)
     assert not out[:, case["nodes"] :].any()
     mask = torch.zeros(query.shape[1], keys.shape[1], dtype=torch.bool)
     for row in range(case["nodes"]):
@@ -168,7 +163,7 @@ def test_a_node_in_a_cache_is_what_its_path_gives_alone(name: str, case: dict) -
         numbers = (torch.tensor([n], dtype=torch.int32) for n in (len(slots) - 1, 1))
         only = torch.zeros_like(words)
         only[0, 0] = 1
-        again = run(moved, *alone, ops.order_paths(only), *numbers, 0.3)
+        again = ops.strict_cached_attention(moved, *alone, ops.order_paths(only), *numbers, 0.3)
         assert torch.equal(again[:, 0], out[:, row])
 
 

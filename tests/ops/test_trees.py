@@ -1,4 +1,6 @@
-"""Trees as words of ancestors, their masks and parts, the walk through them and the rows that it keeps."""
+"""Trees as words of ancestors, their masks, how they grow, and their parts."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from specengine import ops
 from specengine.errors import InputError
-from tests.ops.inputs import ancestors_or_self, quick, random_parents, thorough, trees
+from tests.ops.inputs import HUGE, NAN, ancestors_or_self, count, poisoned, quick, random_parents, thorough, trees
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -72,54 +74,122 @@ class TestAncestorWordsAndTreeMask:
                 ops.tree_mask(torch.zeros(2, 1, dtype=torch.int64), columns)
 
 
-class TestAppendNodes:
-    @staticmethod
-    def tree(capacity):
-        words = torch.zeros(capacity, -(-capacity // 64), dtype=torch.int64)
-        words[0, 0] = 1
-        whole, floats = torch.zeros(3, capacity, dtype=torch.int64), torch.zeros(2, capacity)
-        whole[1, 0] = -1
-        return (*whole, *floats, words)
+class Arrays(NamedTuple):
+    """A tree's arrays, huge or NaN behind the root, with its size and the flag of its overflow."""
 
-    @given(trees(), st.integers(0, 80))
+    arrays: tuple
+    size: torch.Tensor
+    overflow: torch.Tensor
+
+    @classmethod
+    def root(cls, capacity):
+        words = torch.full((capacity, -(-capacity // 64)), HUGE)
+        words[0] = 0
+        words[0, 0] = 1
+        whole, floats = torch.full((3, capacity), HUGE), torch.full((2, capacity), NAN)
+        whole[:, 0], floats[:, 0] = torch.tensor([0, -1, 0]), 0.0
+        return cls((*whole, *floats, words), count(1), count(0))
+
+    def append(self, parents, tokens, edges, live):
+        return ops.append_nodes(self.arrays, self.size, parents, tokens, edges, count(live), self.overflow)
+
+    def state(self):
+        return [array.view(torch.int32).tolist() for array in (*self.arrays, self.size, self.overflow)]
+
+
+class TestAppendNodes:
+    @given(trees(), st.integers(0, 80), st.integers(0, 3))
     @thorough
-    def test_against_ancestors(self, parents, spare):
-        """Level by level, as a level's parents must be there before it."""
-        arrays, order, depth = self.tree(len(parents) + spare), [0], {0: 0}
+    def test_against_ancestors(self, parents, spare, padding):
+        """Level by level, as a level's parents must be there before it; padding is not read."""
+        tree, order, depth = Arrays.root(len(parents) + spare), [0], {0: 0}
         edges = torch.rand(len(parents), generator=torch.Generator().manual_seed(len(parents)))
         while len(order) < len(parents):
             level = [node for node, parent in enumerate(parents) if parent in depth and node not in depth]
             depth |= {node: depth[parents[node]] + 1 for node in level}
             places = torch.tensor([order.index(parents[node]) for node in level])
-            ops.append_nodes(arrays, len(order), places, torch.tensor(level), edges[level])
+            given = (poisoned(part, padding) for part in (places, torch.tensor(level), edges[level]))
+            ids = tree.append(*given, len(level))
+            assert ids.dtype == torch.int64
+            assert ids.tolist() == [*range(len(order), len(order) + len(level)), *[0] * padding]
             order += level
-        tokens, _, depths, log_probs, paths, words = (array[: len(order)] for array in arrays)
+            assert (int(tree.size), int(tree.overflow)) == (len(order), 0)
+        tokens, above, depths, log_probs, paths, words = (array[: len(order)] for array in tree.arrays)
         assert tokens[1:].tolist() == order[1:]
+        assert above.tolist() == [-1, *(order.index(parents[node]) for node in order[1:])]
         assert depths.tolist() == [depth[node] for node in order]
         assert torch.equal(log_probs[1:], edges[order[1:]])
-        mask = ops.tree_mask(words, len(parents))
+        mask = ops.tree_mask(words, 64 * words.shape[1])
         for place, node in enumerate(order):
-            above = sorted(ancestors_or_self(parents, node))
-            assert {order[column] for column in mask[place].nonzero()[:, 0].tolist()} == set(above)
-            assert float(paths[place]) == pytest.approx(float(edges[above[1:]].sum()), rel=1e-5)
+            line = sorted(ancestors_or_self(parents, node))
+            assert sorted(mask[place].nonzero()[:, 0].tolist()) == sorted(map(order.index, line))
+            assert float(paths[place]) == pytest.approx(float(edges[line[1:]].sum()), rel=1e-5)
+        behind = [array[len(order) :].view(torch.int32).tolist() for array in tree.arrays]
+        untouched = Arrays.root(len(parents) + spare).arrays
+        assert behind == [array[len(order) :].view(torch.int32).tolist() for array in untouched], "nothing behind them"
+
+    @given(st.integers(1, 70), st.integers(1, 70), st.integers(0, 9), st.integers(0, 9))
+    @thorough
+    def test_overflow(self, capacity, size, padding, beyond):
+        """Refused as a whole, which the flag says; what fits comes in, also where padding would not."""
+        size = min(size, capacity)
+        tree, room = Arrays.root(capacity), capacity - size
+        first = torch.zeros(size - 1, dtype=torch.int64)
+        tree.append(first, first, torch.zeros(size - 1), size - 1)
+        before, found = tree.state(), room + beyond
+        given = torch.zeros(found, dtype=torch.int64), torch.arange(found), -torch.ones(found)
+        ids = tree.append(*(poisoned(part, padding) for part in given), found)
+        if not beyond:
+            assert ids.tolist() == [*range(size, capacity), *[0] * padding]
+            assert (int(tree.size), int(tree.overflow)) == (capacity, 0)
+            return
+        assert ids.tolist() == [0] * (found + padding)
+        assert int(tree.overflow) == 1
+        tree.overflow.zero_()
+        assert tree.state() == before
+        tree.overflow.fill_(1)
+        tree.append(*(part[:0] for part in given), 0)
+        assert int(tree.overflow) == 1, "what was refused before is not forgotten"
+
+    def test_words_beyond_the_first(self):
+        tree = Arrays.root(200)
+        for node in range(199):
+            tree.append(torch.tensor([node]), torch.tensor([node]), torch.zeros(1), 1)
+        assert torch.equal(tree.arrays[-1], ops.ancestor_words(tree.arrays[1]))
+
+    def test_nothing(self):
+        tree = Arrays.root(3)
+        before = tree.state()
+        assert tree.append(*(torch.zeros(0, dtype=torch.int64),) * 2, torch.zeros(0), 0).shape == (0,)
+        for padding in (1, 5):  # of all kinds, and more than the room
+            nothing = torch.full((padding,), HUGE)
+            assert tree.append(nothing, nothing, torch.full((padding,), NAN), 0).tolist() == [0] * padding
+        assert tree.state() == before
 
     def test_strided_inputs(self):
         given = torch.tensor([[0, 9], [0, 9]])[:, 0], torch.tensor([[5, 9], [6, 9]])[:, 0], torch.zeros(2, 2)[:, 1]
-        arrays = self.tree(3)
-        ops.append_nodes(arrays, 1, *given)
-        assert arrays[0].tolist() == [0, 5, 6]
+        tree = Arrays.root(3)
+        assert tree.append(*given, 2).tolist() == [1, 2]
+        assert tree.arrays[0].tolist() == [0, 5, 6]
 
-    def test_refuses(self, backend):
-        arrays, one = self.tree(3), torch.zeros(1, dtype=torch.int64)
-        for parents, tokens, edges in ((one, one, torch.zeros(2)), (one, one.int(), torch.zeros(1))):
+    def test_refuses(self):
+        tree, one = Arrays.root(3), torch.zeros(1, dtype=torch.int64)
+        for parents, tokens, edges in (
+            (one, one, torch.zeros(2)),
+            (one, one.int(), torch.zeros(1)),
+            (one, one, torch.zeros(1).double()),
+            (one[None], one[None], torch.zeros(1, 1)),
+        ):
             with pytest.raises(InputError, match="parents, tokens, log_probs"):
-                ops.append_nodes(arrays, 1, parents, tokens, edges)
-        with pytest.raises(InputError, match="up to 0 is needed"):
-            ops.append_nodes(arrays, 3, one, one, torch.zeros(1))
-        if backend == "cpp":
-            for wrong in (one - 1, one + 1):
-                with pytest.raises(InputError, match="not all among the 1 nodes"):
-                    ops.append_nodes(arrays, 1, wrong, one, torch.zeros(1))
+                tree.append(parents, tokens, edges, 1)
+        for name in ("size", "overflow"):
+            with pytest.raises(InputError, match="size, count, overflow"):
+                tree._replace(**{name: one}).append(one, one, torch.zeros(1), 1)
+        before = tree.state()
+        for wrong in (-1, 1, 2, HUGE):
+            with pytest.raises(InputError, match="parents: must be among the nodes that are there"):
+                tree.append(torch.tensor([0, wrong]), torch.tensor([1, 2]), torch.zeros(2), 2)
+            assert tree.state() == before
 
 
 class TestSubtree:
@@ -129,103 +199,53 @@ class TestSubtree:
         size = len(parents)
         leaves = data.draw(st.sets(st.integers(0, size - 1), max_size=8))
         nodes = sorted({0}.union(*(ancestors_or_self(parents, leaf) for leaf in leaves)))
-        new_parents, words = ops.subtree(torch.tensor(parents), torch.tensor(nodes))
+        padding = data.draw(st.one_of(st.just(0), st.integers(0, 70)).map(lambda n: [size - 1] * n))
+        known = ops.ancestor_words(torch.tensor(parents))
+        behind = data.draw(st.sampled_from([0, 1, 70]))
+        above, words = poisoned(torch.tensor(parents), behind), poisoned(known, behind)
+        new_parents, words = ops.subtree(above, words, torch.tensor(nodes + padding), count(len(nodes)))
         assert new_parents.dtype == words.dtype == torch.int64
-        assert words.shape == (len(nodes), -(-len(nodes) // 64))
-        assert new_parents.tolist() == [-1, *(nodes.index(parents[node]) for node in nodes[1:])]
+        assert words.shape == (len(nodes) + len(padding), -(-(len(nodes) + len(padding)) // 64))
+        places = [-1, *(nodes.index(parents[node]) for node in nodes[1:])]
+        assert new_parents.tolist() == places + [-1] * len(padding)
         mask = ops.tree_mask(words, 64 * words.shape[1])
         for place, node in enumerate(nodes):
             seen = {nodes[column] for column in mask[place].nonzero()[:, 0].tolist()}
             assert seen == ancestors_or_self(parents, node)
+        assert not mask[len(nodes) :].any()
 
-    @given(trees(max_size=20), st.lists(st.integers(-2, 22), max_size=8))
+    @given(trees(max_size=20), st.lists(st.integers(-2, 22), max_size=8), st.integers(0, 2))
     @thorough
-    def test_refuses_exactly_what_is_no_subtree(self, parents, nodes):
+    def test_refuses_exactly_what_is_no_subtree(self, parents, nodes, padding):
         closed = nodes[:1] == [0] and sorted(set(nodes)) == nodes and nodes[-1] < len(parents)
+        above = torch.tensor(parents)
+        wanted = torch.tensor(nodes + [0] * padding, dtype=torch.int64)
+        given = above, ops.ancestor_words(above), wanted, count(len(nodes))
         if closed and all(parents[node] in nodes for node in nodes[1:]):
-            assert len(ops.subtree(torch.tensor(parents), torch.tensor(nodes))[0]) == len(nodes)
+            assert len(ops.subtree(*given)[0]) == len(wanted)
         else:
             with pytest.raises(InputError, match="nodes: must be ascending, start with the root and contain every"):
-                ops.subtree(torch.tensor(parents), torch.tensor(nodes, dtype=torch.int64))
+                ops.subtree(*given)
 
     def test_strided_inputs(self):
         parents = torch.stack([torch.tensor(random_parents(70, 5)), torch.full((70,), 99)], 1)[:, 0]
         nodes = torch.stack([torch.arange(40), torch.full((40,), 99)], 1)[:, 0]
-        expected = ops.subtree(parents.contiguous(), nodes.contiguous())
-        assert all(map(torch.equal, ops.subtree(parents, nodes), expected))
+        words = ops.ancestor_words(parents)
+        expected = ops.subtree(parents.contiguous(), words, nodes.contiguous(), count(40))
+        spread = torch.stack([words, words], 2)[..., 0]
+        assert all(map(torch.equal, ops.subtree(parents, spread, nodes, count(40)), expected))
 
     def test_refuses_other_dtypes_and_shapes(self):
-        whole = torch.tensor([-1, 0])
-        for parents, nodes in ((whole.int(), whole), (whole, whole.int()), (whole[None], whole), (whole, whole[None])):
-            with pytest.raises(InputError, match="parents, nodes"):
-                ops.subtree(parents, nodes)
-
-
-class TestWalk:
-    @given(trees(), st.data())
-    @quick
-    def test_against_children_of_each_node(self, parents, data):
-        size = len(parents)
-        tokens = torch.arange(size) * 3 % 101 + 101 * torch.arange(size)  # distinct
-        children = [[node for node in range(size) if parents[node] == parent] for parent in range(size)]
-        chosen = torch.full((size,), -1)
-        for node in range(size):  # most nodes choose one of their children
-            if children[node] and data.draw(st.integers(0, 5)):
-                chosen[node] = tokens[data.draw(st.sampled_from(children[node]))]
-        path = [0]
-        while True:
-            following = [node for node in children[path[-1]] if tokens[node] == chosen[path[-1]]]
-            if not following:
-                break
-            path.append(following[0])
-        assert ops.walk(tokens, torch.tensor(parents), chosen) == path
-
-    def test_same_token_in_other_branches(self):
-        tokens, parents = torch.tensor([9, 5, 6, 6, 5, 6]), torch.tensor([-1, 0, 0, 1, 2, 4])
-        assert ops.walk(tokens, parents, torch.tensor([6, 6, 5, 1, 6, 7])) == [0, 2, 4, 5]
-        assert ops.walk(tokens, parents, torch.tensor([5, 6, 5, 1, 6, 7])) == [0, 1, 3]
-        assert ops.walk(tokens, parents, torch.tensor([9, 6, 5, 1, 6, 7])) == [0]
-
-    def test_root_alone(self):
-        assert ops.walk(torch.tensor([4]), torch.tensor([-1]), torch.tensor([4])) == [0]
-
-    def test_refuses(self):
-        one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-        for inputs in ((one, one, two), (one.int(), one, one), (one[:0], one[:0], one[:0])):
-            with pytest.raises(InputError, match="tokens, parents, chosen"):
-                ops.walk(*inputs)
-
-
-class TestCompactKV:
-    @quick
-    @given(
-        st.lists(st.integers(1, 30), max_size=8, unique=True),
-        st.integers(0, 9),
-        st.sampled_from([torch.float32, torch.bfloat16]),
-        st.booleans(),
-    )
-    def test_against_a_copy(self, rest, prefix, dtype, contiguous):
-        path = [0, *sorted(rest)]
-        slab = torch.randn(2, 2, 3, 40, 5).to(dtype)
-        if not contiguous:
-            slab = slab.transpose(0, 2)
-        before = slab.clone()
-        ops.compact_kv(slab, prefix, path)
-        for slot in range(40):
-            inside = 0 <= slot - prefix < len(path)
-            source = prefix + path[slot - prefix] if inside else slot
-            assert torch.equal(slab[:, :, :, slot], before[:, :, :, source])
-
-    def test_last_slot_of_the_slab(self):
-        slab = torch.randn(1, 2, 1, 8, 2)
-        expected = slab[:, :, :, 7].clone()
-        ops.compact_kv(slab, 4, [0, 3])
-        assert torch.equal(slab[:, :, :, 5], expected)
-
-    @pytest.mark.parametrize("path", [[], [1], [0, 2, 2], [0, 3, 1], [0, 40], [0, 35]])
-    def test_refuses(self, path):
-        slab = torch.randn(1, 2, 1, 40, 2)
-        before = slab.clone()
-        with pytest.raises(InputError, match="path"):
-            ops.compact_kv(slab, 5, path)
-        assert torch.equal(slab, before)
+        whole, live = torch.tensor([-1, 0]), count(1)
+        words = torch.zeros(2, 1, dtype=torch.int64)
+        for wrong in (
+            (whole.int(), words, whole, live),
+            (whole, words.int(), whole, live),
+            (whole, words, whole.int(), live),
+            (whole, words, whole[None], live),
+            (whole[None], words, whole, live),
+            (whole, whole, whole, live),
+            (whole, words, whole, live.long()),
+        ):
+            with pytest.raises(InputError, match="parents, ancestors, nodes, live"):
+                ops.subtree(*wrong)

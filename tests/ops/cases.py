@@ -1,0 +1,250 @@
+"""Random inputs of each op with padding, and what runs it on a device against its meaning; any backend must pass.
+
+What may not be read is NaN or huge; what stands behind a count in a result must be an index all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from specengine import ops
+from tests import toy
+from tests.ops.inputs import HUGE, NAN, count, poisoned
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Draw:
+    """Random numbers of one case; `between` includes both ends."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+
+    def between(self, low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=self.random))
+
+    def one_of(self, choices: Sequence[Any]) -> Any:
+        return choices[self.between(0, len(choices) - 1)]
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random)
+
+    def whole(self, most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=self.random)
+
+    def scores(self, size: int) -> Tensor:
+        """float32 with ties and -inf."""
+        scores = torch.randint(-4, 1, (size,), generator=self.random).float()
+        return scores.masked_fill(torch.rand(size, generator=self.random) < 0.2, -math.inf)
+
+    def limit(self, most: int) -> Tensor | None:
+        return self.one_of([None, count(self.between(-2, most + 2)), count(2**31 - 1)])
+
+    def strided(self, values: Tensor) -> Tensor:
+        """The same, at times not dense in its last dimension."""
+        return torch.stack([values, values], -1)[..., 0] if self.between(0, 3) == 0 else values
+
+
+def select_best(draw: Draw) -> tuple:
+    live, most = draw.between(0, 40), draw.between(0, 12)
+    scores = poisoned(draw.scores(live), draw.between(0, 30))
+    return (draw.strided(scores), count(live), most, draw.limit(most)), {}
+
+
+def best_candidates(draw: Draw) -> tuple:
+    rows, padding, columns, most = draw.between(1, 5), draw.between(0, 3), draw.between(1, 150), draw.between(1, 30)
+    logits = (draw.normal(rows, columns) * 3).to(draw.one_of(FLOATS))
+    normalized = draw.between(0, 1) == 1
+    if normalized:  # sums are exact, so that the order of ties can be asked for
+        logits = logits.round()
+    options = {
+        "limit": draw.limit(most),
+        "log_gate": draw.one_of([None, torch.tensor([-math.inf]), torch.tensor([math.log(0.1)])]),
+        "bound": draw.one_of([None, torch.tensor([-math.inf]), torch.tensor([-3.5])]),
+        "normalized": normalized,
+    }
+    scores = poisoned(draw.scores(rows), padding)
+    return (draw.strided(poisoned(logits, padding)), scores, count(rows), most), options
+
+
+def tree_of(draw: Draw, size: int, capacity: int) -> tuple:
+    """A tree's arrays, poisoned behind its nodes."""
+    grown = toy.random_tree(draw.between(0, 10**6), size, 1000)
+    parts = grown.tokens, grown.parents, grown.depths, grown.log_probs, grown.path_log_probs
+    words = torch.zeros(size, -(-capacity // 64), dtype=torch.int64)
+    words[:, : grown.ancestors.shape[1]] = grown.ancestors
+    return *(poisoned(part, capacity - size) for part in parts), poisoned(words, capacity - size)
+
+
+def append_nodes(draw: Draw) -> tuple:
+    size, found, padding = draw.between(1, 70), draw.between(0, 16), draw.between(0, 4)
+    tree = tree_of(draw, size, 80)
+    given = draw.whole(size, found), draw.whole(1000, found), -torch.rand(found, generator=draw.random)
+    return (tree, count(size), *(poisoned(part, padding) for part in given), count(found), count(0)), {}
+
+
+def subtree(draw: Draw) -> tuple:
+    size, most = draw.between(1, 90), draw.between(1, 70)
+    *_, paths, words = tree = tree_of(draw, size, 130)
+    with ops.meaning():
+        nodes = ops.select_best(paths, count(size), most)
+    return (tree[1], words, *nodes), {}
+
+
+def step_queues(draw: Draw) -> tuple:
+    """In the middle of a search, at its beginning, or where it is over."""
+    budget, search = draw.between(1, 70), ops.Search(draw.between(1, 8), draw.between(1, 4), 0.0, False)
+    queues, passes, depths = ops.Queues.start(budget, "cpu"), draw.between(1, 4), draw.whole(4, 30)
+    for step in range(1, passes + 1):
+        rows, found, padding = draw.between(1, 5), draw.between(0, 60), draw.between(0, 3)
+        scores = draw.scores(found).sort(descending=True).values
+        parts = draw.whole(rows, found), draw.whole(40, found), -torch.rand(found, generator=draw.random), scores
+        padded = [torch.cat([part, part.new_zeros(padding)]) for part in parts[:2]]
+        candidates = ops.Candidates(*padded, *(poisoned(part, padding) for part in parts[2:]), count(found))
+        frontier = ops.Nodes(draw.whole(30, rows), count(rows))
+        ids = draw.one_of([None, draw.whole(10**6, 40)])
+        if step < passes:
+            with ops.meaning():
+                ops.step_queues(queues, candidates, frontier, depths, ids, count(step), search)
+    if passes == 1:
+        for part in queues:  # what an earlier search may have left
+            part.fill_(NAN if part.is_floating_point() else 7)
+    search = search._replace(threshold=draw.one_of([0.0, 0.3, 9.0]), fill=draw.between(0, 1) == 1)
+    live = frontier.live if passes == 1 or draw.between(0, 4) else count(0)
+    return (queues, candidates, frontier._replace(live=live), depths, ids, count(passes), search), {}
+
+
+def beam_observation(draw: Draw) -> tuple:
+    width, expansions, depths = draw.between(1, 5), draw.between(0, 3), [0]
+    for depth in range(1, expansions + 2):
+        depths += [depth] * draw.between(0, width if depth == 1 else width**2)
+    padding, pad = draw.between(0, 5), draw.one_of([-20.0, -2.0, 0.0])
+    window = ops.Window(width, draw.between(0, 1) == 1, draw.between(0, 70), pad, draw.between(0, 3), (1000.0, 10.0))
+    scores = poisoned(draw.scores(len(depths)), padding)
+    given = scores, poisoned(torch.tensor(depths), padding), count(len(depths)), count(expansions)
+    return (*given, torch.tensor([draw.between(1, 10**6)]), window), {}
+
+
+def network(draw: Draw, inputs: int) -> tuple[Tensor, ...]:
+    hidden = draw.between(1, 50)
+    return draw.normal(hidden, inputs), draw.normal(hidden), draw.normal(1, hidden), draw.normal(1)
+
+
+def classify_paths(draw: Draw) -> tuple:
+    rows, children = draw.between(1, 9), draw.between(1, 11)
+    paths, entropies = draw.normal(rows, children) - 3, torch.rand(rows, generator=draw.random) * 4
+    return (draw.strided(paths), draw.strided(entropies), count(draw.between(0, 9)), network(draw, 3)), {}
+
+
+def classify_row(draw: Draw) -> tuple:
+    logits = (draw.normal(1, draw.between(1, 400)) * 4).to(draw.one_of(FLOATS))
+    given = draw.strided(logits), draw.between(1, 120), count(draw.between(0, 9)), network(draw, 12)
+    return given, {"normalized": draw.between(0, 1) == 1}
+
+
+def best_action(draw: Draw) -> tuple:
+    inputs, hidden, outputs = draw.between(1, 40), draw.between(1, 40), draw.between(1, 12)
+    layers = draw.normal(hidden, inputs), draw.normal(hidden), draw.normal(outputs, hidden), draw.normal(outputs)
+    return (draw.strided(draw.normal(inputs)), layers, draw.one_of(["relu", "tanh"])), {}
+
+
+def choose_rows(draw: Draw) -> tuple:
+    rows, kind = draw.between(2, 5), draw.one_of(FLOATS)
+    logits = (draw.normal(rows, draw.between(3, 70)) * 3).round(decimals=1).to(kind)
+    logits[0] = NAN
+    logits[-1, -1] = math.inf
+    seed = draw.one_of([None, draw.whole(2**62, 1), -draw.whole(2**62, 1)])
+    return (logits, torch.arange(rows) * 2**20 + draw.between(0, 2**40), seed, torch.tensor([0.7])), {}
+
+
+def walk_down(draw: Draw) -> tuple:
+    size, padding = draw.between(1, 70), draw.between(0, 5)
+    tree, chosen = toy.random_tree(draw.between(0, 10**6), size, 60), draw.whole(3, size)
+    for node in range(1, size):
+        if draw.between(0, 2):
+            chosen[tree.parents[node]] = tree.tokens[node]
+    if draw.between(0, 2) == 0:
+        chosen[draw.between(0, size - 1)] = -1
+    parents = torch.cat([tree.parents, tree.parents.new_full((padding,), -1)])
+    return (poisoned(tree.tokens, padding), parents, poisoned(chosen, padding), count(size)), {}
+
+
+def move_rows(draw: Draw) -> tuple:
+    """What stands behind the path is scratch, so there is no padding here."""
+    prefix, places = draw.between(0, 9), draw.between(0, 8)
+    path = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(8, generator=draw.random) + 1])[:places]
+    slab = draw.normal(2, 2, 3, prefix + 12, 8)
+    return (slab, path.sort().values, count(places), count(prefix)), {}
+
+
+def gather_rows(draw: Draw) -> tuple:
+    rows, channels = draw.between(1, 9), draw.between(16, 20)
+    states, table = (draw.normal(n, channels).to(draw.one_of(FLOATS)) for n in (7, 11))
+    return (states, draw.whole(7, rows), table, draw.whole(11, rows)), {}
+
+
+CASES: dict[str, Callable[[Draw], tuple]] = {
+    case.__name__: case
+    for case in (
+        append_nodes,
+        beam_observation,
+        best_action,
+        best_candidates,
+        choose_rows,
+        classify_paths,
+        classify_row,
+        gather_rows,
+        move_rows,
+        select_best,
+        step_queues,
+        subtree,
+        walk_down,
+    )
+}
+
+
+def check(op: str, seed: int, device: str = "cpu") -> None:
+    """The op on the device gives what it means on the CPU, and leaves what it changes in the same state."""
+    given, options = CASES[op](Draw(seed))
+    theirs = tree_map_only(Tensor, lambda part: part.to(device, copy=True), (given, options))
+    means = ops.by_meaning(lambda: getattr(ops, op)(*given, **options))
+    found = getattr(ops, op)(*theirs[0], **theirs[1])
+    same(found, means)
+    same(theirs, (given, options))
+
+
+def same(found: Any, means: Any) -> None:
+    """Numbers up to rounding, all else exactly; of what is padded only what counts."""
+    if isinstance(means, ops.Nodes | ops.Candidates | ops.Walked | ops.Drawn):
+        live = int(means.live)
+        assert int(found.live) == live
+        for name in means._fields:
+            ours, theirs = getattr(found, name), getattr(means, name)
+            if name in ("live", "bonus", "expand"):
+                same(ours, theirs)
+                continue
+            assert ours.shape == theirs.shape
+            same(ours[:live], theirs[:live])
+            if theirs.dtype is torch.int64:
+                assert bool(((ours[live:] >= 0) & (ours[live:] < HUGE)).all()), "padding is an index all the same"
+    elif isinstance(means, ops.Queues):
+        waiting = int((means.scores > -math.inf).sum())
+        for name in means._fields:
+            size = None if name in ("accepted", "scores", "bound") else waiting
+            same(getattr(found, name)[:size], getattr(means, name)[:size])
+    elif isinstance(means, Tensor):
+        assert found.dtype is means.dtype
+        torch.testing.assert_close(found.cpu(), means, rtol=1e-5, atol=1e-5, equal_nan=True)
+    elif isinstance(means, tuple | list):
+        for ours, theirs in zip(found, means, strict=True):
+            same(ours, theirs)
+    elif isinstance(means, dict):
+        same(list(found.values()), list(means.values()))
+    else:
+        assert found == means
