@@ -1,0 +1,138 @@
+"""Perplexity of a model on a text by each way of running it on a CPU: what int8 weights and packed blocks change.
+
+python -m bench.perplexity --text FILE [--tokens 16384] [--window 512] [--way "native int8"] [--gguf FILE] [--out FILE]
+
+The text's first `--tokens` tokens, without special tokens, are cut into windows that do not overlap; what is left over
+is not used. Every window is one forward that starts fresh, its first token is not scored, each other one is given all
+before it in the window. Perplexity is exp of the mean negative log-likelihood of all scored tokens. All ways read the
+token ids of the model's own tokenizer and run as the engine loads them. The float32 way computes in float32 with the
+numbers of the file: where these are bfloat16, as the default model's are, it has the other ways' weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
+
+from bench import provenance
+from bench.cpu.ways import KINDS, Given, Unavailable
+from specengine.attention import causal_rows
+from specengine.errors import InputError, NumericalError
+
+REFERENCE = "huggingface float32"  # what the nats of single tokens are compared with
+BASES = ("huggingface", "native")  # what perplexities are divided by
+WAYS = {REFERENCE: ("huggingface", "float32"), **{kind: (kind, "bfloat16") for kind in KINDS}}  # kind, dtype
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.perplexity", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--text", type=Path, required=True, help="a UTF-8 file")
+    parser.add_argument("--tokens", type=int, default=16384, help="of the text, at most; default: 16384")
+    parser.add_argument("--window", type=int, default=512, help="tokens that are run together; default: 512")
+    parser.add_argument("--way", choices=WAYS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file; default: the embedded model's")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    given = Given(args.model, args.gguf)
+    try:
+        text, tokenizer = _text(args), AutoTokenizer.from_pretrained(given.folder)
+        windows = cut(tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens], args.window)
+    except InputError as error:
+        parser.error(str(error))
+    source = {"text": args.text.name, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    records: list[dict[str, Any]] = []
+    for record in measured(given, [way for way in WAYS if not args.way or way in args.way], windows, tokenizer):
+        records.append(record | (source if record["record"] == "perplexity" else {}))
+        print(json.dumps(records[-1]), flush=True)
+        if args.out:
+            provenance.write(args.out, records)
+    return 0
+
+
+def measured(given: Given, ways: list[str], windows: Tensor, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """A record per way, in the order of WAYS; what it is compared with is there where it was asked for as well."""
+    found: dict[str, Tensor] = {}
+    for way in ways:
+        try:
+            target = _target(given, way, windows, tokenizer)
+        except Unavailable as error:
+            yield {"record": "skipped", "way": way, "reason": str(error)}
+            continue
+        found[way] = nats(target, windows)
+        mean = found[way].mean().item()
+        record = {
+            "record": "perplexity",
+            "way": way,
+            "window": windows.shape[1],
+            "tokens": found[way].numel(),  # scored
+            "perplexity": round(math.exp(mean), 4),
+            "nats_per_token": round(mean, 6),
+            "over": {base: round(math.exp(mean - found[base].mean().item()), 5) for base in BASES if base in found},
+            "backend": target.backend,
+        }
+        if REFERENCE in found and way != REFERENCE:
+            apart = (found[way] - found[REFERENCE]).abs()
+            record["nats_from_float32"] = {"mean": round(apart.mean().item(), 6), "max": round(apart.max().item(), 6)}
+        yield record
+
+
+def cut(ids: list[int], window: int) -> Tensor:
+    """int64 [windows, window]."""
+    if len(ids) < window:
+        raise InputError(f"--text: got {len(ids)} tokens, accepted: a text of at least {window} (--window)")
+    count = len(ids) // window
+    return torch.tensor(ids[: count * window]).view(count, window)
+
+
+@torch.inference_mode()
+def nats(target: Any, windows: Tensor) -> Tensor:
+    """Negative log-likelihoods, float64 [windows, window - 1]. NumericalError where one is NaN or infinite."""
+    rows = windows.shape[1] - 1
+    cache, positions, visibility = target.lm.new_cache(rows), torch.arange(rows), causal_rows(rows, 0, target.device)
+    found = torch.empty(windows.shape[0], rows, dtype=torch.float64)
+    with target.running():
+        for i, window in enumerate(windows):
+            logits, _ = target.lm.forward(window[:-1], positions, cache, 0, visibility)
+            found[i] = cross_entropy(logits.float(), window[1:], reduction="none")
+            if not found[i].isfinite().all():
+                raise NumericalError(f"window {i}: {target.backend} in {target.dtype} gives a likelihood of NaN or 0")
+    return found
+
+
+def _text(args: argparse.Namespace) -> str:
+    if args.window < 2:
+        raise InputError(f"--window: got {args.window}, accepted: 2 or more")
+    if args.tokens < args.window:
+        raise InputError(f"--tokens: got {args.tokens}, accepted: {args.window} (--window) or more")
+    try:
+        return args.text.read_bytes().decode()  # newlines as they are
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--text: {error}, accepted: a UTF-8 file") from error
+
+
+def _target(given: Given, way: str, windows: Tensor, tokenizer: Any) -> Any:
+    kind, dtype = WAYS[way]
+    target = replace(given, dtype=dtype).only(kind, tokenizer).target
+    if windows.shape[1] > target.max_context or windows.max() >= target.vocab_size:
+        raise Unavailable(
+            f"it holds {target.max_context} tokens and knows {target.vocab_size}; the windows have {windows.shape[1]}, "
+            f"the largest token is {windows.max()}"
+        )
+    return target
+
+
+if __name__ == "__main__":
+    sys.exit(main())
