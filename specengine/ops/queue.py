@@ -80,7 +80,7 @@ def step_queues(
     found: best first; -inf is passed over; rows: places in the frontier; token_ids: int64 [draft vocabulary], the
     tokens of its columns, or None where they are the columns; depths: int64, of the tree's nodes; passes: int32 [1]; at
     1 the queues begin anew. Where the frontier is empty nothing changes and nothing is drawn. InputError on NaN scores
-    (on a CUDA device: an asynchronous assertion).
+    (on a CUDA device an asynchronous assertion, or by the kernel they are passed over as -inf is).
     """
     budget, shape = queues.scores.shape[0], found.scores.shape
     if any(part.shape != shape for part in found[:4]) or found.scores.dtype is not torch.float32 or len(shape) != 1:
