@@ -1,7 +1,11 @@
-// The queues of a best-first search: one block, one launch per pass, capturable, without a host read.
+// The queues of a best-first search: one block, one launch per pass, capturable, without a host read. nvcc builds it at
+// installation, NVRTC the kernel alone at run time (specengine/ops/_nvrtc.py).
+#ifndef __CUDACC_RTC__
 #include <cuda_runtime.h>
 
 #include "spec/device_abi.hpp"
+#endif
+
 #include "spec/device_best_first.hpp"
 
 namespace {
@@ -18,16 +22,17 @@ struct BlockLanes {
   }
 };
 
-__global__ void __launch_bounds__(kCapacity) step_kernel(Step step, const int32_t* found_live,
-                                                         const int32_t* frontier_live, const int32_t* passes) {
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kCapacity)
+    step_kernel(Step step, const int32_t* found_live, const int32_t* frontier_live, const int32_t* passes) {
   __shared__ StepShared shared;
   BlockLanes lanes;
   if (*found_live < step.found.count) step.found.count = *found_live;
   step_on_lanes(step, *frontier_live > 0, *passes == 1, shared, lanes);
 }
 
-}  // namespace
-
+#ifndef __CUDACC_RTC__
 int spec_queues_step(float* accepted, float* scores, float* log_probs, int64_t* parents, int64_t* depths,
                      int64_t* tokens, float* bound, int budget, const int64_t* rows, const int64_t* columns,
                      const float* found_log_probs, const float* found_scores, const int32_t* found_live, int most,
@@ -43,3 +48,4 @@ int spec_queues_step(float* accepted, float* scores, float* log_probs, int64_t* 
   step_kernel<<<1, kCapacity, 0, static_cast<cudaStream_t>(stream)>>>(step, found_live, frontier_live, passes);
   return cudaGetLastError();
 }
+#endif

@@ -25,6 +25,8 @@ struct Step {
   DrawnArrays out;
 };
 
+static_assert(sizeof(Step) == 26 * 8, "as in specengine/ops/_nvrtc.py");
+
 // Of a block. Runs that are merged have -inf where nothing stands; of equal scores those of `made` come later.
 struct StepShared {
   float ranked[kCapacity], made[kCapacity];

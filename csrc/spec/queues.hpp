@@ -3,7 +3,8 @@
 
 #include <cstdint>
 
-#include "spec/scores.hpp"
+#include "spec/lowest.hpp"
+#include "spec/vector.hpp"
 
 namespace spec {
 

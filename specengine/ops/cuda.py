@@ -1,10 +1,10 @@
 """The kernels of csrc/*.cu: SALF's queue for CUDA tensors, and loops of captured graphs.
 
 They stand in specengine/_cuda.so, a plain shared library behind a C interface (csrc/spec/device_abi.hpp), which is
-loaded on first use. BackendError where it is missing or stale, names the build command; where there is no driver or
-a call fails, the CUDA error. Calls run on torch's current stream of the tensors' device; call each once before a
-capture, so that its kernel is loaded. Contents of tensors are the caller's promise, as reading them would make the
-host wait.
+loaded on first use; where it was not built, NVRTC compiles the queue's kernel (_nvrtc.py). BackendError where it is
+missing or stale, names the build command; where there is no driver or a call fails, the CUDA error. Calls run on
+torch's current stream of the tensors' device; call each once before a capture, so that its kernel is loaded. Contents
+of tensors are the caller's promise, as reading them would make the host wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specengine.errors import BackendError, InputError
-from specengine.ops import queue
+from specengine.ops import _nvrtc, queue
 from specengine.ops._registry import by_meaning
 from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import Candidates
@@ -83,11 +83,12 @@ def driver_version() -> int:
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
-    """What `ops` finds here; ImportError where the library cannot be used."""
+    """What `ops` finds here; ImportError where the library cannot be used and there is no NVRTC either."""
     try:
         library()
     except BackendError as error:
-        raise ImportError(str(error).partition(";")[0]) from error  # ops adds the build command
+        if _nvrtc.find() is None:
+            raise ImportError(str(error).partition(";")[0]) from error  # ops adds the build command
     return {"step_queues": step_queues}
 
 
@@ -132,25 +133,21 @@ def step_queues(
         [budget, budget, width]
     )
     log_probs, counts = torch.empty(budget, device=device), torch.empty(2, dtype=torch.int32, device=device)
-    _run(
-        "spec_queues_step",
-        device,
-        *(part.data_ptr() for part in queues),
-        budget,
-        *(part.data_ptr() for part in found),
-        found.scores.shape[0],
-        nodes.data_ptr(),
-        frontier.live.data_ptr(),
-        depths.data_ptr(),
-        None if token_ids is None else token_ids.data_ptr(),
-        passes.data_ptr(),
-        search.batch,
-        search.max_depth,
-        search.threshold,
-        search.fill,
-        *(part.data_ptr() for part in (parents, tokens, log_probs, counts[:1], expand, counts[1:])),
-    )
-    return Drawn(parents, tokens, log_probs, counts[:1], Nodes(expand, counts[1:]))
+    drawn = Drawn(parents, tokens, log_probs, counts[:1], Nodes(expand, counts[1:]))
+    lists = [part.data_ptr() for part in queues], [part.data_ptr() for part in found[:4]]
+    given = nodes.data_ptr(), depths.data_ptr(), None if token_ids is None else token_ids.data_ptr()
+    out = [part.data_ptr() for part in (parents, tokens, log_probs, drawn.live, expand, drawn.expand.live)]
+    live = found.live.data_ptr(), frontier.live.data_ptr(), passes.data_ptr()
+    most = found.scores.shape[0]
+    if LIBRARY.exists():
+        sizes = budget, *lists[1], live[0], most, given[0], live[1], *given[1:], live[2]
+        _run("spec_queues_step", device, *lists[0], *sizes, *search, *out)
+    else:
+        step = _nvrtc.Step(
+            (_P * 7)(*lists[0]), budget, (_P * 4)(*lists[1]), most, (_P * 3)(*given), *search, (_P * 6)(*out)
+        )
+        _nvrtc.launch(step, live, device)
+    return drawn
 
 
 # ---- captured loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.ops import cuda
+from specengine.ops import _nvrtc, cuda
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import Candidates
 from specengine.ops.tree import Nodes
@@ -42,14 +43,21 @@ def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["host", "host, by NVRTC", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device of the tensors that the library takes."""
     if request.param == "cuda":
         assert cuda.LIBRARY.exists(), f"on a GPU the library is tested too; build it by: {cuda.BUILD}"
         monkeypatch.setenv(ops.VARIABLE, "cuda")
         return "cuda"
-    monkeypatch.setattr(cuda, "LIBRARY", request.getfixturevalue("host_library"))
+    library = request.getfixturevalue("host_library")
+    if "NVRTC" in request.param:
+        driver = ctypes.CDLL(str(library))
+        monkeypatch.setattr(cuda, "LIBRARY", library.with_name("none.so"))
+        monkeypatch.setattr(_nvrtc, "_driver", lambda: driver)
+        monkeypatch.setattr(_nvrtc, "launch", lambda step, counts, _: _nvrtc.start(None, step, counts, 0))
+        return "cpu"
+    monkeypatch.setattr(cuda, "LIBRARY", library)
     monkeypatch.setattr(cuda, "_run", lambda name, _, *given: cuda.check(getattr(cuda.library(), name)(*given, None)))
     return "cpu"
 
@@ -142,6 +150,14 @@ def test_larger_budgets_run_by_their_meaning(device: str) -> None:
     found = Candidates(zeros, zeros, scores, scores, count(3, device))
     drawn = cuda.step_queues(queues, found, Nodes(zeros, one), zeros, None, one, Search(2, 9, 0.0, False))
     assert (int(drawn.live), drawn.expand.ids.tolist()) == (2, [0, 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(_nvrtc.find() is None, reason="needs NVRTC")
+def test_a_kernel_compiled_here_gives_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "none.so")
+    test_nan_never_becomes_a_node("cuda")
+    test_steps_are_what_they_mean("cuda", 60, 10, True)
 
 
 @pytest.mark.gpu

@@ -104,6 +104,7 @@ def test_library_needs_neither_cuda_nor_torch_to_load(built: tuple[Path, str]) -
 
 def test_library_that_is_not_built_names_the_build_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "_cuda.so")
+    monkeypatch.setattr(cuda._nvrtc, "find", lambda: None)
     with pytest.raises(BackendError, match=r"not built; .* SPECENGINE_CUDA=1 pip install"):
         cuda.library()
     with pytest.raises(ImportError, match="not built"):
