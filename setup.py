@@ -154,6 +154,7 @@ if __name__ == "__main__":
             "specengine_kernels": ["README.md"],
             "specengine_csrc": ["best_first.cu", "spec/*.hpp"],
         },
+        exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "tests/*", "tests/cpu/*"]},
         ext_modules=extensions(),
         cmdclass={"build_ext": OptionalBuildExt},
     )

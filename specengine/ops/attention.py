@@ -170,8 +170,8 @@ def rope_store(
         return (states.float() * cosines + torch.cat([-second, first], -1) * sines).to(states.dtype)
 
     slots = slot + torch.arange(positions.shape[0], device=slab.device)
-    for cache, rows in ((slab[0], rotated(key)), (slab[1], value)):
-        cache.index_copy_(1, slots, rows)
+    for cache, states in ((slab[0], rotated(key)), (slab[1], value)):
+        cache.index_copy_(1, slots, states)
     return rotated(query)
 
 

@@ -110,8 +110,10 @@ def _push(queues: Queues, found: Candidates, nodes: Tensor, depths: Tensor, toke
     given = scores, found.log_probs, parents, depths.index_select(0, parents) + 1, tokens
     # of equal scores those that were there rank first
     best = order_keys(torch.cat([queues.scores, scores])).topk(queues.scores.shape[0]).indices
-    scores, log_probs, *rest = (torch.cat(pair)[best] for pair in zip(queues[1:6], given, strict=True))
-    return Queues(queues.accepted, scores, log_probs, *rest, queues.bound)
+    scores, log_probs, parents, depths, tokens = (
+        torch.cat(pair)[best] for pair in zip(queues[1:6], given, strict=True)
+    )
+    return Queues(queues.accepted, scores, log_probs, parents, depths, tokens, queues.bound)
 
 
 def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]:
