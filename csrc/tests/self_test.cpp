@@ -118,9 +118,9 @@ void test_subtree(const std::vector<int64_t>& parents, std::vector<int64_t> kept
   if (count > 2) refuses(1, kept[2]);
 }
 
-// Appended in two parts to a tree of fixed capacity, against what the parents say.
+// Appended to a tree of fixed capacity, as many at once as have their parents there, against what the parents say.
 void test_append_nodes(const std::vector<int64_t>& parents, const std::vector<uint64_t>& ancestors, int64_t words) {
-  const auto nodes = static_cast<int64_t>(parents.size()), first = 1 + (nodes - 1) / 2;
+  const auto nodes = static_cast<int64_t>(parents.size());
   std::vector<int64_t> tokens(parents.size(), 7), above(parents.size(), -1), depths(parents.size());
   std::vector<float> edges(parents.size()), paths(parents.size());
   std::vector<uint64_t> rows(static_cast<size_t>(nodes * words));
@@ -132,8 +132,10 @@ void test_append_nodes(const std::vector<int64_t>& parents, const std::vector<ui
   const auto append = [&](int64_t size, int64_t count, const int64_t* given) {
     return spec::append_nodes(tree, size, count, given, ids.data() + size, log_probs.data() + size);
   };
-  check(append(1, first - 1, parents.data() + 1), "append_nodes accepts", nodes);
-  check(append(first, nodes - first, parents.data() + first), "append_nodes accepts more", nodes);
+  for (int64_t size = 1, count; size < nodes; size += count) {
+    for (count = 0; size + count < nodes && parents[size + count] < size;) ++count;
+    check(append(size, count, parents.data() + size), "append_nodes accepts", nodes);
+  }
   check(above == parents && rows == ancestors, "append_nodes", nodes);
   for (int64_t i = 1; i < nodes; ++i) {
     check(tokens[i] == ids[i] && edges[i] == -0.5f, "append_nodes values", nodes);
