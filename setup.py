@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: the C++ extension, the CUDA library, and kernels/ as the package specengine_kernels.
+"""What pyproject.toml cannot say: the C++ extension, the CUDA library, kernels/ as the package specengine_kernels, and
+as specengine_csrc what NVRTC compiles where the CUDA library is not built.
 
 The CUDA library specengine/_cuda.so is built where nvcc is found (in CUDA_HOME/bin, else on the path) and somebody
 wants it: SPECENGINE_CUDA=1 or CUDA_HOME is set, or the machine has an NVIDIA device. So an installation for a CPU does
@@ -35,7 +36,8 @@ To have it, install g++ or clang with C++17 and install specengine again.
     CUDA: """
 specengine: the CUDA library specengine/_cuda.so was not built:
     {error}
-specengine works without it and gives the same results; on a GPU the host has to steer the search.
+specengine works without it and gives the same results; on a GPU the host launches every pass of a draft, and
+NVRTC, which torch's CUDA wheels bring, compiles SALF's queue when it is used.
 To have it, install the CUDA toolkit 12.4 or later and g++, and install specengine again with SPECENGINE_CUDA=1;
 SPECENGINE_CUDA=0 leaves it out.
 """,
@@ -144,13 +146,15 @@ def extensions() -> list[Extension]:
 
 if __name__ == "__main__":
     setup(
-        packages=[*find_packages(include=["specengine", "specengine.*"]), "specengine_kernels"],
+        packages=[*find_packages(include=["specengine", "specengine.*"]), "specengine_kernels", "specengine_csrc"],
         # kernels/ has no __init__.py: with one it would hide Hugging Face's `kernels` wherever the root is on the path
-        package_dir={"specengine_kernels": "kernels"},
+        package_dir={"specengine_kernels": "kernels", "specengine_csrc": "csrc"},
         package_data={
             "specengine": ["py.typed", "**/*.safetensors", "**/*.json", "**/*.md", "trace/page.*"],
             "specengine_kernels": ["README.md"],
+            "specengine_csrc": ["best_first.cu", "spec/*.hpp"],
         },
+        exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "tests/*", "tests/cpu/*"]},
         ext_modules=extensions(),
         cmdclass={"build_ext": OptionalBuildExt},
     )

@@ -7,7 +7,6 @@ continues and its token's embedding.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -34,23 +33,13 @@ class Tree(NamedTuple):
     size: Tensor
 
 
-class Frontier(NamedTuple):
-    """Nodes to draft from, padded with node 0: nodes, depths int64 [width]; scores float32 [width], of the paths, -inf
-    for padding; count int32 [1]."""
-
-    nodes: Tensor
-    depths: Tensor
-    scores: Tensor
-    count: Tensor
-
-
 # ---- meaning
 
 
 def reference(
-    tree: Tree, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: int, expand: list[int] | None, width: int
-) -> tuple[Tree, Frontier, bool]:
-    """What `append_nodes` leaves: the tree, the frontier, and whether the nodes were refused; in plain torch."""
+    tree: Tree, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: int
+) -> tuple[Tree, list[int], bool]:
+    """What `append_nodes` leaves: the tree, the ids, and whether the nodes were refused; in plain torch."""
     start, capacity = int(tree.size), tree.tokens.shape[0]
     after = Tree(*(tensor.clone() for tensor in tree))
     refused = start + count > capacity
@@ -63,13 +52,7 @@ def reference(
         after.ancestors[node] = after.ancestors[parent]
         after.ancestors[node, node // WORD_BITS] |= torch.tensor(1) << (node % WORD_BITS)
     after.size[0] = start + count
-    chosen = [start + entry for entry in (range(count) if expand is None else expand) if entry < count][:width]
-    padded = torch.tensor(chosen + [0] * (width - len(chosen)))
-    scores = torch.full((width,), -math.inf)
-    scores[: len(chosen)] = after.path_log_probs[chosen]
-    depths = after.depths[padded]
-    depths[len(chosen) :] = 0
-    return after, Frontier(padded, depths, scores, torch.tensor([len(chosen)], dtype=torch.int32)), refused
+    return after, [*range(start, start + count), *[0] * (tokens.shape[0] - count)], refused
 
 
 # ---- kernels
@@ -88,22 +71,13 @@ def _append(
     tokens,
     log_probs,
     count,
-    rows_of,
-    target_ids,
-    expand,
-    expanded,
+    ids,
     refused,
-    out_nodes,
-    out_depths,
-    out_scores,
-    out_count,
     capacity,
     n_words,
     most,
-    width,
     BLOCK: tl.constexpr,
     BLOCK_A: tl.constexpr,
-    BLOCK_W: tl.constexpr,
 ):
     start, found = tl.load(size), tl.minimum(tl.load(count), most)
     full = start + found > capacity
@@ -111,11 +85,7 @@ def _append(
     entry = tl.arange(0, BLOCK)
     some = entry < found
     parent = tl.load(parents + entry, mask=some, other=0)
-    if rows_of is not None:
-        parent = tl.load(rows_of + parent, mask=some, other=0)
     token = tl.load(tokens + entry, mask=some, other=0)
-    if target_ids is not None:
-        token = tl.load(target_ids + token, mask=some, other=0)
     edge = tl.load(log_probs + entry, mask=some, other=0.0)
     depth = tl.load(tree_depths + parent, mask=some, other=0) + 1
     path = tl.load(tree_paths + parent, mask=some, other=0.0) + edge
@@ -130,20 +100,7 @@ def _append(
     words = tl.load(ancestors + parent[:, None] * n_words + word[None, :], mask=inside, other=0)
     own = tl.where((node >> 6)[:, None] == word[None, :], 1, 0).to(tl.int64) << (node & 63).to(tl.int64)[:, None]
     tl.store(ancestors + node[:, None] * n_words + word[None, :], words | own, mask=inside)
-    tl.debug_barrier()  # the frontier is read back from what other threads have written
-    place = tl.arange(0, BLOCK_W)
-    if expand is not None:
-        chosen = tl.where(full, 0, tl.minimum(tl.load(expanded), width))
-        index = tl.load(expand + place, mask=place < chosen, other=0)
-    else:
-        chosen = tl.minimum(found, width)
-        index = place.to(tl.int64)
-    drafted = place < chosen
-    at = tl.where(drafted, start + index, 0)
-    tl.store(out_nodes + place, at, mask=place < width)
-    tl.store(out_depths + place, tl.load(tree_depths + at, mask=drafted, other=0), mask=place < width)
-    tl.store(out_scores + place, tl.load(tree_paths + at, mask=drafted, other=float("-inf")), mask=place < width)
-    tl.store(out_count, chosen)
+    tl.store(ids + entry, tl.where(some, node, 0), mask=entry < most)
     tl.store(size, start + found)
     if full:
         tl.store(refused, 1)
@@ -174,59 +131,30 @@ def _gather(
 # ---- launchers
 
 
-def frontier_for(width: int, device: torch.device | str) -> Frontier:
-    """Room for a frontier of up to `width` nodes."""
-    whole = [torch.empty(width, dtype=torch.int64, device=device) for _ in range(2)]
-    scores = torch.empty(width, dtype=torch.float32, device=device)
-    return Frontier(*whole, scores, torch.empty(1, dtype=torch.int32, device=device))
-
-
 def append_nodes(
-    tree: Tree,
-    parents: Tensor,
-    tokens: Tensor,
-    log_probs: Tensor,
-    count: Tensor,
-    frontier: Frontier,
-    refused: Tensor,
-    *,
-    rows_of: Tensor | None = None,
-    target_ids: Tensor | None = None,
-    expand: Tensor | None = None,
-    expanded: Tensor | None = None,
+    tree: Tree, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor, ids: Tensor, refused: Tensor
 ) -> None:
-    """Hang the first `count` entries into the tree, and write those to draft from into `frontier`.
+    """Hang the first `count` entries into the tree, and write their nodes into `ids`, 0 behind them.
 
-    parents, tokens: int64 [m]; log_probs: float32 [m], of the edges; count: int32 [1]; m up to 1024. Parents are nodes
-    of the tree, or with rows_of, int64 [rows], places in it, as candidate_selection gives them; tokens are the
-    target's, or with target_ids, int64 [draft vocabulary], columns of the draft. expand: int64 [width], indices into
-    the entries, of which the first `expanded` (int32 [1]) are drafted from; without it all are, up to the width.
-    Where the capacity would be exceeded nothing is appended, the frontier is empty and refused (int32 [1]) becomes 1.
-    Capturable; allocates nothing.
+    parents, of the tree, tokens, ids: int64 [m]; log_probs: float32 [m], of the edges; count, refused: int32 [1]; m up
+    to 1024. Where the capacity would be exceeded nothing is appended, ids are 0 and refused becomes 1. Capturable;
+    allocates nothing.
     """
-    most, (capacity, words), width = tokens.shape[0], tree.ancestors.shape, frontier.nodes.shape[0]
-    _check(tree, parents, tokens, log_probs, (count, refused, frontier.count))
-    if (expand is None) != (expanded is None) or (expand is not None and expand.shape[0] < width):
-        raise ValueError(f"expand, expanded: int64 [{width}] and int32 [1], or neither")
+    most, (capacity, words) = tokens.shape[0], tree.ancestors.shape
+    _check(tree, parents, tokens, log_probs, ids, (count, refused))
     _append[(1,)](
         *tree,
         parents,
         tokens,
         log_probs,
         count,
-        rows_of,
-        target_ids,
-        expand,
-        expanded,
+        ids,
         refused,
-        *frontier,
         capacity,
         words,
         most,
-        width,
         BLOCK=triton.next_power_of_2(most),
         BLOCK_A=triton.next_power_of_2(words),
-        BLOCK_W=triton.next_power_of_2(width),
         num_warps=max(1, min(8, triton.next_power_of_2(most) * triton.next_power_of_2(words) // 64)),
     )
 
@@ -270,16 +198,20 @@ def gather_rows(
     )
 
 
-def _check(tree: Tree, parents: Tensor, tokens: Tensor, log_probs: Tensor, counts: tuple[Tensor, ...]) -> None:
+def _check(
+    tree: Tree, parents: Tensor, tokens: Tensor, log_probs: Tensor, ids: Tensor, counts: tuple[Tensor, ...]
+) -> None:
     capacity, words = tree.ancestors.shape
     if words < triton.cdiv(capacity, WORD_BITS) or not tree.ancestors.is_contiguous():
         raise ValueError(f"tree.ancestors: [capacity, ceil(capacity / 64)] is needed, got {[capacity, words]}")
     if any(tensor.shape != (capacity,) for tensor in tree[:5]):
         raise ValueError(f"tree: arrays of its capacity, {capacity}, are needed")
     most = tokens.shape[0]
-    if not 1 <= most <= MOST_APPENDED or not parents.shape == tokens.shape == log_probs.shape == (most,):
-        raise ValueError(f"parents, tokens, log_probs: [m] each, 1 <= m <= {MOST_APPENDED}, got {list(tokens.shape)}")
-    if not parents.dtype is tokens.dtype is torch.int64 or log_probs.dtype is not torch.float32:
-        raise ValueError("parents, tokens, log_probs: int64, int64, float32 are needed")
+    if not 1 <= most <= MOST_APPENDED or not parents.shape == log_probs.shape == ids.shape == (most,):
+        raise ValueError(
+            f"parents, tokens, log_probs, ids: [m] each, 1 <= m <= {MOST_APPENDED}, got {list(tokens.shape)}"
+        )
+    if not parents.dtype is tokens.dtype is ids.dtype is torch.int64 or log_probs.dtype is not torch.float32:
+        raise ValueError("parents, tokens, ids: int64, log_probs: float32 are needed")
     if any(number.dtype is not torch.int32 for number in (*counts, tree.size)):
-        raise ValueError("count, refused, frontier.count, tree.size: int32 [1] each is needed")
+        raise ValueError("count, refused, tree.size: int32 [1] each is needed")

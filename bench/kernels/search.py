@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,48 +11,60 @@ from torch import Tensor
 
 from bench.kernels.cases import Search
 from bench.kernels.inputs import Layers
-from bench.kernels.way import Way, kernel
+from bench.kernels.way import Unavailable, Way
+
+OPS = "specengine.ops"  # loaded when a case runs: --dry-run does not need it
 
 
-def triton_search(case: Search, layers: Layers) -> Callable[[], Any]:
-    module, device = kernel("best_first"), layers.nodes.device
-    real = torch.empty(3, case.budget, device=device)
-    whole = torch.empty(3, case.budget, dtype=torch.int64, device=device)
-    options = {"batch": case.batch, "max_depth": case.budget, "threshold": 0.0, "target_ids": layers.ids}
-    step = partial(module.step_queues, module.Queues(*real, *whole), **options)
-    frontier, out = layers[:3], module.drawn_for(case.budget, case.batch, device)
-    step(module.Candidates(*layers.first), *frontier, layers.levels[:1])
-    return lambda: step(module.Candidates(*layers.second), *frontier, layers.levels[1:], out=out)
+def library_search(case: Search, layers: Layers) -> Callable[[], Any]:
+    """The CUDA kernel of csrc/best_first.cu."""
+    try:
+        run = importlib.import_module("specengine.ops.cuda").implementations()["step_queues"]
+    except ImportError as error:
+        raise Unavailable(str(error)) from error
+    return _prepared(run, case, layers)
 
 
 def torch_search(case: Search, layers: Layers) -> Callable[[], Any]:
-    """What the engine runs without the kernel: about a hundred operations."""
-    module = importlib.import_module("specengine.reference_resident")
-    queues = module.Queues.start(case.budget, layers.nodes.device)
-    frontier = module.Frontier(layers.nodes, layers.depths, layers.nodes.float(), layers.live)
-
-    def step(found: tuple[Tensor, ...], level: Tensor) -> Any:
-        given = module.Selection(*found), frontier, layers.ids, level
-        return module.step_queues(queues, *given, case.batch, case.budget, 0.0)
-
-    step(layers.first, layers.levels[:1])
-    return lambda: step(layers.second, layers.levels[1:])
+    """What the op means: about a hundred operations."""
+    return _prepared(_meaning, case, layers)
 
 
 def host_search(case: Search, layers: Layers) -> Callable[[], Any]:
     """The C++ queues, candidates copied to the host and what is drawn back to the device."""
-    module, device = importlib.import_module("specengine.native"), layers.nodes.device
-    queues = module.BestFirst(case.budget, case.batch, case.budget, "cpu")
-    nodes, depths, ids = (part.cpu() for part in (layers.nodes, layers.depths, layers.ids))
+    try:
+        run = importlib.import_module("specengine.ops.cpp").implementations()["step_queues"]
+    except ImportError as error:
+        raise Unavailable(str(error)) from error
+    device = layers.nodes.device
 
-    def step(found: tuple[Tensor, ...]) -> Any:
-        rows, columns, log_probs, scores = (part.cpu() for part in found[:4])
-        queues.push(nodes[rows], depths[rows], ids[columns], log_probs, scores)
-        drawn = queues.pop()
-        return drawn._replace(**{name: getattr(drawn, name).to(device) for name in drawn._fields[:4]})
+    def search(queues: Any, found: Any, *given: Any) -> Any:
+        drawn = run(queues, type(found)(*(part.cpu() for part in found)), *given)
+        sent = {name: getattr(drawn, name).to(device) for name in ("parents", "tokens", "log_probs")}
+        return drawn._replace(**sent)
 
-    step(layers.first)
-    return lambda: step(layers.second)
+    return _prepared(search, case, layers, host=True)
+
+
+def _meaning(*given: Any) -> Any:
+    module = importlib.import_module(OPS)
+    return module.by_meaning(module.step_queues, *given)
+
+
+def _prepared(run: Callable[..., Any], case: Search, layers: Layers, host: bool = False) -> Callable[[], Any]:
+    """The second step, behind the first. host: queues and frontier are there."""
+    module, device = importlib.import_module(OPS), torch.device("cpu") if host else layers.nodes.device
+    nodes, depths, live, ids, levels = (
+        part.to(device) for part in (layers.nodes, layers.depths, layers.live, layers.ids, layers.levels)
+    )
+    queues, frontier = module.Queues.start(case.budget, device), module.Nodes(nodes, live)
+    search = module.Search(case.batch, case.budget, 0.0, False)
+
+    def step(found: tuple[Tensor, ...], passes: Tensor) -> Any:
+        return run(queues, module.Candidates(*found), frontier, depths, ids, passes, search)
+
+    step(layers.first, levels[:1])
+    return lambda: step(layers.second, levels[1:])
 
 
 def tokens_of(case: Search, drawn: Any) -> Tensor:
@@ -61,8 +72,8 @@ def tokens_of(case: Search, drawn: Any) -> Tensor:
 
 
 WAYS = [
-    Way("search", "specengine", triton_search, tokens_of, "triton"),
-    Way("search", "torch operations", torch_search, tokens_of),
-    Way("search", "torch operations, eager", torch_search, tokens_of, captured=False),
+    Way("search", "specengine", library_search, tokens_of, "specengine"),
+    Way("search", "torch operations", torch_search, tokens_of, "specengine"),
+    Way("search", "torch operations, eager", torch_search, tokens_of, "specengine", captured=False),
     Way("search", "C++ on the host, and the copies", host_search, tokens_of, "specengine", captured=False),
 ]  # fmt: skip

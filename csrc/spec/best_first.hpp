@@ -6,15 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "spec/scores.hpp"
+#include "spec/queues.hpp"
 
 namespace spec {
-
-struct QueueEntry {
-  float score;     // path log-probability
-  float log_prob;  // of the edge
-  int64_t parent, token, depth;
-};
 
 // Over arrays of `budget` elements each, which the owner provides.
 struct BestFirstState {
@@ -29,14 +23,14 @@ struct Drawn {
   double mass;  // sum of the path probabilities of those expanded
 };
 
-SPEC_HD inline float score_of(float score) { return score; }
-SPEC_HD inline float score_of(const QueueEntry& entry) { return entry.score; }
+inline float score_of(float score) { return score; }
+inline float score_of(const QueueEntry& entry) { return entry.score; }
 
 // Merges a best-first run, made after all that `ranked` holds, into it, and keeps the `capacity` best. Of equal scores
 // the run's come later, which is the order of creation, so that order is not stored. run(j): element j. Returns how
 // many of the run, its first ones, were kept.
 template <typename T, typename Run>
-SPEC_HD inline int64_t merge_best(T* ranked, int64_t* count, int64_t capacity, int64_t run_count, Run run) {
+inline int64_t merge_best(T* ranked, int64_t* count, int64_t capacity, int64_t run_count, Run run) {
   int64_t old = *count, kept = run_count;
   while (old + kept > capacity) {
     if (old == 0 || (kept > 0 && score_of(run(kept - 1)) <= score_of(ranked[old - 1])))
@@ -54,14 +48,14 @@ SPEC_HD inline int64_t merge_best(T* ranked, int64_t* count, int64_t capacity, i
   return kept;
 }
 
-SPEC_HD inline void start(BestFirstState& state) {
+inline void start(BestFirstState& state) {
   state.accepted[0] = 0.0f;  // the root
   state.accepted_count = 1;
   state.queue_count = 0;
 }
 
 // The `budget`-th best score of G and Q together; -inf while they hold fewer.
-SPEC_HD inline float best_first_bound(const BestFirstState& state) {
+inline float best_first_bound(const BestFirstState& state) {
   if (state.accepted_count + state.queue_count < state.budget) return kLowest;
   float score = kLowest;
   for (int64_t taken = 0, accepted = 0, queued = 0; taken < state.budget; ++taken) {
@@ -74,7 +68,7 @@ SPEC_HD inline float best_first_bound(const BestFirstState& state) {
 
 // Adds `count` candidates in order of creation, but for those of -inf. False, and nothing is added, where a score is
 // NaN. A run of descending scores, such as one parent's children, is merged at once.
-SPEC_HD inline bool push(BestFirstState& state, const int64_t* parents, const int64_t* depths_of_parents,
+inline bool push(BestFirstState& state, const int64_t* parents, const int64_t* depths_of_parents,
                          const int64_t* tokens, const float* log_probs, const float* scores, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
     if (scores[i] != scores[i]) return false;
@@ -94,7 +88,7 @@ SPEC_HD inline bool push(BestFirstState& state, const int64_t* parents, const in
 // Moves the `count` best of Q (it has as many) into G. Those that G keeps become nodes: written to parents, tokens and
 // log_probs, best first. Where `expands`, those above the worst of a full G and above the greatest depth are drafted
 // from: written to `expand` as indices into the nodes. Each output has room for `count`.
-SPEC_HD inline Drawn draw(BestFirstState& state, int64_t count, bool expands, int64_t* parents, int64_t* tokens,
+inline Drawn draw(BestFirstState& state, int64_t count, bool expands, int64_t* parents, int64_t* tokens,
                           float* log_probs, int64_t* expand) {
   const QueueEntry* drawn = state.queue;
   Drawn out{0, 0, 0.0};
@@ -116,13 +110,13 @@ SPEC_HD inline Drawn draw(BestFirstState& state, int64_t count, bool expands, in
 }
 
 // How many `pop` draws: as far as the batch-th of those above the greatest depth, as the others cost no draft pass.
-SPEC_HD inline int64_t pop_count(const BestFirstState& state) {
+inline int64_t pop_count(const BestFirstState& state) {
   for (int64_t i = 0, found = 0; i < state.queue_count; ++i)
     if (state.queue[i].depth < state.max_depth && ++found == state.batch) return i + 1;
   return state.queue_count;
 }
 
-SPEC_HD inline int64_t fill_count(const BestFirstState& state) {
+inline int64_t fill_count(const BestFirstState& state) {
   const int64_t room = state.budget - state.accepted_count;
   return room < state.queue_count ? room : state.queue_count;
 }
@@ -145,57 +139,19 @@ class BestFirst {
   std::vector<QueueEntry> queue_;
 };
 
-// The queues as their owner keeps them: best first, behind their ends -inf. [budget] each; bound: one number.
-struct QueueArrays {
-  float *accepted, *scores, *log_probs;
-  int64_t *parents, *depths, *tokens;
-  float* bound;
-  int64_t budget;
-};
-
-// Candidates, best first. The parent of candidate i is nodes[rows[i]], its depth one more than depths[parent], its token
-// token_ids[columns[i]], or columns[i] where token_ids is null.
-struct FoundArrays {
-  const int64_t *rows, *columns;
-  const float *log_probs, *scores;
-  int64_t count;
-  const int64_t *nodes, *depths, *token_ids;
-};
-
-struct Search {
-  int64_t batch, max_depth;
-  double threshold;  // least mass of a batch that is drafted from
-  bool fill;
-};
-
-// [budget] each, from the counts on 0; expand: [min(batch, budget)].
-struct DrawnArrays {
-  int64_t *parents, *tokens;
-  float* log_probs;
-  int32_t* nodes;
-  int64_t* expand;
-  int32_t* expanded;
-};
-
 inline void load(const QueueArrays& arrays, BestFirstState& state) {
   for (int64_t i = 0; i < arrays.budget && arrays.accepted[i] > kLowest; ++i)
     state.accepted[i] = arrays.accepted[i], state.accepted_count = i + 1;
   for (int64_t i = 0; i < arrays.budget && arrays.scores[i] > kLowest; ++i) {
-    state.queue[i] = {arrays.scores[i], arrays.log_probs[i], arrays.parents[i], arrays.tokens[i], arrays.depths[i]};
+    state.queue[i] = read_entry(arrays, i);
     state.queue_count = i + 1;
   }
 }
 
 inline void store(const BestFirstState& state, const QueueArrays& arrays) {
   for (int64_t i = 0; i < arrays.budget; ++i) {
-    const bool queued = i < state.queue_count;
-    const QueueEntry entry = queued ? state.queue[i] : QueueEntry{kLowest, 0.0f, 0, 0, 0};
     arrays.accepted[i] = i < state.accepted_count ? state.accepted[i] : kLowest;
-    arrays.scores[i] = entry.score;
-    arrays.log_probs[i] = entry.log_prob;
-    arrays.parents[i] = entry.parent;
-    arrays.depths[i] = entry.depth;
-    arrays.tokens[i] = entry.token;
+    write_entry(arrays, i, i < state.queue_count ? state.queue[i] : no_entry());
   }
   *arrays.bound = best_first_bound(state);
 }
@@ -203,10 +159,10 @@ inline void store(const BestFirstState& state, const QueueArrays& arrays) {
 inline bool push(BestFirstState& state, const FoundArrays& found) {
   std::vector<int64_t> parents, depths, tokens;
   for (int64_t i = 0; i < found.count; ++i) {
-    const int64_t parent = found.nodes[found.rows[i]], column = found.columns[i];
-    parents.push_back(parent);
-    depths.push_back(found.depths[parent]);
-    tokens.push_back(found.token_ids ? found.token_ids[column] : column);
+    const QueueEntry entry = candidate(found, i);
+    parents.push_back(entry.parent);
+    depths.push_back(entry.depth - 1);
+    tokens.push_back(entry.token);
   }
   return push(state, parents.data(), depths.data(), tokens.data(), found.log_probs, found.scores, found.count);
 }

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#define SPEC_ABI_VERSION 1  // as in specengine/cuda.py
+#define SPEC_ABI_VERSION 2  // as in specengine/ops/cuda.py
 
 #if defined(__GNUC__)
 #define SPEC_EXPORT extern "C" __attribute__((visibility("default")))
@@ -17,48 +17,21 @@ SPEC_EXPORT int spec_abi_version();
 SPEC_EXPORT const char* spec_error(int code);  // on the host
 SPEC_EXPORT int spec_driver_version(int* version);  // on the host; 0 without a driver
 
-// ---- best-first queues (SALF Alg. 2). queues: spec_queues_bytes() bytes, 16-byte aligned; budget <= 256.
+// ---- best-first queues (SALF Alg. 2)
 
-SPEC_EXPORT int64_t spec_queues_bytes();
-SPEC_EXPORT int spec_queues_start(void* queues, int budget, int batch, int max_depth, float* bound, void* stream);
-
-// Adds min(*count, most) candidates in order of creation; count may be null for `most`. The parent of candidate i is
-// nodes[rows[i]], at depth depths_of_nodes[rows[i]]; rows may be null for i itself. -inf is passed over; where a score
-// is NaN nothing is added and *refused becomes 1. bound [1]: the budget-th best of both queues, -inf while they are
-// fewer.
-SPEC_EXPORT int spec_queues_push(void* queues, const int64_t* rows, const int64_t* nodes,
-                                 const int64_t* depths_of_nodes, const int64_t* tokens, const float* log_probs,
-                                 const float* scores, const int32_t* count, int most, float* bound, int32_t* refused,
+// One pass of a search, as spec::step_queues (best_first.hpp) does it over the same arrays; a score of NaN counts as
+// -inf. accepted to tokens: [budget], 1 <= budget <= 256; rows to found_scores: [most], of which min(*found_live, most)
+// count; token_ids may be null. Where *frontier_live is 0 nothing changes and nothing is drawn; where *passes is 1 the
+// queues begin anew. drawn_parents to drawn_log_probs: [budget]; expand: [min(batch, budget)]; from their counts on 0.
+SPEC_EXPORT int spec_queues_step(float* accepted, float* scores, float* log_probs, int64_t* parents, int64_t* depths,
+                                 int64_t* tokens, float* bound, int budget, const int64_t* rows,
+                                 const int64_t* columns, const float* found_log_probs, const float* found_scores,
+                                 const int32_t* found_live, int most, const int64_t* nodes,
+                                 const int32_t* frontier_live, const int64_t* depths_of_nodes,
+                                 const int64_t* token_ids, const int32_t* passes, int64_t batch, int64_t max_depth,
+                                 double threshold, int fill, int64_t* drawn_parents, int64_t* drawn_tokens,
+                                 float* drawn_log_probs, int32_t* drawn_live, int64_t* expand, int32_t* expand_live,
                                  void* stream);
-
-// Draws a batch (expands) or fills up. parents, tokens, log_probs, expand: room for 256 each; nodes, expanded, mass,
-// alive: [1]. alive: whether some are expanded and their mass reaches the threshold.
-SPEC_EXPORT int spec_queues_draw(void* queues, int expands, double threshold, int64_t* parents, int64_t* tokens,
-                                 float* log_probs, int32_t* nodes, int64_t* expand, int32_t* expanded, double* mass,
-                                 int32_t* alive, void* stream);
-
-// ---- tree
-
-// Appends *count nodes whose parents the tree has, and writes the frontier [width] of those in `expand`; width may be
-// 0, its pointers null then. Where they do not fit nothing is appended and *refused becomes 1.
-SPEC_EXPORT int spec_tree_append(int64_t* tokens, int64_t* parents, int64_t* depths, float* log_probs,
-                                 float* path_log_probs, int64_t* ancestors, int32_t* size, int capacity, int words,
-                                 const int64_t* new_parents, const int64_t* new_tokens, const float* new_log_probs,
-                                 const int32_t* count, const int64_t* expand, const int32_t* expanded, int width,
-                                 int64_t* frontier, int64_t* frontier_depths, float* frontier_scores, int32_t* refused,
-                                 void* stream);
-
-// tokens, parents, chosen: [most], of which min(*size, most) count, or all where size is null; *size >= 1 and
-// 1 <= most <= 1024.
-// path [most], count [1], bonus [1].
-SPEC_EXPORT int spec_walk(const int64_t* tokens, const int64_t* parents, const int64_t* chosen, const int32_t* size,
-                          int most, int64_t* path, int32_t* count, int64_t* bonus, void* stream);
-
-// ---- key-value rows
-
-// Row *prefix + path[j] of each plane becomes row *prefix + j, j < *count; slab: [planes, slots, row_bytes], dense.
-SPEC_EXPORT int spec_compact_kv(void* slab, int64_t planes, int64_t slots, int64_t row_bytes, const int64_t* path,
-                                const int32_t* count, const int32_t* prefix, void* stream);
 
 // ---- captured loop
 

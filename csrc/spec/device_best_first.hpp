@@ -1,228 +1,213 @@
-// The queues of best_first.hpp in device memory, worked on by one block with one lane per element. Each function is
-// what a lane does between two barriers; places are found by counting the better ones, so that lanes do not depend on
-// each other.
+// spec::step_queues by one block with one lane per entry. What the lanes do between two barriers is one function, and
+// step_on_lanes says in which order they come, for the block of a device and for the tests on a host alike. Places are
+// found by counting the better ones, so that lanes do not wait for each other.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
-#include "spec/best_first.hpp"
+#include "spec/queues.hpp"
+
+#ifdef __CUDACC__
+#define SPEC_DEVICE __device__
+#else
+#define SPEC_DEVICE
+#endif
 
 namespace spec {
 
-constexpr int kCapacity = 256;  // elements of a queue, and lanes of the block
+constexpr int kCapacity = 256;  // largest budget, and lanes of the block
 
-struct DeviceQueues {
-  int32_t budget, batch, max_depth;  // budget <= kCapacity
-  int32_t accepted_count, queue_count;
-  float accepted[kCapacity];    // G, best first
-  QueueEntry queue[kCapacity];  // Q, best first
+struct Step {
+  QueueArrays queues;  // budget <= kCapacity
+  FoundArrays found;
+  Search search;
+  DrawnArrays out;
 };
 
-// Candidates in order of creation. The parent of candidate i is nodes[rows[i]], or nodes[i] where rows is null.
-struct DeviceRun {
-  const int64_t *rows, *nodes, *depths_of_nodes, *tokens;
-  const float *log_probs, *scores;
-  int count;
-};
+static_assert(sizeof(Step) == 26 * 8, "as in specengine/ops/_nvrtc.py");
 
-// Two runs that are merged; from their counts on -inf. Of equal scores those of `made` come later.
-struct MergeScores {
-  int ranked_count, made_count;
+// Of a block. Runs that are merged have -inf where nothing stands; of equal scores those of `made` come later.
+struct StepShared {
   float ranked[kCapacity], made[kCapacity];
+  double mass[kCapacity];
+  int32_t inner[kCapacity], kept[kCapacity], expands[kCapacity];
 };
 
-SPEC_HD inline int place_of_ranked(const MergeScores& scores, int lane) {
-  const float own = scores.ranked[lane];
-  int place = lane;
-  for (int other = 0; other < scores.made_count; ++other) place += scores.made[other] > own;
-  return place;
-}
+// Of a lane, in registers: entry `lane` of G and of Q, and a candidate.
+struct StepLane {
+  float accepted;
+  QueueEntry queued, made;
+  bool taken, kept;
+  int drawn;  // from Q, by all lanes
+};
 
-SPEC_HD inline int place_of_made(const MergeScores& scores, int lane) {
-  const float own = scores.made[lane];
-  int place = 0;
-  for (int other = 0; other < scores.ranked_count; ++other) place += scores.ranked[other] >= own;
-  for (int other = 0; other < scores.made_count; ++other) {
-    const float made = scores.made[other];
-    place += made > own || (made == own && other < lane);
-  }
-  return place;
-}
-
-SPEC_HD inline int smaller(int a, int b) { return a < b ? a : b; }
-
-SPEC_HD inline int count_before(const int32_t* flags, int lane) {
+SPEC_DEVICE inline int count_before(const int32_t* flags, int end) {
   int count = 0;
-  for (int other = 0; other < lane; ++other) count += flags[other] != 0;
+  for (int lane = 0; lane < end; ++lane) count += flags[lane] != 0;
   return count;
 }
 
-// ---- start
-
-SPEC_HD inline void start_queues(DeviceQueues& queues, int budget, int batch, int max_depth, float* bound) {
-  queues.budget = budget;
-  queues.batch = batch;
-  queues.max_depth = max_depth;
-  queues.accepted[0] = 0.0f;  // the root
-  queues.accepted_count = 1;
-  queues.queue_count = 0;
-  *bound = budget == 1 ? 0.0f : kLowest;
+SPEC_DEVICE inline int count_of(const float* scores, int end) {
+  int count = 0;
+  for (int lane = 0; lane < end; ++lane) count += scores[lane] > kLowest;
+  return count;
 }
 
-// ---- push: candidates kCapacity at a time
-
-struct PushLane {
-  QueueEntry queued, made;
-  int queue_count;
-};
-
-SPEC_HD inline bool sees_nan(const DeviceRun& run, int lane) {
-  bool found = false;
-  for (int i = lane; i < run.count; i += kCapacity) found |= run.scores[i] != run.scores[i];
-  return found;
+SPEC_DEVICE inline int place_of_ranked(const StepShared& shared, int made, int lane) {
+  int place = lane;
+  for (int other = 0; other < made; ++other) place += shared.made[other] > shared.ranked[lane];
+  return place;
 }
 
-SPEC_HD inline void read_run(const DeviceQueues& queues, const DeviceRun& run, int first, int lane, PushLane& own,
-                             MergeScores& scores) {
-  own.queue_count = queues.queue_count;
-  scores.ranked[lane] = scores.made[lane] = kLowest;
-  if (lane == 0) scores.ranked_count = own.queue_count;
-  if (lane == 0) scores.made_count = smaller(run.count - first, kCapacity);
-  if (lane < own.queue_count) {
-    own.queued = queues.queue[lane];
-    scores.ranked[lane] = own.queued.score;
-  }
-  const int i = first + lane;
-  if (i < run.count && run.scores[i] > kLowest) {
-    const int64_t place = run.rows == nullptr ? i : run.rows[i];
-    own.made = {run.scores[i], run.log_probs[i], run.nodes[place], run.tokens[i], run.depths_of_nodes[place] + 1};
-    scores.made[lane] = own.made.score;
-  }
+SPEC_DEVICE inline int place_of_made(const StepShared& shared, int ranked, int made, int lane) {
+  const float own = shared.made[lane];
+  int place = 0;
+  for (int other = 0; other < ranked; ++other) place += shared.ranked[other] >= own;
+  for (int other = 0; other < made; ++other)
+    place += shared.made[other] > own || (shared.made[other] == own && other < lane);
+  return place;
 }
 
-SPEC_HD inline void write_queue(DeviceQueues& queues, int lane, const PushLane& own, const MergeScores& scores) {
-  if (lane < own.queue_count) {
-    const int place = place_of_ranked(scores, lane);
-    if (place < queues.budget) queues.queue[place] = own.queued;
-  }
-  if (scores.made[lane] > kLowest) {
-    const int place = place_of_made(scores, lane);
-    if (place < queues.budget) queues.queue[place] = own.made;
-  }
-  if (lane == 0) {
-    int made = 0;
-    for (int other = 0; other < scores.made_count; ++other) made += scores.made[other] > kLowest;
-    queues.queue_count = smaller(queues.budget, own.queue_count + made);
-  }
+// ---- what was found into Q, kCapacity candidates at a time
+
+SPEC_DEVICE inline void read_queues(const QueueArrays& queues, bool begins, int lane, StepLane& own) {
+  const bool there = lane < queues.budget && !begins;
+  own.accepted = there ? queues.accepted[lane] : begins && lane == 0 ? 0.0f : kLowest;  // the root
+  own.queued = there && queues.scores[lane] > kLowest ? read_entry(queues, lane) : no_entry();
 }
 
-SPEC_HD inline void read_both(const DeviceQueues& queues, int lane, MergeScores& scores) {
-  if (lane == 0) scores.ranked_count = queues.accepted_count;
-  if (lane == 0) scores.made_count = queues.queue_count;
-  scores.ranked[lane] = lane < queues.accepted_count ? queues.accepted[lane] : kLowest;
-  scores.made[lane] = lane < queues.queue_count ? queues.queue[lane].score : kLowest;
+// Candidates of -inf are passed over, and those of NaN are not above it.
+SPEC_DEVICE inline void offer(const FoundArrays& found, int64_t first, int lane, StepLane& own, StepShared& shared) {
+  const int64_t i = first + lane;
+  own.made = i < found.count && found.scores[i] > kLowest ? candidate(found, i) : no_entry();
+  shared.ranked[lane] = own.queued.score;
+  shared.made[lane] = own.made.score;
 }
 
-// As best_first_bound.
-SPEC_HD inline void write_bound(const DeviceQueues& queues, int lane, const MergeScores& scores, float* bound) {
-  const int last = queues.budget - 1;
-  if (lane == 0 && queues.accepted_count + queues.queue_count <= last) *bound = kLowest;
-  if (lane < queues.accepted_count && place_of_ranked(scores, lane) == last) *bound = scores.ranked[lane];
-  if (lane < queues.queue_count && place_of_made(scores, lane) == last) *bound = scores.made[lane];
-}
-
-// ---- pop and fill
-
-struct DrawScratch {
-  MergeScores scores;
-  double mass[kCapacity];
-  int32_t inner[kCapacity], kept[kCapacity], expands[kCapacity];
-  int count;  // drawn from Q
-};
-
-struct DrawLane {
-  QueueEntry entry;
-  int queue_count, accepted_count;
-};
-
-// Each list has room for kCapacity; what they hold from their counts on is undefined.
-struct DrawOutputs {
-  int64_t *parents, *tokens;
-  float* log_probs;
-  int32_t* nodes;
-  int64_t* expand;
-  int32_t* expanded;
-  double* mass;    // sum of the path probabilities of those expanded
-  int32_t* alive;  // whether there are such and their mass reaches the threshold
-};
-
-SPEC_HD inline void read_queue(const DeviceQueues& queues, bool expands, int lane, DrawLane& own,
-                               DrawScratch& scratch) {
-  own.queue_count = queues.queue_count;
-  own.accepted_count = queues.accepted_count;
-  scratch.inner[lane] = 0;
-  if (lane < own.queue_count) {
-    own.entry = queues.queue[lane];
-    scratch.inner[lane] = own.entry.depth < queues.max_depth;
+SPEC_DEVICE inline void merge(const QueueArrays& queues, int lane, const StepLane& own, const StepShared& shared) {
+  const int budget = static_cast<int>(queues.budget);
+  if (own.queued.score > kLowest) {
+    const int place = place_of_ranked(shared, kCapacity, lane);
+    if (place < budget) write_entry(queues, place, own.queued);
   }
-  const int room = expands ? kCapacity : queues.budget - own.accepted_count;
-  if (lane == 0) scratch.count = smaller(room, own.queue_count);
+  if (own.made.score > kLowest) {
+    const int place = place_of_made(shared, budget, kCapacity, lane);
+    if (place < budget) write_entry(queues, place, own.made);
+  }
+  if (lane < budget && lane >= count_of(shared.ranked, budget) + count_of(shared.made, kCapacity))
+    write_entry(queues, lane, no_entry());
+}
+
+SPEC_DEVICE inline void read_merged(const QueueArrays& queues, int lane, StepLane& own) {
+  own.queued = lane < queues.budget ? read_entry(queues, lane) : no_entry();
+}
+
+// ---- the batch into G
+
+SPEC_DEVICE inline void find_inner(const Search& search, int lane, const StepLane& own, StepShared& shared) {
+  shared.inner[lane] = own.queued.score > kLowest && own.queued.depth < search.max_depth;
 }
 
 // As pop_count: as far as the batch-th above the greatest depth.
-SPEC_HD inline void find_last_of_batch(const DeviceQueues& queues, int lane, DrawScratch& scratch) {
-  if (scratch.inner[lane] && count_before(scratch.inner, lane) == queues.batch - 1) scratch.count = lane + 1;
+SPEC_DEVICE inline void take(const Search& search, int lane, StepLane& own, StepShared& shared) {
+  own.taken = own.queued.score > kLowest && count_before(shared.inner, lane) < search.batch;
+  shared.ranked[lane] = own.accepted;
+  shared.made[lane] = own.taken ? own.queued.score : kLowest;
 }
 
-SPEC_HD inline void read_drawn(const DeviceQueues& queues, int lane, const DrawLane& own, DrawScratch& scratch) {
-  if (lane == 0) scratch.scores.ranked_count = own.accepted_count;
-  if (lane == 0) scratch.scores.made_count = scratch.count;
-  scratch.scores.ranked[lane] = lane < own.accepted_count ? queues.accepted[lane] : kLowest;
-  scratch.scores.made[lane] = lane < scratch.count ? own.entry.score : kLowest;
-}
-
-SPEC_HD inline void write_accepted(DeviceQueues& queues, int lane, const DrawLane& own, DrawScratch& scratch) {
-  if (lane < own.accepted_count) {
-    const int place = place_of_ranked(scratch.scores, lane);
-    if (place < queues.budget) queues.accepted[place] = scratch.scores.ranked[lane];
+SPEC_DEVICE inline void accept(const QueueArrays& queues, int lane, StepLane& own, StepShared& shared) {
+  const int budget = static_cast<int>(queues.budget);
+  own.drawn = count_of(shared.made, budget);
+  if (own.accepted > kLowest) {
+    const int place = place_of_ranked(shared, budget, lane);
+    if (place < budget) queues.accepted[place] = own.accepted;
   }
-  const int place = lane < scratch.count ? place_of_made(scratch.scores, lane) : kCapacity;
-  scratch.kept[lane] = place < queues.budget;  // of those drawn, the first ones, as they come best first
-  if (scratch.kept[lane]) queues.accepted[place] = own.entry.score;
-  if (lane >= scratch.count && lane < own.queue_count) queues.queue[lane - scratch.count] = own.entry;
-  if (lane == 0) {
-    queues.accepted_count = smaller(queues.budget, own.accepted_count + scratch.count);
-    queues.queue_count = own.queue_count - scratch.count;
+  const int place = own.taken ? place_of_made(shared, budget, budget, lane) : budget;
+  own.kept = place < budget;  // the first of those taken, as they come best first
+  shared.kept[lane] = own.kept;
+  if (own.kept) queues.accepted[place] = own.queued.score;
+  if (lane >= budget) return;
+  if (lane >= count_of(shared.ranked, budget) + own.drawn) queues.accepted[lane] = kLowest;
+  if (lane >= own.drawn) write_entry(queues, lane - own.drawn, own.queued);
+  if (lane >= budget - own.drawn) write_entry(queues, lane, no_entry());
+}
+
+SPEC_DEVICE inline void find_expanded(const QueueArrays& queues, int lane, const StepLane& own, StepShared& shared) {
+  const float worst = queues.accepted[queues.budget - 1];  // -inf where G is not full
+  const bool expands = own.kept && shared.inner[lane] && own.queued.score > worst;
+  shared.expands[lane] = expands;
+  shared.mass[lane] = expands ? exp(static_cast<double>(own.queued.score)) : 0.0;
+  shared.ranked[lane] = lane < queues.budget ? queues.accepted[lane] : kLowest;
+  shared.made[lane] = lane < queues.budget ? queues.scores[lane] : kLowest;
+}
+
+// For half = kCapacity / 2, / 4, ... 1: a sum in an order of its own, the same in every run.
+SPEC_DEVICE inline void fold_mass(int half, int lane, StepShared& shared) {
+  if (lane < half) shared.mass[lane] += shared.mass[lane + half];
+}
+
+// ---- what comes out
+
+// As best_first_bound.
+SPEC_DEVICE inline void write_bound(const QueueArrays& queues, int lane, const StepShared& shared) {
+  const int budget = static_cast<int>(queues.budget), last = budget - 1;
+  if (lane == 0 && count_of(shared.ranked, budget) + count_of(shared.made, budget) < budget) *queues.bound = kLowest;
+  if (shared.ranked[lane] > kLowest && place_of_ranked(shared, budget, lane) == last)
+    *queues.bound = shared.ranked[lane];
+  if (shared.made[lane] > kLowest && place_of_made(shared, budget, budget, lane) == last)
+    *queues.bound = shared.made[lane];
+}
+
+SPEC_DEVICE inline void write_drawn(const Step& step, int lane, const StepLane& own, const StepShared& shared) {
+  const int budget = static_cast<int>(step.queues.budget);
+  const int nodes = count_before(shared.kept, budget);
+  const int expanded = shared.mass[0] >= step.search.threshold ? count_before(shared.expands, budget) : 0;
+  int filled = 0;
+  if (expanded == 0 && step.search.fill) {  // as fill_count: of those that wait, as far as G has room
+    const int room = budget - count_of(shared.ranked, budget), waiting = count_of(shared.made, budget);
+    filled = room < waiting ? room : waiting;
   }
+  if (lane == 0) *step.out.nodes = nodes + filled;
+  if (lane == 0) *step.out.expanded = expanded;
+  if (lane >= budget) return;
+  if (own.kept) write_node(step.out, lane, own.queued);
+  if (lane >= own.drawn && lane - own.drawn < filled) write_node(step.out, nodes + lane - own.drawn, own.queued);
+  if (lane >= nodes + filled) step.out.parents[lane] = 0, step.out.tokens[lane] = 0, step.out.log_probs[lane] = 0.0f;
+  if (expanded > 0 && shared.expands[lane]) step.out.expand[count_before(shared.expands, lane)] = lane;
+  if (lane >= expanded && lane < step.search.batch) step.out.expand[lane] = 0;
 }
 
-SPEC_HD inline void write_nodes(const DeviceQueues& queues, bool expands, int lane, const DrawLane& own,
-                                DrawScratch& scratch, const DrawOutputs& out) {
-  const float worst = queues.accepted_count == queues.budget ? queues.accepted[queues.budget - 1] : kLowest;
-  scratch.expands[lane] = expands && scratch.kept[lane] && scratch.inner[lane] && own.entry.score > worst;
-  scratch.mass[lane] = scratch.expands[lane] ? std::exp(static_cast<double>(own.entry.score)) : 0.0;
-  if (!scratch.kept[lane]) return;
-  out.parents[lane] = own.entry.parent;
-  out.tokens[lane] = own.entry.token;
-  out.log_probs[lane] = own.entry.log_prob;
+SPEC_DEVICE inline void write_nothing(const Step& step, int lane) {
+  if (lane == 0) *step.out.nodes = *step.out.expanded = 0;
+  if (lane >= step.queues.budget) return;
+  step.out.parents[lane] = 0, step.out.tokens[lane] = 0, step.out.log_probs[lane] = 0.0f;
+  if (lane < step.search.batch) step.out.expand[lane] = 0;
 }
 
-SPEC_HD inline void write_expand(int lane, const DrawScratch& scratch, const DrawOutputs& out) {
-  if (scratch.expands[lane]) out.expand[count_before(scratch.expands, lane)] = lane;
-  if (lane == 0) *out.nodes = count_before(scratch.kept, scratch.count);
-  if (lane == 0) *out.expanded = count_before(scratch.expands, scratch.count);
-}
-
-// To be called with half = kCapacity / 2, / 4, ... 1: a sum in an order of its own, the same in every run.
-SPEC_HD inline void fold_mass(int half, int lane, DrawScratch& scratch) {
-  if (lane < half) scratch.mass[lane] += scratch.mass[lane + half];
-}
-
-SPEC_HD inline void write_mass(double threshold, int lane, const DrawScratch& scratch, const DrawOutputs& out) {
-  if (lane != 0) return;
-  *out.mass = scratch.mass[0];
-  *out.alive = *out.expanded > 0 && scratch.mass[0] >= threshold;
+// As step_queues, but for NaN, which counts as -inf. lanes(work): work(lane, own) by every lane, and a barrier.
+template <typename Lanes>
+SPEC_DEVICE inline void step_on_lanes(const Step& step, bool going, bool begins, StepShared& shared, Lanes& lanes) {
+  if (!going) {
+    lanes([&](int lane, StepLane&) { write_nothing(step, lane); });
+    return;
+  }
+  lanes([&](int lane, StepLane& own) { read_queues(step.queues, begins, lane, own); });
+  for (int64_t first = 0; first < step.found.count; first += kCapacity) {
+    lanes([&](int lane, StepLane& own) { offer(step.found, first, lane, own, shared); });
+    lanes([&](int lane, StepLane& own) { merge(step.queues, lane, own, shared); });
+    lanes([&](int lane, StepLane& own) { read_merged(step.queues, lane, own); });
+  }
+  lanes([&](int lane, StepLane& own) { find_inner(step.search, lane, own, shared); });
+  lanes([&](int lane, StepLane& own) { take(step.search, lane, own, shared); });
+  lanes([&](int lane, StepLane& own) { accept(step.queues, lane, own, shared); });
+  lanes([&](int lane, StepLane& own) { find_expanded(step.queues, lane, own, shared); });
+  for (int half = kCapacity / 2; half > 0; half /= 2)
+    lanes([&](int lane, StepLane&) { fold_mass(half, lane, shared); });
+  lanes([&](int lane, StepLane& own) {
+    write_bound(step.queues, lane, shared);
+    write_drawn(step, lane, own, shared);
+  });
 }
 
 }  // namespace spec

@@ -4,13 +4,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
+#include "spec/lowest.hpp"
 #include "spec/vector.hpp"
 
 namespace spec {
 
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
 constexpr float kLargest = 3e38f;  // what +inf counts as: finite, so that differences of scores stay defined
 
 // NaN counts as -inf.

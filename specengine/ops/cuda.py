@@ -1,10 +1,10 @@
-"""The kernels of csrc/*.cu: ops for CUDA tensors, and the same without a host read for captured graphs.
+"""The kernels of csrc/*.cu: SALF's queue for CUDA tensors, and loops of captured graphs.
 
 They stand in specengine/_cuda.so, a plain shared library behind a C interface (csrc/spec/device_abi.hpp), which is
-loaded on first use. BackendError where it is missing or stale, names the build command; where there is no driver or
-a call fails, the CUDA error. Calls run on torch's current stream of the tensors' device; call each once before a
-capture, so that its kernel is loaded. What they check is type, dtype, shape and contiguity; contents are the caller's
-promise, as reading them would make the host wait.
+loaded on first use; where it was not built, NVRTC compiles the queue's kernel (_nvrtc.py). BackendError where it is
+missing or stale, names the build command; where there is no driver or a call fails, the CUDA error. Calls run on
+torch's current stream of the tensors' device; call each once before a capture, so that its kernel is loaded. Contents
+of tensors are the caller's promise, as reading them would make the host wait.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ import torch
 from torch import Tensor
 
 from specengine.errors import BackendError, InputError
+from specengine.ops import _nvrtc, queue
+from specengine.ops._registry import by_meaning
+from specengine.ops.queue import Drawn, Queues, Search
+from specengine.ops.select import Candidates
+from specengine.ops.tree import Nodes
 
 LIBRARY = Path(__file__).parents[1] / "_cuda.so"
 BUILD = "SPECENGINE_CUDA=1 pip install -e ."
-ABI_VERSION = 1  # as in csrc/spec/device_abi.hpp
+ABI_VERSION = 2  # as in csrc/spec/device_abi.hpp
 CAPACITY = 256  # largest budget of a best-first queue
-MOST_WALKED = 1024  # largest tree of a walk
 DEVICE = "cuda"  # whose addresses the library takes
 
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 SIGNATURES: dict[str, tuple[Any, ...]] = {  # of functions that return 0 or a CUDA error code
     "spec_driver_version": (_P,),
-    "spec_queues_start": (_P, _I, _I, _I, _P, _P),
-    "spec_queues_push": (_P, _P, _P, _P, _P, _P, _P, _P, _I, _P, _P, _P),
-    "spec_queues_draw": (_P, _I, _D, _P, _P, _P, _P, _P, _P, _P, _P, _P),
-    "spec_tree_append": (*(_P,) * 7, _I, _I, *(_P,) * 6, _I, *(_P,) * 5),
-    "spec_walk": (_P, _P, _P, _P, _I, _P, _P, _P, _P),
-    "spec_compact_kv": (_P, _L, _L, _L, _P, _P, _P, _P),
+    "spec_queues_step": (*(_P,) * 7, _I, *(_P,) * 5, _I, *(_P,) * 5, _L, _L, _D, _I, *(_P,) * 7),
     "spec_loop_create": (_P, _P, _P, _P, _P, _I, _P),
     "spec_loop_launch": (_P, _P),
     "spec_loop_destroy": (_P,),
@@ -62,7 +61,6 @@ def _open(path: Path) -> ctypes.CDLL:
     if version != ABI_VERSION:
         raise BackendError(f"{path} has interface {version}, {ABI_VERSION} is needed; build it again by: {BUILD}")
     opened.spec_error.restype, opened.spec_error.argtypes = ctypes.c_char_p, (_I,)
-    opened.spec_queues_bytes.restype = _L
     for name, arguments in SIGNATURES.items():
         getattr(opened, name).argtypes = arguments
     return opened
@@ -85,12 +83,13 @@ def driver_version() -> int:
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
-    """What `ops` finds here; ImportError where the library cannot be used."""
+    """What `ops` finds here; ImportError where the library cannot be used and there is no NVRTC either."""
     try:
         library()
     except BackendError as error:
-        raise ImportError(str(error).partition(";")[0]) from error  # ops adds the build command
-    return {}
+        if _nvrtc.find() is None:
+            raise ImportError(str(error).partition(";")[0]) from error  # ops adds the build command
+    return {"step_queues": step_queues}
 
 
 def _run(function: str, device: torch.device, *arguments: Any) -> None:
@@ -108,6 +107,47 @@ def _address(name: str, tensor: Tensor, dtype: torch.dtype, least: int = 1) -> i
     if not tensor.is_contiguous():
         raise InputError(f"{name}: a contiguous tensor is needed, got strides {tensor.stride()}")
     return tensor.data_ptr()
+
+
+# ---- best-first queues
+
+
+def step_queues(
+    queues: Queues,
+    found: Candidates,
+    frontier: Nodes,
+    depths: Tensor,
+    token_ids: Tensor | None,
+    passes: Tensor,
+    search: Search,
+) -> Drawn:
+    """One launch. A score of NaN is passed over as one of -inf is: to report it would take further launches."""
+    budget, device = queues.scores.shape[0], passes.device
+    if budget > CAPACITY or not all(part.is_contiguous() for part in queues):
+        return by_meaning(queue.step_queues, queues, found, frontier, depths, token_ids, passes, search)
+    width = min(search.batch, budget)
+    found = Candidates(*(part.contiguous() for part in found))
+    nodes, depths = frontier.ids.contiguous(), depths.contiguous()
+    token_ids = None if token_ids is None else token_ids.contiguous()
+    parents, tokens, expand = torch.empty(2 * budget + width, dtype=torch.int64, device=device).split(
+        [budget, budget, width]
+    )
+    log_probs, counts = torch.empty(budget, device=device), torch.empty(2, dtype=torch.int32, device=device)
+    drawn = Drawn(parents, tokens, log_probs, counts[:1], Nodes(expand, counts[1:]))
+    lists = [part.data_ptr() for part in queues], [part.data_ptr() for part in found[:4]]
+    given = nodes.data_ptr(), depths.data_ptr(), None if token_ids is None else token_ids.data_ptr()
+    out = [part.data_ptr() for part in (parents, tokens, log_probs, drawn.live, expand, drawn.expand.live)]
+    live = found.live.data_ptr(), frontier.live.data_ptr(), passes.data_ptr()
+    most = found.scores.shape[0]
+    if LIBRARY.exists():
+        sizes = budget, *lists[1], live[0], most, given[0], live[1], *given[1:], live[2]
+        _run("spec_queues_step", device, *lists[0], *sizes, *search, *out)
+    else:
+        step = _nvrtc.Step(
+            (_P * 7)(*lists[0]), budget, (_P * 4)(*lists[1]), most, (_P * 3)(*given), *search, (_P * 6)(*out)
+        )
+        _nvrtc.launch(step, live, device)
+    return drawn
 
 
 # ---- captured loop

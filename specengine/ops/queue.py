@@ -80,7 +80,7 @@ def step_queues(
     found: best first; -inf is passed over; rows: places in the frontier; token_ids: int64 [draft vocabulary], the
     tokens of its columns, or None where they are the columns; depths: int64, of the tree's nodes; passes: int32 [1]; at
     1 the queues begin anew. Where the frontier is empty nothing changes and nothing is drawn. InputError on NaN scores
-    (on a CUDA device: an asynchronous assertion).
+    (on a CUDA device an asynchronous assertion, or by the kernel they are passed over as -inf is).
     """
     budget, shape = queues.scores.shape[0], found.scores.shape
     kinds = torch.int64, torch.int64, torch.float32, torch.float32
@@ -115,8 +115,10 @@ def _push(queues: Queues, found: Candidates, nodes: Tensor, depths: Tensor, toke
     given = scores, found.log_probs, parents, depths.index_select(0, parents) + 1, tokens
     # of equal scores those that were there rank first
     best = order_keys(torch.cat([queues.scores, scores])).topk(queues.scores.shape[0]).indices
-    ranked = [torch.cat(pair)[best] for pair in zip(queues[1:6], given, strict=True)]
-    return queues._replace(**dict(zip(Queues._fields[1:6], ranked, strict=True)))
+    scores, log_probs, parents, depths, tokens = (
+        torch.cat(pair)[best] for pair in zip(queues[1:6], given, strict=True)
+    )
+    return Queues(queues.accepted, scores, log_probs, parents, depths, tokens, queues.bound)
 
 
 def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]:

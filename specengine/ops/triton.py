@@ -50,11 +50,10 @@ def append_nodes(
     m = parents.shape[0]
     if not 0 < m <= frontier.MOST_APPENDED:
         return by_meaning(tree.append_nodes, arrays, size, parents, tokens, log_probs, count, overflow)
-    given = parents.contiguous(), tokens.contiguous(), log_probs.contiguous(), count
-    new = frontier.frontier_for(m, size.device)  # all of them
-    everyone = torch.arange(m, device=size.device)
-    frontier.append_nodes(frontier.Tree(*arrays, size), *given, new, overflow, expand=everyone, expanded=count)
-    return new.nodes
+    given = parents.contiguous(), tokens.contiguous(), log_probs.contiguous()
+    ids = torch.empty_like(given[0])
+    frontier.append_nodes(frontier.Tree(*arrays, size), *given, count, ids, overflow)
+    return ids
 
 
 def best_candidates(
@@ -68,7 +67,7 @@ def best_candidates(
     normalized: bool,
 ) -> Candidates:
     away, device = scores.device != logits.device, logits.device
-    if away or most > MOST_CANDIDATES or not candidate_selection.fits(*logits.shape):
+    if away or most > MOST_CANDIDATES or not len(logits) or not candidate_selection.fits(*logits.shape):
         with meaning():
             numbers: dict[str, Any] = {"limit": limit, "log_gate": log_gate, "bound": bound}
             return select.best_candidates(logits, scores, live, most, **numbers, normalized=normalized)

@@ -1,12 +1,9 @@
-"""The logic of the kernels on the host, and their answers, on a GPU and emulated.
-
-Emulated means that the kernels' sources are compiled by g++ with csrc/tests/emulated/cuda_runtime.h.
-"""
+"""step_queues of the library, on a GPU and on the host, where the lanes of a block run in lock step."""
 
 from __future__ import annotations
 
+import ctypes
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,222 +13,190 @@ import pytest
 import torch
 from torch import Tensor
 
-from specengine import cuda, reference
-from specengine.errors import InputError
-from specengine.tree import TokenTree
+from specengine import ops
+from specengine.ops import _nvrtc, cuda
+from specengine.ops.queue import Drawn, Queues, Search, step_queues
+from specengine.ops.select import Candidates
+from specengine.ops.tree import Nodes
 from tests.test_native import COMPILER, build_and_run
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-
-
-# ---- the logic, on the host under the sanitizers
+NODES, COLUMNS = 30, 20
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++) on the path")
-def test_logic_of_the_kernels_on_the_host(tmp_path: Path) -> None:
+def test_logic_of_the_lanes_under_the_sanitizers(tmp_path: Path) -> None:
     run = build_and_run(CSRC / "tests" / "device_logic_test.cpp", tmp_path / "device_logic_test")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "all checks passed" in run.stdout
 
 
-# ---- the answers, against the reference
-
-
-def emulated_source(file: Path) -> str:
-    return re.sub(r"([\w<>]+)<<<(.*?)>>>\(", r"emulated::launch(\1, \2)(", file.read_text(encoding="utf-8"))
-
-
-LOOP_STUBS = """
-#include "spec/device_abi.hpp"
-int spec_loop_create(void*, void*, void*, const int32_t*, int32_t*, int, void**) { return 1; }
-int spec_loop_launch(void*, void*) { return 1; }
-int spec_loop_destroy(void*) { return 1; }
-"""
-
-
 @pytest.fixture(scope="module")
-def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if COMPILER is None or not sys.platform.startswith("linux"):
         pytest.skip("needs Linux and a C++ compiler (g++ or clang++) on the path")
-    folder = tmp_path_factory.mktemp("emulated")
-    sources = {file.stem: emulated_source(file) for file in CSRC.glob("*.cu") if file.stem != "graph"}
-    sources["graph"] = LOOP_STUBS
-    for name, text in sources.items():
-        (folder / f"{name}.cpp").write_text(text)
-    files = [str(folder / f"{name}.cpp") for name in sources]
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", f"-I{CSRC / 'tests' / 'emulated'}", f"-I{CSRC}"]
-    done = subprocess.run([COMPILER, *flags, *files, "-o", str(folder / "_cuda.so")], capture_output=True, text=True)
+    library = tmp_path_factory.mktemp("host") / "_cuda.so"
+    source = CSRC / "tests" / "host_device_library.cpp"
+    command = [COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{CSRC}", str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return folder / "_cuda.so"
+    return library
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["host", "host, by NVRTC", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device of the tensors that the kernels take."""
+    """The device of the tensors that the library takes."""
     if request.param == "cuda":
         assert cuda.LIBRARY.exists(), f"on a GPU the library is tested too; build it by: {cuda.BUILD}"
+        monkeypatch.setenv(ops.VARIABLE, "cuda")
         return "cuda"
-    monkeypatch.setattr(cuda, "LIBRARY", request.getfixturevalue("emulated_library"))
-    monkeypatch.setattr(cuda, "DEVICE", "cpu")
+    library = request.getfixturevalue("host_library")
+    if "NVRTC" in request.param:
+        driver = ctypes.CDLL(str(library))
+        monkeypatch.setattr(cuda, "LIBRARY", library.with_name("none.so"))
+        monkeypatch.setattr(_nvrtc, "_driver", lambda: driver)
+        monkeypatch.setattr(_nvrtc, "launch", lambda step, counts, _: _nvrtc.start(None, step, counts, 0))
+        return "cpu"
+    monkeypatch.setattr(cuda, "LIBRARY", library)
     monkeypatch.setattr(cuda, "_run", lambda name, _, *given: cuda.check(getattr(cuda.library(), name)(*given, None)))
     return "cpu"
 
 
-def random_parents(size: int, generator: torch.Generator) -> Tensor:
-    parents = [-1] + [int(torch.randint(node, (1,), generator=generator)) for node in range(1, size)]
-    return torch.tensor(parents)
+def count(value: int, device: str) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("size", [1, 2, 64, 65, 300, 1024, 1100])
-def test_walk(device: str, size: int) -> None:
-    generator = torch.Generator().manual_seed(size)
-    for _ in range(10):
-        parents, tokens = random_parents(size, generator), torch.randperm(size, generator=generator)
-        chosen = torch.randint(size, (size,), generator=generator)
-        node = int(torch.randint(size, (1,), generator=generator))
-        while node > 0:
-            chosen[parents[node]] = tokens[node]
-            node = int(parents[node])
-        given = [values.to(device) for values in (tokens, parents, chosen)]
-        assert cuda.walk(*given) == reference.walk(tokens, parents, chosen)
+def random_candidates(most: int, live: int, coarse: bool, frontier: int, random: torch.Generator) -> Candidates:
+    """Best first, the last of them of -inf; what stands behind `live` is NaN and points nowhere."""
+    rows, columns = (torch.randint(bound, (most,), generator=random) for bound in (frontier, COLUMNS))
+    scores = -torch.randint(9 if coarse else 10**5, (most,), generator=random).float() / (2 if coarse else 10**4)
+    scores[scores < -3.9] = -math.inf
+    scores = scores.sort(descending=True).values
+    rows[live:], columns[live:], scores[live:] = 2**40, 2**40, math.nan
+    return Candidates(rows, columns, torch.rand(most, generator=random), scores, count(live, "cpu"))
 
 
-def test_walk_of_a_part_gives_the_bonus_token(device: str) -> None:
-    tokens, parents = torch.tensor([0, 5, 6, 7], device=device), torch.tensor([-1, 0, 1, 2], device=device)
-    chosen, size = torch.tensor([5, 6, 7, 8], device=device), torch.tensor([3], dtype=torch.int32, device=device)
-    path, count, bonus = torch.empty_like(tokens), torch.empty_like(size), tokens.new_empty(1)
-    cuda.walk_into(tokens, parents, chosen, path, count, bonus, size)
-    assert path[: int(count)].tolist() == [0, 1, 2]
-    assert int(bonus) == 7
+def moved(given: tuple, device: str) -> list:
+    return [part.to(device) for part in given]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_size", [3, 64, 80])
-def test_compact_kv(device: str, dtype: torch.dtype, head_size: int) -> None:
-    generator = torch.Generator().manual_seed(head_size)
-    slab = torch.randn(3, 2, 2, 100, head_size, generator=generator).to(dtype)
-    for taken in (1, 2, 9, 40):
-        path = [0, *(1 + torch.randperm(60, generator=generator)[: taken - 1]).sort().values.tolist()]
-        expected, got = slab.clone(), slab.clone().to(device)
-        reference.compact_kv(expected, 30, path)
-        cuda.compact_kv(got, 30, path)
-        assert torch.equal(got.cpu(), expected)
+def same(found: tuple, wanted: tuple) -> None:
+    for name, one, other in zip(type(wanted)._fields, found, wanted, strict=True):
+        if isinstance(other, Nodes):
+            same(one, other)
+        else:
+            assert one.tolist() == other.tolist(), name
 
 
+def meant(queues: Queues, *given: object) -> Drawn:
+    """What the op means, with zeros behind the counts."""
+    drawn = ops.by_meaning(step_queues, queues, *given)
+    padding = torch.arange(len(drawn.tokens)) >= drawn.live
+    parts = (part.masked_fill(padding, 0) for part in drawn[:3])
+    return Drawn(*parts, drawn.live, drawn.expand)
+
+
+@pytest.mark.parametrize("fill", [False, True])
 @pytest.mark.parametrize("budget", [1, 3, 60, 256])
-@pytest.mark.parametrize("batch", [1, 10])
-def test_best_first(device: str, budget: int, batch: int) -> None:
-    generator = torch.Generator().manual_seed(budget)
-    expected, queues = reference.BestFirst(budget, batch, 4, "cpu"), cuda.BestFirst(budget, batch, 4, device)
-    for step in range(15):
-        count = int(torch.randint(2 * budget + 2, (1,), generator=generator))
-        whole = [torch.randint(5, (count,), generator=generator) for _ in range(3)]
-        scores = -torch.randint(20 if step % 2 else 10000, (count,), generator=generator).float() / 8
-        scores[scores == 0] = -math.inf
-        given = *whole, scores / 2, scores
-        expected.push(*given)
-        queues.push(*(values.to(device) for values in given))
-        assert queues.bound == expected.bound
-        a, b = (one.fill() if step % 7 == 6 else one.pop() for one in (queues, expected))
-        for mine, theirs in zip(a[:4], b[:4], strict=True):
-            assert mine.tolist() == theirs.tolist()
-        assert a.mass == pytest.approx(b.mass, rel=1e-12)
-
-
-def test_best_first_refuses_nan(device: str) -> None:
-    queues, whole = cuda.BestFirst(3, 1, 3, device), torch.zeros(2, dtype=torch.int64, device=device)
-    good, bad = torch.tensor([-1.0, -2.0], device=device), torch.tensor([-1.0, math.nan], device=device)
-    with pytest.raises(InputError, match="NaN"):
-        queues.push(whole, whole, whole, good, bad)
-    queues.push(whole, whole, whole, good, good)
-    assert queues.pop().log_probs.tolist() == [-1.0]
-
-
-def arrays_of(tree: TokenTree) -> tuple[Tensor, ...]:
-    names = ("tokens", "parents", "depths", "log_probs", "path_log_probs", "ancestors")
-    return tuple(getattr(tree, f"_{name}") for name in names)
-
-
-def test_appended_nodes_are_those_of_a_token_tree(device: str) -> None:
-    """A SALF search in device memory: push by rows of the frontier, draw, append."""
-    width, expected = 6, TokenTree.root(7, 130)
-    made = (values.clone().to(device) for values in arrays_of(TokenTree.root(7, 130)))
-    tree = cuda.TreeArrays(*made, torch.ones(1, dtype=torch.int32, device=device))
-    queues = cuda.Queues(60, width, 60, device)
-    whole = torch.zeros(2, width, dtype=torch.int64, device=device)
-    frontier = cuda.Frontier(whole[0], whole[1], torch.full((width,), -math.inf, device=device))
-    frontier.scores[0] = 0.0
-    generator, tokens = torch.Generator().manual_seed(0), torch.arange(20, device=device)
-    for _ in range(5):
-        rows = torch.randint(width, (20,), generator=generator).to(device)
-        edges = -torch.rand(20, generator=generator).to(device)
-        count = torch.tensor([18], dtype=torch.int32, device=device)
-        queues.push(
-            frontier.nodes, frontier.depths, tokens, edges, frontier.scores[rows] + edges, rows=rows, count=count
+@pytest.mark.parametrize("batch", [1, 10, 300])
+def test_steps_are_what_they_mean(device: str, budget: int, batch: int, fill: bool) -> None:
+    random = torch.Generator().manual_seed(budget + fill)
+    wanted = Queues.start(budget, "cpu")
+    queues = Queues(*moved(tuple(part.clone() for part in wanted), device))
+    depths, ids = torch.randint(4, (NODES,), generator=random), torch.randint(999, (COLUMNS,), generator=random)
+    for step in range(16):
+        frontier = Nodes(torch.randint(NODES, (6,), generator=random), count(0 if step % 5 == 4 else 6, "cpu"))
+        most = int(torch.randint(1, 2 * budget + 2, (1,), generator=random)) + 300 * (step == 7)
+        live = int(torch.randint(0, most + 1, (1,), generator=random))
+        found = random_candidates(most, live, step % 2 == 0, 6, random)
+        readable = found._replace(rows=found.rows.clamp(max=5), columns=found.columns.clamp(max=COLUMNS - 1))
+        search = Search(batch, 3, (0.0, 0.30001)[step % 2], fill)
+        token_ids, passes = (None, ids)[step % 2], count(1 + step % 9, "cpu")
+        before = [part.tolist() for part in queues]
+        expected = meant(wanted, readable, frontier, depths, token_ids, passes, search)
+        drawn = cuda.step_queues(
+            queues,
+            Candidates(*moved(found, device)),
+            Nodes(*moved(frontier, device)),
+            depths.to(device),
+            None if token_ids is None else token_ids.to(device),
+            passes.to(device),
+            search,
         )
-        drawn = queues.draw(threshold=0.1)
-        cuda.append_nodes(tree, drawn, queues.refused, frontier)
-        nodes, kept = int(drawn.nodes), int(drawn.expanded)
-        added = expected.add(*(values[:nodes].cpu() for values in (drawn.parents, drawn.tokens, drawn.log_probs)))
-        expand = added[drawn.expand[:kept].cpu()]
-        assert frontier.nodes.tolist() == [*expand.tolist(), *[0] * (width - kept)]
-        assert frontier.depths[:kept].tolist() == expected.depths[expand].tolist()
-        assert frontier.scores[:kept].tolist() == expected.path_log_probs[expand].tolist()
-        assert frontier.scores[kept:].tolist() == [-math.inf] * (width - kept)
-        assert bool(drawn.alive) == (kept > 0 and float(drawn.mass) >= 0.1)
-    cuda.append_nodes(tree, queues.draw(expands=False), queues.refused)
-    size = int(tree.size)
-    assert size == len(expected) + int(queues.drawn.nodes) > 20
-    for mine, theirs in zip(tree[:6], arrays_of(expected), strict=True):
-        assert torch.equal(mine[: len(expected)].cpu(), theirs[: len(expected)])
-    assert not int(queues.refused)
+        same(drawn, expected)
+        held = int((wanted.scores > -math.inf).sum())
+        for name, one, other in zip(Queues._fields, queues, wanted, strict=True):
+            end = held if name in ("log_probs", "parents", "depths", "tokens") else None
+            assert one[:end].tolist() == other[:end].tolist(), name
+        if not int(frontier.live):
+            assert [part.tolist() for part in queues] == before
 
 
-def test_nodes_beyond_the_capacity_are_refused(device: str) -> None:
-    made = (values.to(device) for values in arrays_of(TokenTree.root(7, 2)))
-    tree = cuda.TreeArrays(*made, torch.ones(1, dtype=torch.int32, device=device))
-    queues, whole = cuda.Queues(9, 9, 9, device), torch.zeros(2, dtype=torch.int64, device=device)
-    edges = torch.tensor([-1.0, -2.0], device=device)
-    queues.push(whole, whole, whole, edges, edges)
-    cuda.append_nodes(tree, queues.draw(), queues.refused)
-    assert (int(tree.size), int(queues.refused)) == (1, 1)
+def test_nan_never_becomes_a_node(device: str) -> None:
+    queues, zeros = Queues(*moved(Queues.start(4, "cpu"), device)), torch.zeros(3, dtype=torch.int64, device=device)
+    scores = torch.tensor([math.nan, -1.0, -math.inf], device=device)
+    found = Candidates(zeros, zeros + 7, scores, scores, count(3, device))
+    one = count(1, device)
+    drawn = cuda.step_queues(queues, found, Nodes(zeros, one), zeros, None, one, Search(3, 9, 0.0, True))
+    assert (drawn.tokens[: int(drawn.live)].tolist(), drawn.log_probs.tolist()) == ([7], [-1.0, 0.0, 0.0, 0.0])
+    assert queues.accepted.tolist() == [0.0, -1.0, -math.inf, -math.inf]
+
+
+def test_larger_budgets_run_by_their_meaning(device: str) -> None:
+    budget = cuda.CAPACITY + 1
+    queues, zeros = Queues.start(budget, device), torch.zeros(3, dtype=torch.int64, device=device)
+    scores = torch.tensor([-1.0, -2.0, -3.0], device=device)
+    one = count(1, device)
+    found = Candidates(zeros, zeros, scores, scores, count(3, device))
+    drawn = cuda.step_queues(queues, found, Nodes(zeros, one), zeros, None, one, Search(2, 9, 0.0, False))
+    assert (int(drawn.live), drawn.expand.ids.tolist()) == (2, [0, 1])
 
 
 @pytest.mark.gpu
-class TestCaptured:
-    def test_step(self) -> None:
-        queues = cuda.Queues(10, 3, 10)
-        nodes = torch.zeros(1, dtype=torch.int64, device="cuda")
-        rows, tokens = torch.zeros(4, dtype=torch.int64, device="cuda"), torch.arange(4, device="cuda")
-        scores = torch.tensor([-1.0, -2.0, -3.0, -4.0], device="cuda")
+@pytest.mark.skipif(_nvrtc.find() is None, reason="needs NVRTC")
+def test_a_kernel_compiled_here_gives_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "none.so")
+    test_nan_never_becomes_a_node("cuda")
+    test_steps_are_what_they_mean("cuda", 60, 10, True)
 
-        def step() -> None:
-            queues.start()
-            queues.push(nodes, nodes, tokens, scores, scores, rows=rows)
-            queues.draw()
 
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        scores.copy_(torch.tensor([-4.0, -3.0, -2.0, -1.0]))
+@pytest.mark.gpu
+def test_a_step_captured_once() -> None:
+    """Replays are the passes of searches: how many there were is read on the device."""
+    random, wanted = torch.Generator().manual_seed(0), Queues.start(60, "cpu")
+    queues = Queues.start(60, "cuda")
+    depths, search = torch.randint(4, (NODES,), generator=random), Search(10, 4, 0.01, True)
+    frontier, passes = Nodes.of(torch.zeros(10, dtype=torch.int64, device="cuda")), count(1, "cuda")
+    found = Candidates(*moved(random_candidates(59, 0, False, 10, random), "cuda"))
+    nodes_depths = depths.cuda()
+    cuda.step_queues(queues, found, frontier, nodes_depths, None, passes, search)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = cuda.step_queues(queues, found, frontier, nodes_depths, None, passes, search)
+    for case in range(12):
+        given = random_candidates(59, 59, case % 2 == 0, 10, random)
+        nodes = Nodes.of(torch.randint(NODES, (10,), generator=random))
+        for into, values in zip((*found, *frontier, passes), (*given, *nodes, count(case % 6 + 1, "cpu")), strict=True):
+            into.copy_(values)
         graph.replay()
-        assert queues.drawn.tokens[: int(queues.drawn.nodes)].tolist() == [3, 2, 1]
+        same(drawn, meant(wanted, given, nodes, depths, None, passes.cpu(), search))
 
-    def test_loop_runs_while_the_flag_is_set(self) -> None:
-        flag, rounds, total = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(3))
 
-        def captured(*work: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-            graph = torch.cuda.CUDAGraph(keep_graph=True)
-            with torch.cuda.graph(graph):
-                for step in work:
-                    step()
-            return graph
+@pytest.mark.gpu
+def test_loop_runs_while_the_flag_is_set() -> None:
+    flag, rounds, total = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(3))
 
-        before = captured(lambda: flag.fill_(5), lambda: total.zero_())
-        body, after = captured(lambda: flag.sub_(1), lambda: total.add_(1)), captured(lambda: total.mul_(10))
-        for limit, passes in ((100, 5), (3, 3)):
-            loop = cuda.Loop(body, flag, rounds, limit, before, after)
-            for _ in range(2):
-                loop.launch()
-                assert (int(rounds), int(total)) == (passes, 10 * passes)
+    def captured(*work: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            for step in work:
+                step()
+        return graph
+
+    before = captured(lambda: flag.fill_(5), lambda: total.zero_())
+    body, after = captured(lambda: flag.sub_(1), lambda: total.add_(1)), captured(lambda: total.mul_(10))
+    for limit, passes in ((100, 5), (3, 3)):
+        loop = cuda.Loop(body, flag, rounds, limit, before, after)
+        for _ in range(2):
+            loop.launch()
+            assert (int(rounds), int(total)) == (passes, 10 * passes)

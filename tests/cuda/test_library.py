@@ -12,13 +12,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from specengine import cuda, ops, reference
+from specengine import ops
 from specengine.errors import BackendError, InputError
+from specengine.ops import cuda
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 NVCC = shutil.which("nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc on the path")
-KERNELS = {"start_kernel", "push_kernel", "draw_kernel", "append_kernel", "walk_kernel", "compact_kernel"}
+KERNELS = {"step_kernel", "condition_kernel"}
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +57,16 @@ def ctype(argument: str) -> type:
 
 def test_signatures_are_those_of_the_header() -> None:
     declared = {name: [ctype(one.strip()) for one in rest.split(",") if one] for name, rest in declarations().items()}
-    assert len(declared) == 13
+    assert len(declared) == 7
     for name, arguments in cuda.SIGNATURES.items():
         assert list(arguments) == declared.pop(name), name
-    assert set(declared) == {"spec_abi_version", "spec_error", "spec_queues_bytes"}
+    assert set(declared) == {"spec_abi_version", "spec_error"}
 
 
 def test_numbers_are_those_of_the_headers() -> None:
     text = "".join(file.read_text(encoding="utf-8") for file in (CSRC / "spec").glob("device_*.hpp"))
     assert f"SPEC_ABI_VERSION {cuda.ABI_VERSION} " in text
     assert f"kCapacity = {cuda.CAPACITY};" in text
-    assert f"kMostWalked = {cuda.MOST_WALKED};" in text
 
 
 # ---- what nvcc makes of it
@@ -78,7 +78,7 @@ def test_compiles_for_each_target_without_spills(built: tuple[Path, str]) -> Non
     compiled = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", report)
     for target in ("sm_80", "sm_90a"):
         names = " ".join(name for name, one in compiled if one == target)
-        assert all(kernel in names for kernel in KERNELS | {"condition_kernel"}), target
+        assert all(kernel in names for kernel in KERNELS), target
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
     assert len(spills) == len(compiled)
     assert set(spills) == {("0", "0", "0")}
@@ -104,6 +104,7 @@ def test_library_needs_neither_cuda_nor_torch_to_load(built: tuple[Path, str]) -
 
 def test_library_that_is_not_built_names_the_build_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "_cuda.so")
+    monkeypatch.setattr(cuda._nvrtc, "find", lambda: None)
     with pytest.raises(BackendError, match=r"not built; .* SPECENGINE_CUDA=1 pip install"):
         cuda.library()
     with pytest.raises(ImportError, match="not built"):
@@ -128,20 +129,18 @@ def test_library_of_other_sources_says_so(built: tuple[Path, str], monkeypatch: 
         cuda.library()
 
 
+def step(library: ctypes.CDLL, budget: int, batch: int = 10) -> int:
+    """The code of a step of null pointers."""
+    nothing = [None] * 7
+    return library.spec_queues_step(*nothing, budget, *nothing[:5], 59, *nothing[:5], batch, 9, 0.0, 0, *nothing)
+
+
 @needs_nvcc
 def test_calls_without_a_driver_give_a_clean_error(library: ctypes.CDLL) -> None:
     if cuda.driver_version():
         pytest.skip("there is a driver")
-    nothing, loop = [None] * 20, ctypes.c_void_p()
-    codes = [
-        library.spec_queues_start(None, 60, 10, 60, None, None),
-        library.spec_queues_push(*nothing[:8], 0, *nothing[:3]),
-        library.spec_queues_draw(None, 1, 0.5, *nothing[:9]),
-        library.spec_tree_append(*nothing[:7], 64, 1, *nothing[:6], 0, *nothing[:5]),
-        library.spec_walk(*nothing[:4], 64, *nothing[:4]),
-        library.spec_compact_kv(None, 4, 64, 128, *nothing[:4]),
-        library.spec_loop_create(None, 1, None, 1, 1, 8, ctypes.byref(loop)),
-    ]
+    loop = ctypes.c_void_p()
+    codes = [step(library, 60), library.spec_loop_create(None, 1, None, 1, 1, 8, ctypes.byref(loop))]
     for code in codes:
         with pytest.raises(BackendError, match=r"CUDA error \d+: .*no NVIDIA driver was found"):
             cuda.check(code)
@@ -152,33 +151,18 @@ def test_calls_without_a_driver_give_a_clean_error(library: ctypes.CDLL) -> None
 @needs_nvcc
 def test_sizes_outside_the_capacity_are_refused(library: ctypes.CDLL) -> None:
     invalid = 1  # cudaErrorInvalidValue
-    nothing = [None] * 20
-    assert library.spec_queues_start(None, cuda.CAPACITY + 1, 1, 1, None, None) == invalid
-    assert library.spec_queues_start(None, 1, 0, 1, None, None) == invalid
-    assert library.spec_walk(*nothing[:4], cuda.MOST_WALKED + 1, *nothing[:4]) == invalid
-    assert library.spec_tree_append(*nothing[:7], 65, 1, *nothing[:6], 0, *nothing[:5]) == invalid
-    assert library.spec_compact_kv(None, 0, 64, 128, *nothing[:4]) == invalid
+    assert step(library, cuda.CAPACITY + 1) == step(library, 0) == step(library, 60, batch=0) == invalid
     assert library.spec_loop_create(None, None, None, None, None, 8, None) == invalid
 
 
 @needs_nvcc
 def test_provider_offers_ops_of_that_name(library: ctypes.CDLL) -> None:
     assert set(cuda.implementations()) <= set(ops.backends())
-    large = cuda.best_first(cuda.CAPACITY + 1, 3, 3, "cpu")
-    assert isinstance(large, reference.BestFirst)
+    assert set(cuda.implementations()) == {"step_queues"}
 
 
 def test_what_does_not_fit_is_refused_before_any_call() -> None:
-    whole, real = torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2, 1, 4, 4)
     one = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(InputError, match="budget"):
-        cuda.Queues(cuda.CAPACITY + 1, 1, 1)
-    with pytest.raises(InputError, match=r"tokens: int64 \[3\] on cuda is needed"):
-        cuda.walk_into(whole, whole, whole, whole, one, whole)
-    with pytest.raises(InputError, match=r"tokens: got 0"):
-        cuda.walk_into(whole[:0], whole, whole, whole, one, whole)
-    with pytest.raises(InputError, match="slab"):
-        cuda.compact_rows(real, whole, one, one)
     with pytest.raises(InputError, match="limit"):
         cuda.Loop(None, one, one, 0)
     with pytest.raises(InputError, match="flag"):

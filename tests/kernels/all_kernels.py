@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 from specengine_kernels import (
-    best_first,
     candidate_selection,
     entropy,
     frontier,
@@ -26,7 +25,10 @@ from torch import Tensor
 
 from specengine import ops
 from tests import toy
-from tests.kernels.searches import number, poisoned_queues, random_level, same
+
+
+def number(value: int, device: torch.device | str) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -135,12 +137,12 @@ def growth(seed: int, device: str) -> None:
         parents, tokens = (torch.randint(0, size, (most,), generator=generator) for _ in range(2))
         edges, count = -random(most, seed=seed).abs(), (seed + layer) % (most + 1)
         before = frontier.Tree(*(tensor.cpu() for tensor in tree))
-        after, next_frontier, wrong = frontier.reference(before, parents, tokens, edges, count, None, width)
-        room, refused = frontier.frontier_for(width, torch.device(device)), number(0, device)
+        after, appended, wrong = frontier.reference(before, parents, tokens, edges, count)
+        ids, refused = torch.full((most,), -77, device=device), number(0, device)
         given = (tensor.to(device) for tensor in (parents, tokens, edges))
-        frontier.append_nodes(tree, *given, number(count, device), room, refused)
-        assert bool(refused) == wrong, seed
-        for found, wanted in zip((*tree, *room), (*after, *next_frontier), strict=True):
+        frontier.append_nodes(tree, *given, number(count, device), ids, refused)
+        assert (ids.tolist(), bool(refused)) == (appended, wrong), seed
+        for found, wanted in zip(tree, after, strict=True):
             assert torch.equal(found.cpu(), wanted), seed
     nodes = torch.arange(width, device=device) % int(tree.size)
     states, table = (random(capacity + 1, 48, seed=seed + i).to(device) for i in (3, 4))
@@ -150,22 +152,6 @@ def growth(seed: int, device: str) -> None:
     frontier.gather_rows(states, sources, table, tokens, out[0], out[1])
     assert torch.equal(out[0], states[sources]), seed
     assert torch.equal(out[1], table[tokens]), seed
-
-
-def search(seed: int, device: str) -> None:
-    budget, rows = 1 + seed * 17 % 256, 1 + seed % 9
-    queues = poisoned_queues(budget, device)
-    options = {"batch": 1 + seed % 16, "max_depth": (2, 99)[seed % 2], "threshold": (0.0, 0.3)[seed // 2 % 2]}
-    ids = torch.arange(50, device=device) * 3
-    for level in range(1, 5):
-        count = (seed + level) * 29 % (budget + 5)
-        nodes, depths, candidates = random_level(seed + level, rows, count, (3, 10**6)[seed % 2], device)
-        given = queues, candidates, nodes, depths
-        wanted = best_first.reference(*given, level=level, target_ids=ids, **options)
-        drawn = best_first.step_queues(*given, *(number(n, device) for n in (rows, level)), target_ids=ids, **options)
-        same(queues, drawn, wanted)
-        room = budget - len(wanted.accepted)
-        assert int(best_first.fill_queues(queues).count) == min(room, len(wanted.queue)), seed
 
 
 def rotation(seed: int, device: str) -> None:
@@ -191,7 +177,6 @@ KERNELS: dict[str, Callable[[int, str], None]] = {
     "walks": walks,
     "compaction": compaction,
     "growth": growth,
-    "search": search,
     "rotation": rotation,
 }
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import triton
 from specengine_kernels import (
-    best_first,
     candidate_selection,
     entropy,
     frontier,
@@ -168,23 +167,12 @@ def walk(nodes: int) -> None:
     verification.walk(whole, whole, whole, one, whole, one, whole[:1])
 
 
-def append(most: int, capacity: int, width: int) -> None:
+def append(most: int, capacity: int) -> None:
     whole, one = torch.empty(capacity, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
     tree = frontier.Tree(whole, whole, whole, torch.empty(capacity), torch.empty(capacity), whole[:, None], one)
     tree = tree._replace(ancestors=torch.empty(capacity, -(-capacity // 64), dtype=torch.int64))
     drawn = torch.empty(most, dtype=torch.int64), torch.empty(most, dtype=torch.int64), torch.empty(most)
-    room, ids = frontier.frontier_for(width, "cpu"), torch.empty(32000, dtype=torch.int64)
-    options = {"rows_of": room.nodes, "target_ids": ids, "expand": ids[:width], "expanded": one}
-    frontier.append_nodes(tree, *drawn, one, room, one, **options)
-
-
-def queues(budget: int, batch: int, mapped: bool) -> None:
-    whole, real, one = torch.empty(budget, dtype=torch.int64), torch.empty(budget), torch.empty(1, dtype=torch.int32)
-    state = best_first.Queues(real, real, real, whole, whole, whole)
-    found = best_first.Candidates(whole, whole, real, real, one)
-    options = {"batch": batch, "max_depth": budget, "threshold": 0.6, "target_ids": whole if mapped else None}
-    best_first.step_queues(state, found, whole, whole, one, one, **options)
-    best_first.fill_queues(state)
+    frontier.append_nodes(tree, *drawn, one, torch.empty(most, dtype=torch.int64), one)
 
 
 def gather(width: int, channels: int, dtype: str) -> None:
@@ -202,7 +190,7 @@ def rope(rows: int, groups: int, size: int, dtype: str) -> None:
 
 
 CASES = {"attention": attention, "selection": selection, "compaction": compaction, "choice": choice, "walk": walk}
-CASES |= {"append": append, "gather": gather, "rope": rope, "queues": queues, "strict": strict}
+CASES |= {"append": append, "gather": gather, "rope": rope, "strict": strict}
 CASES |= {"children": children, "entropy": entropies}
 MODULES = (
     tree_attention,
@@ -214,7 +202,6 @@ MODULES = (
     verification,
     frontier,
     rope_store,
-    best_first,
 )
 
 

@@ -12,7 +12,7 @@ from bench.kernels.__main__ import main
 from bench.kernels.cases import CASES, Attention, Case, Compaction, Search, Selection, floor_of, kind_of
 from bench.kernels.inputs import INPUTS
 from bench.kernels.truth import MOST_ERROR, error_of, truth
-from bench.kernels.way import Way
+from bench.kernels.way import Unavailable, Way
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 SMALL: list[Case] = [
@@ -25,17 +25,19 @@ SMALL: list[Case] = [
     Search(60, 10),
 ]
 HERE = ("torch", "specengine")
-ON_CPU = [way for way in WAYS if way.needs in HERE and "efficient" not in way.name and "cudnn" not in way.name]
+ON_DEVICES = ("specengine", "efficient", "cudnn")
+ON_CPU = [way for way in WAYS if way.needs in HERE and not any(word in way.name for word in ON_DEVICES)]
 
 
 @pytest.mark.parametrize("way", ON_CPU, ids=lambda way: f"{way.kind}: {way.name}")
 def test_baselines_are_right(way: Way) -> None:
-    if way.needs == "specengine":
-        pytest.importorskip("specengine.native", exc_type=ImportError)
-    check(way)
+    try:
+        check(way)
+    except Unavailable as reason:  # where the C++ extension is not built
+        pytest.skip(str(reason))
 
 
-@pytest.mark.parametrize("kind", ["selection", "compaction", "search"])  # the interpreter cannot multiply bfloat16
+@pytest.mark.parametrize("kind", ["selection", "compaction"])  # the interpreter cannot multiply bfloat16
 def test_own_kernels_are_right(kind: str) -> None:
     pytest.importorskip("triton")
     check(next(way for way in WAYS if way.kind == kind and way.name == "specengine"))

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
-from specengine_kernels import best_first, frontier, verification
+from specengine_kernels import frontier, verification
 
 from tests import toy
 from tests.kernels.all_kernels import KERNELS, number, random
-from tests.kernels.searches import poisoned_queues, random_level, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,11 +84,11 @@ def test_growth_captured_once() -> None:
         words[0, 0] = 1
         tree = frontier.Tree(*whole, *real, words, number(1, "cuda"))
         tree.parents[0] = -1
-        room, refused = frontier.frontier_for(16, "cuda"), number(0, "cuda")
+        ids, refused = torch.zeros(40, dtype=torch.int64, device="cuda"), number(0, "cuda")
         parents, tokens = (torch.zeros(40, dtype=torch.int64, device="cuda") for _ in range(2))
         edges, count = torch.zeros(40, device="cuda"), number(0, "cuda")
 
-        grow = partial(frontier.append_nodes, tree, parents, tokens, edges, count, room, refused)
+        grow = partial(frontier.append_nodes, tree, parents, tokens, edges, count, ids, refused)
         if captured:
             grow()  # of no nodes: loads the kernel
             graph = torch.cuda.CUDAGraph()
@@ -103,34 +102,6 @@ def test_growth_captured_once() -> None:
             edges.copy_(-random(40, seed=layer).abs())
             count.fill_(7 * layer)
             graph.replay() if captured else grow()
-        trees.append((tree, room))
-    for one, other in zip((*trees[0][0], *trees[0][1]), (*trees[1][0], *trees[1][1]), strict=True):
+        trees.append((tree, ids))
+    for one, other in zip((*trees[0][0], trees[0][1]), (*trees[1][0], trees[1][1]), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.gpu
-def test_a_search_captured_once() -> None:
-    """Replays are the steps of a search, as the level that the device knows says; the second search begins anew."""
-    queues, drawn = poisoned_queues(60, "cuda"), best_first.drawn_for(60, 10, "cuda")
-    nodes, depths, candidates = random_level(0, 10, 56, 10**6, "cuda")
-    live, at = number(0, "cuda"), number(1, "cuda")
-    options = {"batch": 10, "max_depth": 60, "threshold": 0.01}
-    step = partial(best_first.step_queues, queues, candidates, nodes, depths, live, at, out=drawn, **options)
-    step()  # of no frontier: loads the kernel
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for case in range(12):
-        level = random_level(case, 10, 56, 10**6, "cuda")
-        for into, values in zip((nodes, depths, *candidates), (*level[:2], *level.candidates), strict=True):
-            into.copy_(values)
-        at.fill_(case % 6 + 1)
-        live.fill_(case % 5)
-        before = [part.tolist() for part in queues]
-        wanted = best_first.reference(queues, candidates, nodes, depths, level=int(at), **options)
-        graph.replay()
-        if int(live):
-            same(queues, drawn, wanted)
-        else:
-            assert [part.tolist() for part in queues] == before
-            assert (int(drawn.count), int(drawn.expanded)) == (0, 0)

@@ -1,4 +1,4 @@
-"""SPECENGINE_BACKEND=triton: the ops that the kernels serve give what the reference gives, through the same door."""
+"""SPECENGINE_BACKEND=triton: the ops that the kernels serve give what they mean, through the same door."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
-from specengine import Engine, ops, policies, reference
+from specengine import Engine, ops, policies
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError
 from specengine.targets.huggingface import HuggingFaceTarget
@@ -28,9 +28,12 @@ SERVED = {
     "append_nodes",
     "best_candidates",
     "cached_attention",
+    "choose_rows",
     "choose_tokens",
     "compact_kv",
+    "gather_rows",
     "keyed_gumbel_argmax",
+    "move_rows",
     "pack_mask",
     "rope_store",
     "strict_cached_attention",
@@ -38,6 +41,7 @@ SERVED = {
     "top_entropy",
     "tree_attention",
     "walk",
+    "walk_down",
 }
 
 
@@ -46,6 +50,10 @@ def _asked_for() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ops.VARIABLE, "triton")
         yield
+
+
+def number(value: float, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([value], dtype=dtype, device=DEVICE)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -99,29 +107,61 @@ def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.backends(DEVICE)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
-    rows=st.integers(1, 5),
+    rows=st.integers(0, 5),
+    padding=st.integers(0, 3),
     columns=st.integers(1, 300),
-    count=st.integers(0, 40),
-    gate=st.sampled_from([-math.inf, math.log(0.1)]),
-    bound=st.sampled_from([-math.inf, -6.0]),
+    most=st.integers(1, 40),
+    limit=st.sampled_from([None, -1, 0, 3, 50]),
+    gate=st.sampled_from([None, math.log(0.1)]),
+    bound=st.sampled_from([None, -math.inf, -6.0]),
     normalized=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_best_candidates(
-    rows: int, columns: int, count: int, gate: float, bound: float, normalized: bool, seed: int
+    rows: int,
+    padding: int,
+    columns: int,
+    most: int,
+    limit: int | None,
+    gate: float | None,
+    bound: float | None,
+    normalized: bool,
+    seed: int,
 ) -> None:
-    logits, scores = normal(rows, columns, seed=seed), -normal(rows, seed=seed + 1).abs()
+    logits, scores = normal(rows + padding, columns, seed=seed), -normal(rows + padding, seed=seed + 1).abs()
     if normalized:
         logits = logits.log_softmax(-1)
-    options = {"log_gate": gate, "bound": bound, "normalized": normalized}
-    found = ops.best_candidates(logits, scores, count, **options)  # type: ignore[arg-type]
-    wanted = reference.best_candidates(logits, scores, count, gate, bound, normalized)
-    assert torch.equal(found.rows, wanted[0])
-    assert torch.equal(found.columns, wanted[1])
-    torch.testing.assert_close(found.log_probs, wanted[2], atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(found.scores, wanted[3], atol=2e-6, rtol=1e-5)
+    logits[rows:], scores[rows:] = math.nan, 0.0  # padding that would win
+    options = {
+        "limit": None if limit is None else number(limit),
+        "log_gate": None if gate is None else number(gate, torch.float32),
+        "bound": None if bound is None else number(bound, torch.float32),
+        "normalized": normalized,
+    }
+    found = ops.best_candidates(logits, scores, number(rows), most, **options)
+    with ops.meaning():
+        wanted = ops.best_candidates(logits, scores, number(rows), most, **options)
+    live = int(found.live)
+    assert live == int(wanted.live)
+    assert torch.equal(found.rows[:live], wanted.rows[:live])
+    assert torch.equal(found.columns[:live], wanted.columns[:live])
+    torch.testing.assert_close(found.log_probs[:live], wanted.log_probs[:live], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(found.scores[:live], wanted.scores[:live], atol=2e-6, rtol=1e-5)
+    assert found.rows.shape == found.columns.shape == found.log_probs.shape == found.scores.shape == (most,)
+    assert not found.rows[live:].any()
+    assert not found.columns[live:].any()
+
+
+def test_candidates_of_strided_scores_and_of_too_many_rows() -> None:
+    scores = -normal(6, 2).abs()[:, 0]
+    for rows, most in ((6, 9), (6, 5000)):
+        given = normal(rows, 100), scores, number(rows), most
+        found, wanted = ops.best_candidates(*given), ops.by_meaning(ops.best_candidates, *given)
+        live = int(found.live)
+        assert found.rows[:live].tolist() == wanted.rows[:live].tolist()
+        assert found.columns[:live].tolist() == wanted.columns[:live].tolist()
 
 
 @settings(max_examples=12, deadline=None)
@@ -137,7 +177,7 @@ def test_top_children(rows: int, columns: int, top: int, dtype: torch.dtype, nor
     logits = normal(rows, columns, seed=rows + columns).round().to(dtype)
     given_logits = logits if dense else logits.t().contiguous().t()
     found = ops.top_children(given_logits, top, normalized=normalized)
-    wanted = reference.top_children(logits, min(top, columns), normalized)
+    wanted = ops.by_meaning(ops.top_children, logits, top, normalized)
     assert torch.equal(found[1], wanted[1])
     torch.testing.assert_close(found[0], wanted[0], atol=2e-6, rtol=1e-6)
 
@@ -156,7 +196,7 @@ def test_top_entropy(rows: int, columns: int, top: int, dtype: torch.dtype, norm
     logits = logits.log_softmax(-1) if normalized else logits
     given_logits = logits if dense else logits.t().contiguous().t()
     found = ops.top_entropy(given_logits, top, normalized=normalized)
-    wanted = reference.top_entropy(logits, min(top, columns), normalized)
+    wanted = ops.by_meaning(ops.top_entropy, logits, top, normalized)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=2e-6)
 
 
@@ -166,7 +206,7 @@ def test_compact_kv(prefix: int, later: set[int], dense: bool) -> None:
     slab = normal(2, 2, 2, 40, 8)
     slab = slab if dense else slab.transpose(3, 4).contiguous().transpose(3, 4)
     path, wanted = [0, *sorted(later)], slab.clone()
-    reference.compact_kv(wanted, prefix, path)
+    ops.by_meaning(ops.compact_kv, wanted, prefix, path)
     ops.compact_kv(slab, prefix, path)
     assert torch.equal(slab, wanted)
 
@@ -191,7 +231,9 @@ def test_tree_attention(rows: int, prefix: int, known: bool, groups: int, kind: 
     mask[:, prefix:] = ops.tree_mask(tree.ancestors.to(DEVICE), rows)
     packed = ops.pack_mask(mask, groups, kind, prefix if known else 0)
     found = ops.tree_attention(query, key, value, packed, 0.25)
-    wanted = reference.tree_attention(query.double(), key.double(), value.double(), mask.repeat(groups, 1), 0.25)
+    wanted = ops.by_meaning(
+        ops.tree_attention, query.double(), key.double(), value.double(), mask.repeat(groups, 1), 0.25
+    )
     assert found.dtype is kind
     assert (found.double() - wanted).norm() <= (2e-6 if kind is torch.float32 else 1e-3) * wanted.norm()
 
@@ -211,38 +253,42 @@ def test_choose_tokens(rows: int, columns: int, seed: int | None, temperature: f
     logits = logits.t().contiguous().t() if strided else logits
     positions = [] if seed is None else [5 * row for row in range(rows)]
     found = ops.choose_tokens(logits, positions, seed, temperature)
-    assert found.tolist() == reference.choose_tokens(logits, positions, seed, temperature).tolist()
+    assert found.tolist() == ops.by_meaning(ops.choose_tokens, logits, positions, seed, temperature).tolist()
 
 
 def test_keyed_gumbel_argmax() -> None:
     scores = normal(900)
     for seed, position in ((3, 4), (2**64 - 1, 2**40), (2**63, 0)):
-        assert ops.keyed_gumbel_argmax(scores, seed, position) == reference.keyed_gumbel_argmax(scores, seed, position)
+        assert ops.keyed_gumbel_argmax(scores, seed, position) == ops.by_meaning(
+            ops.keyed_gumbel_argmax, scores, seed, position
+        )
     scores[[7, 800]] = math.inf
-    assert ops.keyed_gumbel_argmax(scores, 3, 4) == reference.keyed_gumbel_argmax(scores, 3, 4)
+    assert ops.keyed_gumbel_argmax(scores, 3, 4) == ops.by_meaning(ops.keyed_gumbel_argmax, scores, 3, 4)
     with pytest.raises(InputError, match="none is finite"):
         ops.keyed_gumbel_argmax(torch.full((5,), math.nan, device=DEVICE), 3, 4)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 999), capacity=st.integers(2, 140), asked=st.integers(1, 4))
-def test_trees_grow_alike(seed: int, capacity: int, asked: int) -> None:
+def test_append_nodes(seed: int, capacity: int, asked: int) -> None:
+    """Also where the nodes have no room, and of none."""
     random, trees = torch.Generator().manual_seed(seed), [TokenTree.root(5, capacity, DEVICE) for _ in range(2)]
+    names = ("tokens", "parents", "depths", "log_probs", "path_log_probs", "ancestors", "size", "overflow")
     for _ in range(asked):
-        most = int(torch.randint(0, capacity - trees[0].size + 1, (), generator=random))
-        parents = torch.randint(0, trees[0].size, (most,), generator=random).to(DEVICE)
-        tokens, edges = parents * 7 + 1, -torch.rand(most, generator=random).to(DEVICE)
-        for tree, backend in zip(trees, ("triton", "reference"), strict=True):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(ops.VARIABLE, backend)
-                tree.add(parents, tokens, edges)
-    for name in ("tokens", "parents", "depths", "log_probs", "path_log_probs", "ancestors"):
-        assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
-    parents, edges = torch.zeros(capacity, dtype=torch.int64, device=DEVICE), torch.zeros(capacity, device=DEVICE)
-    with pytest.raises(ValueError, match="cannot take"):
-        trees[0].add(parents, parents, edges)
+        most = int(torch.randint(0, capacity + 2, (), generator=random))
+        count = number(int(torch.randint(0, most + 1, (), generator=random)))
+        parents = torch.randint(0, int(trees[0].size), (most,), generator=random).to(DEVICE)
+        given = parents, parents * 7 + 1, -torch.rand(most, generator=random).to(DEVICE), count
+        arrays = [[getattr(tree, name) for name in names] for tree in trees]
+        found = ops.append_nodes(tuple(arrays[0][:6]), arrays[0][6], *given, arrays[0][7])
+        wanted = ops.by_meaning(ops.append_nodes, tuple(arrays[1][:6]), arrays[1][6], *given, arrays[1][7])
+        assert found.tolist() == wanted.tolist()
+        assert not found[int(count) :].any()
+        for name in names:
+            assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
+    edges = torch.zeros(len(parents) + 1, device=DEVICE)
     with pytest.raises(InputError, match="parents, tokens, log_probs"):
-        trees[0].add(parents[:0], parents, edges)
+        ops.append_nodes(tuple(arrays[0][:6]), arrays[0][6], given[0], given[0], edges, count, arrays[0][7])
 
 
 def test_walk() -> None:
@@ -250,13 +296,15 @@ def test_walk() -> None:
         tree = toy.random_tree(seed, 30, 5)
         chosen = torch.randint(0, 5, (30,), generator=torch.Generator().manual_seed(seed))
         given = [tensor.to(DEVICE) for tensor in (tree.tokens, tree.parents, chosen)]
-        assert ops.walk(*given) == reference.walk(tree.tokens, tree.parents, chosen)
+        assert ops.walk(*given) == ops.by_meaning(ops.walk, tree.tokens, tree.parents, chosen)
 
 
 def test_attention_of_rows_that_see_everything() -> None:
     query, key = normal(4, 3, 16), normal(2, 50, 16, seed=1)
     found = ops.tree_attention(query, key, key, None, 0.25)
-    torch.testing.assert_close(found, reference.tree_attention(query, key, key, None, 0.25), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found, ops.by_meaning(ops.tree_attention, query, key, key, None, 0.25), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["wide heads", "strided channels"])
@@ -267,7 +315,7 @@ def test_what_the_kernel_does_not_take_runs_by_the_reference(wide: bool) -> None
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
     mask = torch.ones(3, 9, dtype=torch.bool, device=DEVICE).tril(6)
     found = ops.tree_attention(query, key, key, ops.pack_mask(mask, 2, query.dtype, 6), 0.1)
-    wanted = reference.tree_attention(query, key, key, mask.repeat(2, 1), 0.1)
+    wanted = ops.by_meaning(ops.tree_attention, query, key, key, mask.repeat(2, 1), 0.1)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -299,7 +347,7 @@ def test_cached_attention(live: int, padding: int, prefix: int, seed: int, garba
         key[:, prefix + live :], value[:, prefix + live :] = math.nan, math.nan
     numbers = [torch.tensor([number], dtype=torch.int32, device=DEVICE) for number in (prefix, live, live)]
     found = ops.cached_attention(query, key, value, words, *numbers, 0.25)
-    wanted = reference.cached_attention(query, key, value, words, *numbers, 0.25)
+    wanted = ops.by_meaning(ops.cached_attention, query, key, value, words, *numbers, 0.25)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     strict = ops.strict_cached_attention(query, key, value, ops.order_paths(words), *numbers[:2], 0.25)
     torch.testing.assert_close(strict, wanted, atol=1e-5, rtol=1e-5)
@@ -313,7 +361,7 @@ def test_rope_store() -> None:
     numbers = torch.tensor([4], device=DEVICE), torch.tensor([3], dtype=torch.int32, device=DEVICE)
     given_all = (query, key, value, positions, (angles.cos(), angles.sin()))
     found = ops.rope_store(*given_all, slabs[0], *numbers)
-    torch.testing.assert_close(found, reference.rope_store(*given_all, slabs[1], *numbers))
+    torch.testing.assert_close(found, ops.by_meaning(ops.rope_store, *given_all, slabs[1], *numbers))
     torch.testing.assert_close(slabs[0][:, :, :7], slabs[1][:, :, :7])
     with pytest.raises(InputError, match="slab"):
         ops.rope_store(*given_all, slabs[0][:, :1], *numbers)
@@ -329,3 +377,67 @@ def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(monkeyp
     policy = policies.make("talon", budget=6, width=2)
     engine = Engine.from_pretrained(model, toy.near_copy("llama").to(DEVICE), policy, graphs=True)
     assert [*prompt, *engine.generate(prompt, max_new_tokens=count).token_ids] == expected[0].tolist()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 2100),
+    seed=st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)),
+    temperature=st.floats(0.1, 2.0),
+    odd=st.booleans(),
+    dense=st.booleans(),
+)
+def test_choose_rows(rows: int, columns: int, seed: int | None, temperature: float, odd: bool, dense: bool) -> None:
+    logits, positions = normal(rows, columns, seed=columns), torch.arange(rows, device=DEVICE) * 2**33 + 5
+    if odd:
+        logits[0], logits[-1, columns // 2 :] = -math.inf, math.nan
+    logits = logits if dense else logits.t().contiguous().t()
+    given = logits, positions, None if seed is None else number(seed, torch.int64), number(temperature, torch.float32)
+    assert ops.choose_rows(*given).tolist() == ops.by_meaning(ops.choose_rows, *given).tolist()
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 999), size=st.integers(1, 30), padding=st.integers(0, 5), choiceless=st.booleans())
+def test_walk_down(seed: int, size: int, padding: int, choiceless: bool) -> None:
+    """Siblings carry distinct tokens; behind the size stands what would be walked."""
+    tree, random = toy.random_tree(seed, size + padding, size + padding + 2), torch.Generator().manual_seed(seed)
+    chosen = torch.randint(-1, size + padding + 2, (size + padding,), generator=random)
+    node = int(torch.randint(size + padding, (), generator=random))
+    while node > 0:
+        chosen[tree.parents[node]] = tree.tokens[node]
+        node = int(tree.parents[node])
+    if choiceless:
+        chosen[0] = -1
+    given = (*(part.to(DEVICE) for part in (tree.tokens, tree.parents, chosen)), number(size))
+    found, wanted = ops.walk_down(*given), ops.by_meaning(ops.walk_down, *given)
+    assert [part.tolist() for part in found] == [part.tolist() for part in wanted]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    prefix=st.integers(0, 9),
+    later=st.sets(st.integers(1, 20), max_size=12),
+    live=st.integers(0, 13),
+    dense=st.booleans(),
+)
+def test_move_rows(prefix: int, later: set[int], live: int, dense: bool) -> None:
+    slab = normal(2, 2, 2, 40, 8)
+    slab = slab if dense else slab.transpose(3, 4).contiguous().transpose(3, 4)
+    path = torch.tensor([0, *sorted(later), 0, 0], device=DEVICE)
+    wanted, given = slab.clone(), (path, number(min(live, len(later) + 1)), number(prefix))
+    ops.by_meaning(ops.move_rows, wanted, *given)
+    ops.move_rows(slab, *given)
+    assert torch.equal(slab, wanted)
+
+
+@pytest.mark.parametrize("width", [16, 20], ids=["one width", "two widths"])
+def test_gather_rows(width: int) -> None:
+    given = (
+        normal(6, 16),
+        torch.tensor([4, 0, 0], device=DEVICE),
+        normal(9, width),
+        torch.tensor([8, 0, 3], device=DEVICE),
+    )
+    for found, wanted in zip(ops.gather_rows(*given), ops.by_meaning(ops.gather_rows, *given), strict=True):
+        assert torch.equal(found, wanted)
