@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each module may import its own layer and those above it in this list. A new module goes into one of them.
 LAYERS = (
     {"errors", "_expander"},
-    {"ops", "reference", "reference_resident", "native", "cuda", "triton_kernels", "triton_resident"},
-    {"tree", "device_tree", "cache", "sampling", "cycle", "registry"},
+    {"ops"},
+    {"tree", "cache", "sampling", "cycle", "registry"},
     {
         "policies",
         "drafters",
