@@ -20,8 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from specengine import Engine, models, policies
-from specengine.train.costs import measure
+from specengine import Engine, policies
+from specengine import checkpoints as models
+from specengine.train.ltd.costs import measure
 
 Way = Callable[[list[int]], tuple[int, float]]  # prompt -> new tokens, mean acceptance length
 

@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench import provenance, workloads
-from specengine import Engine, checking, models
+from specengine import Engine, checking
+from specengine import checkpoints as models
 from specengine.drafters.small_model import first_layers
 
 POLICIES: dict[str, dict[str, Any]] = {

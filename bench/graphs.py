@@ -33,7 +33,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from specengine import Engine, models, ops, policies, resident
+from specengine import Engine, ops, policies
+from specengine import captured as resident
+from specengine import checkpoints as models
 from specengine.errors import SpecEngineError
 
 T = TypeVar("T")

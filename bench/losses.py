@@ -23,17 +23,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from specengine import Engine, models
-from specengine.cycle import Cycle
-from specengine.models.checkpoints import load_head
-from specengine.models.eagle_head import head_from
-from specengine.train.corpus import Corpus
-from specengine.train.diagnostics import by_rank
-from specengine.train.draft import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
-from specengine.train.epochs import Epochs
-from specengine.train.losses import make_loss
+from specengine import Engine
+from specengine import checkpoints as models
+from specengine.checkpoints.eagle import load_head
+from specengine.modeling.eagle_head import head_from
+from specengine.records import Cycle
+from specengine.train.draft.diagnostics import by_rank
+from specengine.train.draft.epochs import Epochs
+from specengine.train.draft.losses import make_loss
+from specengine.train.draft.teacher import Teacher
+from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
 from specengine.train.options import TrainOptions
-from specengine.train.teacher import Teacher
+from specengine.train.text.corpus import Corpus
 
 # Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.
 LOSSES = {

@@ -26,15 +26,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from specengine import Engine, models
+from specengine import Engine
+from specengine import checkpoints as models
 from specengine.errors import InputError, SpecEngineError
 from specengine.policies import _ltd
 from specengine.policies._ltd import Networks
-from specengine.train.candidates import CandidateOptions, CandidateTrees, log_candidates
-from specengine.train.costs import find_costs
-from specengine.train.outcomes import Outcomes, Speed
-from specengine.train.policies import PAIR, read_log
-from specengine.train.policy_curve import plot
+from specengine.train.ltd.candidates import CandidateOptions, CandidateTrees, log_candidates
+from specengine.train.ltd.costs import find_costs
+from specengine.train.ltd.curve import plot
+from specengine.train.ltd.outcomes import Outcomes, Speed
+from specengine.train.ltd.training import PAIR, read_log
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -157,8 +158,8 @@ def _counts(values: Any) -> dict[int, int]:
 def agree(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Cycles of the engine under random depths and sizes: what was measured against the table's reward for the same
     cycle, and, by depth and by size, against the replay of logged trees of the same prompts."""
-    from specengine.train.asked import AskedEngine, Finished, decision_seconds
-    from specengine.train.environments import WALLCLOCK_UNIT, cycle_facts
+    from specengine.train.ltd.asked import AskedEngine, Finished, decision_seconds
+    from specengine.train.ltd.environments import WALLCLOCK_UNIT, cycle_facts
 
     engine, costs, networks = _engine(args), find_costs(args.costs), _ltd.load(args.networks[0]).networks
     shape, device = networks.shape, engine.target.device

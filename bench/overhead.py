@@ -20,7 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from specengine import Engine, models
+from specengine import Engine
+from specengine import checkpoints as models
 from specengine.drafters.small_model import first_layers
 
 PARAGRAPH = workloads.BUILT_IN["edit"]

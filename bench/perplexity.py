@@ -28,8 +28,8 @@ from transformers import AutoTokenizer
 
 from bench import provenance
 from bench.cpu.ways import KINDS, Given, Unavailable
-from specengine.attention import causal_rows
 from specengine.errors import InputError, NumericalError
+from specengine.modeling.attention import causal_rows
 
 REFERENCE = "huggingface float32"  # what the nats of single tokens are compared with
 BASES = ("huggingface", "native")  # what perplexities are divided by

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.table import Record
-from specengine.models.files import atomic
+from specengine.checkpoints.files import atomic
 from specengine.trace.pictures import COLOURS, MARKERS
 
 LOOPS = ("eager", "static cache", "host", "read", "ahead", "while", "strict")

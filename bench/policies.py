@@ -26,10 +26,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, report, workloads
-from specengine import Engine, models, policies
-from specengine.cycle import Cycle
+from specengine import Engine, policies
+from specengine import checkpoints as models
 from specengine.errors import InputError, SpecEngineError
 from specengine.policies import TreePolicy
+from specengine.records import Cycle
 
 WARM_UP_TOKENS = 16
 CPU_PRESET = "cpu"

@@ -31,16 +31,16 @@ from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
 from bench.policies import parse
-from specengine import Engine, models, policies
-from specengine.cycle import Cycle, Seconds
+from specengine import Engine, policies
+from specengine import checkpoints as models
+from specengine.cycle import draft_tree, walk
 from specengine.drafters import Drafter, Step
-from specengine.drafting import draft_tree
 from specengine.errors import InputError, SpecEngineError
 from specengine.policies import TreePolicy
-from specengine.train.costs import PUBLISHED, Costs, find_costs
-from specengine.train.trees import CollectOptions, Columns, LoggedTree, Trees, collect
+from specengine.records import Cycle, Seconds
+from specengine.train.classifier.trees import CollectOptions, Columns, LoggedTree, Trees, collect
+from specengine.train.ltd.costs import PUBLISHED, Costs, find_costs
 from specengine.tree import TokenTree
-from specengine.verification import walk
 
 CPU = torch.device("cpu")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from specengine.cycle import Cycle, Stats
 from specengine.drafters import Drafter
-from specengine.engine import Engine, GenerationResult, Session, StreamPiece
+from specengine.engine import Engine, Session
 from specengine.errors import SpecEngineError
+from specengine.generation.outputs import GenerationResult, StreamPiece
+from specengine.generation.prompts import Prompt
 from specengine.loading import LoadOptions
 from specengine.policies import TreePolicy
-from specengine.prompts import Prompt
+from specengine.records import Cycle, Stats
 
 __all__ = [
     "Cycle",

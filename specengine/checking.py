@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.engine import Engine, GenerationResult, TextGeneration, decoder
+from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError
-from specengine.prompts import Prompt
-from specengine.sampling import History, Sampler, refuse_no_choice
+from specengine.generation.outputs import GenerationResult, decoder
+from specengine.generation.prompts import Prompt
+from specengine.generation.sampling import History, Sampler, refuse_no_choice
 from specengine.targets import Target, common_prefix
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget

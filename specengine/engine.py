@@ -6,58 +6,31 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
 
-from specengine import loading, resident
-from specengine.cache import KVCache
-from specengine.cycle import Cycle, Seconds, Stats
+from specengine import captured as resident
+from specengine import loading
+from specengine.captured import Resident
+from specengine.cuda_graphs import Graphs
+from specengine.cycle import draft_tree, walk
 from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup
-from specengine.drafting import draft_tree
 from specengine.errors import EngineBusyError, InputError, NumericalError
-from specengine.graphs import Graphs
-from specengine.options import GenerationOptions
+from specengine.generation.custom_generate import CustomGenerate
+from specengine.generation.options import GenerationOptions
+from specengine.generation.outputs import GenerationResult, SpeculativeOutput, StreamPiece, decoder
+from specengine.generation.prompts import Prompt, TextStream, token_ids
+from specengine.generation.sampling import History, Sampler
+from specengine.generation.stopping import Stopper, cut_after_stop
+from specengine.modeling.kv_cache import KVCache
 from specengine.policies import TreePolicy
-from specengine.prompts import Prompt, TextStream, token_ids
-from specengine.resident import Resident
-from specengine.sampling import History, Sampler
-from specengine.stopping import Stopper, cut_after_stop
+from specengine.records import Cycle, Seconds, Stats
 from specengine.targets import Target
-from specengine.verification import walk
 
 DEFAULT_WARMUP_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """An answer. `token_ids` are the new tokens only; `finish_reason` is stop, length or criteria."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stats: Stats
-    seed: int | None = None
-
-
-class StreamPiece(NamedTuple):
-    """A piece of streamed text and the cycle that committed its tokens; the pieces add up to the result's text."""
-
-    text: str
-    cycle: Cycle
-
-
-@dataclass
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `return_dict_in_generate=True` gives: transformers' output with this engine's figures."""
-
-    text: str | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stats: Stats | None = None
 
 
 @dataclass
@@ -170,8 +143,6 @@ class Engine:
         transformers passes on its generation config, logits processors and stopping criteria, but no streamer:
         bind one here. The last call's figures are its attribute `stats`.
         """
-        from specengine.custom_generate import CustomGenerate
-
         return CustomGenerate(self, streamer, seed)
 
     def cycles(
@@ -436,10 +407,3 @@ class _Turn(TextGeneration):
 
 def _of_list(chosen: list[int]) -> Callable[[int], int | None]:
     return lambda node: chosen[node] if chosen[node] >= 0 else None
-
-
-def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Token ids to text without special tokens; empty text where there is no tokenizer."""
-    if tokenizer is None:
-        return lambda tokens: ""
-    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)

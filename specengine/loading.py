@@ -16,8 +16,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from specengine import drafters, models, policies, registry
-from specengine.causal_lm import CausalLM
+from specengine import checkpoints as models
+from specengine import drafters, policies, registry
+from specengine.checkpoints import dialects
+from specengine.checkpoints import eagle as checkpoints
 from specengine.drafters import Drafter
 from specengine.drafters._captured_eagle import CapturedEagle
 from specengine.drafters._captured_small_model import CapturedSmallModel
@@ -28,10 +30,10 @@ from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel, check_tokenizers
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.modeling import native
+from specengine.modeling.causal_lm import CausalLM
+from specengine.modeling.eagle_head import head_from
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import Opened, is_gguf, open_gguf, open_native
-from specengine.models import checkpoints, dialects
-from specengine.models.eagle_head import head_from
 from specengine.policies import TreePolicy
 from specengine.targets import Target
 from specengine.targets.captured import CapturedTarget

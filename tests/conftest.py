@@ -11,7 +11,7 @@ with contextlib.suppress(ImportError):
 import pytest
 import torch
 
-from specengine.models import embedded
+from specengine.checkpoints import embedded
 
 
 def _usable_cores() -> int:

@@ -18,9 +18,9 @@ from bench import perplexity
 from bench.cpu.ways import Given
 from bench.perplexity import REFERENCE, WAYS, main
 from specengine import Engine
-from specengine.causal_lm import CausalLM
 from specengine.errors import NumericalError
 from specengine.modeling import native
+from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.sources import Weight
 from tests.native.engines import needs_extension
 from tests.native.variants import write_gguf

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from specengine import Engine, checking, engine
 from specengine.checking import certify, huggingface_tokens, near_tie_logits, swap_gap, teacher_forced
+from specengine.cycle import walk
 from specengine.engine import GenerationResult, TextGeneration
 from specengine.errors import InputError
-from specengine.sampling import History, Sampler, TopP
+from specengine.generation.sampling import History, Sampler, TopP
 from specengine.tree import TokenTree
-from specengine.verification import walk
 from tests.toy import byte_tokenizer, hooked, tiny
 
 PROMPT = "the cat and the dog and the cat"

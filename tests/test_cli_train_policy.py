@@ -12,7 +12,7 @@ from bench import ltd as comparing
 from specengine.cli import main
 from specengine.cli import train_policy as command
 from specengine.policies import _ltd
-from specengine.train.candidates import CandidateTrees
+from specengine.train.ltd.candidates import CandidateTrees
 from tests.toy import byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import drafters, policies
-from specengine.cycle import Cycle, Seconds
 from specengine.drafters import Drafter, Step
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel, check_tokenizers, first_layers
 from specengine.engine import Engine
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
+from specengine.records import Cycle, Seconds
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree
 from tests.toy import VOCABULARY, RandomShape, Tables, ToyTarget, byte_tokenizer, nodes_of, tiny

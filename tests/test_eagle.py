@@ -13,15 +13,23 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specengine import policies
-from specengine.causal_lm import CausalLM
-from specengine.cycle import Cycle, Seconds
+from specengine.checkpoints.agreement import Convention, conventions, one_step_agreement
 from specengine.drafters import Step
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.models.agreement import Convention, conventions, one_step_agreement
-from specengine.models.eagle_head import EagleConfig, EagleHead, Rope, causal, default_layer_ids, head_from, make_head
+from specengine.modeling.causal_lm import CausalLM
+from specengine.modeling.eagle_head import (
+    EagleConfig,
+    EagleHead,
+    Rope,
+    causal,
+    default_layer_ids,
+    head_from,
+    make_head,
+)
 from specengine.ops import Nodes
+from specengine.records import Cycle, Seconds
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree
 from tests.heads import LAYERS, LLAMA3, YARN, deep, fit
@@ -165,7 +173,7 @@ def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) ->
     prompt = [(7 * i) % VOCABULARY for i in range(40)]
     logits = []
     for rows in (1024, 7):
-        monkeypatch.setattr("specengine.causal_lm.PREFILL_ROWS", rows)
+        monkeypatch.setattr("specengine.modeling.causal_lm.PREFILL_ROWS", rows)
         draft = drafter_for(target, head_config())
         target.want_features(draft.features)
         target.reset()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specengine import attention, causal_lm
-from specengine.causal_lm import CausalLM
+from specengine.modeling import attention, causal_lm
+from specengine.modeling.causal_lm import CausalLM
 from tests import toy
 
 PROMPT = [5, 9, 2, 31, 7, 12, 40, 41, 42, 3, 8]

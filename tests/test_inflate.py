@@ -21,13 +21,13 @@ from bench.inflate.places import layer_places, place_heads
 from bench.inflate.plan import plan_for
 from bench.inflate.shape import SHAPES, AttentionShape, Shape, parse_shape
 from specengine import policies
-from specengine.cycle import Cycle
+from specengine.checkpoints import embedded
+from specengine.checkpoints.eagle import load_head, save_head
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.models import embedded
-from specengine.models.checkpoints import load_head, save_head
-from specengine.models.eagle_head import EagleConfig, causal, head_from, make_head
+from specengine.modeling.eagle_head import EagleConfig, causal, head_from, make_head
+from specengine.records import Cycle
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests.heads import LAYERS, LLAMA3, YARN, deep, fit
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import policies
-from specengine.cycle import Cycle, Seconds
 from specengine.drafters import Step
 from specengine.drafters.lookup import MOST, PRIOR_HITS, PRIOR_WEIGHT, Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import first_layers
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.records import Cycle, Seconds
 from specengine.tree import TokenTree
 from tests.toy import Tables, ToyDrafter, ToyTarget, policy_for, tiny
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specengine import Engine, packing
-from specengine.causal_lm import CausalLM
-from specengine.packing import Packed, PackedLinear
+from specengine import Engine
+from specengine.modeling import packing
+from specengine.modeling.causal_lm import CausalLM
+from specengine.modeling.packing import Packed, PackedLinear
 from tests import toy
 
 pytestmark = pytest.mark.skipif(

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import policies, registry
-from specengine.cycle import Seconds
+from specengine.cycle import draft_tree
 from specengine.drafters import Step
-from specengine.drafting import draft_tree
 from specengine.errors import InputError
 from specengine.policies import TreePolicy
 from specengine.policies.eagle import Eagle
+from specengine.records import Seconds
 from specengine.tree import TokenTree
 from tests.test_tree import check_structure
 from tests.toy import CPU, RandomShape, Tables, ToyDrafter, ToyTarget, nodes_of, policy_for

@@ -13,16 +13,15 @@ import torch
 from bench import replay as command
 from bench.replay import Replayed, path_log_probs, replay, speedup, summary
 from specengine import policies
-from specengine.cycle import Seconds
+from specengine.cycle import draft_tree, walk
 from specengine.drafters import Step
-from specengine.drafting import draft_tree
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.policies import TreePolicy
-from specengine.train.costs import PUBLISHED, Costs, find_costs, interpolated
-from specengine.train.trees import CollectOptions, Trees, collect
+from specengine.records import Seconds
+from specengine.train.classifier.trees import CollectOptions, Trees, collect
+from specengine.train.ltd.costs import PUBLISHED, Costs, find_costs, interpolated
 from specengine.tree import TokenTree
-from specengine.verification import walk
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import specengine
+from specengine.checkpoints import embedded
+from specengine.checkpoints.eagle import load_head
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
-from specengine.models import embedded
-from specengine.models.checkpoints import load_head
 
 QUESTIONS = ("What is a rainbow?", "Write a Python function that adds two numbers.", "Name three uses of salt.")
 

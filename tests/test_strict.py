@@ -12,7 +12,7 @@ from specengine import Engine, policies
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
-from specengine.models.eagle_head import head_from
+from specengine.modeling.eagle_head import head_from
 from specengine.policies import TreePolicy, _classifier
 from specengine.targets.huggingface import HuggingFaceTarget, strict_rows
 from specengine.tree import TokenTree

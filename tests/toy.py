@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specengine import policies
-from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step
-from specengine.models.eagle_head import EagleConfig, EagleHead, head_from, make_head
+from specengine.modeling.eagle_head import EagleConfig, EagleHead, head_from, make_head
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.policies.specdecpp import Specdecpp
+from specengine.records import Cycle
 from specengine.targets import Target
 from specengine.tree import TokenTree
 

@@ -17,8 +17,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from bench.cpu.ways import KINDS, Given, Unavailable
-from specengine import models
-from specengine.models import embedded
+from specengine import checkpoints as models
+from specengine.checkpoints import embedded
 
 PROMPT = "Name three rivers of Europe."
 # as a user's program would be: nothing of bench is imported; a line when the first token is there

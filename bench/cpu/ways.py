@@ -13,9 +13,10 @@ import torch
 from gguf import GGUFReader
 from torch import nn
 
-from specengine import Engine, models
+from specengine import Engine
+from specengine import checkpoints as models
+from specengine.checkpoints import embedded
 from specengine.errors import SpecEngineError
-from specengine.models import embedded
 
 
 class Unavailable(Exception):

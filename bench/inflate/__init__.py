@@ -28,8 +28,8 @@ from bench.inflate.plan import plan_for
 from bench.inflate.shape import ExtraTokens, Shape
 from bench.inflate.target import large_target
 from bench.inflate.tensors import Maker
-from specengine.models import checkpoints
-from specengine.models.eagle_head import EagleConfig
+from specengine.checkpoints import eagle as checkpoints
+from specengine.modeling.eagle_head import EagleConfig
 
 
 class Inflated(NamedTuple):

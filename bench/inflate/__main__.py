@@ -16,8 +16,9 @@ import bench.inflate
 from bench import provenance
 from bench.inflate import Inflated, inflate
 from bench.inflate.shape import Shape, parse_shape
-from specengine import models
-from specengine.models import checkpoints, embedded
+from specengine import checkpoints as models
+from specengine.checkpoints import eagle as checkpoints
+from specengine.checkpoints import embedded
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from bench.inflate.places import Axis
 from bench.inflate.plan import Plan
 from bench.inflate.tensors import CONSTANT, Maker, Rule, layer_rules, rule_of, silence
-from specengine.models import checkpoints
-from specengine.models.eagle_head import EagleConfig
+from specengine.checkpoints import eagle as checkpoints
+from specengine.modeling.eagle_head import EagleConfig
 
 
 def large_head(small: EagleConfig, weights: Mapping[str, Tensor], plan: Plan, maker: Maker) -> checkpoints.State:

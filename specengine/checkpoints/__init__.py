@@ -1,1 +1,14 @@
-"""Files that hold a model, read as they are: what is in them, by which names, and what is wrong with them."""
+"""Model names: the embedded default, and whatever `from_pretrained` accepts."""
+
+from specengine.checkpoints import embedded
+from specengine.checkpoints.embedded import Progress
+from specengine.checkpoints.store import cache_dir
+
+__all__ = ["cache_dir", "embedded", "resolve"]
+
+
+def resolve(name_or_path: str | None, *, offline: bool = False, progress: Progress | None = None) -> str:
+    """Turns None and the embedded model's name into its folder; a Hub id or a local path comes back unchanged."""
+    if name_or_path is None or name_or_path == embedded.NAME:
+        return str(embedded.path(offline=offline, progress=progress))
+    return name_or_path

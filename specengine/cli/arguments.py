@@ -11,10 +11,11 @@ from typing import Any
 
 from specengine import policies
 from specengine.cli.terminal import say
-from specengine.engine import Engine, StreamPiece, TextGeneration
+from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError
-from specengine.options import DEFAULT_MAX_NEW_TOKENS
-from specengine.prompts import Prompt
+from specengine.generation.options import DEFAULT_MAX_NEW_TOKENS
+from specengine.generation.outputs import StreamPiece
+from specengine.generation.prompts import Prompt
 from specengine.trace import TraceWriter
 
 SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")

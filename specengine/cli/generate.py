@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from specengine.cli import arguments as shared
 from specengine.cli.terminal import DraftColours, PlainText, say, why_no_colours, write
-from specengine.engine import Engine, GenerationResult, StreamPiece
+from specengine.engine import Engine
+from specengine.generation.outputs import GenerationResult, StreamPiece
 
 HELP = "answer one prompt"
 

@@ -15,7 +15,12 @@ from typing import Any, cast
 import torch
 
 import specengine
-from specengine import drafters, models, ops, policies, registry
+from specengine import checkpoints as models
+from specengine import drafters, ops, policies, registry
+from specengine.checkpoints import store
+from specengine.checkpoints.agreement import Convention, one_step_agreement
+from specengine.checkpoints.dialects import listed
+from specengine.checkpoints.eagle import load_head
 from specengine.cli import arguments as shared
 from specengine.cli.terminal import say
 from specengine.drafters import Drafter
@@ -23,12 +28,8 @@ from specengine.drafters.eagle import require_fit
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.loading import HeadOptions, head_folder
+from specengine.modeling.eagle_head import head_from
 from specengine.modeling.native import NOT_BUILT, instruction_sets
-from specengine.models import store
-from specengine.models.agreement import Convention, one_step_agreement
-from specengine.models.checkpoints import load_head
-from specengine.models.dialects import listed
-from specengine.models.eagle_head import head_from
 from specengine.policies import TreePolicy
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget

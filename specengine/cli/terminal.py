@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Iterator
 
-from specengine.engine import Engine, StreamPiece, decoder
-from specengine.prompts import TextStream
+from specengine.engine import Engine
+from specengine.generation.outputs import StreamPiece, decoder
+from specengine.generation.prompts import TextStream
 
 DRAFTED, OWN, RESET = "\x1b[32m", "\x1b[35m", "\x1b[0m"  # green, magenta
 

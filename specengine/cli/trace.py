@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from specengine.checkpoints.files import atomic
 from specengine.cli.terminal import DRAFTED, RESET, why_no_colours
 from specengine.errors import InputError
-from specengine.models.files import atomic
 from specengine.trace import Trace, read_trace
 from specengine.trace.page import page
 from specengine.trace.text import MARKS, cycle_lines, summary

@@ -13,12 +13,12 @@ from specengine.cli.prompt_files import FORMATS, read_prompts
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.registry import build
-from specengine.train.corpus import Corpus
-from specengine.train.draft import train_draft
-from specengine.train.losses import LOSSES, Loss, make_loss
+from specengine.train.draft.losses import LOSSES, Loss, make_loss
+from specengine.train.draft.training import train_draft
 from specengine.train.options import TrainOptions
 from specengine.train.recipes import RECIPES, find_recipe
-from specengine.train.synthesis import SynthesisOptions, write_corpus
+from specengine.train.text.corpus import Corpus
+from specengine.train.text.synthesis import SynthesisOptions, write_corpus
 
 HELP = "train a draft for a model, on text that the model writes itself"
 

@@ -12,9 +12,9 @@ from specengine.cli.terminal import say
 from specengine.cli.training_engine import load_engine, question
 from specengine.errors import InputError
 from specengine.registry import build
-from specengine.train.classifier import SETTINGS, ClassifierOptions, train_classifier
-from specengine.train.corpus import Corpus
-from specengine.train.trees import CollectOptions, collect, questions
+from specengine.train.classifier.training import SETTINGS, ClassifierOptions, train_classifier
+from specengine.train.classifier.trees import CollectOptions, collect, questions
+from specengine.train.text.corpus import Corpus
 
 HELP = "train the classifier of a policy, on trees that the draft grows and the target verifies"
 

@@ -14,17 +14,17 @@ from specengine.cli.training_engine import load_engine, question
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.registry import build
-from specengine.train.candidates import CandidateOptions, CandidateTrees, log_candidates
-from specengine.train.corpus import Corpus
-from specengine.train.costs import PUBLISHED, Costs, find_costs, measure
-from specengine.train.outcomes import evenly, hold_back, split
-from specengine.train.policies import read_log, require_extra, train_policy
-from specengine.train.policy_curve import plot
-from specengine.train.policy_options import RECIPES, PolicyOptions, find_recipe
-from specengine.train.trees import questions
+from specengine.train.classifier.trees import questions
+from specengine.train.ltd.candidates import CandidateOptions, CandidateTrees, log_candidates
+from specengine.train.ltd.costs import PUBLISHED, Costs, find_costs, measure
+from specengine.train.ltd.curve import plot
+from specengine.train.ltd.options import RECIPES, PolicyOptions, find_recipe
+from specengine.train.ltd.outcomes import evenly, hold_back, split
+from specengine.train.ltd.training import read_log, require_extra, train_policy
+from specengine.train.text.corpus import Corpus
 
 if TYPE_CHECKING:
-    from specengine.train.grounds import Ground
+    from specengine.train.ltd.grounds import Ground
 
 HELP = "train the networks of the policy ltd, which choose a tree's depth and size, by reinforcement learning"
 MEASURE = "measure"
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _with_engine(
     engine: Engine, prompts: list[list[int]], folder: Path, options: PolicyOptions, costs: Costs | None, live: bool
 ) -> Ground:
-    from specengine.train.grounds import LiveGround
+    from specengine.train.ltd.grounds import LiveGround
 
     learnt, held = hold_back(prompts, options.held_back)
     if costs is None and options.reward != "wallclock":
@@ -123,7 +123,7 @@ def _with_engine(
 
 
 def _logged(folders: list[CandidateTrees], options: PolicyOptions, costs: Costs) -> Ground:
-    from specengine.train.grounds import LoggedGround
+    from specengine.train.ltd.grounds import LoggedGround
 
     return LoggedGround(*split(folders, options.shape, costs, options.held_back), options)
 

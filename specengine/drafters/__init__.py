@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specengine import ops, registry
-from specengine.cycle import Cycle
 from specengine.ops import Candidates, Nodes
+from specengine.records import Cycle
 from specengine.tree import TokenTree
 
 

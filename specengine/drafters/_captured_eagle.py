@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.attention import attend_padded
+from specengine.cuda_graphs import Graphs, RowBuffer, buckets, causal_words, room
 from specengine.drafters import Step
 from specengine.drafters._passes import HOST, MOST_ROWS, Passes, in_pieces
 from specengine.drafters.eagle import Eagle, embedding_table
 from specengine.errors import InputError
-from specengine.graphs import Graphs, RowBuffer, buckets, causal_words, room
-from specengine.models.eagle_head import RotatingAttend, Rotation
+from specengine.modeling.attention import attend_padded
+from specengine.modeling.eagle_head import RotatingAttend, Rotation
 from specengine.tree import TokenTree
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.causal_lm import CausalLM
+from specengine.cuda_graphs import Graphs, RowBuffer, buckets, causal_words, room
 from specengine.drafters import Step
 from specengine.drafters._passes import HOST, MOST_ROWS, Passes, in_pieces
 from specengine.drafters.small_model import SmallModel
-from specengine.graphs import Graphs, RowBuffer, buckets, causal_words, room
+from specengine.modeling.causal_lm import CausalLM
 from specengine.tree import TokenTree
 
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specengine.attention import Visibility
 from specengine.drafters import Step
 from specengine.drafters.eagle import Eagle
 from specengine.errors import UnsupportedModelError
 from specengine.modeling import threads
+from specengine.modeling.attention import Visibility
+from specengine.modeling.eagle_head import EagleConfig, rope_frequencies
 from specengine.modeling.native import NativeLM, add_weight, as_words, extension
 from specengine.modeling.sources import Weight
-from specengine.models.eagle_head import EagleConfig, rope_frequencies
 from specengine.tree import TokenTree
 
 

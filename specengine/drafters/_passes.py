@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specengine.graphs import Graphs, RowBuffer, SlotWords, bucket, words_for
+from specengine.cuda_graphs import Graphs, RowBuffer, SlotWords, bucket, words_for
 
 MOST_ROWS = 64  # of one pass; more nodes are run in pieces, as none sees another of its own pass
 

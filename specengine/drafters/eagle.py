@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from specengine import causal_lm, ops
-from specengine.attention import Visibility, causal_rows
-from specengine.cache import KVCache
-from specengine.causal_lm import CausalLM
-from specengine.cycle import Cycle
+from specengine import ops
 from specengine.drafters import Drafter, Step, scratch_mask
 from specengine.errors import InputError
+from specengine.modeling import causal_lm
+from specengine.modeling.attention import Visibility, causal_rows
+from specengine.modeling.causal_lm import CausalLM
+from specengine.modeling.eagle_head import EagleConfig, EagleHead, causal
+from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.native import NativeLM
-from specengine.models.eagle_head import EagleConfig, EagleHead, causal
-from specengine.packing import Packed, worth_packing
+from specengine.modeling.packing import Packed, worth_packing
+from specengine.records import Cycle
 from specengine.targets import common_prefix
 from specengine.tree import TokenTree
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step
 from specengine.drafters._suffixes import Suffixes
+from specengine.records import Cycle
 from specengine.tree import TokenTree
 
 # Share of positions at which a match of so many tokens was followed by the token that followed it before; of 0.7M

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step
 from specengine.drafters._suffixes import Suffixes, require_lengths
+from specengine.records import Cycle
 from specengine.tree import TokenTree
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.attention import Visibility
-from specengine.causal_lm import CausalLM
-from specengine.cycle import Cycle
 from specengine.drafters import Drafter, Step, scratch_mask
 from specengine.errors import TokenizerMismatchError, UnsupportedModelError
+from specengine.modeling.attention import Visibility
+from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.native import NativeLM
+from specengine.records import Cycle
 from specengine.targets import common_prefix
 from specengine.tree import TokenTree
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from specengine.attention import Visibility
-from specengine.cache import KVCache
-from specengine.causal_lm import context_limit, refuse_unsupported
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.modeling import threads
+from specengine.modeling.attention import Visibility
+from specengine.modeling.causal_lm import context_limit, refuse_unsupported
 from specengine.modeling.families import Shape, shape_of
+from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.sources import ModelSource, Source, Weight, empty_model, layer_template, with_buffers
 
 try:

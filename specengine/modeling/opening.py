@@ -11,12 +11,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PretrainedConfig
 
-from specengine import models
+from specengine import checkpoints as models
 from specengine.checkpoints import gguf
+from specengine.checkpoints.embedded import Progress
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.modeling.families import refuse_config
 from specengine.modeling.sources import FolderSource, GGUFSource, Source, config_of, stored_dtype
-from specengine.models.embedded import Progress
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -44,41 +45,24 @@ class Backend:
 
 @dataclass(frozen=True)
 class _Provider:
-    """A set of implementations: on which device types (empty: all), how to load them (ImportError), how to build.
+    """A set of implementations: on which device types (empty: all), in which module (importing it raises ImportError
+    where something is missing), how to build it.
 
     interpreted: on CPU tensors as well, where TRITON_INTERPRET=1 lets Triton run its kernels there.
     """
 
     devices: tuple[str, ...]
-    load: Callable[[], dict[str, Callable[..., Any]]]
+    module: str
     build: str
     interpreted: bool = False
 
 
-def _load_cpp() -> dict[str, Callable[..., Any]]:
-    from specengine.ops import cpp  # here, as it raises ImportError where the extension is missing
-
-    return cpp.implementations()
-
-
-def _load_triton() -> dict[str, Callable[..., Any]]:
-    from specengine.ops import triton  # here: it raises ImportError where Triton is missing
-
-    return triton.implementations()
-
-
-def _load_cuda() -> dict[str, Callable[..., Any]]:
-    from specengine.ops import cuda  # here, as it raises ImportError where the library is not built
-
-    return cuda.implementations()
-
-
 _PROVIDERS = {  # best first; a new backend is a new entry
-    "cpp": _Provider(("cpu",), _load_cpp, "pip install -e ."),
-    REFERENCE: _Provider((), lambda: OPS, ""),
+    "cpp": _Provider(("cpu",), "cpp", "pip install -e ."),
+    REFERENCE: _Provider((), "", ""),
     # behind the reference, so on request alone: they have not been run on a device yet
-    "triton": _Provider(("cuda",), _load_triton, "pip install -e '.[kernels]'", interpreted=True),
-    "cuda": _Provider(("cuda",), _load_cuda, "SPECENGINE_CUDA=1 pip install -e ."),
+    "triton": _Provider(("cuda",), "triton", "pip install -e '.[kernels]'", interpreted=True),
+    "cuda": _Provider(("cuda",), "cuda", "SPECENGINE_CUDA=1 pip install -e ."),
 }
 
 
@@ -159,8 +143,10 @@ def _serves(provider: _Provider, kind: str) -> bool:
 
 @cache
 def _load(name: str) -> tuple[dict[str, Callable[..., Any]], str]:
+    if name == REFERENCE:
+        return OPS, ""
     try:
-        return _PROVIDERS[name].load(), ""
+        return importlib.import_module(f"specengine.ops.{_PROVIDERS[name].module}").implementations(), ""
     except ImportError as error:
         return {}, str(error)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from specengine import registry
-from specengine.cycle import Cycle
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.records import Cycle
 from specengine.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.cycle import Cycle
 from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
+from specengine.records import Cycle
 from specengine.tree import TokenTree
 
 LEAST_HISTORY = 5  # cycles

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specengine.cycle import Cycle
 from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import require
 from specengine.policies._beam import Beam
+from specengine.records import Cycle
 from specengine.tree import TokenTree
 
 

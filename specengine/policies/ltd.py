@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import ops
-from specengine.cycle import Cycle
 from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import _ltd, require
 from specengine.policies._beam import Beam
 from specengine.policies._ltd import REPEATS, Networks, Shape
+from specengine.records import Cycle
 from specengine.tree import TokenTree, is_down
 
 CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.cache import KVCache
-from specengine.causal_lm import CausalLM
+from specengine.cuda_graphs import Graphs, RowBuffer, bucket, buckets, room, words_for
 from specengine.errors import UnsupportedModelError
-from specengine.graphs import Graphs, RowBuffer, bucket, buckets, room, words_for
+from specengine.modeling.causal_lm import CausalLM
+from specengine.modeling.kv_cache import KVCache
 from specengine.ops import own_bits
 from specengine.targets.huggingface import TRIED, HuggingFaceTarget
 from specengine.tree import TokenTree

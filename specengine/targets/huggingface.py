@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import ops
-from specengine.attention import Visibility
-from specengine.cache import KVCache
-from specengine.causal_lm import CausalLM
 from specengine.errors import UnsupportedModelError
+from specengine.modeling.attention import Visibility
+from specengine.modeling.causal_lm import CausalLM
+from specengine.modeling.kv_cache import KVCache
 from specengine.targets import Target
 from specengine.tree import TokenTree
 

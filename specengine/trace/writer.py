@@ -14,9 +14,10 @@ import torch
 import transformers
 
 import specengine
-from specengine.cycle import Cycle
-from specengine.engine import Engine, StreamPiece, TextGeneration
+from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError
+from specengine.generation.outputs import StreamPiece
+from specengine.records import Cycle
 from specengine.trace.records import FORMAT, TracedCycle
 
 DIGITS = 6  # of a probability

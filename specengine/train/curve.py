@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specengine.models.files import atomic
+from specengine.checkpoints.files import atomic
 
 
 def plot(log: Path, file: Path) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specengine.models.checkpoints import save_head
+from specengine.checkpoints.eagle import save_head
 from tests.toy import byte_tokenizer, head_config, random_state, tiny
 
 

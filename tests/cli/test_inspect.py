@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import specengine
+from specengine.checkpoints.agreement import Convention
 from specengine.cli import inspection, main
-from specengine.models.agreement import Convention
 
 
 def test_inspect_lists_what_there_is(capsys: Any) -> None:
@@ -57,11 +57,11 @@ def test_inspect_says_whether_the_embedded_model_is_there(
 ) -> None:
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path))
     if make:
-        (tmp_path / "models" / specengine.models.embedded.NAME).mkdir(parents=True)
+        (tmp_path / "models" / specengine.checkpoints.embedded.NAME).mkdir(parents=True)
     assert main(["inspect", "--json"]) == 0
     cache = json.loads(capsys.readouterr().out)["cache"]
     assert cache["folder"] == str(tmp_path)
-    assert cache[specengine.models.embedded.NAME].startswith(state)
+    assert cache[specengine.checkpoints.embedded.NAME].startswith(state)
 
 
 def test_inspect_describes_a_head(folder: str, head: str, capsys: Any) -> None:

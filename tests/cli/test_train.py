@@ -11,7 +11,7 @@ import pytest
 from specengine.cli import main
 from specengine.cli import train as command
 from specengine.train import recipes
-from specengine.train.corpus import Corpus
+from specengine.train.text.corpus import Corpus
 from tests.toy import byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

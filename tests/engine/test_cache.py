@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specengine.cache import GRANULE, KVCache
+from specengine.modeling.kv_cache import GRANULE, KVCache
 from specengine.targets.native import NativeTarget
 from specengine.tree import TokenTree
 from tests.engine.engines import PROMPT, engine_of, plainly

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specengine.cycle import Cycle, Seconds, Stats
+from specengine.records import Cycle, Seconds, Stats
 from specengine.tree import TokenTree
 from tests.engine.engines import PROMPT, engine_of
 

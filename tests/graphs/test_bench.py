@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_it_measures_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specengine.graphs.FEWEST_SLOTS", 256)
+    monkeypatch.setattr("specengine.cuda_graphs.FEWEST_SLOTS", 256)
     model, tokenizer = toy.tiny("llama", max_position_embeddings=1024), toy.byte_tokenizer()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -45,7 +45,7 @@ def test_it_measures_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments for a tiny random model without a head."""
-    monkeypatch.setattr("specengine.graphs.FEWEST_SLOTS", 256)
+    monkeypatch.setattr("specengine.cuda_graphs.FEWEST_SLOTS", 256)
     model, tokenizer = toy.tiny("llama", max_position_embeddings=1024), toy.byte_tokenizer()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

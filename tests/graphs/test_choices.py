@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 from specengine.drafters import Step
-from specengine.sampling import History, Sampler
+from specengine.generation.sampling import History, Sampler
 from tests import toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")

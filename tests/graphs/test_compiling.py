@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from specengine import Engine, compiling
+from specengine import Engine
 from specengine.errors import InputError, UnsupportedModelError
+from specengine.modeling import compiling
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT
 

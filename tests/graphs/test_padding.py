@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import ops
+from specengine.cuda_graphs import RowBuffer, SlotWords, bucket, buckets, causal_words, room, words_for
 from specengine.drafters import scratch_mask
 from specengine.errors import InputError
-from specengine.graphs import RowBuffer, SlotWords, bucket, buckets, causal_words, room, words_for
 from tests import toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from specengine import Engine, cache, graphs, policies
-from specengine.device_cycle import DeviceCycle
+from specengine import Engine, policies
+from specengine import cuda_graphs as graphs
+from specengine.captured import LOOPS, Resident
+from specengine.captured_cycle import DeviceCycle
 from specengine.errors import InputError, NumericalError
+from specengine.modeling import kv_cache as cache
 from specengine.policies import TreePolicy, _classifier
-from specengine.resident import LOOPS, Resident
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT, Operations, engine_of, frozen
 

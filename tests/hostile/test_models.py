@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import Engine
-from specengine.attention import ATTENTION
-from specengine.causal_lm import CausalLM
 from specengine.drafters.ngram import NGram
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
+from specengine.modeling.attention import ATTENTION
+from specengine.modeling.causal_lm import CausalLM
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests.hostile.engines import PROMPT, check_usable, engine_of, model
 from tests.toy import VOCABULARY, byte_tokenizer, policy_for, tiny

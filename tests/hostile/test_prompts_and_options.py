@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from specengine import Engine
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.options import GenerationOptions
+from specengine.generation.options import GenerationOptions
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests.hostile.engines import PROMPT, check_usable, engine_of, model, toy_engine
 from tests.toy import VOCABULARY, Tables, ToyDrafter, ToyTarget, byte_tokenizer, policy_for

@@ -370,7 +370,7 @@ def test_rope_store() -> None:
 
 
 def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specengine.graphs.FEWEST_SLOTS", 256)
+    monkeypatch.setattr("specengine.cuda_graphs.FEWEST_SLOTS", 256)
     model = toy.tiny("llama").to(DEVICE)
     prompt, count = [7, 3, 9, 7, 3], 4
     expected = model.generate(torch.tensor([prompt], device=DEVICE), max_new_tokens=count, do_sample=False)

@@ -15,8 +15,9 @@ pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kern
 from specengine_kernels import verification as kernel
 from transformers.generation import TemperatureLogitsWarper
 
-from specengine import ops, verification
-from specengine.sampling import History, Sampler
+from specengine import cycle as verification
+from specengine import ops
+from specengine.generation.sampling import History, Sampler
 from tests import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

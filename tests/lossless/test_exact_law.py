@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from specengine.verification import walk
+from specengine.cycle import walk
 from tests.lossless.worlds import LENGTH, PROMPT, VOCABULARY, WORLDS, World, identifier
 from tests.toy import Tables
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specengine import ops
-from specengine.sampling import History, Sampler
-from specengine.verification import walk
+from specengine.cycle import walk
+from specengine.generation.sampling import History, Sampler
 from tests.lossless.worlds import LENGTH, PROMPT, VOCABULARY, WORLDS, World, holm_rejects, identifier, p_value
 from tests.toy import keyed_gumbel
 

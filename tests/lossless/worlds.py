@@ -8,10 +8,10 @@ import numpy as np
 from scipy import stats
 from torch import Tensor
 
-from specengine.cycle import Seconds
-from specengine.drafting import draft_tree
-from specengine.options import GenerationOptions
-from specengine.sampling import History, Sampler
+from specengine.cycle import draft_tree
+from specengine.generation.options import GenerationOptions
+from specengine.generation.sampling import History, Sampler
+from specengine.records import Seconds
 from specengine.tree import TokenTree
 from tests.toy import CPU, POLICIES, Tables, ToyDrafter, policy_for
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specengine import Engine, loading, policies
+from specengine.checkpoints import eagle as checkpoints
+from specengine.checkpoints.eagle import load_head, save_head
 from specengine.drafters.eagle import CPU_POLICY, Eagle
 from specengine.errors import CheckpointError, InputError
-from specengine.models import checkpoints
-from specengine.models.checkpoints import load_head, save_head
-from specengine.models.eagle_head import EagleConfig, causal, head_from
+from specengine.modeling.eagle_head import EagleConfig, causal, head_from
 from tests.models.layouts import LAYER_IDS, official, same
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specengine.checkpoints.eagle import load_head
 from specengine.errors import CheckpointError
-from specengine.models.checkpoints import load_head
 from tests.models.layouts import FLAT, READ, THIRD, official, same, write
 from tests.toy import VOCABULARY, head_config, random_state
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from specengine.checkpoints.eagle import is_head, load_head
 from specengine.errors import CheckpointError
-from specengine.models.checkpoints import is_head, load_head
-from specengine.models.eagle_head import EagleConfig
+from specengine.modeling.eagle_head import EagleConfig
 from tests.models.layouts import FLAT, LAYER_IDS, NESTED, READ, THIRD, official, same, speculators, write
 from tests.toy import VOCABULARY, head_config, random_state, tiny
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from specengine import models
+from specengine import checkpoints as models
+from specengine.checkpoints import embedded, store
 from specengine.errors import CacheFolderError, CorruptCacheError, ModelFetchError
-from specengine.models import embedded, store
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 40
 

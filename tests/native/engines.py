@@ -18,8 +18,8 @@ from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.modeling import native
+from specengine.modeling.eagle_head import head_from
 from specengine.modeling.native import VARIABLE, NativeLM, from_model
-from specengine.models.eagle_head import head_from
 from specengine.targets.native import NativeTarget
 from tests.heads import deep
 from tests.toy import CPU, head_config, policy_for, random_state

@@ -16,8 +16,8 @@ from specengine import Engine, policies
 from specengine.drafters._native_eagle import NativeEagle
 from specengine.drafters.eagle import Eagle
 from specengine.modeling import native
+from specengine.modeling.eagle_head import head_from
 from specengine.modeling.native import WITH_PAIRS, NativeLM
-from specengine.models.eagle_head import head_from
 from specengine.targets.native import NativeTarget
 from tests.engine.engines import DependsOnThePath, InPlace
 from tests.native.engines import (

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrizations
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specengine import Engine
-from specengine.causal_lm import CausalLM
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.modeling import native
+from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.native import NOT_BUILT, VARIABLE, NativeLM, from_model
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from specengine.cycle import Seconds
-from specengine.drafting import draft_tree
+from specengine.cycle import draft_tree
 from specengine.policies import TreePolicy
+from specengine.records import Seconds
 from specengine.tree import TokenTree
 from tests.toy import CPU, Tables, ToyDrafter
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import policies
-from specengine.cycle import Cycle, Seconds
 from specengine.errors import InputError
 from specengine.policies import TreePolicy
 from specengine.policies.ddd import Ddd
@@ -20,6 +19,7 @@ from specengine.policies.dymax import DyMax
 from specengine.policies.eagle import Eagle
 from specengine.policies.gammatune import Gammatune
 from specengine.policies.svip import Svip
+from specengine.records import Cycle, Seconds
 from specengine.tree import TokenTree
 from tests.policies import slow
 from tests.policies.test_dynatree import cycle

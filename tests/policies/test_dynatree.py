@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import policies
-from specengine.cycle import Cycle, Seconds
 from specengine.errors import InputError
 from specengine.policies.dynatree import DynaTree
+from specengine.records import Cycle, Seconds
 from specengine.tree import TokenTree
 from tests.policies import slow
 

@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specengine import ops, policies
-from specengine.cycle import Seconds
-from specengine.drafting import draft_tree
+from specengine.cycle import draft_tree
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.policies import _ltd
 from specengine.policies._ltd import Networks, Shape
 from specengine.policies.eagle import Eagle
 from specengine.policies.ltd import Ltd, depth_observation, laid_out, observed, size_observation
+from specengine.records import Seconds
 from specengine.tree import TokenTree
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import ops, policies
-from specengine.cycle import Cycle, Seconds
+from specengine.cycle import draft_tree
 from specengine.drafters import Step
-from specengine.drafting import draft_tree
 from specengine.ops import Nodes, _registry
 from specengine.policies import TreePolicy
+from specengine.records import Cycle, Seconds
 from specengine.tree import TokenTree
 from tests.policies import slow
 from tests.toy import CPU, Tables, ToyDrafter, hidden_states

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specengine.cycle import Cycle
 from specengine.engine import Engine
 from specengine.policies import TreePolicy
+from specengine.records import Cycle
 from specengine.trace import Trace, TracedCycle, TraceWriter, read_trace
 from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import policies
-from specengine.cycle import Cycle, Seconds
-from specengine.drafting import draft_tree
+from specengine.cycle import draft_tree
 from specengine.errors import InputError
+from specengine.records import Cycle, Seconds
 from specengine.trace import Trace, TracedCycle, TraceWriter, read_trace
 from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT
 from specengine.tree import TokenTree

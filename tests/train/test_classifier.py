@@ -13,14 +13,14 @@ import torch
 
 from specengine import ops, policies
 from specengine.cli import main
-from specengine.cycle import Seconds
-from specengine.drafting import draft_tree
+from specengine.cycle import draft_tree
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.policies import _classifier
 from specengine.policies._classifier import TOP_PROBS
-from specengine.train import trees as collecting
-from specengine.train.classifier import (
+from specengine.records import Seconds
+from specengine.train.classifier import trees as collecting
+from specengine.train.classifier.training import (
     SETTINGS,
     ClassifierOptions,
     _balanced,
@@ -31,8 +31,8 @@ from specengine.train.classifier import (
     scores,
     train_classifier,
 )
-from specengine.train.corpus import Corpus, Text
-from specengine.train.trees import CollectOptions, LoggedTree, Trees, collect, questions
+from specengine.train.classifier.trees import CollectOptions, LoggedTree, Trees, collect, questions
+from specengine.train.text.corpus import Corpus, Text
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget, byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

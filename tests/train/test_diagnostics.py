@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from specengine.models.eagle_head import causal
-from specengine.train.corpus import Text
-from specengine.train.diagnostics import BINS, RANKS, by_rank, calibration_error
-from specengine.train.teacher import Teacher
+from specengine.modeling.eagle_head import causal
+from specengine.train.draft.diagnostics import BINS, RANKS, by_rank, calibration_error
+from specengine.train.draft.teacher import Teacher
+from specengine.train.text.corpus import Text
 from tests.toy import VOCABULARY, head_config, tiny, tiny_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,19 +11,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from specengine.checkpoints.eagle import load_head
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.models.checkpoints import load_head
-from specengine.models.eagle_head import causal
-from specengine.train.corpus import Corpus, Text
-from specengine.train.draft import CURVE, LOG, STATE, train_draft
-from specengine.train.epochs import Epochs, pack
-from specengine.train.losses import make_loss
-from specengine.train.new_heads import new_head, start_from_text
+from specengine.modeling.eagle_head import causal
+from specengine.train.draft.epochs import Epochs, pack
+from specengine.train.draft.losses import make_loss
+from specengine.train.draft.new_heads import new_head, start_from_text
+from specengine.train.draft.teacher import Teacher
+from specengine.train.draft.training import CURVE, LOG, STATE, train_draft
+from specengine.train.draft.validation import agreement
 from specengine.train.options import TrainOptions
-from specengine.train.synthesis import SynthesisOptions, write_corpus
-from specengine.train.teacher import Teacher
-from specengine.train.validation import agreement
+from specengine.train.text.corpus import Corpus, Text
+from specengine.train.text.synthesis import SynthesisOptions, write_corpus
 from tests.toy import VOCABULARY, byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

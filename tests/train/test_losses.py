@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedModel
 
-from specengine.causal_lm import CausalLM
 from specengine.drafters.eagle import Eagle
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.models.eagle_head import EagleHead, default_layer_ids
-from specengine.train import losses
-from specengine.train.losses import Labels, Loss, Unrolling, loss_of, make_loss
-from specengine.train.teacher import Reading, Teacher
+from specengine.modeling.causal_lm import CausalLM
+from specengine.modeling.eagle_head import EagleHead, default_layer_ids
+from specengine.train.draft import losses
+from specengine.train.draft.losses import Labels, Loss, Unrolling, loss_of, make_loss
+from specengine.train.draft.teacher import Reading, Teacher
 from specengine.tree import TokenTree
 from tests.toy import VOCABULARY, head_config, hooked, tiny, tiny_head
 

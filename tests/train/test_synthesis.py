@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specengine.errors import InputError
-from specengine.train import synthesis
-from specengine.train.corpus import Corpus, Text
-from specengine.train.synthesis import Format, SynthesisOptions, write_corpus
+from specengine.train.text import synthesis
+from specengine.train.text.corpus import Corpus, Text
+from specengine.train.text.synthesis import Format, SynthesisOptions, write_corpus
 from tests.toy import byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -231,7 +231,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         Path(file).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("specengine.train.shards.save_file", fails)
+    monkeypatch.setattr("specengine.train.text.shards.save_file", fails)
     with pytest.raises(OSError, match="disk full"):
         corpus.add(0, [Text(torch.tensor([1, 2]), torch.tensor([False, True]))])
     assert [file.name for file in tmp_path.iterdir()] == ["corpus.json"]

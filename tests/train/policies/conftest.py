@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specengine.train.candidates import CandidateTrees, log_candidates
-from specengine.train.grounds import LoggedGround
-from specengine.train.outcomes import Outcomes, split
+from specengine.train.ltd.candidates import CandidateTrees, log_candidates
+from specengine.train.ltd.grounds import LoggedGround
+from specengine.train.ltd.outcomes import Outcomes, split
 from tests.train.policies.engines import COSTS, LOGGING, OPTIONS, PROMPTS, SHAPE, engine
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from specengine import policies
 from specengine.engine import Engine
 from specengine.policies._ltd import Shape
-from specengine.train.asked import AskedEngine
-from specengine.train.candidates import CandidateOptions
-from specengine.train.costs import Costs
-from specengine.train.environments import LiveEnvironment
-from specengine.train.policy_options import PolicyOptions
+from specengine.train.ltd.asked import AskedEngine
+from specengine.train.ltd.candidates import CandidateOptions
+from specengine.train.ltd.costs import Costs
+from specengine.train.ltd.environments import LiveEnvironment
+from specengine.train.ltd.options import PolicyOptions
 from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget
 
 TARGET = Tables(12, 1, concentration=0.2)

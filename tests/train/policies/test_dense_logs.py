@@ -11,10 +11,10 @@ import torch
 
 from specengine.policies._ltd import Networks
 from specengine.policies.ltd import Ltd
-from specengine.train.candidates import log_candidates
-from specengine.train.environments import LoggedEnvironment, cycle_facts
-from specengine.train.grounds import live_cycles, speed_of
-from specengine.train.outcomes import Outcomes
+from specengine.train.ltd.candidates import log_candidates
+from specengine.train.ltd.environments import LoggedEnvironment, cycle_facts
+from specengine.train.ltd.grounds import live_cycles, speed_of
+from specengine.train.ltd.outcomes import Outcomes
 from tests.train.policies.engines import COSTS, LOGGING, PROMPTS, SHAPE, engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,11 +13,11 @@ from specengine import policies
 from specengine.engine import Engine
 from specengine.policies._ltd import GO_ON, STOP, Networks
 from specengine.policies.ltd import depth_observation, size_observation
-from specengine.train.asked import AskedEngine, Finished, Question, decision_seconds
-from specengine.train.candidates import CandidateTrees
-from specengine.train.environments import LoggedEnvironment
-from specengine.train.grounds import speed_of
-from specengine.train.outcomes import Outcomes, cycle_cost
+from specengine.train.ltd.asked import AskedEngine, Finished, Question, decision_seconds
+from specengine.train.ltd.candidates import CandidateTrees
+from specengine.train.ltd.environments import LoggedEnvironment
+from specengine.train.ltd.grounds import speed_of
+from specengine.train.ltd.outcomes import Outcomes, cycle_cost
 from tests.toy import CPU, ToyTarget
 from tests.train.policies.engines import COSTS, PROMPTS, SHAPE, TARGET, engine, environment
 

@@ -14,16 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
-from specengine.cycle import Seconds
-from specengine.drafting import draft_tree
+from specengine.cycle import draft_tree, walk
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.policies._ltd import Networks
 from specengine.policies.ltd import Ltd, depth_observation, size_observation
-from specengine.train.candidates import CandidateTrees, log_candidates
-from specengine.train.grounds import live_cycles
-from specengine.train.outcomes import Outcomes, hold_back, path_ranks, split
-from specengine.verification import walk
+from specengine.records import Seconds
+from specengine.train.ltd.candidates import CandidateTrees, log_candidates
+from specengine.train.ltd.grounds import live_cycles
+from specengine.train.ltd.outcomes import Outcomes, hold_back, path_ranks, split
 from tests.toy import CPU, ToyTarget
 from tests.train.policies.engines import COSTS, LOGGING, PROMPTS, SHAPE, TARGET, engine
 

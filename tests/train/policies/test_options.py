@@ -12,10 +12,10 @@ import pytest
 
 from specengine.errors import InputError, MissingExtraError
 from specengine.policies._ltd import Shape
-from specengine.train import policies as training
-from specengine.train.grounds import LoggedGround
-from specengine.train.policies import read_log, train_policy
-from specengine.train.policy_options import RECIPES, find_recipe
+from specengine.train.ltd import training as training
+from specengine.train.ltd.grounds import LoggedGround
+from specengine.train.ltd.options import RECIPES, find_recipe
+from specengine.train.ltd.training import read_log, train_policy
 from tests.train.policies.engines import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

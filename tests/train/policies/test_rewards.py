@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specengine.train.outcomes import cycle_cost, reward
+from specengine.train.ltd.outcomes import cycle_cost, reward
 from tests.train.policies.engines import COSTS, SHAPE, environment
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,13 +16,13 @@ from specengine import policies
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.policies import _ltd
-from specengine.train import policies as training
-from specengine.train.candidates import CandidateTrees
-from specengine.train.costs import Costs
-from specengine.train.grounds import LiveGround, LoggedGround, speed_of
-from specengine.train.outcomes import split
-from specengine.train.policies import read_log, train_policy
-from specengine.train.policy_curve import plot
+from specengine.train.ltd import training as training
+from specengine.train.ltd.candidates import CandidateTrees
+from specengine.train.ltd.costs import Costs
+from specengine.train.ltd.curve import plot
+from specengine.train.ltd.grounds import LiveGround, LoggedGround, speed_of
+from specengine.train.ltd.outcomes import split
+from specengine.train.ltd.training import read_log, train_policy
 from tests.toy import ToyTarget
 from tests.train.policies.engines import COSTS, OPTIONS, PROMPTS, SHAPE, TARGET, engine
 

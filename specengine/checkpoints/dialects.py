@@ -1,0 +1,349 @@
+"""The configs of EAGLE draft heads: what each producer's fields mean, read into EagleConfig and written back.
+
+Two layouts exist: the official one of the EAGLE repository, which SpecForge, AngelSlim and SGLang share, and that of
+speculators (vLLM). Some fields have one name and two meanings; what cannot be told from the config is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers.activations import ACT2FN
+
+from specengine.errors import CheckpointError
+from specengine.modeling.eagle_head import DEFAULT_THETA, ROPE_TYPES, EagleConfig
+
+Layout = Literal["official", "speculators"]
+Producer = Literal["eagle", "specforge", "speculators"]
+
+SPECULATORS_TYPES = {"eagle": 1, "eagle3": 3}
+# A name's beginning on disk, and in EagleHead.
+PREFIXES: dict[tuple[Layout, int], dict[str, str]] = {
+    ("official", 1): {},
+    ("official", 3): {"midlayer.": "layers.0."},
+    ("speculators", 1): {"transformer.": "layers.0.", "fusion_fc.": "fc."},
+    ("speculators", 3): {},
+}
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a checkpoint was read.
+
+    producer  whose meaning the fields have: eagle (the EAGLE repository), specforge (and AngelSlim) or speculators
+    notes     what was not stated and how it was taken, for people
+    """
+
+    layout: Layout
+    producer: Producer
+    version: Literal[1, 3]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"EAGLE-{self.version}, {self.layout} layout, fields as {self.producer} means them"
+
+
+# ---------------------------------------------------------------------------------------------------- reading configs
+
+
+def names_head(raw: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a draft head and of nothing else. EAGLE-1's in the official layout does not tell."""
+    return "speculators_model_type" in raw or "draft_vocab_size" in raw
+
+
+def read_config(
+    raw: Mapping[str, Any],
+    names: Iterable[str],
+    producer: Producer | None = None,
+    layer_ids: tuple[int, ...] | None = None,
+) -> tuple[EagleConfig, Dialect]:
+    """What a config says of a head whose tensors are called `names`; CheckpointError for what it should not.
+
+    producer, layer_ids: as of checkpoints.load_head.
+    """
+    reader = _Reader(raw, frozenset(names), producer, layer_ids)
+    config = reader.config()
+    return config, Dialect(reader.layout, reader.producer, reader.version, tuple(reader.notes))
+
+
+@dataclass
+class _Reader:
+    """Reads one config; what it had to assume goes to `notes`."""
+
+    raw: Mapping[str, Any]
+    names: frozenset[str]
+    asked_producer: Producer | None
+    asked_layer_ids: tuple[int, ...] | None
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.layout: Layout = "speculators" if "speculators_model_type" in self.raw else "official"
+        self.producer = self._producer()
+        self.version = self._version()
+
+    def config(self) -> EagleConfig:
+        return self._speculators() if self.layout == "speculators" else self._official()
+
+    def _producer(self) -> Producer:
+        found: Producer = "eagle"
+        if self.layout == "speculators":
+            found = "speculators"
+        elif "eagle_config" in self.raw or "LlamaForCausalLMEagle3" in self.raw.get("architectures", ()):
+            found = "specforge"
+        if self.asked_producer is None:
+            return found
+        if (self.asked_producer == "speculators") != (self.layout == "speculators"):
+            raise CheckpointError(f"producer: got {self.asked_producer!r}, but the config has the {self.layout} layout")
+        return self.asked_producer
+
+    def _version(self) -> Literal[1, 3]:
+        if self.layout == "speculators":
+            kind = self.raw["speculators_model_type"]
+            if kind not in SPECULATORS_TYPES:
+                known = ", ".join(SPECULATORS_TYPES)
+                raise CheckpointError(f"speculators_model_type: got {kind!r}, known are {known}")
+            return 1 if SPECULATORS_TYPES[kind] == 1 else 3
+        third = "draft_vocab_size" in self.raw or any(name.endswith("hidden_norm.weight") for name in self.names)
+        return 3 if third else 1
+
+    def _official(self) -> EagleConfig:
+        raw, version = self.raw, self.version
+        common = self._layer(raw)
+        layer = PREFIXES["official", 3] if version == 3 else {}
+        names = {with_prefix(name, layer) for name in self.names}
+        biased = [part for part in "qkvo" if f"layers.0.self_attn.{part}_proj.bias" in names]
+        if raw.get("attention_bias") and not biased:
+            # SpecForge copies the field from the target's config and makes none.
+            self.notes.append("attention_bias is set, but there are no biases: taken as none")
+        common |= {"qkv_bias": bool(raw.get("qkv_bias", set(biased) - {"o"})), "o_bias": "o" in biased}
+        if version == 1:
+            return EagleConfig(version=1, **common, fc_bias=bool(raw.get("bias", True)))
+        return EagleConfig(version=3, **common, **self._variants(), norm_logits=self._norm_logits())
+
+    def _speculators(self) -> EagleConfig:
+        layer = self.raw.get("transformer_layer_config")
+        if not isinstance(layer, dict):
+            raise CheckpointError("transformer_layer_config: is missing")
+        kind = layer.get("model_type")
+        if kind not in ("llama", "qwen3"):
+            # Older releases take a missing type as llama, newer ones as qwen3, which has other tensors.
+            raise CheckpointError(f"transformer_layer_config.model_type: got {kind!r}, accepted llama or qwen3")
+        if "sliding_attention" in (layer.get("layer_types") or ()):
+            raise CheckpointError("transformer_layer_config.layer_types: sliding-window drafts are not supported")
+        bias = bool(layer.get("attention_bias", False))
+        common = self._layer(layer) | {"qkv_bias": bias, "o_bias": bias, "qk_norm": kind == "qwen3"}
+        if self.version == 1:
+            if self.raw.get("layernorms"):
+                raise CheckpointError("layernorms: this variant of EAGLE-1 is not supported")
+            return EagleConfig(version=1, **common, fc_bias=bool(self.raw.get("fusion_bias", False)))
+        return EagleConfig(
+            version=3, **common, **self._variants(), norm_recurrent=bool(self.raw.get("norm_output", False))
+        )
+
+    def _layer(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that all layouts share."""
+        sizes = {name: self._size(raw, name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
+        heads = self._size(raw, "num_attention_heads")
+        kv_heads = self._size(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads
+        target = self.raw.get("target_hidden_size") or sizes["hidden_size"]
+        activation = raw.get("hidden_act", "silu")
+        if heads % kv_heads:
+            raise CheckpointError(f"num_attention_heads: got {heads}, no multiple of {kv_heads} key-value heads")
+        if activation not in ACT2FN:
+            raise CheckpointError(f"hidden_act: unknown name {activation!r}")
+        if self.version == 1 and target != sizes["hidden_size"]:
+            raise CheckpointError(f"target_hidden_size: got {target}, EAGLE-1 needs {sizes['hidden_size']}")
+        own_embeddings = "embed_tokens.weight" in self.names
+        if not own_embeddings and target != sizes["hidden_size"]:
+            raise CheckpointError("embed_tokens.weight: is missing, and the target's embeddings have another width")
+        return sizes | {
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": self._head_dim(raw, sizes["hidden_size"], heads),
+            "target_hidden_size": target,
+            "draft_vocab_size": self._draft_vocab_size(sizes["vocab_size"]),
+            "rms_norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+            "hidden_act": activation,
+            "rope": self._rope(raw),
+            "max_position_embeddings": int(raw.get("max_position_embeddings", 2048)),
+            "own_embeddings": own_embeddings,
+        }
+
+    def _variants(self) -> dict[str, Any]:
+        """EAGLE-3's fields that have the same name and meaning in all layouts."""
+        each, whole = bool(self.raw.get("fc_norm", False)), bool(self.raw.get("norm_before_fc", False))
+        if each and whole:
+            raise CheckpointError("fc_norm, norm_before_fc: only one of them can be set")
+        return {
+            "layer_ids": self._layer_ids(),
+            "fusion_norm": "each" if each else "whole" if whole else "none",
+            "norm_before_residual": bool(self.raw.get("norm_before_residual", False)),
+        }
+
+    def _norm_logits(self) -> bool:
+        """SpecForge's `norm_output`: logits are read behind the final norm. Speculators means another thing by it."""
+        if "norm_output" not in self.raw:
+            return True
+        if self.producer == "specforge":
+            return bool(self.raw["norm_output"])
+        if self.asked_producer is None:
+            raise CheckpointError(
+                "norm_output: SpecForge and speculators mean different things by it, and the config tells of neither; "
+                "pass producer='specforge', or producer='eagle' to ignore the field"
+            )
+        self.notes.append("norm_output is ignored: the EAGLE repository has no such field")
+        return True
+
+    def _layer_ids(self) -> tuple[int, ...] | None:
+        inputs: list[int] = self.raw.get(_LAYER_IDS) or []
+        outputs: list[int] = (self.raw.get("eagle_config") or {}).get(_LAYER_IDS) or []
+        if self.asked_layer_ids is not None:
+            self.notes.append(f"layer ids as given: hidden states {listed(self.asked_layer_ids)}")
+            return tuple(self.asked_layer_ids)
+        if inputs and outputs:
+            raise CheckpointError(
+                f"{_LAYER_IDS}: stands in the config ({listed(inputs)}) and in its eagle_config ({listed(outputs)}), "
+                "where the ids count otherwise; pass layer_ids"
+            )
+        if not (inputs or outputs):
+            self.notes.append("no layer ids: hidden states 2, L/2 and L - 3 of the target's L layers")
+            return None
+        # In SpecForge's eagle_config an id names the layer whose output is read, elsewhere the one whose input it is.
+        ids = tuple(int(i) for i in inputs) if inputs else tuple(int(i) + 1 for i in outputs)
+        self.notes.append(f"layer ids {listed(inputs or outputs)}: hidden states {listed(ids)}")
+        return ids
+
+    def _draft_vocab_size(self, vocab_size: int) -> int:
+        if self.version == 1:
+            return vocab_size
+        size = self._size(self.raw, "draft_vocab_size") if self.raw.get("draft_vocab_size") else vocab_size
+        if size > vocab_size:
+            raise CheckpointError(f"draft_vocab_size: got {size}, more than the target's {vocab_size}")
+        return size
+
+    def _head_dim(self, raw: Mapping[str, Any], hidden_size: int, heads: int) -> int:
+        if raw.get("head_dim"):
+            return self._size(raw, "head_dim")
+        if hidden_size % heads:
+            raise CheckpointError(
+                f"head_dim: is missing, and hidden_size {hidden_size} is no multiple of {heads} heads"
+            )
+        return hidden_size // heads
+
+    def _rope(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The draft's own rotary parameters; never the target's, which drafts were not trained with."""
+        stated: dict[str, Any] = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        if any(isinstance(value, dict) for value in stated.values()):
+            raise CheckpointError(f"rope_parameters: one set is needed, got those of {', '.join(stated)}")
+        theta = stated.get("rope_theta") or raw.get("rope_theta")
+        if theta is None:
+            theta = DEFAULT_THETA
+            self.notes.append(f"no rope_theta: {theta}, with which the EAGLE repository trains")
+        kind = stated.pop("type", None)
+        rope = {"rope_type": kind or "default"} | stated | {"rope_theta": float(theta)}
+        if rope["rope_type"] not in ROPE_TYPES:
+            raise CheckpointError(f"rope_type: got {rope['rope_type']!r}, accepted {', '.join(ROPE_TYPES)}")
+        if any((part.get("partial_rotary_factor") or 1.0) != 1.0 for part in (raw, rope)):
+            raise CheckpointError("partial_rotary_factor: only whole heads are rotated")
+        return rope
+
+    def _size(self, raw: Mapping[str, Any], name: str) -> int:
+        value = raw.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{name}: got {value!r}, a positive integer is needed")
+        return value
+
+
+# ---------------------------------------------------------------------------------------------------- writing configs
+
+
+def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """`name` with its beginning replaced, where the table has it."""
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def listed(ids: Iterable[int]) -> str:
+    return ", ".join(map(str, ids))
+
+
+def official_config(config: EagleConfig) -> dict[str, Any]:
+    """As SpecForge writes it, which the EAGLE repository, SGLang and vLLM read."""
+    _refuse("official", norm_recurrent=config.norm_recurrent, qk_norm=config.qk_norm)
+    raw = _layer_config(config) | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+    if config.target_hidden_size != config.hidden_size:
+        raw["target_hidden_size"] = config.target_hidden_size
+    if config.version == 1:
+        return raw | {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias, "qkv_bias": config.qkv_bias}
+    _refuse("official", fc_bias=config.fc_bias)
+    raw |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config.draft_vocab_size}
+    raw |= {"qkv_bias": config.qkv_bias, "norm_output": config.norm_logits} | _variant_fields(config)
+    if config.layer_ids is not None:
+        raw["eagle_config"] = {_LAYER_IDS: [i - 1 for i in config.layer_ids]}
+    return raw
+
+
+def speculators_config(config: EagleConfig, target: str | None) -> dict[str, Any]:
+    """As speculators writes it and vLLM reads it; target: name of the model that the head was made for."""
+    _refuse("speculators", norm_logits_false=not config.norm_logits)
+    if config.qkv_bias != config.o_bias:
+        raise CheckpointError("qkv_bias, o_bias: the speculators layout knows only both or none")
+    layer = _layer_config(config) | {"attention_bias": config.qkv_bias, "num_hidden_layers": 1}
+    layer["model_type"] = "qwen3" if config.qk_norm else "llama"
+    algorithm = "eagle" if config.version == 1 else "eagle3"
+    raw: dict[str, Any] = {"speculators_model_type": algorithm, "transformer_layer_config": layer}
+    raw["speculators_config"] = {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"architectures": [], "name_or_path": target},
+    }
+    if config.version == 1:
+        return raw | {"architectures": ["EagleSpeculator"], "fusion_bias": config.fc_bias, "layernorms": False}
+    _refuse("speculators", fc_bias=config.fc_bias)
+    same = config.target_hidden_size == config.hidden_size
+    return raw | {
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None if same else config.target_hidden_size,
+        "norm_output": config.norm_recurrent,
+        _LAYER_IDS: None if config.layer_ids is None else list(config.layer_ids),
+        **_variant_fields(config),
+    }
+
+
+def _layer_config(config: EagleConfig) -> dict[str, Any]:
+    rope = dict(config.rope)
+    scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": config.hidden_act,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling,
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+
+
+def _variant_fields(config: EagleConfig) -> dict[str, bool]:
+    return {
+        "fc_norm": config.fusion_norm == "each",
+        "norm_before_fc": config.fusion_norm == "whole",
+        "norm_before_residual": config.norm_before_residual,
+    }
+
+
+def _refuse(layout: Layout, **variants: bool) -> None:
+    for name, there in variants.items():
+        if there:
+            raise CheckpointError(f"{name}: the {layout} layout has no word for it")

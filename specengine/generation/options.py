@@ -1,0 +1,260 @@
+"""GenerationOptions: what one generation is asked to do, checked before any work is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
+
+from specengine.errors import InputError
+from specengine.generation.sampling import PresenceFrequencyPenalty, Processor, Sampler, TopP
+from specengine.generation.stopping import Stopper
+
+DEFAULT_MAX_NEW_TOKENS = 256
+
+# Fields of a GenerationConfig that say nothing about which tokens come out, or that are read elsewhere.
+_WITHOUT_EFFECT = {
+    "bos_token_id",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+    "cache_implementation",
+    "cache_config",
+    "max_cache_len",
+    "prefill_chunk_size",
+    "compile_config",
+    "disable_compile",
+    "continuous_batching_config",
+    "low_memory",
+    "_from_model_config",
+    "max_length",
+    "decoder_start_token_id",
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "early_stopping",
+    "length_penalty",
+    "speculation_type",
+    "use_mtp",
+}
+# Fields that are accepted at the one value that means nothing.
+_NEUTRAL: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "guidance_scale": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "assistant_ensemble_weight": 0.0,
+}
+
+
+@dataclass
+class GenerationOptions:
+    """Options of one generation; what is None is taken from `generation_config`, then from the model's own.
+
+    max_new_tokens        tokens to generate at most; default what max_length of a config leaves, else 256
+    do_sample             sample instead of taking the most likely token; implied by a temperature above 0 and by
+                          top_k, top_p, min_p and typical_p
+    temperature           0 means greedy
+    top_k, top_p, min_p, typical_p   as in transformers; they matter when sampling
+    repetition_penalty, no_repeat_ngram_size, bad_words_ids, sequence_bias, suppress_tokens, min_new_tokens
+                          as in transformers
+    presence_penalty, frequency_penalty   the OpenAI definition: over generated tokens only
+    seed                  of the sampling noise; the same seed gives the same answer, with any draft and policy;
+                          by default it is drawn from torch's global generator
+    eos_token_id          one id, or several; [] to ignore the model's own
+    stop_strings          the answer ends with the first of these strings, which it includes
+    max_time              seconds after which the answer ends
+    logits_processor, stopping_criteria, streamer, generation_config, return_dict_in_generate   transformers' own
+    raw                   take a string prompt as it is, without the chat template
+    """
+
+    max_new_tokens: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int | None = None
+    bad_words_ids: list[list[int]] | None = None
+    sequence_bias: Any = None
+    suppress_tokens: list[int] | None = None
+    min_new_tokens: int | None = None
+    seed: int | None = None
+    eos_token_id: int | list[int] | None = None
+    stop_strings: str | list[str] | None = None
+    max_time: float | None = None
+    logits_processor: Sequence[Processor] | None = None
+    stopping_criteria: Sequence[Callable[..., Any]] | None = None
+    streamer: Any = None
+    generation_config: GenerationConfig | None = None
+    return_dict_in_generate: bool | None = None
+    raw: bool = False
+
+    @classmethod
+    def of(
+        cls, options: dict[str, Any], model_config: GenerationConfig | None, prompt_length: int, max_context: int
+    ) -> GenerationOptions:
+        """Complete and check `options`; InputError names the field and what it accepts."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise InputError(f"unknown option {name!r}, known are {', '.join(known)}")
+        self = cls(**options)
+        if self.do_sample is None:
+            self._imply_sampling()
+        max_lengths = []
+        for config in (self.generation_config, model_config):
+            if config is not None:
+                self._fill_from(config)
+                max_lengths.append(config.max_length)
+        self._check()
+        if self.samples and self.seed is None:
+            self.seed = int(torch.randint(1 << 62, ()))
+        if self.max_new_tokens is None:
+            max_length = next((length for length in max_lengths if length is not None), None)
+            self.max_new_tokens = DEFAULT_MAX_NEW_TOKENS if max_length is None else max_length - prompt_length
+            _whole("generation_config.max_length", max_length, prompt_length + 1)
+        self.max_new_tokens = min(self.max_new_tokens, max_context - prompt_length)
+        return self
+
+    @property
+    def samples(self) -> bool:
+        return bool(self.do_sample) and self.temperature != 0
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        ids = self.eos_token_id
+        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings or [])
+
+    def stopper(self, decode: Callable[[list[int]], str]) -> Stopper:
+        assert self.max_new_tokens is not None
+        criteria = list(self.stopping_criteria or [])
+        if self.max_time is not None:
+            criteria.append(MaxTimeCriteria(self.max_time))
+        return Stopper(self.max_new_tokens, self.eos_token_ids, self.stops, criteria, decode)
+
+    def sampler(self, prompt_length: int, device: Any) -> Sampler:
+        """The sampler with all processors in transformers' order: penalties and bans, the user's own, truncation."""
+        eos = self.eos_token_ids
+        chain: list[Processor] = []
+        if self.sequence_bias:
+            chain.append(SequenceBiasLogitsProcessor(self.sequence_bias))
+        if self.repetition_penalty not in (None, 1.0):
+            chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.presence_penalty or self.frequency_penalty:
+            chain.append(PresenceFrequencyPenalty(self.presence_penalty, self.frequency_penalty, prompt_length))
+        if self.no_repeat_ngram_size:
+            chain.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
+        if self.bad_words_ids:
+            chain.append(NoBadWordsLogitsProcessor(self.bad_words_ids, eos or None))
+        if self.min_new_tokens and eos:
+            chain.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos, device=device))
+        if self.suppress_tokens:
+            chain.append(SuppressTokensLogitsProcessor(self.suppress_tokens, device=device))
+        chain.extend(self.logits_processor or [])
+        if not self.samples:
+            return Sampler(chain)
+        if self.temperature not in (None, 1.0):
+            chain.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            chain.append(TopKLogitsWarper(self.top_k))
+        if self.top_p is not None and self.top_p < 1:
+            chain.append(TopP(self.top_p))
+        if self.min_p:
+            chain.append(MinPLogitsWarper(self.min_p))
+        if self.typical_p is not None and self.typical_p < 1:
+            chain.append(TypicalLogitsWarper(self.typical_p))
+        return Sampler(chain, self.seed)
+
+    def _imply_sampling(self) -> None:
+        """Asking for a temperature or a truncation asks for sampling; a temperature of 0 asks for the greedy answer."""
+        if self.temperature == 0:
+            self.do_sample = False
+        elif any(getattr(self, name) is not None for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")):
+            self.do_sample = True
+
+    def _fill_from(self, config: GenerationConfig) -> None:
+        """Take over what is still None; refuse what this engine cannot honour."""
+        mine = {field.name for field in dataclasses.fields(self)}
+        for name, value in config.to_diff_dict().items():
+            if name in mine:
+                if getattr(self, name) is None:
+                    setattr(self, name, value)
+            elif value is not None and name not in _WITHOUT_EFFECT and value != _NEUTRAL.get(name, False):
+                raise InputError(f"generation_config.{name}: {value!r} is not supported by speculative decoding here")
+
+    def _check(self) -> None:
+        number, whole = _number, _whole
+        whole("max_new_tokens", self.max_new_tokens, 1)
+        number("temperature", self.temperature, 0, math.inf, "0 (greedy) or more")
+        whole("top_k", self.top_k, 0)
+        number("top_p", self.top_p, 0, 1, "above 0, at most 1", open_low=True)
+        number("min_p", self.min_p, 0, 1, "0 to 1")
+        number("typical_p", self.typical_p, 0, 1, "above 0, at most 1", open_low=True)
+        number("repetition_penalty", self.repetition_penalty, 0, math.inf, "above 0", open_low=True)
+        number("presence_penalty", self.presence_penalty, -math.inf, math.inf, "a finite number")
+        number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf, "a finite number")
+        number("max_time", self.max_time, 0, math.inf, "above 0", open_low=True)
+        whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
+        whole("min_new_tokens", self.min_new_tokens, 0)
+        whole("seed", self.seed, 0, (1 << 64) - 1)
+        for token in self.eos_token_ids:
+            whole("eos_token_id", token, 0)
+        for string in self.stops:
+            if not isinstance(string, str) or not string:
+                raise InputError(f"stop_strings: got {string!r}, accepted non-empty strings")
+        for name in ("logits_processor", "stopping_criteria"):
+            for item in getattr(self, name) or []:
+                if not callable(item):
+                    raise InputError(f"{name}: got {item!r}, accepted callables as in transformers")
+
+
+def _number(name: str, value: float | None, low: float, high: float, accepted: str, *, open_low: bool = False) -> None:
+    if value is None:
+        return
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or not (low < value if open_low else low <= value) or value > high:
+        raise InputError(f"{name}: got {value!r}, accepted {accepted}")
+
+
+def _whole(name: str, value: int | None, low: int, high: float = math.inf) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        bound = f"{low} or more" if high == math.inf else f"{low} to {high}"
+        raise InputError(f"{name}: got {value!r}, accepted a whole number, {bound}")

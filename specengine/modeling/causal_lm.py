@@ -1,0 +1,406 @@
+"""CausalLM: any Hugging Face causal LM, run over tree nodes against a KVCache.
+
+The model's own forward is called with public arguments only. Attention goes through transformers'
+AttentionInterface: the keyword `tree` given to the model's forward reaches the attention of attention.py, so nothing
+about a running cycle is parked on the model. Models whose attention cannot take that way get a dense 4D mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from specengine import ops
+from specengine.cuda_graphs import Rows
+from specengine.errors import UnsupportedModelError
+from specengine.modeling.attention import ATTENTION, NeedsDenseMask, Visibility, causal_rows, lower_right
+from specengine.modeling.compiling import compiled
+from specengine.modeling.kv_cache import KVCache
+from specengine.modeling.packing import Packed, worth_packing
+
+PREFILL_ROWS = 1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+
+
+class _SlabView(Cache):
+    """What the model sees of a KVCache during one forward: `update` writes rows at `start`, nothing is concatenated."""
+
+    def __init__(self, cache: KVCache, start: int, rows: int) -> None:
+        super().__init__(layers=[])
+        self.slab, self.start, self.stop = cache.slab, start, start + rows
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        keys_values = self.slab[layer_idx, :, None, :, : self.stop]
+        keys, values = keys_values[0], keys_values[1]
+        keys[:, :, self.start :] = key_states
+        values[:, :, self.start :] = value_states
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.start
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self.stop, 0
+
+
+class _PaddedSlabView(Cache):
+    """The same with static shapes: `update` writes at a slot that the device knows, and gives the whole slab."""
+
+    def __init__(self, cache: KVCache, rows: Rows) -> None:
+        super().__init__(layers=[])
+        self.slab = cache.slab
+        self.slots = rows.slots + torch.arange(rows.rows, device=self.slab.device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        keys_values = self.slab[layer_idx]
+        write_rows(keys_values, self.slots, key_states[0], value_states[0])
+        return keys_values[0][None], keys_values[1][None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self.slab.shape[3], 0
+
+
+class _ShapeRecorder(Cache):
+    """Notes each layer's key and value shapes and hands the tensors back."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: dict[int, tuple[Any, ...]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.shapes[layer_idx] = (
+            key_states.shape[1],
+            key_states.shape[-1],
+            value_states.shape[-1],
+            key_states.dtype,
+            key_states.device,
+        )
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return (query_length if isinstance(query_length, int) else len(query_length)), 0
+
+
+def write_rows(slab: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Keys and values, [KV heads, rows, head size], into these slots of a slab, [2, KV heads, capacity, head size]."""
+    slab[0].index_copy_(1, slots, keys)
+    slab[1].index_copy_(1, slots, values)
+
+
+class CausalLM:
+    """A loaded Hugging Face model as a function from tree rows to logits.
+
+    Raises UnsupportedModelError, with the reason, for a model that cannot roll back (recurrent or hybrid state),
+    is an encoder-decoder, is split over devices, or whose attention does not honour a tree mask: that is tried on
+    four tokens at construction.
+
+    pack: run the linear layers with packed weights; None decides by the device, the dtype and the free memory.
+    compile_blocks: run `forward_padded` with the blocks compiled around their attention, see modeling.compiling.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False) -> None:
+        refuse_unsupported(model)
+        self.model = model.eval()
+        self.config = model.config.get_text_config(decoder=True)
+        self.max_context = context_limit(self.config)
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.seconds = 0.0  # spent in model forwards, ever
+        self._dense_mask = False
+        self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self._packed = Packed(model) if (worth_packing(model) if pack is None else pack) else None
+        self._compiles = compile_blocks
+        self.refresh()
+        self._choose_attention()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def packed(self) -> bool:
+        """Whether the linear layers run with weights packed for oneDNN (see specengine.modeling.packing)."""
+        return self._packed is not None
+
+    def refresh(self) -> None:
+        """Take in weights that were changed since the last call; cheap where none were."""
+        before = getattr(self, "_runs", None)
+        self._runs: Any = self.model if self._packed is None else self._packed.model()
+        if self._runs is not before:
+            self._runs_padded: Any = compiled(self._runs) if self._compiles else self._runs
+
+    @property
+    def attention(self) -> str:
+        """`tree` (ops.tree_attention) or `dense mask` (the model's own eager attention)."""
+        return "dense mask" if self._dense_mask else "tree"
+
+    def new_cache(self, capacity: int) -> KVCache:
+        return KVCache(self._layers, self._heads, self._head_size, capacity, dtype=self._dtype, device=self.device)
+
+    @property
+    def parameters(self) -> int:
+        return sum(weight.numel() for weight in self.model.parameters())
+
+    @property
+    def layers(self) -> int:
+        return self._layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def head(self, states: Tensor) -> Tensor:
+        """The bare language-model head: logits, [..., vocabulary], of states behind the final norm."""
+        return self._runs.get_output_embeddings()(states.to(self.dtype))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings, [..., hidden size], without a scale that the model may have."""
+        return embedding(tokens, self.model.get_input_embeddings().weight)
+
+    @torch.inference_mode()
+    def prepare_features(self, ids: tuple[int, ...]) -> None:
+        """Make ready for `features=ids`; UnsupportedModelError where the model does not give these hidden states."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        # The first such call may install hooks. On the original: a packed twin would install them a second time.
+        out = self.model(input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, output_hidden_states=True)
+        count = len(getattr(out, "hidden_states", None) or ())
+        if count != self._layers + 1 or not all(0 <= i < count for i in ids):
+            raise UnsupportedModelError(
+                f"{_name(self.model)}: hidden states {', '.join(map(str, ids))} were asked for, it gives {count}; the "
+                f"draft needs a model of {self._layers} layers that gives {self._layers + 1}"
+            )
+        if self._packed is not None:
+            self._packed.copy_again()
+        self.refresh()
+
+    def extend(
+        self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = ()
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run `tokens` after the committed ones and commit them.
+
+        Returns the last one's logits, [vocabulary], if any, and the features of all, as `forward` does.
+        """
+        logits = None
+        seen: list[Tensor] = []
+        for first in range(0, len(tokens), PREFILL_ROWS):
+            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], device=self.device)
+            rows, length = len(piece), cache.length
+            cache.reserve(length + rows)
+            positions = torch.arange(length, length + rows, device=self.device)
+            visibility = causal_rows(rows, length, self.device)
+            logits, states = self.forward(
+                piece, positions, cache, length, visibility, features=features, last_only=True
+            )
+            cache.length += rows
+            if states is not None:
+                seen.append(states)
+        return None if logits is None else logits[-1], torch.cat(seen) if seen else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        start: int,
+        visibility: Visibility,
+        *,
+        features: tuple[int, ...] = (),
+        last_only: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of `tokens`, [rows, vocabulary] (one row with `last_only`), and their features, in the model's dtype.
+
+        tokens, positions: int64 [rows]. Keys and values go to cache slots start to start + rows; `visibility` is
+        over slots 0 to start + rows. Positions past the context end are clamped: such rows can never be committed.
+        features: indices of transformers' `hidden_states` (i: what layer i reads, 0-based; the last: behind the final
+        norm), given side by side as [rows, len(features) * hidden size], or None where there are none.
+        """
+        began = time.perf_counter()
+        rows = tokens.shape[0]
+        arguments: dict[str, Any] = {}
+        if last_only and "logits_to_keep" in self._accepts:
+            arguments["logits_to_keep"] = 1
+        if self._dense_mask:
+            arguments["attention_mask"] = self._additive(visibility, rows, start)
+        else:
+            # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
+            arguments |= {"attention_mask": self._dummy_mask, "tree": visibility}
+        found = self._call(self._runs, tokens, positions, _SlabView(cache, start, rows), features, arguments)
+        self.seconds += time.perf_counter() - began
+        return found
+
+    def forward_padded(
+        self, rows: Rows, cache: KVCache, features: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `forward`, of rows that stand in a buffer with what they see; padding gives rows without a meaning.
+
+        All shapes are static and nothing is read by the host, so it can be captured. Only with the tree attention.
+        """
+        arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": rows}
+        view = _PaddedSlabView(cache, rows)
+        return self._call(self._runs_padded, rows.tokens, rows.positions, view, features, arguments)
+
+    def _call(
+        self,
+        runs: Any,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        features: tuple[int, ...],
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        if features:
+            arguments["output_hidden_states"] = True
+        if "position_ids" in self._accepts:
+            arguments["position_ids"] = positions.clamp(max=self.max_context - 1)[None]
+        out = runs(input_ids=tokens[None], past_key_values=cache, use_cache=True, **arguments)
+        states = torch.cat([out.hidden_states[i][0] for i in features], dim=-1) if features else None
+        return out.logits[0], states
+
+    def require_capture(self) -> None:
+        """Raise UnsupportedModelError, with the reason, where `forward_padded` cannot be captured in a graph."""
+        if self._dense_mask:
+            raise UnsupportedModelError(
+                f"graphs: the attention of {_name(self.model)} runs with a dense mask, whose shape follows the cache"
+            )
+        kind = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            raise UnsupportedModelError(
+                f"graphs: {_name(self.model)} has {kind} positions, which the host reads in every forward"
+            )
+
+    def _additive(self, visibility: Visibility, rows: int, start: int) -> Tensor:
+        mask = visibility.mask
+        if visibility.causal:
+            mask = lower_right(rows, start, self.device)
+        elif mask is None:
+            mask = torch.ones(rows, start + rows, dtype=torch.bool, device=self.device)
+        dtype = self.model.dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=self.device).masked_fill_(~mask, torch.finfo(dtype).min)[
+            None, None
+        ]
+
+    def _choose_attention(self) -> None:
+        """Take the tree attention where the model honours it, else a dense mask; raise where that fails too."""
+        own = self.config._attn_implementation
+        if own != ATTENTION and self.model._can_set_attn_implementation():
+            self.model.set_attn_implementation(ATTENTION)
+        self._dense_mask = self.config._attn_implementation != ATTENTION
+        fault = self._fault()
+        if fault and not self._dense_mask:
+            self.model.set_attn_implementation("eager")
+            self._dense_mask = True
+            fault = self._fault()
+        if fault:
+            if self.config._attn_implementation != own:
+                self.model.set_attn_implementation(own)
+            raise UnsupportedModelError(f"{_name(self.model)}: its attention does not honour a tree mask ({fault})")
+
+    @torch.inference_mode()
+    def _fault(self) -> str | None:
+        """What goes wrong when a small tree is run; None if nothing does."""
+        try:
+            self._layers, self._heads, self._head_size, self._dtype = self._record_shapes()
+            return self._tree_fault()
+        except NeedsDenseMask as error:
+            return str(error)
+
+    def _record_shapes(self) -> tuple[int, int, int, torch.dtype]:
+        recorder = _ShapeRecorder()
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self.model(input_ids=token, past_key_values=recorder, use_cache=True)
+        if len(set(recorder.shapes.values())) != 1 or sorted(recorder.shapes) != list(range(len(recorder.shapes))):
+            raise UnsupportedModelError(
+                f"{_name(self.model)}: its layers keep keys and values of different shapes or on different devices "
+                f"({sorted(set(map(str, recorder.shapes.values())))}); one slab for all layers is needed"
+            )
+        heads, key_size, value_size, dtype, _ = next(iter(recorder.shapes.values()))
+        if key_size != value_size:
+            raise UnsupportedModelError(
+                f"{_name(self.model)}: keys have {key_size} channels and values {value_size}; they must agree"
+            )
+        return len(recorder.shapes), heads, key_size, dtype
+
+    def _tree_fault(self) -> str | None:
+        # The tree is 0-(1-3, 2): node 3 must depend on its ancestors and on nothing else.
+        one, two, three, other = 1, 2 % self.vocab_size, 3 % self.vocab_size, 5 % self.vocab_size
+        tree = self._last_logits([one, two, three, other], parents=[-1, 0, 0, 1])
+        sibling_changed = self._last_logits([one, two, three - 1, other], parents=[-1, 0, 0, 1])
+        ancestor_changed = self._last_logits([one, two - 1, three, other], parents=[-1, 0, 0, 1])
+        path = self._last_logits([one, two, other], parents=[-1, 0, 1])
+        effect = (tree - ancestor_changed).abs().max()
+        if not (sibling_changed - tree).abs().max() <= 1e-3 * effect:
+            return "a node's logits change with its sibling"
+        tolerance = 0.01 if self._dtype == torch.float32 else 0.25  # of rounding, half precision has plenty
+        if not (path - tree).abs().max() <= tolerance * effect:
+            return "a node's logits differ from those of its path alone"
+        return None
+
+    def _last_logits(self, tokens: list[int], parents: list[int]) -> Tensor:
+        cache = self.new_cache(len(tokens))
+        ancestors = ops.ancestor_words(torch.tensor(parents, device=self.device))
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        row_ids = torch.tensor(tokens, device=self.device)
+        mask = ops.tree_mask(ancestors, len(tokens))
+        logits, _ = self.forward(row_ids, torch.tensor(depths, device=self.device), cache, 0, Visibility(mask))
+        return logits[-1].float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where the model's class or config says that it cannot be a target or draft."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{_name(model)}: encoder-decoder models are not supported, only causal LMs")
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if getattr(model, "_is_stateful", False) or kinds:
+        what = ", ".join(sorted(kinds)) or "recurrent state"
+        raise UnsupportedModelError(
+            f"{_name(model)}: cannot roll back rejected draft tokens ({what}); "
+            "only models whose whole state is a cropable key-value cache are supported"
+        )
+    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(
+            f"{_name(model)}: its positions follow from the order of the cache, so nodes of a tree cannot be placed by "
+            "depth; only models whose forward reads position_ids are supported"
+        )
+    if getattr(config, "attention_layers", None):  # GPT-Neo
+        raise UnsupportedModelError(
+            f"{_name(model)}: its attention masks by cache slot, but the nodes of a tree do not stand in the slots "
+            "of their positions; only attention that the mask alone decides is supported"
+        )
+    if not model.can_generate():
+        raise UnsupportedModelError(f"{_name(model)}: has no language-model head, pass a ...ForCausalLM model")
+
+
+def context_limit(config: Any) -> int:
+    """Tokens that the model can hold: its position limit, or its attention window where that is shorter.
+
+    LongRoPE models turn all positions by other frequencies once a sequence passes their original context, which is
+    the limit here: the cached keys before it would no longer fit.
+    """
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        limit = min(limit, rope.get("original_max_position_embeddings") or limit)
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if window and (kinds is None or "sliding_attention" in kinds):
+        limit = min(limit, window)  # within the window, sliding and full attention are the same
+    return int(limit)
+
+
+def _name(model: PreTrainedModel) -> str:
+    return model.config._name_or_path or type(model).__name__

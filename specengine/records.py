@@ -1,0 +1,191 @@
+"""Cycle: the record of one draft-verify-commit round. Stats: an aggregate of cycles."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from specengine.tree import TokenTree
+
+
+@dataclass
+class Seconds:
+    """Wall-clock seconds of one cycle by part; `model` is what the draft and target forwards took of `total`.
+
+    split: whether the parts were measured; of a cycle that stays on a device only `total` is, and counts as `model`.
+    """
+
+    draft: float = 0.0
+    policy: float = 0.0
+    verify: float = 0.0
+    walk: float = 0.0
+    commit: float = 0.0
+    total: float = 0.0
+    model: float = 0.0
+    split: bool = True
+
+    @property
+    def host(self) -> float:
+        """Everything outside the two models' forwards."""
+        return self.total - self.model
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One round: what was verified, which path was accepted, which tokens were committed.
+
+    tree     the verified tree; its root is the token committed last before this cycle
+    path     accepted node ids, the root (0) first
+    tokens   the committed tokens: those of path[1:], then the bonus token (cut short at a stop)
+    drafted  draft nodes proposed before the policy's `keep`, root excluded
+    features the target's hidden states of the tree's nodes, [nodes, features * hidden size], where the draft reads them
+    grown    the tree before `keep`, with all `drafted` nodes; None where the cycle was not made by an engine
+    kept     int64 [len(tree)], the nodes of `grown` that make up `tree`, in its order; None where those are all
+    """
+
+    tree: TokenTree
+    path: list[int]
+    tokens: list[int]
+    seconds: Seconds
+    drafted: int = 0
+    features: Tensor | None = field(default=None, repr=False, compare=False)
+    grown: TokenTree | None = field(default=None, repr=False, compare=False)
+    kept: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def accepted(self) -> int:
+        """Committed tokens that the draft had proposed."""
+        return len(self.path) - 1
+
+
+@dataclass
+class Stats:
+    """Counters and times of one generation, under vLLM's metric names where vLLM has one.
+
+    Lengths count the bonus token; `num_draft_tokens` counts verified draft nodes, the root excluded.
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_draft_passes: int = 0
+    num_emitted_in_steps: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    reached_histogram: list[int] = field(default_factory=list)
+    ttft_s: float = 0.0
+    elapsed_s: float = 0.0
+    time_draft_s: float = 0.0
+    time_policy_s: float = 0.0
+    time_verify_s: float = 0.0
+    time_walk_s: float = 0.0
+    time_commit_s: float = 0.0
+    time_model_s: float = 0.0
+    time_host_s: float = 0.0
+    host_shares: list[float] = field(default_factory=list, repr=False)
+    policy: str = ""
+    draft: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, cycle: Cycle) -> None:
+        """Count one cycle."""
+        self.num_spec_steps += 1
+        self.num_draft_tokens += len(cycle.tree) - 1
+        self.num_accepted_draft_tokens += cycle.accepted
+        self.num_emitted_in_steps += len(cycle.tokens)
+        self.num_draft_passes += int(cycle.tree.passes)
+        _count(self.acceptance_histogram, cycle.accepted)
+        _count(self.reached_histogram, int(cycle.tree.depths.max()))
+        seconds = cycle.seconds
+        self.time_draft_s += seconds.draft
+        self.time_policy_s += seconds.policy
+        self.time_verify_s += seconds.verify
+        self.time_walk_s += seconds.walk
+        self.time_commit_s += seconds.commit
+        self.time_model_s += seconds.model
+        self.time_host_s += seconds.host
+        if seconds.total > 0 and seconds.split:
+            self.host_shares.append(seconds.host / seconds.total)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens committed per verification, the bonus token included (tau); 0 before the first cycle."""
+        return self.num_emitted_in_steps / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @property
+    def mean_accepted_draft_tokens(self) -> float:
+        return self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted over verified draft tokens; small for trees by construction."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_draft_passes(self) -> float:
+        """Draft passes per verification (delta)."""
+        return self.num_draft_passes / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @property
+    def num_spec_tokens(self) -> float:
+        """Verified draft tokens per step, the root excluded."""
+        return self.num_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @property
+    def acceptance_rate_per_position(self) -> list[float]:
+        """Entry d: of the cycles whose tree had depth d + 1, the share that accepted a token at that depth."""
+        rates = []
+        for depth in range(1, len(self.reached_histogram)):
+            accepted, reached = sum(self.acceptance_histogram[depth:]), sum(self.reached_histogram[depth:])
+            rates.append(accepted / reached)
+        return rates
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the whole wall-clock time, prefill included."""
+        return self.num_generated_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per token after the first."""
+        later = self.num_generated_tokens - 1
+        return (self.elapsed_s - self.ttft_s) / later if later > 0 else 0.0
+
+    @property
+    def median_host_share(self) -> float:
+        """Median over cycles of the share of time spent outside the two models' forwards."""
+        return statistics.median(self.host_shares) if self.host_shares else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counters, times and derived metrics, JSON-ready."""
+        counters = {name: value for name, value in vars(self).items() if not name.startswith("host_shares")}
+        return counters | {name: getattr(self, name) for name in _DERIVED}
+
+    def report(self) -> str:
+        """A short table for people."""
+        rates = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
+        lines = [
+            f"tokens             {self.num_generated_tokens} in {self.elapsed_s:.2f} s "
+            f"({self.tokens_per_second:.1f} tokens/s, first after {self.ttft_s:.2f} s)",
+            f"draft, policy      {self.draft or 'none'}, {self.policy or 'plain'}",
+            f"acceptance length  {self.mean_acceptance_length:.2f} over {self.num_spec_steps} verifications",
+            f"per depth          {rates or '-'}",
+            f"verified nodes     {self.num_spec_tokens + 1:.1f} per step, {self.mean_draft_passes:.1f} draft passes",
+            f"seconds            draft {self.time_draft_s:.3f}, policy {self.time_policy_s:.3f}, verify "
+            f"{self.time_verify_s:.3f}, walk {self.time_walk_s:.3f}, commit {self.time_commit_s:.3f}",
+            f"outside models     {100 * self.median_host_share:.1f} % of a cycle (median)",
+        ]
+        return "\n".join(lines + [f"note               {note}" for note in self.notes])
+
+
+_DERIVED = [name for name, value in vars(Stats).items() if isinstance(value, property)]
+
+
+def _count(histogram: list[int], index: int) -> None:
+    histogram.extend([0] * (index + 1 - len(histogram)))
+    histogram[index] += 1

@@ -1,0 +1,336 @@
+"""Training the classifiers of C2T, Disco and SpecDec++ on logged trees."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from specengine import ops
+from specengine.errors import InputError
+from specengine.policies import _classifier
+from specengine.policies._classifier import KINDS, c2t_features, disco_features
+from specengine.train.classifier.trees import LoggedTree, Trees
+
+DEPTH_BASE = 0  # what the root's children count as
+NEAR = 0.01  # recalls this close to the best count as equal
+BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)  # bounds of the entropy buckets, in nats
+KEEP_RATES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2)  # at which the curve is recorded
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ClassifierOptions:
+    """How a classifier is trained.
+
+    epochs, batch, learning_rate, optimizer
+    negatives   drawn per positive, anew for every epoch; of the training part only
+    held_back   share of the trees that nothing is learnt from; beta and all figures come from them
+    keep_rate   share of a tree's candidates that beta is calibrated to keep
+    recall      of accepted nodes that beta is calibrated to instead, where given
+    width, blocks   of SpecDec++'s head
+    """
+
+    epochs: int = 10
+    batch: int = 1024
+    learning_rate: float = 1e-3
+    optimizer: Literal["adam", "adamw"] = "adam"
+    negatives: float = 4.0
+    held_back: float = 0.05
+    keep_rate: float = 0.03
+    recall: float | None = None
+    width: int = 1024
+    blocks: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in {"epochs": 1, "batch": 1, "width": 1, "blocks": 1, "seed": 0}.items():
+            if getattr(self, name) < least:
+                raise InputError(f"{name}: got {getattr(self, name)}, accepted {least} or more")
+        for name in ("learning_rate", "negatives"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name}: got {getattr(self, name)}, accepted above 0")
+        if self.optimizer not in ("adam", "adamw"):
+            raise InputError(f"optimizer: got {self.optimizer!r}, accepted adam, adamw")
+        for name in ("held_back", "keep_rate", "recall"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise InputError(f"{name}: got {value}, accepted above 0, below 1")
+
+
+# Sources: C2T, appendix C.2; Learning to Draft, A.1 (which leaves the batch open).
+SETTINGS = {
+    "c2t": ClassifierOptions(),
+    "disco": ClassifierOptions(epochs=50, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0),
+    "specdecpp": ClassifierOptions(epochs=5, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0),
+}
+
+
+class Rows(NamedTuple):
+    """inputs: [rows, ...] as the network takes them; labels: bool [rows]."""
+
+    inputs: Tensor
+    labels: Tensor
+
+
+def rows_of(kind: str, logged: LoggedTree) -> Rows:
+    """What one tree teaches.
+
+    c2t        every node but the root: whether it is on the accepted path
+    disco      every level: whether it holds an accepted node; read behind the parent of the level's best node
+    specdecpp  every node drafted from but the root: whether the target chose its token after its parent
+    """
+    return {"c2t": _c2t_rows, "disco": _disco_rows, "specdecpp": _specdecpp_rows}[kind](logged)
+
+
+def _c2t_rows(logged: LoggedTree) -> Rows:
+    tree = logged.tree
+    features = c2t_features(tree.path_log_probs[1:], parent_entropies(logged), tree.depths[1:], DEPTH_BASE)
+    return Rows(features, logged.accepted[1:])
+
+
+def _disco_rows(logged: LoggedTree) -> Rows:
+    tree, row_of = logged.tree, _row_of(logged)
+    best = [
+        tree.best(ops.Nodes.of(level), 1).alive()
+        for depth in range(1, int(tree.depths.max()) + 1)
+        if len(level := (tree.depths == depth).nonzero()[:, 0])
+    ]
+    nodes = torch.cat(best)
+    rows = row_of[tree.parents[nodes]]
+    features = disco_features(logged.top_probs[rows], logged.entropies[rows], tree.depths[nodes], DEPTH_BASE)
+    return Rows(features, tree.depths[nodes] <= int(tree.depths[logged.accepted].max()))
+
+
+def _specdecpp_rows(logged: LoggedTree) -> Rows:
+    if not logged.hidden.shape[1]:
+        raise InputError("trees: they hold no hidden states of the draft; only EAGLE heads give them")
+    below = logged.expanded > 0
+    nodes = logged.expanded[below]
+    return Rows(logged.hidden[below], logged.choices[logged.parents[nodes]] == logged.tokens[nodes])
+
+
+def parent_entropies(logged: LoggedTree) -> Tensor:
+    """float32 [n - 1]: for each node but the root, the entropy of the distribution that it came from."""
+    return logged.entropies[_row_of(logged)[logged.parents[1:]]]
+
+
+def _row_of(logged: LoggedTree) -> Tensor:
+    """int64 [n]: the place of each node among the expanded ones; -1 where it is none."""
+    row_of = torch.full_like(logged.tokens, -1)
+    row_of[logged.expanded] = torch.arange(len(logged.expanded))
+    return row_of
+
+
+def train_classifier(
+    kind: str, trees: Trees, out: Path, options: ClassifierOptions | None = None, progress: Progress = lambda line: None
+) -> Path:
+    """Train the classifier of policy `kind` on `trees`; writes and returns `out`, which the policy reads.
+
+    The trees are split as wholes, so no tree is learnt from and measured on. InputError for too few trees, or without
+    a node of either label.
+    """
+    options = options or SETTINGS[kind]
+    logged = list(trees)
+    learnt, held = _split(logged, options)
+    rows = _joined([rows_of(kind, tree) for tree in learnt])
+    sizes: dict[str, Any] = {}
+    if kind == "specdecpp":
+        sizes = {"hidden_size": rows.inputs.shape[1], "width": options.width, "blocks": options.blocks}
+    torch.manual_seed(options.seed)
+    net = KINDS[kind].make(sizes)
+    measure = _measure_c2t if kind == "c2t" else _measure_stop
+    held_rows = [rows_of(kind, tree) for tree in held]
+    _require_both(rows, "training")
+    _require_both(_joined(held_rows), "held-out")
+    epochs = _fit(net, rows, options, lambda: measure(net, held, held_rows, options), progress)
+    if kind == "c2t":
+        net.load_state_dict(_recall_first(epochs))
+    net.eval()
+    figures = measure(net, held, held_rows, options)
+    facts = {
+        "depth_base": DEPTH_BASE,
+        "top": trees.manifest["top"],
+        **sizes,
+        "beta": figures.pop("beta"),
+        "negatives": options.negatives,
+        "target": trees.manifest.get("target"),
+        "draft": trees.manifest.get("draft"),
+        "trees": {name: trees.manifest.get(name) for name in ("width", "expansions", "length")},
+        "counts": {
+            "learnt trees": len(learnt),
+            "held-out trees": len(held),
+            "learnt rows": len(rows.labels),
+            "learnt positives": int(rows.labels.sum()),
+        },
+        "training": {name: value for name, value in asdict(options).items() if name not in ("width", "blocks")},
+        "held_out": figures,
+    }
+    _classifier.save(out, kind, net, facts, torch.bfloat16 if kind == "specdecpp" else torch.float32)
+    progress(json.dumps(figures["at_beta"]))
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- learning
+
+
+def _split(logged: list[LoggedTree], options: ClassifierOptions) -> tuple[list[LoggedTree], list[LoggedTree]]:
+    order = torch.randperm(len(logged), generator=torch.Generator().manual_seed(options.seed)).tolist()
+    held = max(1, round(options.held_back * len(logged)))
+    if len(logged) < 2:
+        raise InputError(f"trees: got {len(logged)}, 2 or more are needed")
+    return [logged[i] for i in order[held:]], [logged[i] for i in order[:held]]
+
+
+def _fit(
+    net: Any, rows: Rows, options: ClassifierOptions, measure: Callable[[], dict[str, Any]], progress: Progress
+) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """The figures on held-out trees and the weights after every epoch."""
+    kind = torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW
+    optimizer = kind(net.parameters(), lr=options.learning_rate)
+    generator = torch.Generator().manual_seed(options.seed)
+    epochs = []
+    for epoch in range(1, options.epochs + 1):
+        loss = torch.zeros(())
+        for batch in _balanced(rows.labels, options, generator).split(options.batch):
+            loss = binary_cross_entropy_with_logits(net.logits(rows.inputs[batch]), rows.labels[batch].float())
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        figures = measure()
+        epochs.append((figures, {name: tensor.clone() for name, tensor in net.state_dict().items()}))
+        if epoch == options.epochs or epoch % max(1, options.epochs // 10) == 0:
+            progress(f"epoch {epoch}: loss {float(loss.detach()):.3f}, at 0.5 {json.dumps(figures['at_half'])}")
+    return epochs
+
+
+def _balanced(labels: Tensor, options: ClassifierOptions, generator: torch.Generator) -> Tensor:
+    """Row numbers in random order: all positives, and `negatives` times as many of the others, drawn anew."""
+    positives, others = labels.nonzero()[:, 0], (~labels).nonzero()[:, 0]
+    count = min(len(others), max(1, round(options.negatives * len(positives))))
+    drawn = others[torch.randperm(len(others), generator=generator)[:count]]
+    rows = torch.cat([positives, drawn])
+    return rows[torch.randperm(len(rows), generator=generator)]
+
+
+def _recall_first(epochs: Sequence[tuple[dict[str, Any], dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """The weights of the epoch that keeps the fewest nodes among those of nearly the best recall."""
+    best = max(figures["at_half"]["recall"] for figures, _ in epochs)
+    near = [entry for entry in epochs if entry[0]["at_half"]["recall"] >= best - NEAR]
+    return min(near, key=lambda entry: entry[0]["at_half"]["keep_rate"])[1]
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    return Rows(torch.cat([rows.inputs for rows in parts]), torch.cat([rows.labels for rows in parts]))
+
+
+def _require_both(rows: Rows, part: str) -> None:
+    if not bool(rows.labels.any()) or bool(rows.labels.all()):
+        raise InputError(f"trees: their {part} part holds nodes of one label only; collect more trees")
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+def scores(predicted: Tensor, labels: Tensor) -> dict[str, float]:
+    """Accuracy, precision, recall, F1 and the share predicted positive; bool [m] each."""
+    hits = int((predicted & labels).sum())
+    precision, recall = hits / max(1, int(predicted.sum())), hits / max(1, int(labels.sum()))
+    return {
+        "accuracy": round(float((predicted == labels).float().mean()), 4),
+        "precision": round(precision, 4),
+        "recall": round(recall, 4),
+        "f1": round(2 * precision * recall / max(precision + recall, 1e-9), 4),
+        "keep_rate": round(float(predicted.float().mean()), 5),
+    }
+
+
+def path_minimum(confidence: Tensor, logged: LoggedTree) -> Tensor:
+    """float32 [n - 1]: the least confidence on the way to each node but the root: a child of a pruned node is pruned.
+
+    confidence: float32 [n - 1].
+    """
+    tree = logged.tree
+    least = torch.cat([torch.full((1,), math.inf), confidence])
+    for depth in range(2, int(tree.depths.max()) + 1):
+        level = (tree.depths == depth).nonzero()[:, 0]
+        least[level] = torch.minimum(least[level], least[tree.parents[level]])
+    return least[1:]
+
+
+@torch.no_grad()
+def _measure_c2t(
+    net: Any, held: Sequence[LoggedTree], rows: Sequence[Rows], options: ClassifierOptions
+) -> dict[str, Any]:
+    confidence = torch.cat([path_minimum(net(part.inputs), tree) for part, tree in zip(rows, held, strict=True)])
+    paths, labels = torch.cat([part.inputs[:, 0] for part in rows]), torch.cat([part.labels for part in rows])
+    ranks = torch.cat([part.inputs[:, 0].argsort(descending=True, stable=True).argsort() for part in rows])
+    entropies = torch.cat([part.inputs[:, 1] for part in rows])
+    beta = calibrated(confidence, labels, options)
+    kept = confidence >= beta
+    bucket = torch.bucketize(entropies, torch.tensor(BUCKETS), right=True)
+    names = [f"[{a:g}, {b:g})" for a, b in zip((0.0, *BUCKETS), (*BUCKETS, math.inf), strict=True)]
+    inside = [(name, bucket == number) for number, name in enumerate(names)]
+
+    def point(rate: float) -> dict[str, float]:
+        """At a beta that keeps this share, and two other ways to keep as many nodes: one bound on the path
+        probability for all trees; of each tree the same number, as EAGLE-2 does."""
+        at = _threshold(confidence, rate)
+        found = scores(confidence >= at, labels)
+        bounded = scores(paths >= _threshold(paths, found["keep_rate"]), labels)
+        ranked = scores(ranks < round(found["keep_rate"] * len(labels) / len(held)), labels)
+        others = {"recall_of_path_bound": bounded["recall"], "recall_of_top_n": ranked["recall"]}
+        return {"beta": round(at, 5), "keep_rate": found["keep_rate"], "recall": found["recall"], **others}
+
+    return {
+        "beta": beta,
+        "at_half": scores(confidence >= 0.5, labels),
+        "at_beta": scores(kept, labels),
+        "top_n": scores(ranks < round(float(kept.sum()) / len(held)), labels),
+        "nodes_per_tree": round(float(kept.sum()) / len(held), 2),
+        "acceptance_length": round(1 + float((kept & labels).sum()) / len(held), 3),
+        "by_entropy": {
+            name: {"share": round(float(part.float().mean()), 4), **scores(kept[part], labels[part])}
+            for name, part in inside
+            if bool(part.any())
+        },
+        "curve": [point(rate) for rate in KEEP_RATES],
+    }
+
+
+def calibrated(confidence: Tensor, labels: Tensor, options: ClassifierOptions) -> float:
+    """The largest beta that keeps the share `keep_rate` of all nodes, or the share `recall` of the accepted ones."""
+    if options.recall is not None:
+        return _threshold(confidence[labels], options.recall)
+    return _threshold(confidence, options.keep_rate)
+
+
+def _threshold(values: Tensor, share: float) -> float:
+    """The largest value that at least `share` of the values, and one of them, reach."""
+    count = min(len(values), max(1, math.ceil(share * len(values) - 1e-6)))
+    return float(values.topk(count).values[-1])
+
+
+@torch.no_grad()
+def _measure_stop(
+    net: Any, held: Sequence[LoggedTree], rows: Sequence[Rows], options: ClassifierOptions
+) -> dict[str, Any]:
+    part = _joined(rows)
+    probabilities = net(part.inputs)
+    found = scores(probabilities >= 0.5, part.labels)
+    chance = binary_cross_entropy_with_logits(net.logits(part.inputs), part.labels.float())
+    return {
+        "beta": 0.5,
+        "at_half": found,
+        "at_beta": found,
+        "positive_rate": round(float(part.labels.float().mean()), 4),
+        "loss": round(float(chance), 4),
+    }

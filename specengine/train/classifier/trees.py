@@ -1,0 +1,326 @@
+"""Full candidate trees of a running engine, on disk, with what the target made of each of their nodes.
+
+What classifiers learn from, and what `bench.replay` evaluates other policies on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specengine import policies
+from specengine.cycle import walk
+from specengine.drafters import Step
+from specengine.drafters.lookup import Lookup
+from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.generation.options import GenerationOptions
+from specengine.generation.sampling import History, Sampler
+from specengine.ops import Nodes
+from specengine.policies import TreePolicy
+from specengine.records import Cycle, Stats
+from specengine.train.text.corpus import Corpus
+from specengine.train.text.shards import Contents, ShardFolder
+from specengine.tree import TokenTree
+
+TOP_PROBS = 10  # of each draft distribution
+SHORTEST = 2  # tokens of a prompt: its last is the first root, and an EAGLE head needs one before it
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CollectOptions:
+    """Which trees are collected, and what of them.
+
+    trees              in all; 0: as many as the prompts give
+    length             tokens of each answer, at most; one answer gives about length / acceptance length trees
+    width, expansions  of the beam; all 1 + width + expansions * width**2 candidates are verified
+    top                likeliest tokens that the entropies are summed over
+    hidden             keep the draft's hidden states
+    logits             keep the draft's whole rows, in their own dtype
+    """
+
+    trees: int = 1000
+    length: int = 48
+    width: int = 10
+    expansions: int = 6
+    top: int = 1000
+    hidden: bool = True
+    logits: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in {"trees": 0, "length": 1, "width": 1, "expansions": 0, "top": 1}.items():
+            if getattr(self, name) < least:
+                raise InputError(f"{name}: got {getattr(self, name)}, accepted {least} or more")
+
+    @property
+    def policy(self) -> TreePolicy:
+        """The beam whose every candidate is verified."""
+        capacity = 1 + self.width + self.expansions * self.width**2
+        return policies.make("eagle", width=self.width, expansions=self.expansions, budget=capacity)
+
+
+class LoggedTree(NamedTuple):
+    """One verified tree of n nodes, e of which the draft was run at; node 0 is the root.
+
+    tokens, parents    int64 [n]; the root has parent -1
+    log_probs          float32 [n], the draft's, of the edge to the node, in nats; 0 at the root
+    choices            int64 [n], the token that the target chose after the node; -1 where it had none
+    target_log_probs   float32 [n], the target's log-probability of the node's token given its parent; 0 at the root
+    accepted           bool [n], the nodes of the accepted path, the root included
+    expanded           int64 [e], ascending by the pass that they were drafted from in
+    entropies          float32 [e], of the draft's distribution at the node, in nats
+    top_probs          float32 [e, 10], its largest probabilities, descending, 0 where there are no more
+    hidden             [e, hidden size] of the draft, or [e, 0]
+    logits             [e, draft vocabulary] of the draft, or [e, 0]
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    log_probs: Tensor
+    choices: Tensor
+    target_log_probs: Tensor
+    accepted: Tensor
+    expanded: Tensor
+    entropies: Tensor
+    top_probs: Tensor
+    hidden: Tensor
+    logits: Tensor
+
+    @property
+    def tree(self) -> TokenTree:
+        """With the depths and path probabilities that the serving code gives it."""
+        tree = TokenTree.root(int(self.tokens[0]), len(self.tokens))
+        start = 1
+        while start < len(self.tokens):  # batch by batch: a batch's parents are there before it
+            stop = start + int((self.parents[start:] < start).long().cumprod(0).sum())
+            tree.add(self.parents[start:stop], self.tokens[start:stop], self.log_probs[start:stop])
+            start = stop
+        return tree
+
+
+class Columns(NamedTuple):
+    """What the draft's rows mean, as of specengine.drafters.Step: the target's ids of its columns, None where they are
+    the columns themselves; whether the rows are log-probabilities already."""
+
+    token_ids: Tensor | None = None
+    normalized: bool = False
+
+    def same(self, other: Columns) -> bool:
+        if self.token_ids is None or other.token_ids is None:
+            return self == other
+        return self.normalized == other.normalized and torch.equal(self.token_ids, other.token_ids)
+
+
+class Shard(NamedTuple):
+    """The trees of one answer, in its order."""
+
+    trees: list[LoggedTree]
+    columns: Columns
+
+
+PER_NODE = ("tokens", "parents", "log_probs", "choices", "target_log_probs", "accepted")
+PER_ROW = ("expanded", "entropies", "top_probs", "hidden", "logits")
+
+
+class Trees(ShardFolder):
+    """Logged trees, one shard per prompt."""
+
+    FORMAT = 1
+    MANIFEST = "trees.json"
+    contents = Contents("trees", "logged trees", "the trees in {} were", "collect the trees")
+
+    def add(self, number: int, trees: Sequence[LoggedTree], columns: Columns) -> None:
+        """Write a shard of at least one tree."""
+        tensors = {name: torch.cat([getattr(tree, name) for tree in trees]) for name in (*PER_NODE, *PER_ROW)}
+        tensors |= {name: tensors[name].to(torch.int32) for name in ("tokens", "parents", "choices", "expanded")}
+        tensors["nodes"] = torch.tensor([len(tree.tokens) for tree in trees])
+        tensors["rows"] = torch.tensor([len(tree.expanded) for tree in trees])
+        tensors["normalized"] = torch.tensor(columns.normalized)
+        if columns.token_ids is not None:
+            tensors["token_ids"] = columns.token_ids.cpu()
+        self.save(number, tensors)
+
+    def read(self, file: Path) -> Shard:
+        """InputError where the shard is damaged."""
+        return self.load(file, _shard)
+
+    def __iter__(self) -> Iterator[LoggedTree]:
+        """All trees, shard by shard; InputError for a damaged one."""
+        for file in self.shards():
+            yield from self.read(file).trees
+
+
+def _shard(tensors: dict[str, Tensor]) -> Shard:
+    parts = []
+    for names, sizes in ((PER_NODE, tensors["nodes"].tolist()), (PER_ROW, tensors["rows"].tolist())):
+        parts += [_wide(tensors[name]).split(sizes) for name in names]
+    columns = Columns(tensors.get("token_ids"), bool(tensors["normalized"]))
+    return Shard([LoggedTree(*tree) for tree in zip(*parts, strict=True)], columns)
+
+
+def collect(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    folder: Path,
+    options: CollectOptions,
+    *,
+    name: str = "",
+    progress: Progress = lambda line: None,
+) -> Trees:
+    """Let `engine` answer the prompts greedily under full candidate trees until `options.trees` are logged.
+
+    The trees are those of the draft alone, without lookup.
+
+    prompts: checked token ids, two or more each; each is a shard, and one that is there is not answered again, so an
+    interrupted call goes on where it stopped. An answer's last tree is left out where the answer's end cut its path.
+    name: of the target, as recorded. InputError without a draft, and where the prompts give too few trees.
+    """
+    if engine.drafter is None:
+        raise InputError("draft: there is none, and the trees are the draft's")
+    settings = {key: value for key, value in asdict(options).items() if key != "trees"}  # there may be more
+    drafter = engine.drafter
+    if isinstance(drafter, Lookup):  # whose columns are other ones in every step
+        drafter = drafter.drafter
+    trees = Trees.create(folder, {"target": name, "draft": drafter.name, **settings})
+    watched = Recorder(options.policy, options)
+    recording = Engine(engine.target, drafter, watched, engine.tokenizer)
+    have, new, began = 0, 0, time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        if 0 < options.trees <= have:
+            return trees
+        if len(prompt) < SHORTEST:
+            raise InputError(f"prompts: number {number + 1} has {len(prompt)} tokens, {SHORTEST} or more are needed")
+        if not trees.shard(number).is_file():
+            logged = list(_answer(recording, watched, prompt, options.length))
+            if not logged:
+                continue
+            trees.add(number, logged, watched.columns)
+            new += len(logged)
+            have += len(logged)
+            wanted = f" of {options.trees}" if options.trees else ""
+            progress(f"{have}{wanted} trees, {new / (time.perf_counter() - began):.2f} per second")
+        else:
+            have += len(trees.read(trees.shard(number)).trees)
+    if have < options.trees or not have:
+        raise InputError(f"prompts: {len(prompts)} gave {have} trees of {options.trees}; give more, or ask for fewer")
+    return trees
+
+
+def questions(corpus: Corpus) -> list[list[int]]:
+    """What stands before the first answer of each text: the token ids of its first user's turn, as it was asked."""
+    found = [text.tokens[: int(text.answers.int().argmax())].tolist() for text in corpus if bool(text.answers.any())]
+    return [tokens for tokens in found if len(tokens) >= SHORTEST]
+
+
+def _answer(engine: Engine, watched: Recorder, prompt: list[int], length: int) -> Iterator[LoggedTree]:
+    target, sampler = engine.target, WatchingSampler()
+    asked = GenerationOptions.of(
+        {"max_new_tokens": length, "temperature": 0.0}, target.generation_config, len(prompt), target.max_context
+    )
+    stopper = asked.stopper(lambda tokens: "")
+    for cycle in engine.cycles(prompt, sampler, stopper, Stats()):
+        logged = watched.logged(cycle, sampler)
+        if int(logged.accepted.sum()) == len(cycle.tokens):
+            yield logged
+
+
+class WatchingSampler(Sampler):
+    """The greedy choice, remembering the logits that it was made from."""
+
+    takes_largest = False  # the logits are wanted as well
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.empty(0)
+
+    def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
+        self.logits = logits
+        return super().chooser(logits, history)
+
+    def choices(self) -> list[int | None]:
+        """The token chosen after each node of the tree last seen."""
+        choose = super().chooser(self.logits, History([], 0))
+        return [choose(node) for node in range(len(self.logits))]
+
+
+@dataclass
+class Recorder(TreePolicy):
+    """The policy `policy`, which verifies all that it grows, and a record of the distributions that it saw."""
+
+    policy: TreePolicy
+    options: CollectOptions
+    columns: Columns = field(default_factory=Columns, init=False, repr=False)
+    _rows: list[tuple[Tensor, ...]] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def capacity(self) -> int:
+        return self.policy.capacity
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        if int(tree.passes) == 1:
+            self._rows = []
+        columns = Columns(step.token_ids, step.normalized)
+        if self._rows and self.options.logits and not columns.same(self.columns):
+            raise InputError("draft: its distributions are over other tokens at every step, so they cannot be logged")
+        self.columns = columns
+        self._rows.append((frontier.alive(), *distribution_facts(step, self.options)))
+        return self.policy.grow(tree, frontier, step)
+
+    def begin(self, tokens: int) -> None:
+        self.policy.begin(tokens)
+
+    def observe(self, cycle: Cycle) -> None:
+        self.policy.observe(cycle)
+
+    def logged(self, cycle: Cycle, sampler: WatchingSampler) -> LoggedTree:
+        """The tree of the last cycle. Its path is the target's, also where the answer ended within it."""
+        tree, logits = cycle.tree, sampler.logits
+        choices = sampler.choices()
+        path, _ = walk(tree, choices.__getitem__, lambda token: False)
+        accepted = torch.zeros(len(tree), dtype=torch.bool)
+        accepted[path] = True
+        rows = [torch.cat(parts).cpu() for parts in zip(*self._rows, strict=True)]
+        return LoggedTree(
+            tree.tokens.cpu(),
+            tree.parents.cpu(),
+            tree.log_probs.cpu(),
+            torch.tensor([-1 if choice is None else choice for choice in choices]),
+            edge_log_probs(logits, tree).cpu(),
+            accepted,
+            *rows,
+        )
+
+
+def distribution_facts(step: Step, options: CollectOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Entropies, top probabilities, hidden states and logits of a LoggedTree, row for row of `step`."""
+    log_probs, _ = step.best_children(TOP_PROBS)
+    top_probs = torch.zeros(len(log_probs), TOP_PROBS, device=log_probs.device)
+    top_probs[:, : log_probs.shape[1]] = log_probs.exp()
+    nothing = step.logits.new_empty(len(log_probs), 0)
+    hidden = step.hidden if options.hidden and step.hidden is not None else nothing
+    return step.entropy(options.top), top_probs, hidden, step.logits if options.logits else nothing
+
+
+def edge_log_probs(logits: Tensor, tree: TokenTree) -> Tensor:
+    """float32 [n]: the log-probability of each node's token by the row of its parent; 0 at the root.
+
+    logits: [n, vocabulary], one row per node.
+    """
+    parents, tokens = tree.parents[1:], tree.tokens[1:]
+    inner, place = parents.unique(return_inverse=True)
+    rows = logits[inner].float()
+    log_probs = torch.zeros(len(tree), device=logits.device)
+    log_probs[1:] = rows[place, tokens] - rows.logsumexp(-1)[place]
+    return log_probs
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.long() if tensor.dtype is torch.int32 else tensor

@@ -1,0 +1,464 @@
+"""Losses of EAGLE drafts: regression and cross-entropy along the text, or along a tree that the target grows.
+
+All are one computation with other settings. From each position the draft is unrolled as it is when it serves: the
+first step reads the target's hidden states, every later one the draft's own output and the token that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, smooth_l1_loss
+
+from specengine.drafters.eagle import embed
+from specengine.errors import InputError
+from specengine.modeling.eagle_head import EagleHead, causal
+from specengine.train.draft.teacher import Reading, Teacher
+
+LABEL_ROWS = 256  # rows that the target's head reads at a time
+BLOCK = 2048  # rows of the draft's head whose gradients are made at once
+CHUNK_VALUES = (1 << 20, 1 << 28)  # logits in float32 at a time, on a CPU (what its caches hold) and on a GPU
+NOISE_LENGTH = 512  # tokens at which the noise has its nominal strength
+
+LossName = Literal["eagle", "hass", "ttt", "talf"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A training loss.
+
+    steps          predictions in a row from each position; depths of the tree, for `talf`
+    width          nodes that a depth of the target's tree keeps; 0: the text itself is followed
+    anchors        share of the positions from which the steps after the first are unrolled, drawn anew for each batch
+    cross_entropy  weight of the cross-entropy with the target's distribution
+    top_k, top_weight  weight of the cross-entropy over the target's `top_k` best tokens alone
+    regression     weight of the smooth L1 distance to the target's hidden state, averaged over its channels
+    decay          step j counts decay**j
+    detach         no gradient passes from a step to the one before
+    noise          width of the uniform noise on the features, for sequences of 512 tokens; less for longer ones
+    """
+
+    name: LossName
+    steps: int
+    width: int = 0
+    anchors: float = 1.0
+    cross_entropy: float = 1.0
+    top_k: int = 10
+    top_weight: float = 0.0
+    regression: float = 0.0
+    decay: float = 1.0
+    detach: bool = False
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field, least in {"steps": 1, "width": 0, "top_k": 1}.items():
+            if getattr(self, field) < least:
+                raise InputError(f"{field}: got {getattr(self, field)}, accepted {least} or more")
+        for field in ("cross_entropy", "top_weight", "regression", "noise"):
+            if not getattr(self, field) >= 0:
+                raise InputError(f"{field}: got {getattr(self, field)}, accepted 0 or more")
+        for field in ("anchors", "decay"):
+            if not 0 < getattr(self, field) <= 1:
+                raise InputError(f"{field}: got {getattr(self, field)}, accepted above 0, up to 1")
+
+
+# EAGLE: Li et al. 2024, weights of its code. HASS: Zhang et al. 2025, three steps, top 10. EAGLE-3's training-time
+# test: Li et al. 2025. TALF: k = 4, depth 3, no regression, gradients through the steps.
+LOSSES: dict[str, Loss] = {
+    "eagle": Loss("eagle", steps=1, regression=1.0, cross_entropy=0.1, noise=0.2),
+    "hass": Loss("hass", steps=3, regression=1.0, cross_entropy=0.1, top_weight=1.0, detach=True),
+    "ttt": Loss("ttt", steps=7, decay=0.8),
+    "talf": Loss("talf", steps=3, width=4),
+}
+
+
+def make_loss(name: str, **changes: Any) -> Loss:
+    """The loss with this name, with other settings where they are given; InputError for a name that is unknown."""
+    if name not in LOSSES:
+        raise InputError(f"loss: got {name!r}, accepted {', '.join(LOSSES)}")
+    return replace(LOSSES[name], **changes)
+
+
+def check_fit(loss: Loss, head: EagleHead) -> None:
+    """InputError where the head gives nothing that the loss can compare."""
+    if loss.regression and head.config.version != 1:
+        raise InputError(
+            f"loss: {loss.name} compares hidden states with the target's, which an EAGLE-3 head does not predict; "
+            "take an EAGLE-1 head, or regression 0"
+        )
+
+
+class Step(NamedTuple):
+    """What one step of the unrolled draft gives.
+
+    states    [batch, anchors, width, hidden size], recurrent states of the draft
+    labels    int64 [batch, anchors, width], rows of `Labels`, or -1 where nothing is to be learnt
+    """
+
+    states: Tensor
+    labels: Tensor
+
+
+class Report(NamedTuple):
+    """loss: a scalar with a gradient. hits, overlap: per step, the shares of rows whose best token was the target's,
+    and the mean overlap of the two distributions (the acceptance rate of sampled drafts); None if not measured."""
+
+    loss: Tensor
+    hits: list[float] | None
+    overlap: list[float] | None
+
+
+def loss_of(
+    loss: Loss,
+    head: EagleHead,
+    teacher: Teacher,
+    reading: Reading,
+    answers: Tensor,
+    *,
+    generator: torch.Generator | None = None,
+    measure: bool = False,
+) -> Report:
+    """The loss over a batch of sequences of one length.
+
+    reading: of the teacher, with its cache for a loss on a tree; answers: bool [batch, length], the tokens that the
+    draft shall predict. Mean over positions of the sum over steps and, in a tree, over nodes. InputError where no
+    answer is long enough.
+    """
+    check_fit(loss, head)
+    rows = torch.zeros_like(answers[:, 1:])
+    rows[:, :-1] = answers[:, 2:]  # row i reads feature i and token i + 1, and predicts token i + 2
+    if not rows.any():
+        raise InputError("answers: none has a token that a draft could predict")
+    anchors = _anchors(rows, loss.anchors, generator)
+    labels = Labels(teacher, head)
+    steps = _steps(loss, head, teacher, reading, rows, anchors, labels, generator)
+    totals, hits, overlap = [], [], []
+    for number, step in enumerate(steps):
+        chosen = step.labels >= 0
+        index = step.labels[chosen]
+        positions = max(int(chosen.any(dim=-1).sum()), 1)
+        found = labels.cross_entropy(step.states[chosen], index, loss, measure=measure)
+        total = found.loss / positions
+        if loss.regression:
+            aim = labels.states[index].to(step.states.dtype)
+            distances = smooth_l1_loss(step.states[chosen].float(), aim.float(), reduction="none").mean(dim=-1)
+            total = total + loss.regression * distances.sum() / positions
+        totals.append(total * loss.decay**number)
+        hits.append(found.hits / max(len(index), 1))
+        overlap.append(found.overlap / max(len(index), 1))
+    return Report(torch.stack(totals).sum(), hits if measure else None, overlap if measure else None)
+
+
+def _anchors(rows: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
+    """Rows from which later steps are unrolled, int64 [batch, anchors], -1 where a sequence has fewer than others."""
+    keys = torch.rand(rows.shape, generator=generator, device=rows.device) if share < 1 else rows.float() + 0.5
+    counts = (rows.sum(dim=1) * share).ceil().long()
+    order = keys.masked_fill(~rows, -1.0).argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
+    missing = torch.arange(order.shape[1], device=rows.device) >= counts[:, None]
+    # In the order of the text, the missing ones last.
+    return order.masked_fill(missing, rows.shape[1]).sort(dim=1).values.masked_fill(missing, -1)
+
+
+def _steps(
+    loss: Loss,
+    head: EagleHead,
+    teacher: Teacher,
+    reading: Reading,
+    rows: Tensor,
+    anchors: Tensor,
+    labels: Labels,
+    generator: torch.Generator | None,
+) -> Iterator[Step]:
+    """The first step is that of every row; the later ones follow the text, or the tree that the target grows."""
+    where = _text_labels(labels, reading, rows)
+    features = _with_noise(reading.features, loss.noise, generator)
+    unrolling = Unrolling(head, teacher, features, reading.tokens, anchors)
+    yield Step(unrolling.first()[:, :, None], where[:, 1:, None])
+    if loss.width:
+        yield from _along_tree(loss, teacher, reading, anchors, labels, unrolling)
+    else:
+        yield from _along_text(loss, reading, anchors, where, unrolling)
+
+
+def _along_text(loss: Loss, reading: Reading, anchors: Tensor, where: Tensor, unrolling: Unrolling) -> Iterator[Step]:
+    """Later steps of EAGLE, HASS and the training-time test."""
+    batch, length = reading.tokens.shape
+    sequence = torch.arange(batch, device=anchors.device)[:, None]
+    for depth in range(1, loss.steps):
+        positions = anchors + 1 + depth
+        inside = (anchors >= 0) & (positions < length)
+        positions = positions.clamp(0, length - 1)
+        here = torch.where(inside, where[sequence, positions], -1)
+        tokens = reading.tokens[sequence, positions][..., None]
+        yield Step(unrolling.next(tokens, torch.zeros_like(tokens), detach=loss.detach), here[..., None])
+
+
+def _along_tree(
+    loss: Loss, teacher: Teacher, reading: Reading, anchors: Tensor, labels: Labels, unrolling: Unrolling
+) -> Iterator[Step]:
+    """Later steps of TALF: every node of the target's own tree carries the target's distribution behind its path."""
+    roots = anchors.clamp(min=0) + 1  # positions of the root tokens
+    for layer in teacher.grow(reading, roots, width=loss.width, depths=loss.steps - 1):
+        index = labels.add(layer.states.flatten(0, 2)).view(layer.tokens.shape)
+        states = unrolling.next(layer.tokens, layer.parents, detach=loss.detach)
+        yield Step(states, torch.where((anchors >= 0)[..., None], index, -1))
+
+
+def _text_labels(labels: Labels, reading: Reading, rows: Tensor) -> Tensor:
+    """int64 [batch, length]: by position, the row in `labels` of the target's distribution there, or -1."""
+    wanted = torch.zeros_like(reading.tokens, dtype=torch.bool)
+    wanted[:, 1:] = rows
+    where = torch.full_like(reading.tokens, -1)
+    where[wanted] = labels.add(reading.states[wanted])
+    return where
+
+
+def _with_noise(features: Tensor, width: float, generator: torch.Generator | None) -> Tensor:
+    if not width:
+        return features
+    noise = torch.rand(features.shape, generator=generator, device=features.device, dtype=torch.float32) - 0.5
+    return features + (noise * (width * NOISE_LENGTH / features.shape[1])).to(features.dtype)
+
+
+class Unrolling:
+    """A draft unrolled from many positions of a text at once, each as if it served there.
+
+    A node at depth d behind anchor row r sees the rows up to r, its own ancestors and itself, stands at position
+    r + d and reads its parent's output: the same arithmetic as `drafters.eagle`, in a few large passes.
+    """
+
+    def __init__(self, head: EagleHead, teacher: Teacher, features: Tensor, tokens: Tensor, anchors: Tensor) -> None:
+        """features: [batch, length, ...]; tokens: int64 [batch, length]; anchors: rows, -1 for none."""
+        self._head, self._model = head, teacher.model
+        self._features, self._tokens = features, tokens
+        self._anchors = anchors.clamp(min=0)
+        self._depth = 0
+        self._path: list[tuple[Tensor, Tensor]] = []  # keys and values of the ancestors of the last nodes, per node
+
+    def first(self) -> Tensor:
+        """Recurrent states of all rows, [batch, length - 1, hidden size]."""
+        attend = _Recorded(causal)
+        tokens = self._tokens[:, 1:]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        hidden = self._head.fuse(self._features[:, :-1].to(self._head.dtype))
+        states = self._head(hidden, embed(self._head, self._model, tokens), positions, attend)
+        self._prefix = attend.key, attend.value
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        self._states = states[rows, self._anchors][:, :, None]
+        return states
+
+    def next(self, tokens: Tensor, parents: Tensor, *, detach: bool) -> Tensor:
+        """Recurrent states [batch, anchors, width, hidden size] one depth further, behind the nodes of the last call.
+
+        tokens, parents: int64 [batch, anchors, width]; parents are places among the anchor's last nodes.
+        """
+        self._depth += 1
+        count, width = tokens.shape[1:]
+        hidden = _of_parents(self._states.detach() if detach else self._states, parents)
+        self._path = [(_of_parents(key, parents), _of_parents(value, parents)) for key, value in self._path]
+        attend = _Recorded(_PathAttention(self._prefix, self._path, self._anchors, width))
+        positions = (self._anchors + self._depth)[:, :, None].expand(tokens.shape)
+        embeddings = embed(self._head, self._model, tokens.flatten(1))
+        states = self._head(hidden.flatten(1, 2), embeddings, positions.flatten(1), attend)
+        own = (part.transpose(1, 2).unflatten(1, (count, width)) for part in (attend.key, attend.value))
+        self._path.append(tuple(own))
+        self._states = states.unflatten(1, (count, width))
+        return self._states
+
+
+def _of_parents(states: Tensor, parents: Tensor) -> Tensor:
+    """[batch, anchors, width, ...] of each node's parent."""
+    batch, count, _ = parents.shape
+    sequence = torch.arange(batch, device=parents.device)[:, None, None]
+    anchor = torch.arange(count, device=parents.device)[None, :, None]
+    return states[sequence, anchor, parents]
+
+
+class _Recorded:
+    """An attention function that keeps the last keys and values, [batch, KV heads, rows, head size]."""
+
+    def __init__(self, attend: Any) -> None:
+        self._attend = attend
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.key, self.value = key, value
+        return self._attend(query, key, value)
+
+
+class _PathAttention:
+    """Nodes attend to the rows up to their anchor, to their ancestors' own keys, and to themselves."""
+
+    def __init__(
+        self, prefix: tuple[Tensor, Tensor], path: list[tuple[Tensor, Tensor]], anchors: Tensor, width: int
+    ) -> None:
+        self._prefix, self._path = prefix, path
+        rows = torch.arange(prefix[0].shape[2], device=anchors.device)
+        self._hidden = (rows > anchors[..., None]).repeat_interleave(width, dim=1)[:, None, None]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Half precision goes through softmax as it is, which computes in float32 inside: autocast would copy.
+        with torch.autocast(query.device.type, enabled=False):
+            return self._attend(query.to(value.dtype), key.to(value.dtype), value)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, nodes, size = query.shape
+        shape = (batch, key.shape[1], heads // key.shape[1], nodes)
+        query = (query * size**-0.5).view(*shape, size)
+        far_key, far_value = (part.to(value.dtype) for part in self._prefix)
+        near = [*((_per_node(k), _per_node(v)) for k, v in self._path), (key, value)]
+        scores = (query.flatten(2, 3) @ far_key.transpose(-1, -2)).view(*shape, -1)
+        scores = scores.masked_fill(self._hidden, float("-inf"))
+        weights = torch.cat([scores, *((query * k[:, :, None]).sum(-1, keepdim=True) for k, _ in near)], dim=-1)
+        far, *shares = weights.softmax(dim=-1).split([far_key.shape[-2], *[1] * len(near)], dim=-1)
+        out = (far.flatten(2, 3) @ far_value).view(*shape, size)
+        for share, (_, v) in zip(shares, near, strict=True):
+            out = out + share * v[:, :, None]
+        return out.flatten(1, 2)
+
+
+def _per_node(states: Tensor) -> Tensor:
+    """[batch, anchors, width, KV heads, head size] as [batch, KV heads, anchors * width, head size]."""
+    return states.flatten(1, 2).transpose(1, 2)
+
+
+# ---------------------------------------------------------------------------------------------------- cross-entropy
+
+
+class _Found(NamedTuple):
+    loss: Tensor
+    hits: float
+    overlap: float
+
+
+class Labels:
+    """The target's distributions, over the draft's vocabulary, at positions that were added row by row.
+
+    A row whose best token the draft cannot propose carries no loss, as in EAGLE-3, and is never hit.
+    """
+
+    def __init__(self, teacher: Teacher, head: EagleHead) -> None:
+        self._teacher, self._head = teacher, head
+        self._ids = head.target_ids()
+        self._states: list[Tensor] = []
+        self._probabilities: list[Tensor] = []
+        self._best: list[Tensor] = []
+        self._count = 0
+
+    @property
+    def states(self) -> Tensor:
+        return _joined(self._states)
+
+    @property
+    def probabilities(self) -> Tensor:
+        """[rows, draft vocabulary]; each row sums to 1."""
+        return _joined(self._probabilities)
+
+    @property
+    def best(self) -> Tensor:
+        """int64 [rows]: the draft's column of the target's best token, or -1."""
+        return _joined(self._best)
+
+    @torch.no_grad()
+    def add(self, states: Tensor) -> Tensor:
+        """Take in the target's states behind its final norm, [rows, hidden size]; returns their row numbers."""
+        for part in states.split(LABEL_ROWS):
+            logits = self._teacher.head(part)
+            highest = logits.amax(dim=-1)
+            if self._ids is not None:
+                logits = logits[:, self._ids]
+            found = logits.max(dim=-1)
+            self._best.append(torch.where(found.values == highest, found.indices, -1))
+            self._probabilities.append(logits.float().softmax(dim=-1).to(part.dtype))
+        self._states.append(states)
+        first, self._count = self._count, self._count + len(states)
+        return torch.arange(first, self._count, device=states.device)
+
+    def cross_entropy(self, states: Tensor, index: Tensor, loss: Loss, *, measure: bool) -> _Found:
+        """Sum over rows of the weighted cross-entropies between these labels and the draft's distributions.
+
+        states: [rows, hidden size], recurrent; index: int64 [rows], the label of each.
+        """
+        read = self._head.readout(states)
+        layer = self._head.vocabulary_head() or self._teacher.head
+        device = read.device.type
+        if torch.is_autocast_enabled(device):
+            read = read.to(torch.get_autocast_dtype(device))
+        hits = torch.zeros(2, device=read.device)
+        total = _LinearCrossEntropy.apply(read, layer.weight, layer.bias, self, index, loss, hits if measure else None)
+        return _Found(total, *hits.tolist())
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    if len(parts) > 1:
+        parts[:] = [torch.cat(parts)]
+    return parts[0]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """A linear layer and the cross-entropy on it, chunk by chunk: the logits of all rows are never in memory at once.
+
+    The gradients are made in the forward pass, while a chunk's logits are at hand.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Labels,
+        index: Tensor,
+        loss: Loss,
+        measured: Tensor | None,
+    ) -> Tensor:
+        wants = ctx.needs_input_grad
+        as_used = weight.to(states.dtype)
+        bias_used = None if bias is None else bias.to(states.dtype)
+        into_states = torch.empty_like(states) if wants[0] else None
+        into_weight = torch.zeros_like(weight) if wants[1] else None
+        into_bias = torch.zeros_like(bias) if bias is not None and wants[2] else None
+        total = torch.zeros((), dtype=torch.float32, device=states.device)
+        probabilities, ids = labels.probabilities, labels.best
+        for block in torch.arange(len(states), device=states.device).split(BLOCK):
+            slopes = []
+            for rows in block.split(max(1, CHUNK_VALUES[states.device.type == "cuda"] // len(weight))):
+                logits = linear(states[rows], as_used, bias_used).float()
+                aim, best = probabilities[index[rows]].float(), ids[index[rows]]
+                if measured is not None:
+                    measured[0] += (logits.argmax(dim=-1) == best).sum()
+                    measured[1] += torch.minimum(logits.softmax(dim=-1), aim).sum()
+                aim = _weighted(aim, loss).mul_((best >= 0)[:, None])
+                mass = aim.sum(dim=-1, keepdim=True)
+                normalizer = logits.logsumexp(dim=-1, keepdim=True)
+                total += (normalizer * mass).sum() - torch.linalg.vecdot(aim, logits).sum()
+                if any(wants):
+                    slopes.append(logits.sub_(normalizer).exp_().mul_(mass).sub_(aim).to(states.dtype))
+            if not slopes:
+                continue
+            slope = torch.cat(slopes)
+            if into_bias is not None:
+                into_bias += slope.float().sum(dim=0)
+            if into_states is not None:
+                into_states[block] = slope @ as_used
+            if into_weight is not None:
+                into_weight += slope.T @ states[block]
+        ctx.save_for_backward(into_states, into_weight, into_bias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        into = (None if part is None else part * slope.to(part.dtype) for part in ctx.saved_tensors)
+        return (*into, None, None, None, None)
+
+
+def _weighted(aim: Tensor, loss: Loss) -> Tensor:
+    """Labels times the weights of the two cross-entropies."""
+    if not loss.top_weight:
+        return aim if loss.cross_entropy == 1 else aim * loss.cross_entropy
+    weights = torch.full_like(aim, loss.cross_entropy)
+    top = aim.topk(min(loss.top_k, aim.shape[-1]), dim=-1).indices
+    return aim * weights.scatter_(1, top, loss.cross_entropy + loss.top_weight)

@@ -1,0 +1,146 @@
+"""Heads to be trained: their shape, and what they begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specengine.checkpoints.eagle import load_head
+from specengine.drafters.eagle import embed
+from specengine.errors import InputError
+from specengine.modeling.eagle_head import (
+    DEFAULT_THETA,
+    ROPE_TYPES,
+    Eagle3Head,
+    EagleConfig,
+    EagleHead,
+    default_layer_ids,
+    head_from,
+    make_head,
+)
+from specengine.train.draft.losses import Loss
+from specengine.train.draft.teacher import Teacher
+from specengine.train.options import TrainOptions
+
+RIDGE = 1e-4  # of the mean squared input
+
+
+def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: Tensor) -> EagleHead:
+    """A head for `model` to be trained, float32. counts: int64 [vocabulary], of each token in the answers."""
+    device = model.get_input_embeddings().weight.device
+    if options.start not in ("target", "random"):
+        config, state, _ = load_head(options.start)
+        head = head_from(config, state, torch.float32, device).train().requires_grad_(True)
+        if config.own_embeddings:
+            head.embed_tokens.requires_grad_(False)
+        return head
+    version = {"eagle1": 1, "eagle3": 3}.get(options.head) or (1 if loss.name in ("eagle", "hass") else 3)
+    config = new_config(model, version, options)
+    torch.manual_seed(options.seed)
+    head = make_head(config).to(device)
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+    if isinstance(head, Eagle3Head):
+        _choose_vocabulary(head, counts)
+    if options.start == "target" and version == 3:
+        _start_from_target(head, model)
+    return head
+
+
+@torch.no_grad()
+def start_from_text(head: EagleHead, teacher: Teacher, batches: Sequence[Tensor]) -> None:
+    """Let an EAGLE-1 head begin as the best linear guess of the target's next hidden state.
+
+    Its fusion becomes the least-squares solution over `batches` (int64 [sequences, length] each), and its layer adds
+    nothing yet: there is no norm in front of its attention, so a layer of the target would see a wrong scale.
+    """
+    size, device = head.config.hidden_size, head.fc.weight.device
+    products = torch.zeros(2 * size + 1, 3 * size + 1, dtype=torch.float64, device=device)
+    for tokens in batches:
+        features = teacher.read(tokens.to(device)).features.double()
+        embedded = embed(head, teacher.model, tokens[:, 1:].to(device)).double()
+        ones = torch.ones_like(features[:, 1:, :1])
+        rows = torch.cat([embedded, features[:, :-1], ones, features[:, 1:]], -1).flatten(0, 1)
+        products += rows[:, : 2 * size + 1].T @ rows
+    normal, wanted = products.split([2 * size + 1, size], dim=1)
+    normal.diagonal().add_(RIDGE * normal.diagonal().mean())
+    solution = torch.linalg.solve(normal, wanted).T.float()
+    head.fc.weight.copy_(solution[:, :-1])
+    head.fc.bias.copy_(solution[:, -1])
+    for name, parameter in head.layers.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.zero_()
+
+
+def new_config(model: PreTrainedModel, version: int, options: TrainOptions) -> EagleConfig:
+    target = model.config.get_text_config(decoder=True)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    heads = target.num_attention_heads
+    rope = dict(getattr(target, "rope_parameters", None) or {})
+    if rope.get("rope_type") not in ROPE_TYPES:
+        rope = {"rope_type": "default", "rope_theta": DEFAULT_THETA}
+    kv_heads = options.kv_heads or getattr(target, "num_key_value_heads", None) or heads
+    if heads % kv_heads:
+        raise InputError(f"kv_heads: got {kv_heads}, accepted divisors of the {heads} heads")
+    own_vocabulary = version == 3 and options.draft_vocab_size
+    return EagleConfig(
+        version=version,  # type: ignore[arg-type]
+        hidden_size=target.hidden_size,
+        intermediate_size=options.intermediate_size or getattr(target, "intermediate_size", 4 * target.hidden_size),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+        target_hidden_size=target.hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=min(options.draft_vocab_size, vocab_size) if own_vocabulary else vocab_size,
+        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
+        rope=rope,
+        max_position_embeddings=max(2048, *options.lengths),
+        layer_ids=default_layer_ids(target.num_hidden_layers) if version == 3 else None,
+        fc_bias=version == 1,
+    )
+
+
+def _choose_vocabulary(head: Eagle3Head, counts: Tensor) -> None:
+    """The draft's vocabulary: the most frequent tokens, by id."""
+    if head.d2t is None:
+        return
+    size = head.config.draft_vocab_size
+    best = counts.argsort(descending=True, stable=True)[:size].sort().values
+    head.d2t.copy_(best.to(head.d2t.device) - torch.arange(size, device=head.d2t.device))
+
+
+@torch.no_grad()
+def _start_from_target(head: EagleHead, model: PreTrainedModel) -> None:
+    """Copy what the target already knows wherever a weight of the same shape and meaning is found.
+
+    The fusion starts as the highest hidden state. The target's last layer becomes the head's, reading the hidden
+    state alone at first, and its final norm and its head's rows become those of the head.
+    """
+    size = head.config.hidden_size
+    ids = head.target_ids()
+    vocabulary = head.vocabulary_head()
+    if vocabulary is not None:
+        rows = model.get_output_embeddings().weight
+        vocabulary.weight.copy_(rows if ids is None else rows[ids])
+    states = dict(model.get_decoder().named_parameters())
+    last = f"layers.{model.config.get_text_config(decoder=True).num_hidden_layers - 1}."
+    layer = dict(head.layers.named_parameters())
+    for name, parameter in layer.items():
+        source = states.get(last + name.removeprefix("0."))
+        if name == "0.hidden_norm.weight":
+            source = states.get(last + "input_layernorm.weight")
+        if source is None or source.ndim != parameter.ndim or source.shape[0] != parameter.shape[0]:
+            continue
+        if source.shape == parameter.shape:
+            parameter.copy_(source)
+        elif parameter.ndim == 2 and parameter.shape[1] == 2 * source.shape[1]:
+            parameter[:, source.shape[1] :] = source
+    norm, final = getattr(head, "norm", None), states.get("norm.weight")
+    if norm is not None and final is not None and final.shape == norm.weight.shape:
+        norm.weight.copy_(final)
+    head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)

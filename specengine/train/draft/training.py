@@ -1,0 +1,275 @@
+"""Training an EAGLE draft head on text that the target wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specengine.checkpoints.eagle import save_head
+from specengine.checkpoints.files import atomic
+from specengine.drafters.eagle import require_fit
+from specengine.errors import InputError
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.train.curve import plot
+from specengine.train.draft.epochs import Batch, Epochs
+from specengine.train.draft.losses import Loss, Report, check_fit, loss_of, make_loss
+from specengine.train.draft.new_heads import new_head, start_from_text
+from specengine.train.draft.teacher import Reading, Teacher
+from specengine.train.draft.validation import Validation, autocasting, validate
+from specengine.train.options import TrainOptions
+from specengine.train.text.corpus import Corpus, Text
+
+STATE, LOG, CURVE = "training.pt", "log.jsonl", "curve.svg"
+MEASURE_EVERY = 10  # steps
+START_BATCHES = 24  # that an EAGLE-1 head's first guess is fitted to
+HOUSEKEEPING = ("keep_gib", "validate_every", "save_every")  # options that do not change what is learnt
+
+Progress = Callable[[str], None]
+
+
+def train_draft(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    out: Path,
+    options: TrainOptions,
+    loss: Loss | None = None,
+    *,
+    name: str = "",
+    stop_after: int | None = None,
+    progress: Progress = lambda line: None,
+) -> Path:
+    """Train a head for `model` into the folder `out`, which holds a head that serves from the first saving on.
+
+    Interrupted, the same call goes on where it last saved and comes to the same curve. stop_after: end at this step
+    of the schedule. InputError for text of another target, and for a folder that was begun in another way.
+    """
+    loss = loss or make_loss("ttt")
+    run = _Run(model, corpus, out, options, loss, name, progress)
+    run.train(min(stop_after or options.steps, options.steps))
+    return out
+
+
+class _Run:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        corpus: Corpus,
+        out: Path,
+        options: TrainOptions,
+        loss: Loss,
+        name: str,
+        progress: Progress,
+    ) -> None:
+        vocab_size = model.get_input_embeddings().weight.shape[0]
+        if corpus.manifest.get("vocab_size") != vocab_size:
+            raise InputError(
+                f"data: it is text of {corpus.manifest.get('target')!r} with a vocabulary of "
+                f"{corpus.manifest.get('vocab_size')}; this target has {vocab_size}"
+            )
+        self.model, self.out, self.options, self.loss, self.progress = model, out, options, loss, progress
+        self.name, self.log = name, out / LOG
+        saved = self._read_state()
+        settings = {name: value for name, value in asdict(options).items() if name not in HOUSEKEEPING}
+        self.begun_as = {"options": json.loads(json.dumps(settings)), "loss": asdict(loss)}
+        if saved is not None:
+            self._require_same(saved)
+        self.epochs = Epochs(corpus, options, saved["shards"] if saved else ())
+        self.begun_as["text"] = _fingerprint(self.epochs.batches)
+        if saved is not None:
+            self._require_same(saved, "text")
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for batch in self.epochs.batches:
+            counts += batch.tokens[batch.answers].bincount(minlength=vocab_size)
+        self.head = new_head(model, options, loss, counts)
+        check_fit(loss, self.head)
+        self.target = HuggingFaceTarget(model, pack=False)  # fails now rather than after the training
+        require_fit(self.head.config, self.target.lm)
+        self.coverage = self._coverage(counts)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.teacher = Teacher(model, self.head.config.feature_ids(layers))
+        if saved is None and options.start == "target" and self.head.config.version == 1:
+            start_from_text(self.head, self.teacher, [batch.tokens for batch in self.epochs.batches[:START_BATCHES]])
+        self.readings = _Readings(self.teacher, options.keep_gib)
+        self.learns = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.learns, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
+        )
+        self.step, self.seconds = 0, 0.0
+        if saved is not None:
+            self._restore(saved)
+
+    def train(self, until: int) -> None:
+        options = self.options
+        if self.step == 0:
+            tokens = sum(batch.tokens.numel() for batch in self.epochs.batches)
+            self.progress(
+                f"EAGLE-{self.head.config.version} head, {sum(p.numel() for p in self.learns) / 1e6:.1f}M parameters, "
+                f"loss {self.loss.name}, {tokens:,} tokens of text; the draft's vocabulary holds {self.coverage:.1%} "
+                "of the answers"
+            )
+        began, before = time.perf_counter(), self.seconds
+        for number, batch in islice(self.epochs, self.step, until):
+            rate = self._set_rate()
+            measure = self.step % MEASURE_EVERY == 0
+            report = self._backward(number, batch, measure=measure)
+            norm = float(torch.nn.utils.clip_grad_norm_(self.learns, options.clip))
+            self.optimizer.step()
+            self.step += 1
+            self.seconds = before + time.perf_counter() - began
+            last = self.step == until
+            if measure or last:
+                self._log(loss=float(report.loss.detach()), rate=rate, norm=norm, hits=report.hits)
+            if self.step % options.validate_every == 0 or last:
+                self._log_validation(self._validate())
+            if self.step % options.save_every == 0 or last:
+                self.save()
+        if self.log.is_file():
+            plot(self.log, self.out / CURVE)
+
+    def _backward(self, number: int, batch: Batch, *, measure: bool) -> Report:
+        """Gradients of one batch; InputError where the loss is not finite any more."""
+        device = self.teacher.device
+        generator = torch.Generator(device).manual_seed(self.options.seed * 1_000_003 + self.step)
+        reading = self.readings.get(number, batch.tokens.to(device), keep_cache=self.loss.width > 0)
+        with autocasting(device, enabled=self.options.autocast):
+            report = loss_of(
+                self.loss,
+                self.head,
+                self.teacher,
+                reading,
+                batch.answers.to(device),
+                generator=generator,
+                measure=measure,
+            )
+        if not math.isfinite(float(report.loss.detach())):
+            raise InputError(
+                f"learning_rate: the loss was {float(report.loss.detach())} at step {self.step}; take a lower one"
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        report.loss.backward()
+        return report
+
+    def _set_rate(self) -> float:
+        options = self.options
+        warm = max(1, round(options.warmup * options.steps))
+        share = (self.step - warm) / max(1, options.steps - warm)
+        factor = (self.step + 1) / warm if self.step < warm else 0.5 * (1 + math.cos(math.pi * share))
+        for group in self.optimizer.param_groups:
+            group["lr"] = options.learning_rate * factor
+        return options.learning_rate * factor
+
+    def _validate(self) -> Validation:
+        texts = self.epochs.held_back or _as_texts(self.epochs.batches[0])
+        return validate(self.head, self.teacher, self.target, texts, autocast=self.options.autocast)
+
+    # ---- on disk
+
+    def save(self) -> None:
+        dtype = self.model.dtype
+        state = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in self.head.state_dict().items()
+        }
+        save_head(self.head.config, state, self.out, target=self.name or None)
+        with atomic(self.out / STATE) as part:
+            torch.save(
+                {
+                    **self.begun_as,
+                    "step": self.step,
+                    "seconds": self.seconds,
+                    "shards": self.epochs.shards,
+                    "head": self.head.state_dict(),
+                    "optimizer": self.optimizer.state_dict(),
+                },
+                part,
+            )
+
+    def _read_state(self) -> dict[str, Any] | None:
+        file = self.out / STATE
+        if not file.is_file():
+            return None
+        try:
+            return torch.load(file, weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise InputError(f"out: {file} is damaged ({error}); delete it to begin anew") from error
+
+    def _require_same(self, saved: dict[str, Any], *names: str) -> None:
+        for field in names or self.begun_as:
+            if saved[field] != self.begun_as[field]:
+                raise InputError(
+                    f"out: the training in {self.out} was begun with {field} {saved[field]}, got "
+                    f"{self.begun_as[field]}; go on with the same, or take another folder"
+                )
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        self.head.load_state_dict(saved["head"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.step, self.seconds = saved["step"], saved["seconds"]
+        lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True) if self.log.is_file() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
+        with atomic(self.log) as part:
+            part.write_text("".join(kept), encoding="utf-8")
+        self.progress(f"going on at step {self.step} of {self.options.steps}")
+
+    def _log(self, **values: Any) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        cpu = round(time.process_time(), 1)  # of this process: what other work on the machine does not stretch
+        entry = {"step": self.step, "seconds": round(self.seconds, 1), "cpu_seconds": cpu, **values}
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(entry) + "\n")
+        if "loss" in values and self.step % 50 == 1:
+            left = (self.options.steps - self.step) * self.seconds / self.step
+            self.progress(f"step {self.step}: loss {values['loss']:.3f}, {left / 60:.0f} min left")
+
+    def _log_validation(self, found: Validation) -> None:
+        self._log(held_back=found._asdict())
+        ahead = " / ".join(f"{share:.0%}" for share in found.hits)
+        self.progress(
+            f"step {self.step}: agreement 1 to {len(found.hits)} tokens ahead {ahead}, "
+            f"acceptance length {found.acceptance_length:.2f}"
+        )
+
+    def _coverage(self, counts: Tensor) -> float:
+        ids = self.head.target_ids()
+        return 1.0 if ids is None else float(counts[ids.cpu()].sum() / counts.sum())
+
+
+def _as_texts(batch: Batch) -> list[Text]:
+    return [Text(*row) for row in zip(batch.tokens, batch.answers, strict=True)]
+
+
+def _fingerprint(batches: Sequence[Batch]) -> str:
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(batch.tokens.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class _Readings:
+    """The teacher's readings, kept in memory from one epoch to the next as far as `gib` reach."""
+
+    def __init__(self, teacher: Teacher, gib: float) -> None:
+        self._teacher = teacher
+        self._kept: dict[int, Reading] = {}
+        self._room = gib * 2**30
+
+    def get(self, number: int, tokens: Tensor, *, keep_cache: bool) -> Reading:
+        if number in self._kept:
+            return self._kept[number]._replace(tokens=tokens).to(tokens.device)
+        reading = self._teacher.read(tokens, keep_cache=keep_cache)
+        size = reading.features.nbytes + reading.states.nbytes
+        if size <= self._room and not keep_cache:  # a tree needs the keys and values too, which are far larger
+            self._kept[number] = reading.to(torch.device("cpu"))
+            self._room -= size
+        return reading

@@ -1,0 +1,85 @@
+"""How well a draft predicts text that was held back, and how well it serves."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from specengine.drafters.eagle import Eagle
+from specengine.engine import Engine
+from specengine.modeling.eagle_head import EagleHead, head_from
+from specengine.policies.eagle import Eagle as EaglePolicy
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.train.draft.losses import loss_of, make_loss
+from specengine.train.draft.teacher import Teacher
+from specengine.train.text.corpus import Text
+
+MEASURED_STEPS = 5  # of the agreement on held-back text
+VALIDATED = 12  # texts
+WRITTEN_PROMPTS, WRITTEN_TOKENS = 4, 48  # of the acceptance length
+
+
+class Validation(NamedTuple):
+    """hits[j]: share of held-back answer tokens that the draft's best guess j + 1 tokens ahead is the target's;
+    overlap[j]: acceptance rate of a draft that samples; acceptance_length: mean tokens per cycle when it serves."""
+
+    hits: list[float]
+    overlap: list[float]
+    acceptance_length: float
+
+
+def validate(
+    head: EagleHead, teacher: Teacher, target: HuggingFaceTarget, texts: Sequence[Text], *, autocast: bool
+) -> Validation:
+    """Of up to 12 texts, and of answers to the first questions of 4 of them."""
+    hits, overlap = agreement(head, teacher, texts[:VALIDATED], autocast=autocast)
+    prompts = [prompt for text in texts[:VALIDATED] if (prompt := _question(text))]
+    return Validation(hits, overlap, acceptance_length(target, head, prompts[:WRITTEN_PROMPTS]))
+
+
+@torch.no_grad()
+def agreement(
+    head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, autocast: bool
+) -> tuple[list[float], list[float]]:
+    """Hits and overlap (see Validation) along the texts' answers, which the draft is told token by token."""
+    measuring = make_loss("ttt", steps=MEASURED_STEPS)
+    sums = torch.zeros(2, MEASURED_STEPS, dtype=torch.float64)
+    counted = 0
+    for text in texts:
+        reading = teacher.read(text.tokens.long().to(teacher.device)[None])
+        with autocasting(teacher.device, enabled=autocast):
+            found = loss_of(measuring, head, teacher, reading, text.answers.to(teacher.device)[None], measure=True)
+        weight = int(text.answers.sum())
+        sums += weight * torch.tensor([found.hits, found.overlap], dtype=torch.float64)
+        counted += weight
+    hits, overlap = (sums / counted).tolist()
+    return hits, overlap
+
+
+@torch.no_grad()
+def acceptance_length(target: HuggingFaceTarget, head: EagleHead, prompts: Sequence[list[int]]) -> float:
+    """Mean tokens per cycle, greedy, with EAGLE's tree of 60 nodes; 0 where there is no prompt."""
+    serving = head_from(head.config, head.state_dict(), target.model.dtype, target.device)
+    engine = Engine(target, Eagle(serving, target.lm, pack=False), EaglePolicy(width=10, expansions=6, budget=60))
+    tokens = cycles = 0
+    for prompt in prompts:
+        stats = engine.generate(prompt, max_new_tokens=WRITTEN_TOKENS, temperature=0.0).stats
+        tokens, cycles = tokens + stats.num_generated_tokens, cycles + stats.num_spec_steps
+    return tokens / cycles if cycles else 0.0
+
+
+def _question(text: Text) -> list[int]:
+    """What stands before the text's first answer."""
+    return text.tokens[: int(text.answers.int().argmax())].tolist()
+
+
+@contextmanager
+def autocasting(device: torch.device, *, enabled: bool) -> Iterator[None]:
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled), warnings.catch_warnings():
+        # The norms' weights stay float32 on purpose.
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+        yield

@@ -1,0 +1,1 @@
+"""Training of Learning to Draft's two networks."""

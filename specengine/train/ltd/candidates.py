@@ -1,0 +1,168 @@
+"""Candidate trees of a running engine, on disk, with the way that the target took through each of them.
+
+A tree that the draft grew at a position accepts what the answer goes on with there, whatever part of it is verified.
+So one answer says of all trees along it what each would have accepted, and none of their nodes need be verified for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specengine import policies
+from specengine.cycle import walk
+from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.generation.options import GenerationOptions
+from specengine.records import Cycle, Stats
+from specengine.train.classifier.trees import SHORTEST
+from specengine.train.text.shards import Contents, ShardFolder
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CandidateOptions:
+    """Which trees are logged.
+
+    length             tokens of each answer, at most; one answer gives about length / acceptance length trees
+    width, expansions  of the beam whose candidates are logged
+    verified           nodes of each tree that are verified while the answer is made, the root included; with 1 there is
+                       a tree at every position, so that any policy finds those that it would come to
+    temperature, seed  of the answers; 0 is greedy
+    """
+
+    length: int = 96
+    width: int = 10
+    expansions: int = 12
+    verified: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"length": 1, "width": 1, "expansions": 0, "verified": 1, "temperature": 0, "seed": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise InputError(f"{name}: got {getattr(self, name)}, accepted {value} or more")
+
+    def generation(self) -> dict[str, Any]:
+        """The options of each answer, whatever the target's own say."""
+        asked: dict[str, Any] = {"max_new_tokens": self.length, "temperature": self.temperature}
+        return asked | ({"seed": self.seed, "top_k": 0, "top_p": 1.0} if self.temperature else {})
+
+
+class Candidates(NamedTuple):
+    """One tree of m candidates, the root left out, in the order of their creation.
+
+    scores   float32 [m], path log-probabilities by the draft, in nats
+    depths   int64 [m], 1 for the root's children
+    path     int64 [k], the candidates that the target accepts where all are verified, in the order of their depth
+    context  tokens committed when it was grown, its root included
+    """
+
+    scores: Tensor
+    depths: Tensor
+    path: Tensor
+    context: int
+
+
+class CandidateTrees(ShardFolder):
+    """Logged candidates, one shard per prompt."""
+
+    FORMAT = 1
+    MANIFEST = "candidates.json"
+    contents = Contents("candidates", "logged candidates", "the candidates in {} were", "log the candidates")
+
+    def add(self, number: int, trees: Sequence[Candidates]) -> None:
+        self.save(
+            number,
+            {
+                "scores": torch.cat([tree.scores for tree in trees]),
+                "depths": torch.cat([tree.depths for tree in trees]).to(torch.uint8),
+                "path": torch.cat([tree.path for tree in trees]).to(torch.int32),
+                "sizes": torch.tensor([len(tree.scores) for tree in trees], dtype=torch.int32),
+                "lengths": torch.tensor([len(tree.path) for tree in trees], dtype=torch.int32),
+                "contexts": torch.tensor([tree.context for tree in trees], dtype=torch.int32),
+            },
+        )
+
+    def answers(self) -> Iterator[list[Candidates]]:
+        """The trees of each answer, in its order; InputError for a damaged shard."""
+        for file in self.shards():
+            yield self.load(file, _candidates)
+
+
+def _candidates(tensors: dict[str, Tensor]) -> list[Candidates]:
+    sizes, lengths = tensors["sizes"].tolist(), tensors["lengths"].tolist()
+    scores, depths = tensors["scores"].split(sizes), tensors["depths"].long().split(sizes)
+    paths = tensors["path"].long().split(lengths)
+    parts = zip(scores, depths, paths, tensors["contexts"].tolist(), strict=True)
+    return [Candidates(*part) for part in parts]
+
+
+def log_candidates(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    folder: Path,
+    options: CandidateOptions,
+    *,
+    name: str = "",
+    progress: Progress = lambda line: None,
+) -> CandidateTrees:
+    """Let `engine` answer the prompts, and log the candidates of every cycle.
+
+    prompts: checked token ids, two or more each; each is a shard, and one that is there is not answered again, so an
+    interrupted call goes on where it stopped. Trees that reach beyond the answer's end are left out: what the target
+    would accept of them is not known. name: of the target, as recorded. InputError without a draft.
+    """
+    if engine.drafter is None:
+        raise InputError("draft: there is none, and the candidates are the draft's")
+    short = next((number for number, prompt in enumerate(prompts, start=1) if len(prompt) < SHORTEST), None)
+    if short is not None or not prompts:
+        raise InputError(f"prompts: number {short or 1} has fewer than {SHORTEST} tokens")
+    recorded = {"target": name, "draft": engine.drafter.name, **asdict(options)}
+    trees = CandidateTrees.create(folder, recorded)
+    beam = policies.make("eagle", width=options.width, expansions=options.expansions, budget=options.verified)
+    growing = Engine(engine.target, engine.drafter, beam, engine.tokenizer)
+    new, began = 0, time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        if trees.shard(number).is_file():
+            continue
+        logged = list(_answer(growing, prompt, options))
+        if logged:
+            trees.add(number, logged)
+            new += len(logged)
+        rate = new / (time.perf_counter() - began)
+        progress(f"{number + 1} of {len(prompts)} prompts, {new} trees, {rate:.1f} per second")
+    return trees
+
+
+def _answer(engine: Engine, prompt: list[int], options: CandidateOptions) -> Iterator[Candidates]:
+    target = engine.target
+    asked = GenerationOptions.of(options.generation(), target.generation_config, len(prompt), target.max_context)
+    stopper, sampler = asked.stopper(lambda tokens: ""), asked.sampler(len(prompt), target.device)
+    cycles = list(engine.cycles(prompt, sampler, stopper, Stats()))
+    answer = [token for cycle in cycles for token in cycle.tokens]
+    place = 0
+    for cycle in cycles:
+        found = _accepted(cycle, answer[place:])
+        if found is not None:
+            grown = cycle.grown
+            assert grown is not None, "an engine records it"
+            scores, depths = grown.path_log_probs[1:].cpu(), grown.depths[1:].cpu()
+            yield Candidates(scores, depths, torch.tensor(found, dtype=torch.int64) - 1, len(prompt) + place)
+        place += len(cycle.tokens)
+
+
+def _accepted(cycle: Cycle, following: Sequence[int]) -> list[int] | None:
+    """The nodes below the root that carry the tokens `following`; None where the tree may go on beyond them."""
+    assert cycle.grown is not None, "an engine records it"
+    tree, depths = cycle.grown, cycle.grown.depths.tolist()
+    path, _ = walk(tree, lambda node: following[depths[node]] if depths[node] < len(following) else -1, lambda _: False)
+    return path[1:] if depths[path[-1]] < len(following) else None

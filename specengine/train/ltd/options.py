@@ -1,0 +1,148 @@
+"""How the networks of Learning to Draft are trained, and settings that are known to work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+from specengine.errors import InputError
+from specengine.policies._ltd import ACTIVATIONS, Shape
+from specengine.train.ltd.outcomes import RewardName
+
+Stage = Literal["size", "depth"]
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """How a pair of networks is trained.
+
+    width, expansions, sizes, least, check_every, pad   what the networks decide about, see specengine.policies._ltd
+    reward         table or wallclock: throughput, under a cost table or as it is measured; accept, time: the ablations
+    fixed_depth, fixed_size   what stands for the other network where one is validated, and depth is trained, alone
+    size_steps, depth_steps   decisions that each learns from
+    again          the networks trained once more, in turn, each against the other as it is then
+    again_share    of the steps, in each of these
+    rollout, minibatch, epochs, learning_rate, warmup, entropy, clip, size_gamma, depth_gamma   of PPO; the learning
+                   rate rises over the share `warmup` of the steps and then falls to 0 on a line
+    target_kl      divergence that ends an update early where a network is trained again; 0: none does
+    hidden_size, hidden_depth, hidden_critic   units of the hidden layers
+    prompts        questions taken from a text's, at most and evenly over it; 0: all
+    held_back      share of the answers that nothing is learnt from; the checkpoint that is fastest on them is kept
+    validate_every rollouts
+    environments   that logged trees are drawn in at a time
+    length         tokens of each answer, where the engine runs
+    """
+
+    width: int = 10
+    expansions: int = 12
+    sizes: tuple[int, ...] = tuple(range(20, 241, 20))
+    least: int = 1
+    check_every: int = 1
+    pad: float = -20.0
+    reward: RewardName = "table"
+    fixed_depth: int = 8
+    fixed_size: int = 60
+    size_steps: int = 100_000
+    depth_steps: int = 1_000_000
+    again: tuple[str, ...] = ("size", "depth", "size")
+    again_share: float = 1.0
+    rollout: int = 2048
+    minibatch: int = 256
+    epochs: int = 20
+    learning_rate: float = 1e-3
+    warmup: float = 0.01
+    entropy: float = 0.01
+    target_kl: float = 0.02
+    clip: float = 0.2
+    size_gamma: float = 0.9
+    depth_gamma: float = 0.999
+    hidden_size: tuple[int, ...] = (1024, 256)
+    hidden_depth: tuple[int, ...] = (1024,)
+    hidden_critic: tuple[int, ...] = (1024, 256)
+    activation: str = "relu"
+    prompts: int = 0
+    held_back: float = 0.2
+    validate_every: int = 5
+    environments: int = 64
+    length: int = 96
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole = {"size_steps": 0, "depth_steps": 0, "rollout": 2, "minibatch": 2, "epochs": 1, "validate_every": 1}
+        whole |= {"environments": 1, "length": 4, "seed": 0, "prompts": 0, "fixed_size": 1, "fixed_depth": 0}
+        for name, least in whole.items():
+            self._require(name, getattr(self, name) >= least, f"{least} or more")
+        for name in ("again_share", "learning_rate", "clip"):
+            value = getattr(self, name)
+            self._require(name, math.isfinite(value) and value > 0, "above 0")
+        for name in ("warmup", "entropy", "target_kl", "held_back", "size_gamma", "depth_gamma"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "0 to 1")
+        for name in ("hidden_size", "hidden_depth", "hidden_critic"):
+            self._require(name, all(units >= 1 for units in getattr(self, name)), "1 or more each")
+        self._require("again", set(self.again) <= {"size", "depth"}, "size, depth")
+        self._require("activation", self.activation in ACTIVATIONS, ", ".join(ACTIVATIONS))
+        self._require(
+            "rollout", self.rollout % self.environments == 0, f"a multiple of environments {self.environments}"
+        )
+        self._require("minibatch", self.rollout % self.minibatch == 0, "a divisor of rollout")
+        self._require("fixed_depth", self.fixed_depth <= self.shape.expansions, f"at most {self.shape.expansions}")
+
+    def _require(self, name: str, holds: bool, accepted: str) -> None:
+        if not holds:
+            raise InputError(f"{name}: got {getattr(self, name)}, accepted {accepted}")
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(**{field.name: getattr(self, field.name) for field in fields(Shape)})
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The networks in the order of their training: each alone, then in turn."""
+        return ["size", "depth", *self.again]  # type: ignore[list-item]
+
+    def steps(self, number: int) -> int:
+        """Decisions of stage `number`."""
+        steps = self.size_steps if self.stages[number] == "size" else self.depth_steps
+        return steps if number < 2 else round(self.again_share * steps)
+
+
+class PolicyRecipe(NamedTuple):
+    about: str
+    options: PolicyOptions
+
+
+_SHORT = {
+    "size_steps": 80_000,
+    "depth_steps": 120_000,
+    "minibatch": 512,
+    "epochs": 6,
+    "learning_rate": 5e-4,
+    "hidden_size": (256, 64),
+    "hidden_depth": (128,),
+    "hidden_critic": (256, 64),
+}
+RECIPES = {
+    "paper": PolicyRecipe("the paper's trees and hyperparameters", PolicyOptions()),
+    "released": PolicyRecipe(
+        "the 24 sizes and the hyperparameters of the paper's code",
+        PolicyOptions(
+            sizes=tuple(range(10, 241, 10)), pad=0.0, activation="tanh", depth_steps=100_000, rollout=128, minibatch=64,
+            epochs=1, learning_rate=3e-4, entropy=0.0, size_gamma=0.99, depth_gamma=0.99,
+        ),
+    ),
+    "short": PolicyRecipe("the paper's trees, smaller networks, fewer steps", PolicyOptions(**_SHORT)),  # type: ignore[arg-type]
+    "cpu": PolicyRecipe(
+        "as short, on trees of width 4 with 2 to 48 candidates",
+        PolicyOptions(
+            width=4, expansions=6, sizes=(2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48), least=0, fixed_depth=2,
+            fixed_size=11, **_SHORT,  # type: ignore[arg-type]
+        ),
+    ),
+}  # fmt: skip
+
+
+def find_recipe(name: str) -> PolicyRecipe:
+    if name not in RECIPES:
+        raise InputError(f"recipe: got {name!r}, accepted {', '.join(RECIPES)}")
+    return RECIPES[name]

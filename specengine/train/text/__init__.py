@@ -1,0 +1,1 @@
+"""Text that a model writes itself, to train on."""

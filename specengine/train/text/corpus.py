@@ -1,0 +1,54 @@
+"""A folder of training text: token ids of conversations, and which of them the target wrote as answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specengine.train.text.shards import Contents, ShardFolder
+
+
+class Text(NamedTuple):
+    """tokens: int32 [length]; answers: bool [length], the tokens that the target wrote as answers."""
+
+    tokens: Tensor
+    answers: Tensor
+
+
+class Corpus(ShardFolder):
+    """Texts, shard by shard."""
+
+    FORMAT = 1
+    MANIFEST = "corpus.json"
+    contents = Contents("data", "training text", "the text in {} was", "write the text")
+
+    def numbers(self) -> list[int]:
+        return [int(file.name.split(".")[0]) for file in self.shards()]
+
+    def add(self, number: int, texts: list[Text]) -> None:
+        tensors = {
+            "tokens": torch.cat([text.tokens for text in texts]).to(torch.int32),
+            "answers": torch.cat([text.answers for text in texts]),
+            "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int64),
+        }
+        self.save(number, tensors)
+
+    def read(self, number: int) -> list[Text]:
+        """The texts of a shard; InputError where it is damaged."""
+        return self.load(self.shard(number), _texts)
+
+    def __iter__(self) -> Iterator[Text]:
+        """All texts, shard by shard; InputError for a damaged shard."""
+        for file in self.shards():
+            yield from self.load(file, _texts)
+
+
+def _texts(tensors: dict[str, Tensor]) -> list[Text]:
+    tokens, answers, lengths = (tensors[name] for name in ("tokens", "answers", "lengths"))
+    if not len(tokens) == len(answers) == int(lengths.sum()):
+        raise ValueError("its tensors do not fit together")
+    pieces = [split.split(lengths.tolist()) for split in (tokens, answers)]
+    return [Text(*text) for text in zip(*pieces, strict=True)]
