@@ -2,7 +2,7 @@
 
 Ways: transformers' `generate`, the same with a static cache (which transformers compiles on a CUDA device), plain
 decoding here, and each policy, the last two eagerly and as graphs, with the loops that the policy can run in (see
-specengine/resident.py). On a CUDA device all policies take part, those of POLICIES with every loop, the others with
+specengine/captured.py). On a CUDA device all policies take part, those of POLICIES with every loop, the others with
 `host` and `read`. A way that is refused or fails is listed with the reason, and the others go on.
 
 Every way answers the first prompt once before anything is timed: kernels are compiled and graphs captured then. After
@@ -34,9 +34,10 @@ from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
 from specengine import Engine, ops, policies
-from specengine import captured as resident
+from specengine import captured as captured_driver
 from specengine import checkpoints as models
 from specengine.errors import SpecEngineError
+from specengine.ops import cuda
 
 T = TypeVar("T")
 POLICIES = ("eagle", "talon", "salf", "chain")
@@ -182,12 +183,12 @@ def _policies(args: argparse.Namespace) -> list[str]:
 def _loops(engine: Engine, device: str, every: bool = True) -> list[str]:
     """The loops on the device that these parts can run in, or the first of them alone; where trees never end early, two
     of them are the same."""
-    if resident.why_not(engine.target, engine.drafter, engine.policy):
+    if captured_driver.why_not(engine.target, engine.drafter, engine.policy):
         return []
     if not every:
         return ["read"]
-    captured = device.startswith("cuda") and "cuda" in ops.backends(device)["walk"].available
-    return ["read", *(["ahead"] if engine.policy.ends_early else []), *(["while"] if captured else [])]
+    one_graph = device.startswith("cuda") and not cuda.why_not_built()
+    return ["read", *(["ahead"] if engine.policy.ends_early else []), *(["while"] if one_graph else [])]
 
 
 def _transformers(model: Any, length: int, **options: Any) -> Way:
@@ -206,7 +207,7 @@ def _engine(engine: Engine, length: int) -> Way:
         result = engine.generate(prompt, max_new_tokens=length, temperature=0.0)
         stats = result.stats
         cycles = max(1, stats.num_spec_steps)
-        split = resident.NOTE not in stats.notes
+        split = captured_driver.NOTE not in stats.notes
         parts = {part: 1e3 * getattr(stats, f"time_{part}_s") / cycles for part in PARTS if split}
         parts["total"] = 1e3 * (stats.elapsed_s - stats.ttft_s) / max(1, cycles - 1)
         return Answer(result.token_ids, stats.mean_acceptance_length, parts)

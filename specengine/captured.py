@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.captured_cycle import DeviceCycle
+from specengine.captured_cycle import CapturedCycle
 from specengine.cuda_graphs import WARM_UPS, Graphs
 from specengine.drafters._captured_eagle import CapturedEagle
 from specengine.drafters._captured_small_model import CapturedSmallModel
@@ -30,7 +30,7 @@ LOOPS = ("read", "ahead", "while")
 
 
 def why_not(target: Any, drafter: Any, policy: TreePolicy | None) -> str:
-    """Why these do not run as resident cycles; empty where they do."""
+    """Why these do not run captured; empty where they do."""
     if not isinstance(target, CapturedTarget):
         return "the target is not captured in graphs"
     if policy is None:
@@ -47,8 +47,8 @@ def why_not(target: Any, drafter: Any, policy: TreePolicy | None) -> str:
     return ""
 
 
-def for_parts(target: Any, drafter: Any, policy: TreePolicy | None, loop: str) -> Resident | None:
-    """The resident cycles of an engine of these parts, None where its trees grow on the host.
+def for_parts(target: Any, drafter: Any, policy: TreePolicy | None, loop: str) -> CapturedDriver | None:
+    """The captured driver of an engine of these parts, None where its trees grow on the host.
 
     loop: `auto`, `host` or one of LOOPS; InputError where one of these is asked for and cannot be had.
     """
@@ -59,10 +59,10 @@ def for_parts(target: Any, drafter: Any, policy: TreePolicy | None, loop: str) -
     reason = why_not(target, drafter, policy)
     if reason and loop != "auto":
         raise InputError(f"loop: got {loop!r}, but {reason}; accepted auto, host")
-    return None if reason else Resident(target, drafter, policy, "read" if loop == "auto" else loop)
+    return None if reason else CapturedDriver(target, drafter, policy, "read" if loop == "auto" else loop)
 
 
-class Resident:
+class CapturedDriver:
     """The cycles of one engine; without a draft and a policy they decode plainly.
 
     loop: how the end of a tree's growth is seen where a policy may end it early
@@ -80,7 +80,7 @@ class Resident:
         policy: TreePolicy | None,
         loop: str,
     ) -> None:
-        self.cycle, self.loop = DeviceCycle(target, drafter, policy), loop
+        self.cycle, self.loop = CapturedCycle(target, drafter, policy), loop
         self.target, self.drafter, self.policy = target, self.cycle.drafter, policy
         self.passes = self.cycle.passes
         self.graphs = Graphs(target.device)
@@ -129,10 +129,10 @@ class Resident:
             if name == "verify"
             else ""
         )
-        return f"resident {name}{kind}"
+        return f"captured {name}{kind}"
 
     def _reads(self) -> tuple[Tensor, ...]:
-        return *self.target.resident_reads, *self.drafter.resident_reads
+        return *self.target.captured_reads, *self.drafter.captured_reads
 
     @property
     def _is_one_graph(self) -> bool:
@@ -182,7 +182,7 @@ class Resident:
 
     def _prepare(self) -> None:
         """Capture what is not captured yet. That runs the functions, so the state is set only afterwards."""
-        if self.graphs.require_same(self.target.lm.model, *self.drafter.resident_weights):
+        if self.graphs.require_same(self.target.lm.model, *self.drafter.captured_weights):
             self._loops.clear()
         self.cycle.state.length.fill_(self.target.cache.length)
         self.cycle.state.taken.fill_(0)
@@ -239,7 +239,7 @@ class Resident:
         state, sampler = self.cycle.state, run.sampler
         self.cycle.sampled = sampler.seed is not None
         self._prepare()
-        committed = self.drafter.resident_start(run.root)
+        committed = self.drafter.captured_start(run.root)
         length = run.history.length - 1
         assert length == self.target.cache.length
         state.length.fill_(length)
@@ -252,8 +252,8 @@ class Resident:
 
     def _end(self, run: Any, drafted: int) -> None:
         tokens = run.history.ids[0].tolist()[:-1]
-        self.target.resident_end(tokens)
-        self.drafter.resident_end(tokens, drafted)
+        self.target.captured_end(tokens)
+        self.drafter.captured_end(tokens, drafted)
 
 
 def received(sent: Any) -> Tensor:

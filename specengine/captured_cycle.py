@@ -15,7 +15,7 @@ from torch import Tensor
 from specengine import ops
 from specengine.cuda_graphs import RowBuffer, bucket, causal_words, words_for
 from specengine.drafters import Step
-from specengine.drafters._passes import ResidentDraft
+from specengine.drafters._passes import CapturedDraft
 from specengine.ops import Nodes, own_bits
 from specengine.policies import TreePolicy
 from specengine.targets.captured import CapturedTarget
@@ -63,33 +63,33 @@ class State:
 class NoDraft:
     """What plain decoding has instead of a draft."""
 
-    ahead, spare, drafted, resident_ids, resident_states = 0, 0, 0, None, None
-    resident_reads: tuple[Tensor, ...] = ()
-    resident_weights: tuple[torch.nn.Module, ...] = ()
+    ahead, spare, drafted, captured_ids, captured_states = 0, 0, 0, None, None
+    captured_reads: tuple[Tensor, ...] = ()
+    captured_weights: tuple[torch.nn.Module, ...] = ()
 
     def reserve(self, tokens: int, nodes: int) -> None: ...
 
-    def resident_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
+    def captured_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
         raise NotImplementedError("plain decoding has no draft passes")
 
-    def resident_accept(self, features: Tensor | None, path: Tensor) -> None: ...
+    def captured_accept(self, features: Tensor | None, path: Tensor) -> None: ...
 
-    def resident_start(self, root: int) -> list[int]:
+    def captured_start(self, root: int) -> list[int]:
         return [root]
 
-    def resident_end(self, tokens: list[int], drafted: int) -> None: ...
+    def captured_end(self, tokens: list[int], drafted: int) -> None: ...
 
 
-class DeviceCycle:
+class CapturedCycle:
     """The cycles of one target, draft and policy; without the last two they decode plainly.
 
     sampled: whether the target's choices are drawn, by the state's seed and temperature; passes: draft passes per tree,
     at most.
     """
 
-    def __init__(self, target: CapturedTarget, drafter: ResidentDraft | None, policy: TreePolicy | None) -> None:
+    def __init__(self, target: CapturedTarget, drafter: CapturedDraft | None, policy: TreePolicy | None) -> None:
         self.target, self.sampled = target, False
-        self.drafter: ResidentDraft = NoDraft() if drafter is None else drafter
+        self.drafter: CapturedDraft = NoDraft() if drafter is None else drafter
         self.policy, self.passes, rows = policy, 0, 1
         if policy is not None:
             self.passes, rows = policy.passes, policy.rows
@@ -119,7 +119,7 @@ class DeviceCycle:
         start = state.length + self.drafter.ahead - state.taken
         last = place == state.taken - 1
         spare = self.drafter.spare
-        logits = self.drafter.resident_pass(
+        logits = self.drafter.captured_pass(
             rows,
             state.committed,
             start + place,
@@ -146,7 +146,7 @@ class DeviceCycle:
         words = self._seen.index_select(0, parents) | self._slots.index_select(0, slots)
         self._seen.index_copy_(0, nodes.masked_fill(place >= count, tree.capacity), words)
         stable = state.length + self.drafter.ahead
-        logits = self.drafter.resident_pass(
+        logits = self.drafter.captured_pass(
             self._drafted,
             tree.tokens.index_select(0, nodes),
             tree.depths.index_select(0, nodes) + (stable - 1),
@@ -176,7 +176,7 @@ class DeviceCycle:
         walked = ops.walk_down(tokens, parents, chosen, count)
         path = pad_to(walked.nodes, len(state.committed))
         ops.move_rows(self.target.cache.slab, path, walked.live, length)
-        self.drafter.resident_accept(features, path)
+        self.drafter.captured_accept(features, path)
         inner = self._place(len(path)) < walked.live - 1
         root = walked.bonus.clamp(min=0)  # a cycle may be under way before the host sees that there is none
         state.committed.copy_(torch.where(inner, tokens.index_select(0, path.roll(-1)), root))
@@ -194,9 +194,9 @@ class DeviceCycle:
 
     def _grow(self, frontier: Nodes, logits: Tensor) -> None:
         assert self.policy is not None
-        states = self.drafter.resident_states if self.policy.reads_hidden else None
+        states = self.drafter.captured_states if self.policy.reads_hidden else None
         hidden = None if states is None else states(frontier.ids)
-        step = Step(logits, self.drafter.resident_ids, hidden=hidden)
+        step = Step(logits, self.drafter.captured_ids, hidden=hidden)
         found = self.policy.grow(self.tree, frontier, step)
         width = min(len(found.ids), len(self.frontier.ids))
         self.frontier.ids[:width].copy_(found.ids[:width])

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specengine import captured as resident
-from specengine import loading
-from specengine.captured import Resident
+from specengine import captured, loading
+from specengine.captured import CapturedDriver
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import draft_tree, walk
 from specengine.drafters import Drafter
@@ -95,7 +94,7 @@ class Engine:
         self.policy = policy
         self.tokenizer = tokenizer
         self._busy = threading.Lock()
-        self._resident = resident.for_parts(target, drafter, policy, loop)
+        self._captured = captured.for_parts(target, drafter, policy, loop)
 
     @classmethod
     def from_pretrained(
@@ -165,8 +164,8 @@ class Engine:
                 with self.target.running():
                     cycle = self._cycle(run)
                 yield cycle
-                if run.reason is None and self._resident is not None and self._resident.serves(sampler):
-                    yield from self._resident_cycles(self._resident, run)
+                if run.reason is None and self._captured is not None and self._captured.serves(sampler):
+                    yield from self._captured_cycles(self._captured, run)
         except GeneratorExit:
             raise  # the caller has had enough; the caches are as after the last cycle
         except BaseException:
@@ -197,9 +196,9 @@ class Engine:
             self.target.warm_up(tokens, self.policy.budget if self.policy is not None else 1)
             if self.drafter is not None and self.policy is not None:
                 self.drafter.warm_up(tokens, self.policy.capacity)
-            if self._resident is not None:
-                self._resident.warm_up(tokens)
-                graphs.append(self._resident.graphs)
+            if self._captured is not None:
+                self._captured.warm_up(tokens)
+                graphs.append(self._captured.graphs)
         finally:
             self._busy.release()
         return WarmUp.of(graphs, [part.cache for part in parts if hasattr(part, "cache")])
@@ -231,8 +230,8 @@ class Engine:
         self.target.reserve(most, budget)
         if self.drafter is not None and self.policy is not None:
             self.drafter.reserve(most, self.policy.capacity)
-        if self._resident is not None:
-            self._resident.reserve(most)
+        if self._captured is not None:
+            self._captured.reserve(most)
         known = prompt[:-1]
         self.target.want_features(self.drafter.features if self.drafter is not None else ())
         kept = min(self.target.cached(known), self.drafter.cached(known) if self.drafter is not None else len(known))
@@ -244,8 +243,8 @@ class Engine:
             self.policy.begin(len(prompt))
         return run
 
-    def _resident_cycles(self, cycles: Resident, run: _Run) -> Iterator[Cycle]:
-        run.stats.notes.append(resident.NOTE)
+    def _captured_cycles(self, cycles: CapturedDriver, run: _Run) -> Iterator[Cycle]:
+        run.stats.notes.append(captured.NOTE)
         for cycle in cycles.cycles(run):
             if self.policy is not None:
                 self.policy.observe(cycle)

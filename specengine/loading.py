@@ -73,7 +73,7 @@ class LoadOptions:
                        once); None is False as long as no results on a device are published;
                        without a CUDA device the same padded forwards run uncaptured, which only tests have a use for
     loop               with graphs: where trees grow. `host`: a read per draft pass; `read`, `ahead`, `while`: on the
-                       device, and how the end of a tree is seen there (see resident.py); `auto`: `read` where draft and
+                       device, and how the end of a tree is seen there (see captured.py); `auto`: `read` where draft and
                        policy can, else `host`
     compile_blocks     with graphs: the target's norms and feed-forward layers through torch.compile, on first use
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half

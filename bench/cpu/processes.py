@@ -44,14 +44,14 @@ def memory(kinds: list[str], arguments: list[str]) -> Iterator[Record]:
 
 def memory_of(given: Given, kind: str) -> Record:
     """Measures this process, which must have loaded nothing yet. Linux only; Unavailable as in Given."""
-    imports = _resident()["VmRSS"]
+    imports = _captured()["VmRSS"]
     tokenizer = AutoTokenizer.from_pretrained(given.folder)
     tokenizer(PROMPT)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = _resident()["VmRSS"]
+    before = _captured()["VmRSS"]
     engine = given.only(kind, tokenizer)
     engine.generate(PROMPT, max_new_tokens=16)
-    after = _resident()
+    after = _captured()
     return {
         "record": "memory",
         "way": kind,
@@ -113,7 +113,7 @@ def last_line(text: str) -> str:
     return text.strip().splitlines()[-1] if text.strip() else "the process gave no message"
 
 
-def _resident() -> dict[str, float]:
+def _captured() -> dict[str, float]:
     """VmRSS, VmHWM and the like in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines if line.endswith(" kB")}

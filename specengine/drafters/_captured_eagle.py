@@ -27,7 +27,7 @@ class CapturedEagle(Eagle):
         self._passes = Passes(self.target.device)
         self._nodes = 0  # that the state buffer has room for
         self._tables = self.head.rope.tables(0, self.target.device)
-        self.resident_ids = self._target_ids
+        self.captured_ids = self._target_ids
         self._target_ids = None if self._target_ids is None else self._target_ids.to(HOST)
 
     @property
@@ -127,7 +127,7 @@ class CapturedEagle(Eagle):
         logits = self._runs.logits(states)
         return self.target.head(states.to(self.target.model.dtype)) if logits is None else logits, states
 
-    # ---- for cycles on the device, see ResidentDraft
+    # ---- for cycles on the device, see CapturedDraft
 
     ahead = 0  # of a sequence of n tokens and a root, n + ahead are in the cache once the root has been drafted from
 
@@ -142,36 +142,36 @@ class CapturedEagle(Eagle):
         return self._nodes
 
     @property
-    def resident_reads(self) -> tuple[Tensor, ...]:
+    def captured_reads(self) -> tuple[Tensor, ...]:
         return self.cache.slab, self._states, *self._tables
 
     @property
-    def resident_weights(self) -> tuple[torch.nn.Module, ...]:
+    def captured_weights(self) -> tuple[torch.nn.Module, ...]:
         return (self.head,)
 
-    def resident_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
+    def captured_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
         """Logits of rows that stand on the device, given as RowBuffer.write takes them."""
         rows.write(tokens, positions, words, spare=self.spare, **where)
         return self._pass(rows)[0]
 
-    def resident_states(self, nodes: Tensor) -> Tensor:
+    def captured_states(self, nodes: Tensor) -> Tensor:
         """The hidden states, [n, hidden size], of nodes that passes were run from; the root's is that of row 0."""
         return self._states.index_select(0, nodes)
 
-    def resident_accept(self, features: Tensor | None, path: Tensor) -> None:
+    def captured_accept(self, features: Tensor | None, path: Tensor) -> None:
         """Take the features of accepted nodes, [nodes, features * hidden size]; path: int64 [n], padded."""
         if features is None:
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         fused = self._runs.fuse(features.index_select(0, path).to(self.head.dtype))
         self._states[self.spare + 1 : self.spare + 1 + len(path)].copy_(fused)
 
-    def resident_start(self, root: int) -> list[int]:
+    def captured_start(self, root: int) -> list[int]:
         """Put what has not been drafted from where accepted nodes stand; its tokens, the root last."""
         pending, self._pending = self._pending, self._pending[:0]
         self._states[self.spare + 1 : self.spare + 1 + len(pending)] = pending
         return [*self._tokens[self.cache.length + 1 :], root]
 
-    def resident_end(self, tokens: list[int], drafted: int) -> None:
+    def captured_end(self, tokens: list[int], drafted: int) -> None:
         """These tokens are committed; the draft has run the first `drafted` of them, each with the one behind it."""
         self.cache.length = min(drafted, len(tokens))
         self._tokens, self._pending = tokens[: self.cache.length], self._pending[:0]

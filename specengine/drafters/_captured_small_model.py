@@ -89,9 +89,9 @@ class CapturedSmallModel(SmallModel):
         self.lm.seconds += time.perf_counter() - began
         return logits
 
-    # ---- for cycles on the device, see ResidentDraft
+    # ---- for cycles on the device, see CapturedDraft
 
-    ahead, spare, resident_ids, resident_states = 1, 0, None, None
+    ahead, spare, captured_ids, captured_states = 1, 0, None, None
 
     @property
     def drafted(self) -> int:
@@ -99,26 +99,26 @@ class CapturedSmallModel(SmallModel):
         return self.cache.length - self.ahead
 
     @property
-    def resident_reads(self) -> tuple[Tensor, ...]:
+    def captured_reads(self) -> tuple[Tensor, ...]:
         return (self.cache.slab,)
 
     @property
-    def resident_weights(self) -> tuple[torch.nn.Module, ...]:
+    def captured_weights(self) -> tuple[torch.nn.Module, ...]:
         return (self.lm.model,)
 
-    def resident_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
+    def captured_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
         """Logits of rows that stand on the device, given as RowBuffer.write takes them."""
         rows.write(tokens.clamp(max=self.lm.vocab_size - 1), positions, words, **where)
         return self.lm.forward_padded(rows, self.cache)[0][:, : self.vocab_size]
 
-    def resident_accept(self, features: Tensor | None, path: Tensor) -> None:
+    def captured_accept(self, features: Tensor | None, path: Tensor) -> None:
         """Nothing is kept of a tree: accepted tokens are run again with the next root, which costs rows alone."""
 
-    def resident_start(self, root: int) -> list[int]:
+    def captured_start(self, root: int) -> list[int]:
         """The tokens that the cache lacks, the root last."""
         return [*self._tokens[self.cache.length :], root]
 
-    def resident_end(self, tokens: list[int], drafted: int) -> None:
+    def captured_end(self, tokens: list[int], drafted: int) -> None:
         """These tokens are committed; the draft has run the first `drafted` of them, and the one behind them."""
         self.cache.length = min(drafted + self.ahead, len(tokens))
         self._tokens = tokens

@@ -43,21 +43,21 @@ def in_pieces(nodes: Tensor, run: Callable[[Tensor], tuple[Tensor, ...]]) -> tup
     return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
 
-class ResidentDraft(Protocol):
+class CapturedDraft(Protocol):
     """What cycles on the device (device_cycle.py) need of a draft; the host knows no length meanwhile.
 
     ahead             of a sequence of n tokens and a root, n + ahead are in the cache once the root was drafted from
     spare             the source and target of padding; behind it stand what accepted tokens are run from
-    drafted           committed tokens that the draft has run, as `resident_end` takes them
-    resident_ids      the target's ids of the draft's columns, on the device; None where they are the columns
-    resident_reads    tensors that a capture reads and `reserve` may replace; resident_weights: modules that it reads
+    drafted           committed tokens that the draft has run, as `captured_end` takes them
+    captured_ids      the target's ids of the draft's columns, on the device; None where they are the columns
+    captured_reads    tensors that a capture reads and `reserve` may replace; captured_weights: modules that it reads
     """
 
     @property
     def ahead(self) -> int: ...
 
     @property
-    def resident_ids(self) -> Tensor | None: ...
+    def captured_ids(self) -> Tensor | None: ...
 
     @property
     def spare(self) -> int: ...
@@ -66,25 +66,25 @@ class ResidentDraft(Protocol):
     def drafted(self) -> int: ...
 
     @property
-    def resident_reads(self) -> tuple[Tensor, ...]: ...
+    def captured_reads(self) -> tuple[Tensor, ...]: ...
 
     @property
-    def resident_weights(self) -> tuple[torch.nn.Module, ...]: ...
+    def captured_weights(self) -> tuple[torch.nn.Module, ...]: ...
 
     @property
-    def resident_states(self) -> Callable[[Tensor], Tensor] | None:
+    def captured_states(self) -> Callable[[Tensor], Tensor] | None:
         """The hidden states, [n, hidden size], of nodes (int64 [n]) that passes were run from; None without any."""
 
     def reserve(self, tokens: int, nodes: int) -> None: ...
 
-    def resident_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
+    def captured_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
         """Logits of rows that stand on the device, given as RowBuffer.write takes them."""
 
-    def resident_accept(self, features: Tensor | None, path: Tensor) -> None:
+    def captured_accept(self, features: Tensor | None, path: Tensor) -> None:
         """Take the features of accepted nodes, [nodes, features * hidden size]; path: int64 [n], padded."""
 
-    def resident_start(self, root: int) -> list[int]:
+    def captured_start(self, root: int) -> list[int]:
         """Make ready; the tokens that the draft has not run, the root last."""
 
-    def resident_end(self, tokens: list[int], drafted: int) -> None:
+    def captured_end(self, tokens: list[int], drafted: int) -> None:
         """These tokens are committed, of which the draft has run `drafted`."""

@@ -18,7 +18,7 @@ from specengine.records import Stats
 class CustomGenerate:
     """Called by transformers with everything prepared; returns what `generate` should return.
 
-    engine: a specengine.Engine, which makes this (`Engine.as_custom_generate`); `stats` holds the figures of the last call.
+    engine: a specengine.Engine, which makes this; `stats` holds the figures of the last call.
     """
 
     def __init__(self, engine: Any, streamer: Any = None, seed: int | None = None) -> None:

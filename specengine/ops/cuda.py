@@ -84,12 +84,19 @@ def driver_version() -> int:
 
 def implementations() -> dict[str, Callable[..., Any]]:
     """What `ops` finds here; ImportError where the library cannot be used and there is no NVRTC either."""
+    reason = why_not_built()
+    if reason and _nvrtc.find() is None:
+        raise ImportError(reason.partition(";")[0])  # ops adds the build command
+    return {"step_queues": step_queues}
+
+
+def why_not_built() -> str:
+    """Why the library, which alone has `Loop`, cannot be used; empty where it can."""
     try:
         library()
     except BackendError as error:
-        if _nvrtc.find() is None:
-            raise ImportError(str(error).partition(";")[0]) from error  # ops adds the build command
-    return {"step_queues": step_queues}
+        return str(error)
+    return ""
 
 
 def _run(function: str, device: torch.device, *arguments: Any) -> None:

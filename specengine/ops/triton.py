@@ -97,8 +97,8 @@ def choose_tokens(logits: Tensor, positions: Sequence[int], seed: int | None, te
     if not len(logits) or seed is None:
         return verification.choose_tokens(logits) if len(logits) else by_meaning(choose.choose_tokens, logits)
     sent = torch.tensor([_signed(seed), *(_signed(position) for position in positions)], device=logits.device)
-    heat = torch.tensor([temperature], dtype=torch.float32, device=logits.device)
-    return verification.choose_tokens(logits, sent[1:], sent[:1], heat)
+    divisor = torch.tensor([temperature], dtype=torch.float32, device=logits.device)
+    return verification.choose_tokens(logits, sent[1:], sent[:1], divisor)
 
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:

@@ -95,7 +95,7 @@ class CapturedTarget(HuggingFaceTarget):
     # ---- for cycles on the device (device_cycle.py)
 
     @property
-    def resident_reads(self) -> tuple[Tensor, ...]:
+    def captured_reads(self) -> tuple[Tensor, ...]:
         return (self.cache.slab,)
 
     def padded(self, rows: RowBuffer) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +106,7 @@ class CapturedTarget(HuggingFaceTarget):
         logits, features = zip(*(self.lm.forward_padded(p, self.cache, self._features) for p in pieces), strict=True)
         return torch.cat(logits), torch.cat(features) if self._features else None
 
-    def resident_end(self, tokens: list[int]) -> None:
+    def captured_end(self, tokens: list[int]) -> None:
         """These tokens are committed."""
         self.cache.length, self.tokens = len(tokens), tokens
 

@@ -129,10 +129,10 @@ def test_every_policy_by_default_on_a_device() -> None:
 
 def test_which_loops_a_policy_runs_in(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(target=None, drafter=None, policy=policies.make("talon"))
-    monkeypatch.setattr(bench.resident, "why_not", lambda *parts: "")
+    monkeypatch.setattr(bench.captured_driver, "why_not", lambda *parts: "")
     assert bench._loops(engine, "cpu") == ["read", "ahead"]  # type: ignore[arg-type]
     assert bench._loops(engine, "cpu", every=False) == ["read"]  # type: ignore[arg-type]
-    monkeypatch.setattr(bench.resident, "why_not", lambda *parts: "its trees grow on the host")
+    monkeypatch.setattr(bench.captured_driver, "why_not", lambda *parts: "its trees grow on the host")
     assert bench._loops(engine, "cpu") == []  # type: ignore[arg-type]
 
 

@@ -66,10 +66,14 @@ def test_a_tree_on_a_device_is_chosen_for_at_once(seed: int | None, monkeypatch:
 
 
 def test_only_what_does_not_read_the_history_is_chosen_at_once() -> None:
-    heat = TemperatureLogitsWarper(0.5)
+    temperature = TemperatureLogitsWarper(0.5)
     assert not Sampler().reads_history
-    assert not Sampler([heat], 1).reads_history
-    for processors in ([RepetitionPenaltyLogitsProcessor(1.2)], [heat, TopKLogitsWarper(3)], [heat, heat]):
+    assert not Sampler([temperature], 1).reads_history
+    for processors in (
+        [RepetitionPenaltyLogitsProcessor(1.2)],
+        [temperature, TopKLogitsWarper(3)],
+        [temperature, temperature],
+    ):
         assert Sampler(processors, 1).reads_history
 
 

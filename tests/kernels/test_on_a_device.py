@@ -46,12 +46,12 @@ def test_choices_and_walk_captured_once() -> None:
     """One graph for every tree of up to 64 nodes: sizes, seed and positions are read on the device."""
     logits, chosen = torch.zeros(64, 32000, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
     workspace, positions = verification.workspace_for(logits), torch.zeros(64, dtype=torch.int64, device="cuda")
-    seed, heat = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.ones(1, device="cuda")
+    seed, temperature = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.ones(1, device="cuda")
     tokens, parents, path = (torch.zeros(64, dtype=torch.int64, device="cuda") for _ in range(3))
     size, count, bonus = number(1, "cuda"), number(0, "cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
 
     def verify() -> None:
-        verification.choose_tokens(logits, positions, seed, heat, chosen=chosen, workspace=workspace)
+        verification.choose_tokens(logits, positions, seed, temperature, chosen=chosen, workspace=workspace)
         verification.walk(tokens, parents, chosen, size, path, count, bonus)
 
     verify()

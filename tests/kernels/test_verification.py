@@ -41,10 +41,10 @@ def choose(logits: Tensor, positions: list[int], seed: int | None, temperature: 
     workspace.values.fill_(math.nan)
     workspace.columns.fill_(123456789)
     given_seed = None if seed is None else torch.tensor([signed(seed)], device=DEVICE)
-    places, heat = torch.tensor(positions, device=DEVICE), torch.tensor([temperature], device=DEVICE)
+    places, temperature = torch.tensor(positions, device=DEVICE), torch.tensor([temperature], device=DEVICE)
     found = []
     for _ in range(2):
-        kernel.choose_tokens(logits, places, given_seed, heat, chosen=chosen, workspace=workspace)
+        kernel.choose_tokens(logits, places, given_seed, temperature, chosen=chosen, workspace=workspace)
         found.append(chosen.tolist())
     assert found[0] == found[1]
     return found[0]

@@ -142,8 +142,8 @@ def test_draws_follow_the_distribution() -> None:
         expected[expected < synthesis.MIN_P * expected.max()] = 0
         expected /= expected.sum()
         count = 20_000
-        rows, heat = logits.expand(count, -1), torch.full((count,), temperature)
-        drawn = synthesis._sample(rows, heat, torch.Generator().manual_seed(1))
+        rows, temperature = logits.expand(count, -1), torch.full((count,), temperature)
+        drawn = synthesis._sample(rows, temperature, torch.Generator().manual_seed(1))
         found = drawn.bincount(minlength=5) / count
         error = (expected * (1 - expected) / count).sqrt()
         assert ((found - expected).abs() <= 5 * error).all()

@@ -11,8 +11,8 @@ import torch
 
 from specengine import Engine, policies
 from specengine import cuda_graphs as graphs
-from specengine.captured import LOOPS, Resident
-from specengine.captured_cycle import DeviceCycle
+from specengine.captured import LOOPS, CapturedDriver
+from specengine.captured_cycle import CapturedCycle
 from specengine.errors import InputError, NumericalError
 from specengine.modeling import kv_cache as cache
 from specengine.policies import TreePolicy, _classifier
@@ -24,9 +24,9 @@ WAYS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5}]
 POLICIES = [name for name in toy.POLICIES if name != "random"]
 
 
-def resident(draft: str, policy: str | TreePolicy, loop: str = "read") -> Engine:
+def captured(draft: str, policy: str | TreePolicy, loop: str = "read") -> Engine:
     engine = engine_of(draft, policy, padded=True, loop=loop)
-    assert isinstance(engine._resident, Resident)
+    assert isinstance(engine._captured, CapturedDriver)
     return engine
 
 
@@ -41,11 +41,11 @@ def answer(engine: Engine, options: dict[str, Any], prompt: list[int] = PROMPT, 
 
 
 def check(draft: str, policy: str | TreePolicy, loop: str = "read", **options: Any) -> None:
-    engine, eager = resident(draft, policy, loop), engine_of(draft, policy, padded=False)
+    engine, eager = captured(draft, policy, loop), engine_of(draft, policy, padded=False)
     with frozen() as calls:
         for way in WAYS:
             assert answer(engine, way, **options) == answer(eager, way, **options)
-    part = engine._resident.graphs
+    part = engine._captured.graphs
     assert set(part.captures.values()) == {1}, "one capture of each function"
     assert sum(calls[id(part), name] for name in part.captures) > 2 * len(part.captures)
 
@@ -97,7 +97,7 @@ def test_a_head_reads_the_hidden_states_on_the_device(loop: str, tmp_path: Path)
     policy = policies.make("specdecpp", classifier=str(tmp_path / "net.safetensors"), **shape)
     check("eagle3", policy, loop)
     assert len(heights("eagle3", policy)) > 1
-    without = resident("small_model", policy, loop)
+    without = captured("small_model", policy, loop)
     for run in (lambda: without.generate(PROMPT), lambda: without.warmup(tokens=100)):
         with pytest.raises(InputError, match="which only EAGLE heads give"):
             run()
@@ -114,9 +114,9 @@ def test_plain_decoding() -> None:
     with frozen():
         for way in WAYS:
             assert answer(engine, way) == answer(eager, way)
-    assert list(engine._resident.graphs.captures) == [
-        "resident verify of 1 rows, greedy",
-        "resident verify of 1 rows, sampled",
+    assert list(engine._captured.graphs.captures) == [
+        "captured verify of 1 rows, greedy",
+        "captured verify of 1 rows, sampled",
     ]
 
 
@@ -127,21 +127,21 @@ def test_an_older_head() -> None:
 def test_a_long_prompt_and_ends_within_a_path() -> None:
     prompt = [token % 200 for token in range(3, 3 * 80, 3)]
     check("eagle3", "talon", prompt=prompt, count=7)
-    engine, plain = resident("small_model", "eagle"), engine_of("none", "", padded=False)
+    engine, plain = captured("small_model", "eagle"), engine_of("none", "", padded=False)
     for eos in set(plain.generate(PROMPT, max_new_tokens=12).token_ids):
         given = {"max_new_tokens": 12, "eos_token_id": eos}
         assert engine.generate(PROMPT, **given).token_ids == plain.generate(PROMPT, **given).token_ids
 
 
 def test_a_seed_beyond_int64() -> None:
-    engine, eager = resident("eagle3", "eagle"), engine_of("eagle3", "eagle", padded=False)
+    engine, eager = captured("eagle3", "eagle"), engine_of("eagle3", "eagle", padded=False)
     way = {"temperature": 0.7, "seed": 2**64 - 3}
     assert answer(engine, way) == answer(eager, way)
 
 
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_sessions_reuse_the_caches(draft: str) -> None:
-    engine, plain = resident(draft, "talon"), engine_of("none", "", padded=False)
+    engine, plain = captured(draft, "talon"), engine_of("none", "", padded=False)
     engine.tokenizer = plain.tokenizer = toy.byte_tokenizer()
     ours, theirs = engine.session(), plain.session()
     for text in ("ab", "cd", "e"):
@@ -152,7 +152,7 @@ def test_sessions_reuse_the_caches(draft: str) -> None:
 
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_a_stream_that_is_closed_leaves_the_engine_usable(draft: str) -> None:
-    engine = resident(draft, "eagle")
+    engine = captured(draft, "eagle")
     expected = answer(engine_of("none", "", padded=False), {})[0]
     stream = engine.stream(PROMPT, max_new_tokens=12)
     for _ in range(3):
@@ -165,10 +165,10 @@ def test_a_stream_that_is_closed_leaves_the_engine_usable(draft: str) -> None:
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_nothing_is_read_before_it_is_written(draft: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in all of both caches' scratch, and in all states of the last tree, before each cycle."""
-    engine, eager = resident(draft, policy), engine_of(draft, policy, padded=False)
-    launch = Resident.launch
+    engine, eager = captured(draft, policy), engine_of(draft, policy, padded=False)
+    launch = CapturedDriver.launch
 
-    def poisoned(self: Resident) -> None:
+    def poisoned(self: CapturedDriver) -> None:
         cycle, drafter = self.cycle, self.drafter
         length, taken = int(cycle.state.length), int(cycle.state.taken)
         self.target.cache.slab[:, :, :, length:] = math.nan
@@ -181,43 +181,43 @@ def test_nothing_is_read_before_it_is_written(draft: str, policy: str, monkeypat
         cycle.tree.parents[1:] = 0
         launch(self)
 
-    monkeypatch.setattr(Resident, "launch", poisoned)
+    monkeypatch.setattr(CapturedDriver, "launch", poisoned)
     assert answer(engine, {}) == answer(eager, {})
 
 
 def test_a_larger_cache_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 32)
     monkeypatch.setattr(cache, "GRANULE", 32)
-    engine = resident("eagle3", "eagle")
+    engine = captured("eagle3", "eagle")
     for length in (8, 60, 120):
         prompt = PROMPT[:4] * (length // 4)
         assert answer(engine, {}, prompt)[0] == answer(engine_of("none", "", padded=False), {}, prompt)[0]
-    assert max(engine._resident.graphs.captures.values()) > 1
+    assert max(engine._captured.graphs.captures.values()) > 1
 
 
 def test_warmup_captures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 256)
-    engine = resident("eagle3", "talon")
+    engine = captured("eagle3", "talon")
     names = engine.warmup(tokens=100).captured
-    ours = [name for name in names if name.startswith("resident")]
+    ours = [name for name in names if name.startswith("captured")]
     assert len(ours) == 4, ours  # root, level, and verification, greedy and sampled
     for way in WAYS:
         assert answer(engine, way)[0] == answer(engine_of("none", "", padded=False), way)[0]
-    assert set(engine._resident.graphs.captures.values()) == {1}
+    assert set(engine._captured.graphs.captures.values()) == {1}
 
 
 def test_no_read_before_the_record_and_that_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beam's cycle starts without any read by the host, and the next one starts before its record is read."""
-    engine, order = resident("eagle3", "eagle"), list[str]()
-    launch, read = Resident.launch, DeviceCycle.read
+    engine, order = captured("eagle3", "eagle"), list[str]()
+    launch, read = CapturedDriver.launch, CapturedCycle.read
 
-    def launched(self: Resident) -> None:
+    def launched(self: CapturedDriver) -> None:
         order.append("launch")
         with Operations():  # fails where the host waits for the device, or sends it a number
             launch(self)
 
-    monkeypatch.setattr(Resident, "launch", launched)
-    monkeypatch.setattr(DeviceCycle, "read", lambda self, values: order.append("read") or read(self, values))
+    monkeypatch.setattr(CapturedDriver, "launch", launched)
+    monkeypatch.setattr(CapturedCycle, "read", lambda self, values: order.append("read") or read(self, values))
     cycles = len(answer(engine, {})[1])
     assert order[:5] == ["launch", "launch", "read", "launch", "read"]
     assert order.count("read") == cycles - 1  # the first cycle is the engine's
@@ -225,7 +225,7 @@ def test_no_read_before_the_record_and_that_one_late(monkeypatch: pytest.MonkeyP
 
 
 def test_a_target_without_a_finite_logit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = resident("eagle3", "eagle")
+    engine = captured("eagle3", "eagle")
     expected = answer(engine, {})[0]
     padded = type(engine.target).padded
 
@@ -235,18 +235,18 @@ def test_a_target_without_a_finite_logit_is_an_error(monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.target), "padded", undefined)
-        engine._resident.graphs._captured.clear()
+        engine._captured.graphs._captured.clear()
         with pytest.raises(NumericalError, match="NaN or infinite throughout"):
             answer(engine, {})
-    engine._resident.graphs._captured.clear()
+    engine._captured.graphs._captured.clear()
     assert answer(engine, {})[0] == expected
 
 
 def test_samplers_that_read_the_history_run_on_the_host() -> None:
-    engine, eager = resident("eagle3", "eagle"), engine_of("eagle3", "eagle", padded=False)
+    engine, eager = captured("eagle3", "eagle"), engine_of("eagle3", "eagle", padded=False)
     way = {"repetition_penalty": 1.3}
     assert answer(engine, way) == answer(eager, way)
-    assert not engine._resident.graphs.captures
+    assert not engine._captured.graphs.captures
 
 
 def test_loops_that_cannot_be_had_are_refused() -> None:
@@ -260,7 +260,7 @@ def test_loops_that_cannot_be_had_are_refused() -> None:
     with pytest.raises(InputError, match="loop: got 'fast', accepted auto, host, read, ahead, while"):
         engine_of("eagle3", "eagle", padded=True, loop="fast")
     for policy in ("talon", "random"):
-        assert (engine_of("eagle3", policy, padded=True, loop="auto")._resident is None) == (policy == "random")
+        assert (engine_of("eagle3", policy, padded=True, loop="auto")._captured is None) == (policy == "random")
 
 
 @pytest.mark.gpu
@@ -269,7 +269,7 @@ def test_loops_that_cannot_be_had_are_refused() -> None:
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_replays_equal_calls(draft: str, policy: str, loop: str) -> None:
     """On a device: what is captured answers as the eager engine does."""
-    engine, eager = resident(draft, policy, loop), engine_of(draft, policy, padded=False)
+    engine, eager = captured(draft, policy, loop), engine_of(draft, policy, padded=False)
     assert DEVICE.type == "cuda"
     for way in WAYS:
         assert answer(engine, way)[:2] == answer(eager, way)[:2]
