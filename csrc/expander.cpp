@@ -72,7 +72,7 @@ void attend(bool bfloat16, const std::vector<int64_t>& shape, float scale, uintp
 }  // namespace
 
 PYBIND11_MODULE(_expander, module) {
-  module.attr("INTERFACE") = 2;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 3;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
   module.def("ancestor_words", [](uintptr_t parents, int64_t nodes, uintptr_t out) {
     return spec::ancestor_words(at<const int64_t>(parents), nodes, spec::words_for(nodes), at<uint64_t>(out));
   });
@@ -109,12 +109,18 @@ PYBIND11_MODULE(_expander, module) {
     *at<int32_t>(found) = static_cast<int32_t>(kept);
     return true;
   });
-  module.def("walk", [](uintptr_t tokens, uintptr_t parents, uintptr_t chosen, int64_t nodes) {
-    return spec::walk(at<const int64_t>(tokens), at<const int64_t>(parents), at<const int64_t>(chosen), nodes);
+  module.def("walk", [](uintptr_t tokens, uintptr_t parents, uintptr_t chosen, uintptr_t size, int64_t room,
+                        uintptr_t path, uintptr_t live, uintptr_t bonus) {
+    const int64_t found = spec::walk(at<const int64_t>(tokens), at<const int64_t>(parents), at<const int64_t>(chosen),
+                                     count(size, room), at<int64_t>(path));
+    *at<int64_t>(bonus) = found ? at<const int64_t>(chosen)[at<const int64_t>(path)[found - 1]] : -1;
+    *at<int32_t>(live) = static_cast<int32_t>(found);
+    std::fill(at<int64_t>(path) + found, at<int64_t>(path) + room, int64_t{0});
   });
-  module.def("compact_rows", [](uintptr_t slab, int64_t planes, int64_t plane_bytes, int64_t row_bytes, int64_t prefix,
-                                const std::vector<int64_t>& path) {
-    spec::compact_rows(at<char>(slab), planes, plane_bytes, row_bytes, prefix, path);
+  module.def("compact_rows", [](uintptr_t slab, int64_t planes, int64_t capacity, int64_t row_bytes, uintptr_t path,
+                                int64_t room, uintptr_t live, uintptr_t prefix) {
+    const int64_t start = *at<const int32_t>(prefix), moved = count(live, room);
+    return spec::compact_rows(at<char>(slab), planes, capacity, row_bytes, start, at<const int64_t>(path), moved);
   });
   module.def("top_children", [](uintptr_t logits, bool bfloat16, int64_t rows, int64_t columns, int64_t row_stride,
                                 int64_t k, bool normalized, uintptr_t log_probs, uintptr_t best) {

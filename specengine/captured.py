@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specengine import ops
 from specengine.captured_cycle import CapturedCycle
 from specengine.cuda_graphs import WARM_UPS, Graphs
 from specengine.drafters._captured_eagle import CapturedEagle
 from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.drafters._passes import MOST_ROWS
 from specengine.errors import InputError
-from specengine.generation.sampling import Sampler, refuse_no_choice
+from specengine.generation.sampling import Sampler, refuse_no_choice, signed
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds
 from specengine.targets.captured import CapturedTarget
@@ -262,8 +261,3 @@ def received(sent: Any) -> Tensor:
     if event is not None:
         event.synchronize()
     return values
-
-
-def signed(value: int) -> int:
-    """The int64 with the bits of a number modulo 2**64."""
-    return ((value + 2**63) & ops.MASK64) - 2**63

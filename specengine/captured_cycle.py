@@ -172,10 +172,10 @@ class CapturedCycle:
         rows.write(tokens, depths + length, words, slot=length, prefix=length, live=count, seen=count)
         logits, features = self.target.padded(rows)
         seed = state.seed if self.sampled else None
-        chosen = ops.choose_rows(logits[: self.budget], depths + (length + 1), seed, state.temperature)
-        walked = ops.walk_down(tokens, parents, chosen, count)
+        chosen = ops.choose_tokens(logits[: self.budget], depths + (length + 1), seed, state.temperature)
+        walked = ops.walk(tokens, parents, chosen, count)
         path = pad_to(walked.nodes, len(state.committed))
-        ops.move_rows(self.target.cache.slab, path, walked.live, length)
+        ops.compact_kv(self.target.cache.slab, path, walked.live, length)
         self.drafter.captured_accept(features, path)
         inner = self._place(len(path)) < walked.live - 1
         root = walked.bonus.clamp(min=0)  # a cycle may be under way before the host sees that there is none

@@ -246,22 +246,6 @@ def test_trimmed_is_the_tree_without_its_room() -> None:
     assert torch.equal(trimmed.ancestors[:, :2], tree.ancestors)
 
 
-@settings(deadline=None, max_examples=20)
-@given(shapes)
-def test_a_tree_that_starts_again_is_a_new_one(shape: tuple[int, int]) -> None:
-    seed, size = shape
-    tree, fresh = random_tree(seed, size, vocabulary=200), TokenTree.root(77, size)
-    tree.passes.fill_(4)
-    tree.start(torch.tensor([77]))
-    assert (len(tree), int(tree.passes)) == (1, 0)
-    for grown in (tree, fresh):
-        if size > 1:
-            grown.add(torch.zeros(size - 1, dtype=torch.int64), torch.arange(size - 1), -torch.rand(size - 1).sort()[0])
-    check_structure(tree)
-    for name in ("tokens", "parents", "depths", "ancestors"):
-        assert torch.equal(getattr(tree, name), getattr(fresh, name))
-
-
 def test_a_tree_of_given_arrays() -> None:
     grown = random_tree(5, 66, vocabulary=200)
     arrays = grown.tokens, grown.parents, grown.depths, grown.log_probs, grown.path_log_probs

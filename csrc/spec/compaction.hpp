@@ -3,22 +3,24 @@
 
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 namespace spec {
 
-// Row prefix + path[j] becomes row prefix + j in each of `planes` planes of plane_bytes; path is ascending from 0,
-// so no row is overwritten before it was read.
-inline void compact_rows(char* slab, int64_t planes, int64_t plane_bytes, int64_t row_bytes, int64_t prefix,
-                         const std::vector<int64_t>& path) {
-  size_t first = 0;
-  while (first < path.size() && path[first] == static_cast<int64_t>(first)) ++first;
+// Row prefix + path[j] becomes row prefix + j in each of `planes` planes of `capacity` rows. False, and nothing is moved,
+// unless path ascends from 0 within the capacity; so no row is overwritten before it was read.
+inline bool compact_rows(char* slab, int64_t planes, int64_t capacity, int64_t row_bytes, int64_t prefix,
+                         const int64_t* path, int64_t count) {
+  if (count > 0 && (path[0] != 0 || prefix < 0 || prefix + path[count - 1] >= capacity)) return false;
+  for (int64_t j = 1; j < count; ++j)
+    if (path[j] <= path[j - 1]) return false;
+  int64_t first = 0;
+  while (first < count && path[first] == first) ++first;
   for (int64_t plane = 0; plane < planes; ++plane) {
-    char* scratch = slab + plane * plane_bytes + prefix * row_bytes;
-    for (size_t j = first; j < path.size(); ++j)
-      std::memcpy(scratch + static_cast<int64_t>(j) * row_bytes, scratch + path[j] * row_bytes,
-                  static_cast<size_t>(row_bytes));
+    char* scratch = slab + (plane * capacity + prefix) * row_bytes;
+    for (int64_t j = first; j < count; ++j)
+      std::memcpy(scratch + j * row_bytes, scratch + path[j] * row_bytes, static_cast<size_t>(row_bytes));
   }
+  return true;
 }
 
 }  // namespace spec

@@ -108,13 +108,18 @@ inline int64_t select_best(const float* values, int64_t size, int64_t count, int
   return kept;
 }
 
-// Node ids from the root down while a child carries the token chosen at its parent; nodes >= 1.
-// One pass is enough, as children come after their parents.
-inline std::vector<int64_t> walk(const int64_t* tokens, const int64_t* parents, const int64_t* chosen, int64_t nodes) {
-  std::vector<int64_t> path{0};
-  for (int64_t node = 1; node < nodes; ++node)
-    if (parents[node] == path.back() && tokens[node] == chosen[path.back()]) path.push_back(node);
-  return path;
+// Node ids from the root down while a child carries the token chosen at its parent, into path; returns how many. A node
+// whose choice is negative is not entered, nor is the root then. One pass is enough, as children come after their parents.
+inline int64_t walk(const int64_t* tokens, const int64_t* parents, const int64_t* chosen, int64_t nodes,
+                    int64_t* path) {
+  if (nodes < 1 || chosen[0] < 0) return 0;
+  path[0] = 0;
+  int64_t count = 1;
+  for (int64_t node = 1; node < nodes; ++node) {
+    const int64_t last = path[count - 1];
+    if (parents[node] == last && tokens[node] == chosen[last] && chosen[node] >= 0) path[count++] = node;
+  }
+  return count;
 }
 
 }  // namespace spec

@@ -179,7 +179,9 @@ void test_tree() {
     std::vector<int64_t> expected;
     for (int64_t node = below(nodes); node >= 0; node = parents[node]) expected.insert(expected.begin(), node);
     for (size_t j = 1; j < expected.size(); ++j) chosen[expected[j - 1]] = tokens[expected[j]];
-    check(spec::walk(tokens.data(), parents.data(), chosen.data(), nodes) == expected, "walk", nodes);
+    std::vector<int64_t> path(static_cast<size_t>(nodes));
+    path.resize(static_cast<size_t>(spec::walk(tokens.data(), parents.data(), chosen.data(), nodes, path.data())));
+    check(path == expected, "walk", nodes);
 
     std::vector<int64_t> kept;
     for (int64_t node = 0; node < nodes; ++node)
@@ -658,7 +660,13 @@ void test_compact_rows() {
   for (char& byte : slab) byte = static_cast<char>(below(256));
   const std::vector<char> before = slab;
   const std::vector<int64_t> path{0, 1, 3, 4, 15};
-  spec::compact_rows(slab.data(), planes, slots * row_bytes, row_bytes, prefix, path);
+  const auto compact = [&](const std::vector<int64_t>& given) {
+    return spec::compact_rows(slab.data(), planes, slots, row_bytes, prefix, given.data(),
+                              static_cast<int64_t>(given.size()));
+  };
+  for (const std::vector<int64_t>& wrong : {std::vector<int64_t>{1}, {0, 2, 2}, {0, 3, 1}, {0, 16}})
+    check(!compact(wrong) && slab == before, "compact_rows refuses", wrong.back());
+  check(compact({}) && slab == before && compact(path), "compact_rows accepts", prefix);
   for (int64_t plane = 0; plane < planes; ++plane)
     for (int64_t slot = 0; slot < slots; ++slot) {
       const int64_t j = slot - prefix;

@@ -67,8 +67,12 @@ class Sampler:
         Only where a choice does not read the history.
         """
         assert not self.reads_history
+        if self.seed is None:
+            return ops.choose_tokens(logits).tolist()
         temperature = float(self.processors[0].temperature) if self.processors else 1.0  # type: ignore[attr-defined]
-        return ops.choose_tokens(logits, positions, self.seed, temperature).tolist()
+        sent = torch.tensor([signed(self.seed), *positions], device=logits.device)
+        divisor = torch.tensor([temperature], dtype=torch.float32, device=logits.device)
+        return ops.choose_tokens(logits, sent[1:], sent[:1], divisor).tolist()
 
     def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
         """A function from node to chosen token, given logits [nodes, vocabulary] of a tree.
@@ -115,6 +119,11 @@ class Sampler:
             if best == MINUS_INF:
                 raise ProcessorError(f"logits processor {name} left no token at position {history.length}")
         return rows[0]
+
+
+def signed(value: int) -> int:
+    """The int64 with the bits of a number modulo 2**64."""
+    return ((value + 2**63) & ops.MASK64) - 2**63
 
 
 def refuse_no_choice(token: int | None, position: int) -> int:

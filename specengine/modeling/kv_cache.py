@@ -56,7 +56,9 @@ class KVCache:
 
         path: ascending offsets into the scratch, starting with 0.
         """
-        ops.compact_kv(self.slab, self.length, path)
+        if path[-1] >= len(path):  # else all of them stand right
+            numbers = torch.tensor([[len(path)], [self.length]], dtype=torch.int32, device=self.slab.device)
+            ops.compact_kv(self.slab, torch.tensor(path, device=self.slab.device), *numbers)
         self.length += len(path)
 
 

@@ -27,15 +27,12 @@ from specengine.ops.attention import (
 from specengine.ops.choose import (
     MASK64,
     Walked,
-    choose_rows,
     choose_tokens,
     gather_rows,
     keyed_gumbel_argmax,
-    move_rows,
     philox4x32,
     philox_uniform,
     walk,
-    walk_down,
 )
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
@@ -65,7 +62,6 @@ __all__ = [
     "best_candidates",
     "by_meaning",
     "cached_attention",
-    "choose_rows",
     "choose_tokens",
     "classify_paths",
     "classify_row",
@@ -75,7 +71,6 @@ __all__ = [
     "keyed_gumbel_argmax",
     "meaning",
     "mlp",
-    "move_rows",
     "order_paths",
     "own_bits",
     "pack_mask",
@@ -92,5 +87,4 @@ __all__ = [
     "tree_attention",
     "tree_mask",
     "walk",
-    "walk_down",
 ]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specengine.errors import InputError
-from specengine.ops._registry import attached, describe, op
+from specengine.ops._registry import are_counts, attached, describe, insist, op
 from specengine.ops.tree import WORD_BITS
 
+WRONG_PATH = "path: ascending node ids from 0 within the slots of the slab are needed"
 CHUNK = 64  # positions that are summed together
 
 
@@ -27,24 +26,28 @@ class Paths(NamedTuple):
 
 
 @op
-def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
-    """Move slot prefix + path[j] to slot prefix + j of every layer and head, in place.
+def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
+    """Move slot prefix + path[j] to slot prefix + j of every layer and head, in place, for the first `count` of path.
 
-    slab: [layers, 2, KV heads, capacity, head size]; path: ascending, starting with 0, within the capacity.
+    slab: [layers, 2, KV heads, capacity, head size]; path: int64 [n], those that count ascending from 0; count, prefix:
+    int32 [1]. prefix + n slots must exist; InputError where they don't (on a CUDA device: an asynchronous assertion).
     """
-    if slab.dim() != 5:
-        raise InputError(f"slab: [layers, 2, KV heads, capacity, head size] is needed, got {describe(slab)}")
-    if not path or path[0] != 0 or any(a >= b for a, b in pairwise(path)):
-        raise InputError(f"path: got {path}, ascending node ids from 0 are needed")
-    if prefix < 0 or prefix + path[-1] >= slab.shape[3]:
-        raise InputError(f"path: {path} after {prefix} slots leaves the {slab.shape[3]} slots of the slab")
+    if slab.dim() != 5 or path.dtype is not torch.int64 or path.dim() != 1 or not are_counts(count, prefix):
+        given = describe(slab, path, count, prefix)
+        raise InputError(f"slab, path, count, prefix: a cache, int64 [n], int32 [1] x 2 are needed, got {given}")
     if run := attached("compact_kv", slab):
-        run(slab, prefix, path)
+        run(slab, path, count, prefix)
         return
-    first = next((j for j, slot in enumerate(path) if slot != j), len(path))
-    if first < len(path):
-        moved = torch.tensor(path[first:], device=slab.device) + prefix
-        slab[:, :, :, prefix + first : prefix + len(path)] = slab.index_select(3, moved)
+    if not path.shape[0]:
+        return
+    place = torch.arange(path.shape[0], device=slab.device)
+    there = place < count
+    rises = (path[1:] > path[:-1]) | ~there[1:]
+    inside = (prefix >= 0) & (prefix + path.masked_fill(~there, 0).amax() < slab.shape[3])
+    insist(((path[:1] == 0) | (count < 1)).all() & rises.all() & inside.all(), WRONG_PATH)
+    slots = prefix.long() + place
+    moved = slab.index_select(3, torch.where(there, prefix.long() + path, slots))
+    slab.index_copy_(3, slots, moved)
 
 
 @op

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,86 +54,46 @@ def _drawn(scores: Tensor, seed: int, position: int) -> int:
 
 @op
 def choose_tokens(
-    logits: Tensor, positions: Sequence[int] = (), seed: int | None = None, temperature: float = 1.0
+    logits: Tensor, positions: Tensor | None = None, seed: Tensor | None = None, temperature: Tensor | None = None
 ) -> Tensor:
     """The choice in each row: its argmax, or with a seed `keyed_gumbel_argmax` of logits / temperature at its position.
 
-    logits: float32, bfloat16 or float16 [n, V]; positions: n of them, where there is a seed. The division is in
-    float32; what is not finite is never chosen, the lowest index wins a tie. Returns int64 [n], -1 for a row without a
-    finite logit.
+    logits: float32, bfloat16 or float16 [n, V]; with a seed, int64 [1], 64 bits: positions, int64 [n], and temperature,
+    float32 [1], above 0. The division is in float32; what is not finite is never chosen, the lowest index wins a tie.
+    Returns int64 [n], -1 for a row without a finite logit.
     """
     if logits.dtype not in FLOATS or logits.dim() != 2 or not logits.shape[1]:
         raise InputError(f"logits: float32, bfloat16 or float16 [n, V] is needed, got {describe(logits)}")
-    if seed is not None and (len(positions) != logits.shape[0] or not 0 < temperature < math.inf):
-        raise InputError(
-            f"positions, temperature: got {len(positions)} and {temperature}, accepted {logits.shape[0]}, above 0"
-        )
+    if seed is not None:
+        if positions is None or positions.dtype is not torch.int64 or positions.shape != logits.shape[:1]:
+            raise InputError(f"positions: int64 [{logits.shape[0]}] is needed where there is a seed")
+        if seed.dtype is not torch.int64 or seed.shape != (1,):
+            raise InputError(f"seed: int64 [1] is needed, got {describe(seed)}")
+        if temperature is None or temperature.dtype is not torch.float32 or temperature.shape != (1,):
+            raise InputError("temperature: float32 [1] is needed where there is a seed")
     if run := attached("choose_tokens", logits):
         return run(logits, positions, seed, temperature)
-    scores = logits.masked_fill(~torch.isfinite(logits), -math.inf)
-    if seed is None:
-        best, ids = scores.max(dim=-1)
-        return torch.where(best > -math.inf, ids, -1)
-    scores = scores.float() / temperature
-    rows = zip(scores, positions, strict=True)
-    chosen = [_drawn(row, seed & MASK64, position & MASK64) for row, position in rows]
-    return torch.tensor(chosen, dtype=torch.int64, device=logits.device)
-
-
-@op
-def walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
-    """Node ids from the root down while a child carries the token that the target chose at its parent.
-
-    tokens, parents, chosen: int64 [n], n >= 1; siblings carry distinct tokens. The path starts with node 0, and
-    chosen[path[-1]] is the bonus token.
-    """
-    if not tokens.shape == parents.shape == chosen.shape or tokens.dim() != 1 or not tokens.shape[0]:
-        raise InputError(f"tokens, parents, chosen: int64 [n] each is needed, got {describe(tokens, parents, chosen)}")
-    if not tokens.dtype is parents.dtype is chosen.dtype is torch.int64:
-        raise InputError(f"tokens, parents, chosen: int64 [n] each is needed, got {describe(tokens, parents, chosen)}")
-    if run := attached("walk", tokens):
-        return run(tokens, parents, chosen)
-    # One pass is enough, as children come after their parents.
-    choice = chosen.tolist()
-    path, wanted, last = [0], choice[0], 0
-    for node, (parent, token) in enumerate(zip(parents.tolist(), tokens.tolist(), strict=True)):
-        if parent == last and token == wanted:
-            path.append(node)
-            last, wanted = node, choice[node]
-    return path
-
-
-@op
-def choose_rows(logits: Tensor, positions: Tensor, seed: Tensor | None, temperature: Tensor) -> Tensor:
-    """As `choose_tokens`, with what it draws by on the device.
-
-    logits: floating [n, V]; positions: int64 [n]; seed: int64 [1], 64 bits, or None for the argmax; temperature:
-    float32 [1].
-    """
-    if logits.dtype not in FLOATS or logits.dim() != 2 or positions.shape != logits.shape[:1]:
-        raise InputError(f"logits, positions: floating [n, V], int64 [n] are needed, got {describe(logits, positions)}")
-    if temperature.dtype is not torch.float32 or (seed is not None and seed.dtype is not torch.int64):
-        raise InputError(f"seed, temperature: int64 [1], float32 [1] are needed, got {describe(temperature)}")
-    if run := attached("choose_rows", logits):
-        return run(logits, positions, seed, temperature)
-    if seed is None:
-        return choose_tokens(logits)
     finite = torch.isfinite(logits)
-    scores = defined(logits.masked_fill(~finite, -math.inf).float() / temperature).double()
-    best = (scores - torch.log(-torch.log(_uniform(seed, positions, logits.shape[1])))).argmax(1)
+    scores = logits.masked_fill(~finite, -math.inf)
+    if seed is None or positions is None or temperature is None or not logits.shape[0]:
+        best = scores.max(dim=-1).indices
+    else:
+        scores = defined(scores.float() / temperature).double()
+        best = (scores - torch.log(-torch.log(_uniform(seed, positions, logits.shape[1])))).argmax(1)
     return best.masked_fill(~finite.any(1), -1)
 
 
 @op
-def walk_down(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
-    """As `walk`, of the first `size` nodes, with the bonus token; a node without a choice (-1) is not entered.
+def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
+    """Nodes from the root down while a child carries the token that the target chose at its parent; the bonus token.
 
-    tokens, parents, chosen: int64 [n]; siblings carry distinct tokens.
+    tokens, parents, chosen: int64 [n], of which the first `size`, int32 [1], count; siblings carry distinct tokens. A
+    node without a choice (-1) is not entered.
     """
     if not tokens.shape == parents.shape == chosen.shape or tokens.dim() != 1 or not are_counts(size):
         given = describe(tokens, parents, chosen, size)
         raise InputError(f"tokens, parents, chosen, size: int64 [n] x 3, int32 [1] are needed, got {given}")
-    if run := attached("walk_down", tokens):
+    if run := attached("walk", tokens):
         return run(tokens, parents, chosen, size)
     # A node is on the path if it and all above it were chosen: by pointer doubling. Siblings carry distinct tokens,
     # so there is one path, and its nodes ascend.
@@ -149,21 +108,6 @@ def walk_down(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> 
     last = path[(count - 1).clamp(min=0)].clamp(max=n - 1)
     bonus = chosen[last].masked_fill(count == 0, -1)
     return Walked(path.masked_fill(node >= count, 0), count.int(), bonus)
-
-
-@op
-def move_rows(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
-    """As `compact_kv`, of the first `count` entries of `path`, int64 [n]; `n` slots behind the prefix must exist."""
-    if slab.dim() != 5 or path.dtype is not torch.int64 or path.dim() != 1 or not are_counts(count, prefix):
-        given = describe(slab, path, count, prefix)
-        raise InputError(f"slab, path, count, prefix: a cache, int64 [n], int32 [1] x 2 are needed, got {given}")
-    if run := attached("move_rows", slab):
-        run(slab, path, count, prefix)
-        return
-    place = torch.arange(path.shape[0], device=slab.device)
-    slots = prefix.long() + place
-    moved = slab.index_select(3, torch.where(place < count, prefix.long() + path, slots))
-    slab.index_copy_(3, slots, moved)
 
 
 @op

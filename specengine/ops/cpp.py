@@ -17,13 +17,14 @@ from specengine.errors import InputError
 from specengine.ops import attention
 from specengine.ops._registry import by_meaning
 from specengine.ops.attention import Paths
+from specengine.ops.choose import Walked
 from specengine.ops.networks import LOWEST, Window
 from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import HAS_NAN, Candidates
 from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Arrays, Nodes
 
 _expander: Any = importlib.import_module("specengine._expander")
-INTERFACE = 2  # as in csrc/expander.cpp
+INTERFACE = 3  # as in csrc/expander.cpp
 
 if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")
@@ -284,15 +285,20 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     return _expander.keyed_gumbel_argmax(scores.data_ptr(), scores.shape[0], seed, position)
 
 
-def walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
+def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
     tokens, parents, chosen = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
-    return _expander.walk(tokens.data_ptr(), parents.data_ptr(), chosen.data_ptr(), tokens.shape[0])
+    found = Walked(torch.empty_like(tokens), torch.empty_like(size), torch.empty(1, dtype=_WHOLE))
+    given = tokens.data_ptr(), parents.data_ptr(), chosen.data_ptr(), size.data_ptr(), tokens.shape[0]
+    _expander.walk(*given, *(part.data_ptr() for part in found))
+    return found
 
 
-def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
+def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
     if not slab.is_contiguous():
-        return by_meaning(attention.compact_kv, slab, prefix, path)
+        by_meaning(attention.compact_kv, slab, path, count, prefix)
+        return
     layers, two, heads, capacity, size = slab.shape
-    row_bytes = size * slab.element_size()
-    _expander.compact_rows(slab.data_ptr(), layers * two * heads, capacity * row_bytes, row_bytes, prefix, path)
-    return None
+    path, row_bytes = path.contiguous(), size * slab.element_size()
+    planes = slab.data_ptr(), layers * two * heads, capacity, row_bytes
+    if not _expander.compact_rows(*planes, path.data_ptr(), path.shape[0], count.data_ptr(), prefix.data_ptr()):
+        raise InputError(attention.WRONG_PATH)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -92,18 +92,20 @@ def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
     return entropy.top_entropy(logits if logits.stride(1) == 1 else logits.contiguous(), top, normalized)
 
 
-def choose_tokens(logits: Tensor, positions: Sequence[int], seed: int | None, temperature: float) -> Tensor:
+def choose_tokens(logits: Tensor, positions: Tensor | None, seed: Tensor | None, temperature: Tensor | None) -> Tensor:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    if not len(logits) or seed is None:
-        return verification.choose_tokens(logits) if len(logits) else by_meaning(choose.choose_tokens, logits)
-    sent = torch.tensor([_signed(seed), *(_signed(position) for position in positions)], device=logits.device)
-    divisor = torch.tensor([temperature], dtype=torch.float32, device=logits.device)
-    return verification.choose_tokens(logits, sent[1:], sent[:1], divisor)
+    if not len(logits):
+        return by_meaning(choose.choose_tokens, logits)
+    if seed is None:
+        return verification.choose_tokens(logits)
+    return verification.choose_tokens(logits, positions, seed, temperature)
 
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
+    sent = torch.tensor([_signed(seed), _signed(position)], device=scores.device)
+    one = torch.ones(1, device=scores.device)
     # +inf counts as 3e38 here, and is not finite for the kernel
-    return int(choose_tokens(scores.clamp(max=LARGEST)[None], [position], seed, 1.0))
+    return int(choose_tokens(scores.clamp(max=LARGEST)[None], sent[1:], sent[:1], one))
 
 
 def _signed(value: int) -> int:
@@ -111,25 +113,20 @@ def _signed(value: int) -> int:
     return ((value + 2**63) & MASK64) - 2**63
 
 
-def walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> list[int]:
-    n = tokens.shape[0]
-    if n > verification.MOST_NODES:
-        return by_meaning(choose.walk, tokens, parents, chosen)
-    out = torch.zeros(n + 2, dtype=torch.int64, device=tokens.device)  # path, bonus, count: one read
-    size = torch.full((1,), n, dtype=torch.int32, device=tokens.device)
+def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
+    if tokens.shape[0] > verification.MOST_NODES:
+        return by_meaning(choose.walk, tokens, parents, chosen, size)
+    path, count, bonus = torch.zeros_like(tokens), torch.empty_like(size), torch.empty_like(tokens[:1])
     given = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
-    verification.walk(*given, size, out[:n], out[n + 1 :].view(torch.int32)[:1], out[n : n + 1])
-    values = out.tolist()
-    return values[: values[n + 1]]
+    verification.walk(*given, size, path, count, bonus)
+    return Walked(path, count, bonus)
 
 
-def compact_kv(slab: Tensor, prefix: int, path: Sequence[int]) -> None:
-    if path[-1] == len(path) - 1:  # all of them stand right
-        return None
+def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
     if slab.stride(4) != 1:
-        return by_meaning(attention.compact_kv, slab, prefix, path)
-    sent = torch.tensor([len(path), prefix, *path], dtype=torch.int32, device=slab.device)
-    return kv_compaction.compact_kv(slab, sent[2:], sent[:1], sent[1:2])
+        by_meaning(attention.compact_kv, slab, path, count, prefix)
+    else:
+        kv_compaction.compact_kv(slab, path, count, prefix)
 
 
 def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Words:
@@ -196,29 +193,6 @@ def rope_store(
     return rope_kernel.rope_store(*rows, positions, *tables, slab[0], slab[1], slot, live).transpose(0, 1)
 
 
-def choose_rows(logits: Tensor, positions: Tensor, seed: Tensor | None, temperature: Tensor) -> Tensor:
-    if logits.stride(1) != 1:
-        return by_meaning(choose.choose_rows, logits, positions, seed, temperature)
-    if seed is None:
-        return verification.choose_tokens(logits)
-    return verification.choose_tokens(logits, positions, seed, temperature)
-
-
-def walk_down(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
-    if tokens.shape[0] > verification.MOST_NODES:
-        return by_meaning(choose.walk_down, tokens, parents, chosen, size)
-    path, count, bonus = torch.zeros_like(tokens), torch.empty_like(size), torch.empty_like(tokens[:1])
-    given = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
-    verification.walk(*given, size, path, count, bonus)
-    return Walked(path, count, bonus)
-
-
-def move_rows(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
-    if slab.stride(4) != 1:
-        return by_meaning(choose.move_rows, slab, path, count, prefix)
-    return kv_compaction.compact_kv(slab, path, count, prefix)
-
-
 def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     dense = states.stride(1) == table.stride(1) == sources.stride(0) == tokens.stride(0) == 1
     if not dense or states.shape[1] != table.shape[1] or not len(sources):
@@ -247,16 +221,13 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "best_candidates": best_candidates,
         "cached_attention": cached_attention,
         "choose_tokens": choose_tokens,
-        "choose_rows": choose_rows,
         "gather_rows": gather_rows,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
-        "move_rows": move_rows,
         "rope_store": rope_store,
         "strict_cached_attention": strict_cached_attention,
         "top_children": top_children,
         "top_entropy": top_entropy,
         "walk": walk,
-        "walk_down": walk_down,
         "compact_kv": compact_kv,
         "pack_mask": pack_mask,
         "tree_attention": tree_attention,

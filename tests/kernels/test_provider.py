@@ -28,12 +28,10 @@ SERVED = {
     "append_nodes",
     "best_candidates",
     "cached_attention",
-    "choose_rows",
     "choose_tokens",
     "compact_kv",
     "gather_rows",
     "keyed_gumbel_argmax",
-    "move_rows",
     "pack_mask",
     "rope_store",
     "strict_cached_attention",
@@ -41,7 +39,6 @@ SERVED = {
     "top_entropy",
     "tree_attention",
     "walk",
-    "walk_down",
 }
 
 
@@ -92,7 +89,7 @@ def test_missing_triton_raises_and_names_the_remedy() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch; from specengine import ops\n"
-        "ops.compact_kv(torch.zeros(1, 2, 1, 4, 8), 0, [0, 2])\n"
+        "ops.top_entropy(torch.zeros(1, 2), 1)\n"
     )
     environment = {**os.environ, ops.VARIABLE: "triton", "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
@@ -200,17 +197,6 @@ def test_top_entropy(rows: int, columns: int, top: int, dtype: torch.dtype, norm
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=2e-6)
 
 
-@settings(max_examples=12, deadline=None)
-@given(prefix=st.integers(0, 9), later=st.sets(st.integers(1, 30), max_size=12), dense=st.booleans())
-def test_compact_kv(prefix: int, later: set[int], dense: bool) -> None:
-    slab = normal(2, 2, 2, 40, 8)
-    slab = slab if dense else slab.transpose(3, 4).contiguous().transpose(3, 4)
-    path, wanted = [0, *sorted(later)], slab.clone()
-    ops.by_meaning(ops.compact_kv, wanted, prefix, path)
-    ops.compact_kv(slab, prefix, path)
-    assert torch.equal(slab, wanted)
-
-
 @settings(max_examples=10, deadline=None)
 @given(
     rows=st.integers(1, 70),
@@ -236,24 +222,6 @@ def test_tree_attention(rows: int, prefix: int, known: bool, groups: int, kind: 
     )
     assert found.dtype is kind
     assert (found.double() - wanted).norm() <= (2e-6 if kind is torch.float32 else 1e-3) * wanted.norm()
-
-
-@settings(max_examples=8, deadline=None)
-@given(
-    rows=st.integers(0, 4),
-    columns=st.integers(1, 2500),
-    seed=st.one_of(st.none(), st.integers(0, 2**64 - 1)),
-    temperature=st.floats(0.1, 2.0),
-    strided=st.booleans(),
-)
-def test_choose_tokens(rows: int, columns: int, seed: int | None, temperature: float, strided: bool) -> None:
-    logits = normal(rows, columns, seed=columns)
-    if rows:
-        logits[0, columns // 2 :] = math.nan
-    logits = logits.t().contiguous().t() if strided else logits
-    positions = [] if seed is None else [5 * row for row in range(rows)]
-    found = ops.choose_tokens(logits, positions, seed, temperature)
-    assert found.tolist() == ops.by_meaning(ops.choose_tokens, logits, positions, seed, temperature).tolist()
 
 
 def test_keyed_gumbel_argmax() -> None:
@@ -289,14 +257,6 @@ def test_append_nodes(seed: int, capacity: int, asked: int) -> None:
     edges = torch.zeros(len(parents) + 1, device=DEVICE)
     with pytest.raises(InputError, match="parents, tokens, log_probs"):
         ops.append_nodes(tuple(arrays[0][:6]), arrays[0][6], given[0], given[0], edges, count, arrays[0][7])
-
-
-def test_walk() -> None:
-    for seed in range(4):
-        tree = toy.random_tree(seed, 30, 5)
-        chosen = torch.randint(0, 5, (30,), generator=torch.Generator().manual_seed(seed))
-        given = [tensor.to(DEVICE) for tensor in (tree.tokens, tree.parents, chosen)]
-        assert ops.walk(*given) == ops.by_meaning(ops.walk, tree.tokens, tree.parents, chosen)
 
 
 def test_attention_of_rows_that_see_everything() -> None:
@@ -388,18 +348,18 @@ def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(monkeyp
     odd=st.booleans(),
     dense=st.booleans(),
 )
-def test_choose_rows(rows: int, columns: int, seed: int | None, temperature: float, odd: bool, dense: bool) -> None:
+def test_choose_tokens(rows: int, columns: int, seed: int | None, temperature: float, odd: bool, dense: bool) -> None:
     logits, positions = normal(rows, columns, seed=columns), torch.arange(rows, device=DEVICE) * 2**33 + 5
     if odd:
         logits[0], logits[-1, columns // 2 :] = -math.inf, math.nan
     logits = logits if dense else logits.t().contiguous().t()
     given = logits, positions, None if seed is None else number(seed, torch.int64), number(temperature, torch.float32)
-    assert ops.choose_rows(*given).tolist() == ops.by_meaning(ops.choose_rows, *given).tolist()
+    assert ops.choose_tokens(*given).tolist() == ops.by_meaning(ops.choose_tokens, *given).tolist()
 
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 999), size=st.integers(1, 30), padding=st.integers(0, 5), choiceless=st.booleans())
-def test_walk_down(seed: int, size: int, padding: int, choiceless: bool) -> None:
+def test_walk(seed: int, size: int, padding: int, choiceless: bool) -> None:
     """Siblings carry distinct tokens; behind the size stands what would be walked."""
     tree, random = toy.random_tree(seed, size + padding, size + padding + 2), torch.Generator().manual_seed(seed)
     chosen = torch.randint(-1, size + padding + 2, (size + padding,), generator=random)
@@ -410,7 +370,7 @@ def test_walk_down(seed: int, size: int, padding: int, choiceless: bool) -> None
     if choiceless:
         chosen[0] = -1
     given = (*(part.to(DEVICE) for part in (tree.tokens, tree.parents, chosen)), number(size))
-    found, wanted = ops.walk_down(*given), ops.by_meaning(ops.walk_down, *given)
+    found, wanted = ops.walk(*given), ops.by_meaning(ops.walk, *given)
     assert [part.tolist() for part in found] == [part.tolist() for part in wanted]
 
 
@@ -421,13 +381,13 @@ def test_walk_down(seed: int, size: int, padding: int, choiceless: bool) -> None
     live=st.integers(0, 13),
     dense=st.booleans(),
 )
-def test_move_rows(prefix: int, later: set[int], live: int, dense: bool) -> None:
+def test_compact_kv(prefix: int, later: set[int], live: int, dense: bool) -> None:
     slab = normal(2, 2, 2, 40, 8)
     slab = slab if dense else slab.transpose(3, 4).contiguous().transpose(3, 4)
     path = torch.tensor([0, *sorted(later), 0, 0], device=DEVICE)
     wanted, given = slab.clone(), (path, number(min(live, len(later) + 1)), number(prefix))
-    ops.by_meaning(ops.move_rows, wanted, *given)
-    ops.move_rows(slab, *given)
+    ops.by_meaning(ops.compact_kv, wanted, *given)
+    ops.compact_kv(slab, *given)
     assert torch.equal(slab, wanted)
 
 

@@ -189,7 +189,7 @@ def test_the_walk_is_the_engines(seed: int, size: int, undefined: float) -> None
     assert found == path
     assert [*tree.tokens[found[1:]].tolist(), bonus] == committed
     if undefined == 0.0:
-        assert found == ops.walk(tree.tokens, tree.parents, chosen)
+        assert found == ops.walk(tree.tokens, tree.parents, chosen, tree.size).nodes[: len(found)].tolist()
 
 
 def test_padding_behind_the_tree_is_not_entered() -> None:

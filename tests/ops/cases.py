@@ -154,7 +154,7 @@ def best_action(draw: Draw) -> tuple:
     return (draw.strided(draw.normal(inputs)), layers, draw.one_of(["relu", "tanh"])), {}
 
 
-def choose_rows(draw: Draw) -> tuple:
+def choose_tokens(draw: Draw) -> tuple:
     rows, kind = draw.between(2, 5), draw.one_of(FLOATS)
     logits = (draw.normal(rows, draw.between(3, 70)) * 3).round(decimals=1).to(kind)
     logits[0] = NAN
@@ -163,7 +163,7 @@ def choose_rows(draw: Draw) -> tuple:
     return (logits, torch.arange(rows) * 2**20 + draw.between(0, 2**40), seed, torch.tensor([0.7])), {}
 
 
-def walk_down(draw: Draw) -> tuple:
+def walk(draw: Draw) -> tuple:
     size, padding = draw.between(1, 70), draw.between(0, 5)
     tree, chosen = toy.random_tree(draw.between(0, 10**6), size, 60), draw.whole(3, size)
     for node in range(1, size):
@@ -175,7 +175,7 @@ def walk_down(draw: Draw) -> tuple:
     return (poisoned(tree.tokens, padding), parents, poisoned(chosen, padding), count(size)), {}
 
 
-def move_rows(draw: Draw) -> tuple:
+def compact_kv(draw: Draw) -> tuple:
     """What stands behind the path is scratch, so there is no padding here."""
     prefix, places = draw.between(0, 9), draw.between(0, 8)
     path = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(8, generator=draw.random) + 1])[:places]
@@ -196,15 +196,15 @@ CASES: dict[str, Callable[[Draw], tuple]] = {
         beam_observation,
         best_action,
         best_candidates,
-        choose_rows,
+        choose_tokens,
         classify_paths,
         classify_row,
         gather_rows,
-        move_rows,
+        compact_kv,
         select_best,
         step_queues,
         subtree,
-        walk_down,
+        walk,
     )
 }
 

@@ -39,19 +39,19 @@ class TestBackends:
         monkeypatch.setattr(
             "specengine.ops._registry._resolve", lambda *given: lambda *inputs: ran.append(given) or [7]
         )
-        nodes = torch.tensor([4]), torch.tensor([-1]), torch.tensor([4])
-        assert ops.by_meaning(ops.walk, *nodes) == [0]
+        words = torch.tensor([[1]])
+        assert ops.by_meaning(ops.tree_mask, words, 1).tolist() == [[True]]
         with ops.meaning():
             with ops.meaning():
-                assert ops.walk(*nodes) == [0]
-            assert ops.walk(*nodes) == [0]
+                assert ops.tree_mask(words, 1).tolist() == [[True]]
+            assert ops.tree_mask(words, 1).tolist() == [[True]]
             with ThreadPoolExecutor() as other:
-                assert other.submit(ops.walk, *nodes).result() == [7]
-        assert ops.walk(*nodes) == [7]
+                assert other.submit(ops.tree_mask, words, 1).result() == [7]
+        assert ops.tree_mask(words, 1) == [7]
         with pytest.raises(InputError), ops.meaning():
-            ops.walk(*nodes[:2], nodes[2].int())
-        assert ops.walk(*nodes) == [7]
-        assert ran == [("walk", "cpu", backend)] * 3
+            ops.tree_mask(words.int(), 1)
+        assert ops.tree_mask(words, 1) == [7]
+        assert ran == [("tree_mask", "cpu", backend)] * 3
 
     def test_devices_that_the_backend_does_not_serve(self, monkeypatch):
         monkeypatch.setenv(ops.VARIABLE, "auto")
@@ -67,7 +67,7 @@ class TestBackends:
     def test_unknown_name(self, monkeypatch):
         monkeypatch.setenv(ops.VARIABLE, "fast")
         with pytest.raises(BackendError, match="SPECENGINE_BACKEND=fast: unknown, accepted are auto, cpp, reference"):
-            ops.walk(torch.tensor([4]), torch.tensor([-1]), torch.tensor([4]))
+            ops.tree_mask(torch.tensor([[1]]), 1)
 
     @pytest.mark.parametrize("backend", ["reference"], indirect=True)
     def test_a_backend_that_is_not_built(self):
@@ -76,13 +76,13 @@ class TestBackends:
             "import sys; sys.modules['specengine._expander'] = None\n"
             "import torch\n"
             "from specengine import ops\n"
-            "print(ops.walk(torch.tensor([4]), torch.tensor([-1]), torch.tensor([4])), ops.backends('cpu')['walk'])\n"
+            "print(ops.tree_mask(torch.tensor([[1]]), 1), ops.backends('cpu')['walk'])\n"
             "import os; os.environ[ops.VARIABLE] = 'cpp'\n"
-            "ops.walk(torch.tensor([4]), torch.tensor([-1]), torch.tensor([4]))\n"
+            "ops.tree_mask(torch.tensor([[1]]), 1)\n"
         )
         environment = {name: value for name, value in os.environ.items() if name != ops.VARIABLE}
         run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-        assert "[0] Backend(name='reference', reason='cpp is not built" in run.stdout
+        assert "tensor([[True]]) Backend(name='reference', reason='cpp is not built" in run.stdout
         assert run.returncode == 1
         assert "BackendError: SPECENGINE_BACKEND=cpp: cpp is not built" in run.stderr
         assert "pip install -e ." in run.stderr

@@ -162,14 +162,11 @@ def first_best(values):
 @given(**ROWS, strided=st.booleans())
 @thorough
 def test_the_argmax_of_each_row(strided, **shape):
-    """choose_tokens and choose_rows: what is not finite is never chosen, of ties the first, -1 where there is none."""
+    """What is not finite is never chosen, of ties the first, -1 where there is none."""
     logits = rows_of(**shape)
     given = torch.stack([logits, logits], 2)[..., 0] if strided else logits
     expected = [first_best(finite(row)) for row in logits]
-    for chosen in (
-        ops.choose_tokens(given),
-        ops.choose_rows(given, torch.arange(len(logits)), None, torch.tensor([0.7])),
-    ):
+    for chosen in (ops.choose_tokens(given), ops.choose_tokens(given, torch.arange(len(logits)), None, torch.ones(1))):
         assert chosen.dtype is torch.int64
         assert chosen.tolist() == expected
 
@@ -177,7 +174,7 @@ def test_the_argmax_of_each_row(strided, **shape):
 @given(**ROWS, seed=words64, positions=st.lists(st.integers(0, 2**63 - 1), min_size=5, max_size=5))
 @quick
 def test_the_draw_of_each_row(seed, positions, **shape):
-    """choose_tokens and choose_rows: by its own position, and by all 64 bits of the seed and of the position."""
+    """By its own position, and by all 64 bits of the seed and of the position."""
     logits, temperature = rows_of(**shape), torch.tensor([0.7])
     positions = positions[: len(logits)]
     expected = []
@@ -185,12 +182,9 @@ def test_the_draw_of_each_row(seed, positions, **shape):
         scores = (torch.tensor(finite(row), dtype=torch.float32) / temperature).tolist()
         expected.append(first_best(plain_gumbel_sums(scores, seed, position)))
     signed = torch.tensor([(seed + 2**63) % 2**64 - 2**63])
-    drawn = ops.choose_rows(logits, torch.tensor(positions, dtype=torch.int64), signed, temperature)
+    drawn = ops.choose_tokens(logits, torch.tensor(positions, dtype=torch.int64), signed, temperature)
     assert drawn.dtype is torch.int64
     assert drawn.tolist() == expected
-    chosen = ops.choose_tokens(logits, positions, seed, float(temperature))
-    assert chosen.dtype is torch.int64
-    assert chosen.tolist() == expected
 
 
 def test_rows_that_are_refused():
@@ -198,15 +192,15 @@ def test_rows_that_are_refused():
     for wrong in (torch.zeros(3), logits.double(), logits[:, :0]):
         with pytest.raises(InputError, match="logits"):
             ops.choose_tokens(wrong)
-    for places, temperature in (((1,), 1.0), ((1, 2), 0.0), ((1, 2), INF)):
-        with pytest.raises(InputError, match="positions, temperature"):
-            ops.choose_tokens(logits, places, 1, temperature)
-    for wrong, places in ((logits[0], positions), (logits.double(), positions), (logits, positions[:1])):
-        with pytest.raises(InputError, match="logits, positions"):
-            ops.choose_rows(wrong, places, seed, one)
-    for key, temperature in ((one, one), (seed.int(), one), (seed, one.double())):
-        with pytest.raises(InputError, match="seed, temperature"):
-            ops.choose_rows(logits, positions, key, temperature)
+    for places in (None, positions[:1], positions.int()):
+        with pytest.raises(InputError, match="positions"):
+            ops.choose_tokens(logits, places, seed, one)
+    for key in (one, seed.int(), positions):
+        with pytest.raises(InputError, match="seed"):
+            ops.choose_tokens(logits, positions, key, one)
+    for temperature in (None, one.double(), torch.ones(2)):
+        with pytest.raises(InputError, match="temperature"):
+            ops.choose_tokens(logits, positions, seed, temperature)
 
 
 def chi_square_p_value(values, expected_values, draws=4000):

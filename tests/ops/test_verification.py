@@ -48,110 +48,46 @@ def way_down(tokens, parents, chosen):
         path += following
 
 
-class TestWalkDown:
+class TestWalk:
     @given(choices(), st.integers(0, 70))
     @thorough
     def test_against_children_of_each_node(self, given, padding):
         path, bonus = way_down(*given)
         tokens, parents, chosen = given
         padded = poisoned(tokens, padding), torch.cat([parents, torch.full((padding,), -1)]), poisoned(chosen, padding)
-        found = ops.walk_down(*padded, count(len(tokens)))
+        found = ops.walk(*padded, count(len(tokens)))
         assert [part.dtype for part in found] == [torch.int64, torch.int32, torch.int64]
         assert found.nodes.tolist() == path + [0] * (len(tokens) + padding - len(path))
         assert (found.live.tolist(), found.bonus.tolist()) == ([len(path)], [bonus])
-        if bool((chosen >= 0).all()):
-            assert ops.walk(*given) == path
 
     def test_children_in_padding_are_not_entered(self):
         tokens, parents, chosen = torch.tensor([9, 5, 6]), torch.tensor([-1, 0, 1]), torch.tensor([5, 6, 7])
         for size, path, bonus in ((1, [0], 5), (2, [0, 1], 6), (3, [0, 1, 2], 7)):
-            found = ops.walk_down(tokens, parents, chosen, count(size))
+            found = ops.walk(tokens, parents, chosen, count(size))
             assert found.nodes[:size].tolist() == path
             assert (int(found.live), int(found.bonus)) == (size, bonus)
 
+    def test_same_token_in_other_branches(self):
+        tokens, parents = torch.tensor([9, 5, 6, 6, 5, 6]), torch.tensor([-1, 0, 0, 1, 2, 4])
+        for chosen, path in (([6, 6, 5, 1, 6, 7], [0, 2, 4, 5]), ([5, 6, 5, 1, 6, 7], [0, 1, 3]), ([9] * 6, [0])):
+            assert ops.walk(tokens, parents, torch.tensor(chosen), count(6)).nodes.tolist()[: len(path) + 1] == [
+                *path,
+                *[0] * (len(path) < 6),
+            ]
+
     def test_strided_inputs(self):
         wide = torch.tensor([[9, -1, 5], [5, 0, 6], [6, 1, 7]])
-        found = ops.walk_down(*wide.unbind(1), count(3))
+        found = ops.walk(*wide.unbind(1), count(3))
         assert (found.nodes.tolist(), int(found.bonus)) == ([0, 1, 2], 7)
 
     def test_refuses(self):
         one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
         for inputs in ((one, one, two, count(1)), (one, one, one, one), (one[None], one[None], one[None], count(1))):
             with pytest.raises(InputError, match="tokens, parents, chosen, size"):
-                ops.walk_down(*inputs)
-
-
-class TestWalk:
-    @given(trees(), st.data())
-    @quick
-    def test_against_children_of_each_node(self, parents, data):
-        size = len(parents)
-        tokens = torch.arange(size) * 3 % 101 + 101 * torch.arange(size)  # distinct
-        children = [[node for node in range(size) if parents[node] == parent] for parent in range(size)]
-        chosen = torch.full((size,), -1)
-        for node in range(size):  # most nodes choose one of their children
-            if children[node] and data.draw(st.integers(0, 5)):
-                chosen[node] = tokens[data.draw(st.sampled_from(children[node]))]
-        path = [0]
-        while True:
-            following = [node for node in children[path[-1]] if tokens[node] == chosen[path[-1]]]
-            if not following:
-                break
-            path.append(following[0])
-        assert ops.walk(tokens, torch.tensor(parents), chosen) == path
-
-    def test_same_token_in_other_branches(self):
-        tokens, parents = torch.tensor([9, 5, 6, 6, 5, 6]), torch.tensor([-1, 0, 0, 1, 2, 4])
-        assert ops.walk(tokens, parents, torch.tensor([6, 6, 5, 1, 6, 7])) == [0, 2, 4, 5]
-        assert ops.walk(tokens, parents, torch.tensor([5, 6, 5, 1, 6, 7])) == [0, 1, 3]
-        assert ops.walk(tokens, parents, torch.tensor([9, 6, 5, 1, 6, 7])) == [0]
-
-    def test_root_alone(self):
-        assert ops.walk(torch.tensor([4]), torch.tensor([-1]), torch.tensor([4])) == [0]
-
-    def test_refuses(self):
-        one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-        for inputs in ((one, one, two), (one.int(), one, one), (one[:0], one[:0], one[:0])):
-            with pytest.raises(InputError, match="tokens, parents, chosen"):
                 ops.walk(*inputs)
 
 
 class TestCompactKV:
-    @quick
-    @given(
-        st.lists(st.integers(1, 30), max_size=8, unique=True),
-        st.integers(0, 9),
-        st.sampled_from([torch.float32, torch.bfloat16]),
-        st.booleans(),
-    )
-    def test_against_a_copy(self, rest, prefix, dtype, contiguous):
-        path = [0, *sorted(rest)]
-        slab = torch.randn(2, 2, 3, 40, 5).to(dtype)
-        if not contiguous:
-            slab = slab.transpose(0, 2)
-        before = slab.clone()
-        ops.compact_kv(slab, prefix, path)
-        for slot in range(40):
-            inside = 0 <= slot - prefix < len(path)
-            source = prefix + path[slot - prefix] if inside else slot
-            assert torch.equal(slab[:, :, :, slot], before[:, :, :, source])
-
-    def test_last_slot_of_the_slab(self):
-        slab = torch.randn(1, 2, 1, 8, 2)
-        expected = slab[:, :, :, 7].clone()
-        ops.compact_kv(slab, 4, [0, 3])
-        assert torch.equal(slab[:, :, :, 5], expected)
-
-    @pytest.mark.parametrize("path", [[], [1], [0, 2, 2], [0, 3, 1], [0, 40], [0, 35]])
-    def test_refuses(self, path):
-        slab = torch.randn(1, 2, 1, 40, 2)
-        before = slab.clone()
-        with pytest.raises(InputError, match="path"):
-            ops.compact_kv(slab, 5, path)
-        assert torch.equal(slab, before)
-
-
-class TestMoveRows:
     @thorough
     @given(
         st.integers(0, 10),
@@ -168,11 +104,25 @@ class TestMoveRows:
         if not contiguous:
             slab = slab.transpose(0, 2)
         before = slab.clone()
-        ops.move_rows(slab, poisoned(torch.tensor(path, dtype=torch.int64), padding), count(len(path)), count(prefix))
+        ops.compact_kv(slab, poisoned(torch.tensor(path, dtype=torch.int64), padding), count(len(path)), count(prefix))
         for slot in {*range(50)} - {*range(prefix + len(path), prefix + len(path) + padding)}:
             inside = 0 <= slot - prefix < len(path)
             source = prefix + path[slot - prefix] if inside else slot
             assert torch.equal(slab[:, :, :, slot], before[:, :, :, source])
+
+    def test_last_slot_of_the_slab(self):
+        slab = torch.randn(1, 2, 1, 8, 2)
+        expected = slab[:, :, :, 7].clone()
+        ops.compact_kv(slab, torch.tensor([0, 3]), count(2), count(4))
+        assert torch.equal(slab[:, :, :, 5], expected)
+
+    @pytest.mark.parametrize("path", [[1], [0, 2, 2], [0, 3, 1], [0, 40], [0, 35]])
+    def test_refuses_other_paths(self, path):
+        slab = torch.randn(1, 2, 1, 40, 2)
+        before = slab.clone()
+        with pytest.raises(InputError, match="path"):
+            ops.compact_kv(slab, torch.tensor(path), count(len(path)), count(5))
+        assert torch.equal(slab, before)
 
     def test_refuses(self):
         slab, path = torch.zeros(1, 2, 1, 8, 2), torch.zeros(2, dtype=torch.int64)
@@ -184,7 +134,7 @@ class TestMoveRows:
             (slab, path, count(1), path[:1]),
         ):
             with pytest.raises(InputError, match="slab, path, count, prefix"):
-                ops.move_rows(*wrong)
+                ops.compact_kv(*wrong)
 
 
 class TestGatherRows:
