@@ -19,9 +19,9 @@ from specengine.drafters._passes import CapturedDraft
 from specengine.ops import Nodes, own_bits
 from specengine.policies import TreePolicy
 from specengine.targets.captured import CapturedTarget
-from specengine.tree import TokenTree
+from specengine.tree import TokenTree, overfull
 
-NUMBERS = 6  # of a record, before its lists
+NUMBERS = 7  # of a record, before its lists
 
 
 class Record(NamedTuple):
@@ -134,6 +134,7 @@ class CapturedCycle:
         state.used.zero_()
         self.tree.size.fill_(1)
         self.tree.passes.fill_(1)
+        self.tree.overflow.zero_()
         self._grow(self._root_alone, logits.index_select(0, (state.taken.long() - 1).clamp(min=0)))
 
     def level(self) -> None:
@@ -180,9 +181,9 @@ class CapturedCycle:
         inner = self._place(len(path)) < walked.live - 1
         root = walked.bonus.clamp(min=0)  # a cycle may be under way before the host sees that there is none
         state.committed.copy_(torch.where(inner, tokens.index_select(0, path.roll(-1)), root))
-        numbers = (walked.live.long(), walked.bonus, tree.size.long(), count.long(), tree.passes.long(), length.long())
+        counts = torch.cat([walked.live, tree.size, count, tree.passes, length, tree.overflow]).long()
         sums = (array.index_select(0, nodes).view(torch.int32) for array in (tree.log_probs, tree.path_log_probs))
-        self.record.copy_(torch.cat([*numbers, state.committed, path, tokens, parents, depths, *sums]))
+        self.record.copy_(torch.cat([counts, walked.bonus, state.committed, path, tokens, parents, depths, *sums]))
         length.add_(walked.live)
         state.taken.copy_(walked.live)
         self.start(root)
@@ -216,7 +217,9 @@ class CapturedCycle:
         """A record that has been copied to the host."""
         longest = len(self.state.committed)
         numbers, committed, path, *arrays = values.split([NUMBERS, longest, longest, *[self.budget] * 5])
-        count, _, grown, kept, passes, length = numbers.tolist()
+        count, grown, kept, passes, length, overflow, _ = numbers.tolist()
+        if overflow:
+            raise overfull(self.tree.capacity, grown)
         tokens, parents, depths, *sums = (array[:kept].clone() for array in arrays)
         edges, paths = (bits.int().view(torch.float32) for bits in sums)
         tree = TokenTree.of(tokens, parents, depths, edges, paths, passes)

@@ -91,7 +91,7 @@ class TokenTree:
             return Nodes(ids, count * (self.overflow == 0))
         if int(self.overflow):
             self.overflow.zero_()
-            raise ValueError(f"tree of capacity {self.capacity} cannot take {int(count)} nodes more than {len(self)}")
+            raise overfull(self.capacity, len(self), int(count))
         return Nodes(ids, count)
 
     def scores(self, nodes: Nodes) -> Tensor:
@@ -138,6 +138,12 @@ class TokenTree:
             tokens.append(int(self.tokens[node]))
             node = int(self.parents[node])
         return tokens[::-1]
+
+
+def overfull(capacity: int, size: int, more: int | None = None) -> ValueError:
+    """The error of a policy that grew a tree beyond the capacity that it states."""
+    nodes = "more nodes" if more is None else f"{more} nodes more"
+    return ValueError(f"tree of capacity {capacity} cannot take {nodes} than {size}")
 
 
 def is_down(flag: Tensor) -> bool:

@@ -15,7 +15,9 @@ from specengine.captured import LOOPS, CapturedDriver
 from specengine.captured_cycle import CapturedCycle
 from specengine.errors import InputError, NumericalError
 from specengine.modeling import kv_cache as cache
+from specengine.ops import _registry
 from specengine.policies import TreePolicy, _classifier
+from specengine.policies.eagle import Eagle
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT, Operations, engine_of, frozen
 
@@ -240,6 +242,36 @@ def test_a_target_without_a_finite_logit_is_an_error(monkeypatch: pytest.MonkeyP
             answer(engine, {})
     engine._captured.graphs._captured.clear()
     assert answer(engine, {})[0] == expected
+
+
+class Overgrown(Eagle):
+    """A policy that states less room than it takes."""
+
+    @property
+    def capacity(self) -> int:
+        return super().capacity - 1
+
+
+def test_a_tree_without_room_is_an_error() -> None:
+    engine = engine_of("small_model", Overgrown(width=3, expansions=2, budget=8), padded=False)
+    with pytest.raises(ValueError, match="tree of capacity 21 cannot take 9 nodes more than 13"):
+        engine.generate(PROMPT)
+    engine.policy = policies.make("eagle", width=3, expansions=2, budget=8)
+    assert answer(engine, {})[0] == answer(engine_of("none", "", padded=False), {})[0]
+
+
+def test_on_a_device_a_tree_without_room_is_seen_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = captured("small_model", Overgrown(width=3, expansions=2, budget=8))
+    cycle = engine._captured.cycle
+    monkeypatch.setattr(_registry, "FREE", "none")
+    with torch.inference_mode():
+        engine.target.reserve(64, 32)
+        engine.drafter.reserve(64, 32)
+        cycle.state.taken.fill_(1)
+        for part in (cycle.root, cycle.level, cycle.level, cycle.verify):
+            part()
+    with pytest.raises(ValueError, match="tree of capacity 21 cannot take more nodes than 13"):
+        cycle.read(cycle.record)
 
 
 def test_samplers_that_read_the_history_run_on_the_host() -> None:
