@@ -90,7 +90,9 @@ class Step:
         """Hang the `count` most likely children under each frontier node; the new nodes, in creation order."""
         log_probs, tokens = self.best_children(count)
         if self.normalized:  # only such rows are sparse: a full softmax gives every column some probability
-            return self.add_chosen(tree, frontier, log_probs, tokens, log_probs > -math.inf)
+            proposed = log_probs > -math.inf
+            if not ops.is_free(proposed) or not bool(proposed.all()):
+                return self.add_chosen(tree, frontier, log_probs, tokens, proposed)
         parents = frontier.ids[:, None].expand_as(tokens).reshape(-1)
         return tree.add(parents, tokens.reshape(-1), log_probs.reshape(-1), frontier.live * tokens.shape[1])
 
