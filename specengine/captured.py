@@ -16,8 +16,7 @@ from torch import Tensor
 from specengine import ops
 from specengine.captured_cycle import CapturedCycle
 from specengine.cuda_graphs import WARM_UPS, Graphs
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._captured_small_model import CapturedSmallModel
+from specengine.drafters import Drafter
 from specengine.drafters._passes import MOST_ROWS
 from specengine.errors import InputError
 from specengine.generation.sampling import Sampler, refuse_no_choice
@@ -35,7 +34,7 @@ def why_not(target: Any, drafter: Any, policy: TreePolicy | None) -> str:
         return "the target is not captured in graphs"
     if policy is None:
         return ""
-    if not isinstance(drafter, CapturedEagle | CapturedSmallModel):
+    if not drafter.drafts_captured():
         return f"{drafter.name} does not draft on the device"
     name = type(policy).__name__.lower()
     try:
@@ -76,7 +75,7 @@ class CapturedDriver:
     def __init__(
         self,
         target: CapturedTarget,
-        drafter: CapturedEagle | CapturedSmallModel | None,
+        drafter: Drafter | None,
         policy: TreePolicy | None,
         loop: str,
     ) -> None:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, smooth_l1_loss
 
-from specengine.drafters.eagle import embed
 from specengine.errors import InputError
-from specengine.modeling.eagle_head import EagleHead, causal
+from specengine.modeling.eagle_head import EagleHead, causal, embed
 from specengine.train.draft.teacher import Reading, Teacher
 
 LABEL_ROWS = 256  # rows that the target's head reads at a time

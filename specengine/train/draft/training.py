@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from specengine.checkpoints.eagle import save_head
 from specengine.checkpoints.files import atomic
-from specengine.drafters.eagle import require_fit
 from specengine.errors import InputError
+from specengine.modeling.eagle_head import require_fit
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.train.curve import plot
 from specengine.train.draft.epochs import Batch, Epochs
