@@ -1,6 +1,6 @@
 """Cycles that stay on the device: drafting, verification and commit as graphs, with one read by the host, a cycle late.
 
-The functions of device_cycle.py, each captured once, make a cycle. What the host wants to know is one record of a few
+The functions of captured_cycle.py, each captured once, make a cycle. What the host wants to know is one record of a few
 kilobytes, which it reads while the next cycle runs; a cycle begun behind the end of an answer is forgotten.
 """
 

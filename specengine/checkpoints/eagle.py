@@ -37,7 +37,7 @@ State = dict[str, Tensor]  # names as of EagleHead.state_dict()
 
 
 class Checkpoint(NamedTuple):
-    """A head as read: `models.eagle_head.head_from(config, state, ...)` makes it run."""
+    """A head as read: `modeling.eagle_head.head_from(config, state, ...)` makes it run."""
 
     config: EagleConfig
     state: State

@@ -34,7 +34,7 @@ class HeadDraft(Drafter):
     root's children. A tree node at depth d is run from its parent's output and its own token at position t + d; its
     keys and values stand in a scratch slot behind the stable rows and are forgotten after drafting.
 
-    head: as `models.eagle_head.head_from` makes it; target: the model that the hidden states come from.
+    head: as `modeling.eagle_head.head_from` makes it; target: the model that the hidden states come from.
     InputError where head and target do not fit.
     """
 

@@ -110,7 +110,7 @@ def make_head(config: EagleConfig) -> EagleHead:
 
 
 def head_from(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> EagleHead:
-    """The network with these weights (see models.checkpoints), ready to serve."""
+    """The network with these weights (see checkpoints.eagle), ready to serve."""
     with torch.device("meta"):
         head = make_head(config)
     head.load_state_dict(dict(state), assign=True)
