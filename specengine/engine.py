@@ -175,6 +175,16 @@ class Engine:
         finally:
             self._busy.release()
 
+    def answer(self, prompt: list[int], sampler: Sampler | None = None, **options: Any) -> Generator[Cycle, None, None]:
+        """The cycles of an answer without its text, for training and measuring; stop strings are not looked for.
+
+        prompt: checked token ids; options: the fields of GenerationOptions; sampler: instead of the one that they make.
+        """
+        target = self.target
+        asked = GenerationOptions.of(options, target.generation_config, len(prompt), target.max_context)
+        sampler = sampler or asked.sampler(len(prompt), target.device)
+        return self.cycles(prompt, sampler, asked.stopper(lambda tokens: ""), Stats())
+
     @torch.inference_mode()
     def warmup(self, tokens: int | None = None) -> WarmUp:
         """Capture all graphs at once, for up to `tokens` tokens of prompt and answer, instead of on first use.
