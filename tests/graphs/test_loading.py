@@ -17,6 +17,7 @@ from specengine.cuda_graphs import Graphs
 from specengine.drafters._captured_eagle import CapturedEagle
 from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.drafters.eagle import Eagle
+from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, UnsupportedModelError
@@ -77,6 +78,9 @@ def test_strict_verification_under_graphs() -> None:
 def test_a_draft_whose_passes_would_not_be_captured_is_refused() -> None:
     with pytest.raises(InputError, match="graphs, draft: a SmallModel is taken as it is"):
         Engine.from_pretrained(model(), SmallModel(near_copy()), graphs=True)
+    with pytest.raises(InputError, match="graphs, draft: a Lookup is taken as it is"):
+        Engine.from_pretrained(model(), Lookup(SmallModel(near_copy())), graphs=True)
+    Engine.from_pretrained(model(), Lookup(CapturedSmallModel(near_copy())), graphs=True)
     Engine.from_pretrained(model(), CapturedSmallModel(near_copy()), graphs=True)
 
 
