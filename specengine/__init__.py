@@ -9,7 +9,7 @@ from specengine.engine import Engine, Session
 from specengine.errors import SpecEngineError
 from specengine.generation.outputs import GenerationResult, StreamPiece
 from specengine.generation.prompts import Prompt
-from specengine.loading import LoadOptions
+from specengine.modeling.load_options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Stats
 

@@ -1,6 +1,6 @@
 """Cycles that stay on the device: drafting, verification and commit as graphs, with one read by the host, a cycle late.
 
-The functions of device_cycle.py, each captured once, make a cycle. What the host wants to know is one record of a few
+The functions of captured_cycle.py, each captured once, make a cycle. What the host wants to know is one record of a few
 kilobytes, which it reads while the next cycle runs; a cycle begun behind the end of an answer is forgotten.
 """
 
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from specengine.captured_cycle import CapturedCycle
 from specengine.cuda_graphs import WARM_UPS, Graphs
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._captured_small_model import CapturedSmallModel
+from specengine.drafters import Drafter
 from specengine.drafters._passes import MOST_ROWS
 from specengine.errors import InputError
 from specengine.generation.sampling import Sampler, refuse_no_choice, signed
@@ -34,7 +33,7 @@ def why_not(target: Any, drafter: Any, policy: TreePolicy | None) -> str:
         return "the target is not captured in graphs"
     if policy is None:
         return ""
-    if not isinstance(drafter, CapturedEagle | CapturedSmallModel):
+    if not drafter.drafts_captured():
         return f"{drafter.name} does not draft on the device"
     name = type(policy).__name__.lower()
     try:
@@ -75,7 +74,7 @@ class CapturedDriver:
     def __init__(
         self,
         target: CapturedTarget,
-        drafter: CapturedEagle | CapturedSmallModel | None,
+        drafter: Drafter | None,
         policy: TreePolicy | None,
         loop: str,
     ) -> None:

@@ -25,6 +25,7 @@ from specengine.generation.prompts import Prompt, TextStream, token_ids
 from specengine.generation.sampling import History, Sampler
 from specengine.generation.stopping import Stopper, cut_after_stop
 from specengine.modeling.kv_cache import KVCache
+from specengine.modeling.load_options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds, Stats
 from specengine.targets import Target
@@ -86,7 +87,7 @@ class Engine:
         *,
         loop: str = "auto",
     ) -> None:
-        """loop: as in specengine.loading.LoadOptions; InputError where these parts cannot run that way."""
+        """loop: as in modeling.load_options.LoadOptions; InputError where these parts cannot run that way."""
         if (drafter is None) != (policy is None):
             raise InputError("policy, draft: give both, or neither for plain decoding")
         self.target = target
@@ -112,11 +113,11 @@ class Engine:
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
         options dtype, device, tokenizer, draft_options, policy_options, graphs, loop, compile_blocks, lookup, strict,
-                pack, offline, trust_remote_code, progress: see specengine.loading.LoadOptions
+                pack, offline, trust_remote_code, progress: see modeling.load_options.LoadOptions
 
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
         """
-        chosen = loading.LoadOptions.of(options)
+        chosen = LoadOptions.of(options)
         parts = loading.load(model, draft, policy, chosen)
         return cls(parts.target, parts.drafter, parts.policy, parts.tokenizer, loop=chosen.loop)
 
@@ -173,6 +174,16 @@ class Engine:
             raise
         finally:
             self._busy.release()
+
+    def answer(self, prompt: list[int], sampler: Sampler | None = None, **options: Any) -> Generator[Cycle, None, None]:
+        """The cycles of an answer without its text, for training and measuring; stop strings are not looked for.
+
+        prompt: checked token ids; options: the fields of GenerationOptions; sampler: instead of the one that they make.
+        """
+        target = self.target
+        asked = GenerationOptions.of(options, target.generation_config, len(prompt), target.max_context)
+        sampler = sampler or asked.sampler(len(prompt), target.device)
+        return self.cycles(prompt, sampler, asked.stopper(lambda tokens: ""), Stats())
 
     @torch.inference_mode()
     def warmup(self, tokens: int | None = None) -> WarmUp:

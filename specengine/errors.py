@@ -1,5 +1,12 @@
 """Everything specengine raises on purpose; each message says what to do next."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
 
 class SpecEngineError(Exception):
     """Base of all specengine errors."""
@@ -51,3 +58,25 @@ class BackendError(SpecEngineError, RuntimeError):
 
 class MissingExtraError(SpecEngineError, ImportError):
     """A package is missing that an extra of specengine brings; the message holds the command that installs it."""
+
+
+# ---- what a value must hold
+
+
+def require(field: str, value: Any, accepted: str, holds: bool) -> None:
+    """Raise InputError for a value outside its range."""
+    if not holds:
+        raise InputError(f"{field}: got {value}, accepted {accepted}")
+
+
+def require_least(options: Any, **least: float) -> None:
+    """Raise InputError where a field of `options` is below the number given for it."""
+    for field, low in least.items():
+        value = getattr(options, field)
+        require(field, value, f"{low} or more", value >= low)
+
+
+def require_known(field: str, name: str, known: Mapping[str, T]) -> T:
+    """The entry of this name; InputError listing the known ones where there is none."""
+    require(field, repr(name), ", ".join(known), name in known)
+    return known[name]

@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -145,18 +146,7 @@ def test_padded_rows_shape_the_same_tree(name: str, draft: dict[str, Any]) -> No
         assert torch.equal(getattr(ragged, array), getattr(same, array))
 
 
-NEW_POLICY = """
-from dataclasses import dataclass
-from specengine.policies import TreePolicy
-
-@dataclass
-class Pair(TreePolicy):
-    "Two children of the root."
-    capacity = 3
-
-    def grow(self, tree, frontier, step):
-        return step.add_best_children(tree, frontier, 2).where(False)
-"""
+SHOWN = re.compile(r'```python title="specengine/policies/comb.py"\n(.*?)```', re.DOTALL)
 FIND_IT = """
 import specengine.policies
 specengine.policies.__path__.append({folder!r})
@@ -165,7 +155,9 @@ specengine.policies.__path__.append({folder!r})
 
 def test_a_new_file_is_a_policy_of_the_command_line_and_of_the_contract(tmp_path: Path) -> None:
     (tmp_path / "policies").mkdir()
-    (tmp_path / "policies" / "pair.py").write_text(NEW_POLICY)
+    shown = SHOWN.search((ROOT / "docs" / "develop.md").read_text())
+    assert shown is not None
+    (tmp_path / "policies" / "comb.py").write_text(shown[1])
     (tmp_path / "finds_it.py").write_text(FIND_IT.format(folder=str(tmp_path / "policies")))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
 
@@ -177,8 +169,8 @@ def test_a_new_file_is_a_policy_of_the_command_line_and_of_the_contract(tmp_path
         return done.stdout
 
     listed = run("-c", "import finds_it; from specengine.cli import main; main(['inspect', '--json'])")
-    assert json.loads(listed)["policies"]["pair"]["about"] == "Two children of the root."
-    tests = ["tests/test_policies.py", "-k", "pair and (contract or same or nothing)", "-q", "-p", "no:cacheprovider"]
+    assert json.loads(listed)["policies"]["comb"]["about"].startswith("The draft's likeliest path")
+    tests = ["tests/test_policies.py", "-k", "comb and (contract or same or nothing)", "-q", "-p", "no:cacheprovider"]
     assert " passed" in run("-m", "pytest", "-p", "finds_it", *tests)
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specengine.drafters.eagle import embed_for
 from specengine.modeling.attention import causal_rows
 from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.eagle_head import EagleConfig, EagleHead, causal, default_layer_ids
+from specengine.modeling.eagle_head import EagleConfig, EagleHead, causal, default_layer_ids, embed_for
 from specengine.modeling.native import NativeLM
 
 CERTAIN = 2.0  # standard errors by which another convention must be better to be reported

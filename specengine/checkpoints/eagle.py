@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -15,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.utils import cached_file
 
 from specengine.checkpoints.dialects import (
     PREFIXES,
@@ -35,11 +37,19 @@ State = dict[str, Tensor]  # names as of EagleHead.state_dict()
 
 
 class Checkpoint(NamedTuple):
-    """A head as read: `models.eagle_head.head_from(config, state, ...)` makes it run."""
+    """A head as read: `modeling.eagle_head.head_from(config, state, ...)` makes it run."""
 
     config: EagleConfig
     state: State
     dialect: Dialect
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How an EAGLE head's config is read where it cannot be taken at its word (see load_head)."""
+
+    producer: str | None = None
+    layer_ids: tuple[int, ...] | None = None
 
 
 def is_head(path: str | os.PathLike[str]) -> bool:
@@ -53,6 +63,24 @@ def is_head(path: str | os.PathLike[str]) -> bool:
         names = _names(folder)
         return "fc.weight" in names and any(name.startswith(("midlayer.", "layers.0.")) for name in names)
     return False
+
+
+def head_folder(draft: str, *, offline: bool = False) -> Path | None:
+    """The folder of the EAGLE head with this path or Hub id, fetched if need be; None where it is no head."""
+    if Path(draft).is_dir():
+        return Path(draft) if is_head(draft) else None
+    try:
+        config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
+        if not names_head(config):
+            return None
+        for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+            missing = {"_raise_exceptions_for_missing_entries": False}
+            file = cached_file(draft, name, local_files_only=offline, **missing)
+            if file is not None and name != "config.json":
+                return Path(file).parent
+    except OSError:
+        return None  # whoever loads it as a model says why it cannot be had
+    return None
 
 
 def load_head(

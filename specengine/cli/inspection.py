@@ -20,15 +20,13 @@ from specengine import drafters, ops, policies, registry
 from specengine.checkpoints import store
 from specengine.checkpoints.agreement import Convention, one_step_agreement
 from specengine.checkpoints.dialects import listed
-from specengine.checkpoints.eagle import load_head
+from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
 from specengine.cli import arguments as shared
 from specengine.cli.terminal import say
 from specengine.drafters import Drafter
-from specengine.drafters.eagle import require_fit
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.loading import HeadOptions, head_folder
-from specengine.modeling.eagle_head import head_from
+from specengine.modeling.eagle_head import head_from, require_fit
 from specengine.modeling.native import NOT_BUILT, instruction_sets
 from specengine.policies import TreePolicy
 from specengine.targets.huggingface import HuggingFaceTarget

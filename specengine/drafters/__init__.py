@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from specengine import ops, registry
+from specengine.drafters._passes import CapturedDraft
+from specengine.errors import InputError
+from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Candidates, Nodes
 from specengine.records import Cycle
 from specengine.tree import TokenTree
@@ -128,22 +132,46 @@ class Step:
         )
 
 
-class Drafter(ABC):
-    """Proposes continuations. It owns its state and learns what was committed from `observe`."""
+Maker = Callable[[Any, Any], "Drafter"]  # of a target and its tokenizer, None where there is none
+
+
+class Drafter(CapturedDraft, ABC):
+    """Proposes continuations. It owns its state and learns what was committed from `observe`.
+
+    One whose passes can be captured says how they run in `captured_pass` and what else of CapturedDraft it needs.
+    """
 
     name: str
     default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("eagle", {})
+    # whether drafters/lookup.py mixes copies in: by default on a CPU, never, or (None) on request
+    lookup: ClassVar[bool | None] = None
+    takes_any_model: ClassVar[bool] = False  # of all kinds it is asked last whether a draft is its own
+    captures_when_named: bool = False  # `maker` would make another form of this draft for graphs
     model_seconds: float = 0.0  # spent in model forwards, ever
     features: tuple[int, ...] = ()  # the target's hidden states that it reads, numbered as in transformers
+
+    @classmethod
+    def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
+        """What makes this draft of a target, None where `draft` is no draft of this kind.
+
+        draft: a name, the path or id of a folder, or a loaded model; options are checked here, before any weights are
+        read. By default the draft goes by its file's name, and is a dataclass whose fields are its options.
+        """
+        if draft != (name := cls.__module__.rpartition(".")[2]):
+            return None
+        made = registry.build(cls, options.draft_options, f"draft {name}")
+        return lambda target, tokenizer: made
+
+    @classmethod
+    def drafts_captured(cls) -> bool:
+        """Whether its passes can run in captured cycles."""
+        return cls.captured_pass is not Drafter.captured_pass
 
     def cached(self, tokens: list[int]) -> int:
         """Of how many of the first `tokens` it needs no features (again)."""
         return len(tokens)
 
-    def reserve(self, tokens: int, nodes: int) -> None:  # noqa: B027  a draft may make room as it goes
-        """Expect up to `tokens` committed tokens and trees of up to `nodes` nodes; for drafts with fixed buffers."""
-
-    def warm_up(self, tokens: int, nodes: int) -> None:  # noqa: B027  a draft without graphs has nothing to do
+    def warm_up(self, tokens: int, nodes: int) -> None:
         """Capture the passes over trees of up to `nodes` nodes behind up to `tokens` tokens, where there are graphs."""
 
     @abstractmethod
@@ -181,3 +209,18 @@ def scratch_mask(tree: TokenTree, nodes: Tensor, slots: Tensor, committed: int) 
 
 def names() -> list[str]:
     return registry.names(sys.modules[__name__])
+
+
+def find(name: str) -> type[Drafter]:
+    """The class of the drafter `name`; InputError for an unknown one."""
+    return registry.find(sys.modules[__name__], Drafter, name, "draft")  # type: ignore[type-abstract]
+
+
+def maker(draft: Any, options: LoadOptions) -> Maker:
+    """What makes the draft of this name or path, or of this loaded model; InputError where no drafter takes it."""
+    kinds = {name: find(name) for name in names()}
+    asked = sorted(kinds, key=lambda name: (name != draft, kinds[name].takes_any_model))
+    made = next((made for name in asked if (made := kinds[name].maker(draft, options)) is not None), None)
+    if made is None:
+        raise InputError(f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter")
+    return made

@@ -11,23 +11,23 @@ from torch import Tensor
 from specengine import ops
 from specengine.cuda_graphs import Graphs, RowBuffer, buckets, causal_words, room
 from specengine.drafters import Step
+from specengine.drafters._head_draft import HeadDraft
 from specengine.drafters._passes import HOST, MOST_ROWS, Passes, in_pieces
-from specengine.drafters.eagle import Eagle, embedding_table
 from specengine.errors import InputError
 from specengine.modeling.attention import attend_padded
-from specengine.modeling.eagle_head import RotatingAttend, Rotation
+from specengine.modeling.eagle_head import RotatingAttend, Rotation, embedding_table
 from specengine.tree import TokenTree
 
 
-class CapturedEagle(Eagle):
-    """As Eagle. States stand in one buffer: by node, then a spare row for padding, then features of pending tokens."""
+class CapturedEagle(HeadDraft):
+    """As HeadDraft. States stand in one buffer: by node, a spare row for padding, features of pending tokens."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._passes = Passes(self.target.device)
         self._nodes = 0  # that the state buffer has room for
         self._tables = self.head.rope.tables(0, self.target.device)
-        self.captured_ids = self._target_ids
+        self._captured_ids = self._target_ids
         self._target_ids = None if self._target_ids is None else self._target_ids.to(HOST)
 
     @property
@@ -129,12 +129,14 @@ class CapturedEagle(Eagle):
 
     # ---- for cycles on the device, see CapturedDraft
 
-    ahead = 0  # of a sequence of n tokens and a root, n + ahead are in the cache once the root has been drafted from
-
     @property
     def drafted(self) -> int:
         """How many committed tokens the draft has run, each with the one behind it."""
         return self.cache.length
+
+    @property
+    def captured_ids(self) -> Tensor | None:
+        return self._captured_ids
 
     @property
     def spare(self) -> int:

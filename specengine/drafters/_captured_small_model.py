@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 
 from specengine.cuda_graphs import Graphs, RowBuffer, buckets, causal_words, room
 from specengine.drafters import Step
+from specengine.drafters._model_draft import ModelDraft
 from specengine.drafters._passes import HOST, MOST_ROWS, Passes, in_pieces
-from specengine.drafters.small_model import SmallModel
 from specengine.modeling.causal_lm import CausalLM
 from specengine.tree import TokenTree
 
 
-class CapturedSmallModel(SmallModel):
-    """As SmallModel; prompts are run eagerly."""
+class CapturedSmallModel(ModelDraft):
+    """As ModelDraft; prompts are run eagerly."""
 
     lm: CausalLM  # passes are captured of its modules
 
@@ -91,7 +91,7 @@ class CapturedSmallModel(SmallModel):
 
     # ---- for cycles on the device, see CapturedDraft
 
-    ahead, spare, captured_ids, captured_states = 1, 0, None, None
+    ahead = 1
 
     @property
     def drafted(self) -> int:

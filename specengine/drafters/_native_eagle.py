@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specengine.drafters import Step
-from specengine.drafters.eagle import Eagle
+from specengine.drafters._head_draft import HeadDraft
 from specengine.errors import UnsupportedModelError
 from specengine.modeling import threads
 from specengine.modeling.attention import Visibility
@@ -19,8 +19,8 @@ from specengine.modeling.sources import Weight
 from specengine.tree import TokenTree
 
 
-class NativeEagle(Eagle):
-    """As Eagle, for a NativeLM as the target; states and logits are float32, the cache is in the target's dtype.
+class NativeEagle(HeadDraft):
+    """As HeadDraft, for a NativeLM as the target; states and logits are float32, the cache is in the target's dtype.
 
     UnsupportedModelError for heads that csrc/cpu does not run: EAGLE-1, embeddings of their own, norms before the
     fusion, biases of the fusion, other activations than silu.

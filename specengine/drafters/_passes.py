@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specengine.cuda_graphs import Graphs, RowBuffer, SlotWords, bucket, words_for
+from specengine.errors import InputError
 
 MOST_ROWS = 64  # of one pass; more nodes are run in pieces, as none sees another of its own pass
 
@@ -44,47 +45,62 @@ def in_pieces(nodes: Tensor, run: Callable[[Tensor], tuple[Tensor, ...]]) -> tup
 
 
 class CapturedDraft(Protocol):
-    """What cycles on the device (device_cycle.py) need of a draft; the host knows no length meanwhile.
+    """What captured cycles (captured_cycle.py) need of a draft; the host knows no length meanwhile.
 
-    ahead             of a sequence of n tokens and a root, n + ahead are in the cache once the root was drafted from
-    spare             the source and target of padding; behind it stand what accepted tokens are run from
-    drafted           committed tokens that the draft has run, as `captured_end` takes them
-    captured_ids      the target's ids of the draft's columns, on the device; None where they are the columns
-    captured_reads    tensors that a capture reads and `reserve` may replace; captured_weights: modules that it reads
+    What stands here suits a draft that keeps nothing of a tree and has no cache: it adds `captured_pass`.
     """
 
     @property
-    def ahead(self) -> int: ...
+    def ahead(self) -> int:
+        """Of a sequence of n tokens and a root, n + ahead are in the cache once the root has been drafted from."""
+        return 0
 
     @property
-    def captured_ids(self) -> Tensor | None: ...
+    def spare(self) -> int:
+        """The source and target of padding; behind it stand what accepted tokens are run from."""
+        return 0
 
     @property
-    def spare(self) -> int: ...
+    def drafted(self) -> int:
+        """Committed tokens that the draft has run, as `captured_end` takes them."""
+        return 0
 
     @property
-    def drafted(self) -> int: ...
+    def captured_ids(self) -> Tensor | None:
+        """The target's ids of the draft's columns, on the device; None where they are the columns."""
+        return None
 
     @property
-    def captured_reads(self) -> tuple[Tensor, ...]: ...
+    def captured_reads(self) -> tuple[Tensor, ...]:
+        """Tensors that a capture reads and `reserve` may replace."""
+        return ()
 
     @property
-    def captured_weights(self) -> tuple[torch.nn.Module, ...]: ...
+    def captured_weights(self) -> tuple[torch.nn.Module, ...]:
+        """Modules that a capture reads."""
+        return ()
 
     @property
     def captured_states(self) -> Callable[[Tensor], Tensor] | None:
         """The hidden states, [n, hidden size], of nodes (int64 [n]) that passes were run from; None without any."""
+        return None
 
-    def reserve(self, tokens: int, nodes: int) -> None: ...
+    def reserve(self, tokens: int, nodes: int) -> None:
+        """Expect up to `tokens` committed tokens and trees of up to `nodes` nodes; for drafts with fixed buffers."""
+        del tokens, nodes  # a draft may make room as it goes
 
     def captured_pass(self, rows: RowBuffer, tokens: Tensor, positions: Tensor, words: Tensor, **where: Any) -> Tensor:
         """Logits of rows that stand on the device, given as RowBuffer.write takes them."""
+        raise InputError(f"{type(self).__name__}: its passes are not captured")
 
     def captured_accept(self, features: Tensor | None, path: Tensor) -> None:
         """Take the features of accepted nodes, [nodes, features * hidden size]; path: int64 [n], padded."""
+        del features, path  # nothing is kept of a tree
 
     def captured_start(self, root: int) -> list[int]:
         """Make ready; the tokens that the draft has not run, the root last."""
+        return [root]
 
     def captured_end(self, tokens: list[int], drafted: int) -> None:
         """These tokens are committed, of which the draft has run `drafted`."""
+        del tokens, drafted

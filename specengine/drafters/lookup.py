@@ -7,14 +7,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter, Maker, Step
 from specengine.drafters._suffixes import Suffixes
+from specengine.modeling.load_options import LoadOptions
 from specengine.records import Cycle
 from specengine.tree import TokenTree
 
@@ -47,8 +48,11 @@ class Lookup(Drafter):
     al. 2017) with counted instead of learnt weights.
     """
 
+    lookup = False
+
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        self.captures_when_named = drafter.captures_when_named and not drafter.drafts_captured()
         self.name = f"{drafter.name} with lookup"
         self.features = drafter.features
         self.default_policy = drafter.default_policy  # type: ignore[misc]
@@ -58,6 +62,11 @@ class Lookup(Drafter):
         self._ids: Tensor | None = None  # those that `_columns` is for
         self._columns: dict[int, int] = {}
         self._forget_hits()
+
+    @classmethod
+    def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
+        """None: it is made of another draft."""
+        return None
 
     @property
     def model_seconds(self) -> float:  # type: ignore[override]

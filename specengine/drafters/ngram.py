@@ -30,6 +30,7 @@ class NGram(Drafter):
     shortest: int = 2
 
     name = "ngram"
+    lookup: ClassVar[bool | None] = False  # it copies already
     default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("eagle", {"width": 4, "expansions": 9, "budget": 12})
 
     _seen: Suffixes = field(init=False, repr=False)

@@ -3,104 +3,59 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.drafters import Drafter, Step, scratch_mask
-from specengine.errors import TokenizerMismatchError, UnsupportedModelError
-from specengine.modeling.attention import Visibility
-from specengine.modeling.causal_lm import CausalLM
+from specengine.drafters import Maker
+from specengine.drafters._captured_small_model import CapturedSmallModel
+from specengine.drafters._model_draft import ModelDraft
+from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
+from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
-from specengine.records import Cycle
-from specengine.targets import common_prefix
-from specengine.tree import TokenTree
+from specengine.modeling.pretrained import load_model
+from specengine.targets import Target
 
 
-class SmallModel(Drafter):
-    """Any Hugging Face causal LM as the draft.
+class SmallModel(ModelDraft):
+    """Any Hugging Face causal LM as the draft, given by its id or path, or loaded."""
 
-    Its cache holds the committed tokens and, in the scratch slots behind them, one slot per node drafted from; a
-    node sees the committed tokens, its ancestors' slots and its own. Tokens that were committed without having
-    been drafted from are run together with the next cycle's root.
+    takes_any_model = True
 
-    vocab_size: the target's; logits of padding rows beyond the smaller of both vocabularies are cut off.
-    """
+    @classmethod
+    def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
+        if not isinstance(draft, str | PreTrainedModel):
+            return None
+        if options.draft_options:
+            raise InputError(f"draft_options: draft {draft!r} has none, it is no EAGLE head")
+        return lambda target, tokenizer: cls.from_model(draft, target, tokenizer, options)
 
-    default_policy = ("eagle", {"width": 4, "expansions": 4, "budget": 16})
+    @classmethod
+    def from_model(
+        cls, draft: str | PreTrainedModel, target: Target, tokenizer: Any, options: LoadOptions
+    ) -> ModelDraft:
+        """This model on the target's device; InputError or TokenizerMismatchError where it does not fit the target."""
+        backend = options.backend if options.backend == "huggingface" else None  # native where it can
+        loaded = dataclasses.replace(options, device=target.device, quantize=None, backend=backend)
+        model, own_tokenizer, _ = load_model(draft, loaded)
+        if torch.device(model.device) != target.device:
+            raise InputError(
+                f"draft: it is on {model.device}, the target on {target.device}; both must be on one device"
+            )
+        if tokenizer is not None and own_tokenizer is not None:
+            check_tokenizers(own_tokenizer, tokenizer)
+        elif (vocabulary := _vocabulary(model)) != target.vocab_size:
+            raise InputError(
+                f"draft: its vocabulary has {vocabulary} entries, the target's {target.vocab_size}, and there are no "
+                "two tokenizers to compare"
+            )
+        return (CapturedSmallModel if options.graphs else cls)(model, target.vocab_size, pack=options.pack)
 
-    def __init__(
-        self, model: PreTrainedModel | NativeLM, vocab_size: int | None = None, *, pack: bool | None = None
-    ) -> None:
-        native = isinstance(model, NativeLM)
-        self.lm: CausalLM | NativeLM = model if native else CausalLM(model, pack=pack)
-        self.name = f"small_model ({model.name if native else model.config._name_or_path or type(model).__name__})"
-        self.cache = self.lm.new_cache(1)
-        self._tokens: list[int] = []  # committed, the current root excluded; the cache may lag behind
-        self.vocab_size = min(self.lm.vocab_size, vocab_size or self.lm.vocab_size)
-        self.reset()
 
-    @property
-    def model_seconds(self) -> float:  # type: ignore[override]
-        return self.lm.seconds
-
-    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
-        self.lm.refresh()
-        kept = min(common_prefix(self._tokens, prompt), self.cache.length)
-        self.cache.crop(kept)
-        self._tokens = list(prompt)
-
-    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        logits = self._step_root(tree) if int(tree.passes) == 0 else self._step_nodes(tree, nodes)
-        return Step(logits[:, : self.vocab_size])
-
-    def observe(self, cycle: Cycle) -> None:
-        path = self._accepted_slots(cycle.tokens)
-        self.cache.compact(path)
-        self._tokens += [int(cycle.tree.tokens[0]), *cycle.tokens[:-1]]
-
-    def reset(self) -> None:
-        self.cache.crop(0)
-        self._tokens = []
-        self._tree = TokenTree.root(0)
-        self._slots = torch.empty(0, dtype=torch.int64)  # node in each scratch slot
-
-    def _step_root(self, tree: TokenTree) -> Tensor:
-        pending = self._tokens[self.cache.length :]
-        self._tree, self._slots = tree, torch.zeros(1, dtype=torch.int64, device=tree.device)
-        self.cache.reserve(self.cache.length + len(pending) + 1 + tree.capacity)
-        logits, _ = self.lm.extend(self.cache, self._known([*pending, int(tree.tokens[0])]))
-        assert logits is not None
-        self.cache.length -= 1  # the root is not committed yet: its slot is the first of the scratch
-        return logits[None]
-
-    def _known(self, tokens: list[int]) -> list[int]:
-        # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.
-        return [min(token, self.lm.vocab_size - 1) for token in tokens]
-
-    def _step_nodes(self, tree: TokenTree, nodes: Tensor) -> Tensor:
-        length, used = self.cache.length, self._slots.shape[0]
-        self._slots = torch.cat([self._slots, nodes])
-        visibility = Visibility(scratch_mask(tree, nodes, self._slots, length), prefix=length)
-        logits, _ = self.lm.forward(
-            tree.tokens[nodes], tree.depths[nodes] + length, self.cache, length + used, visibility
-        )
-        return logits
-
-    def _accepted_slots(self, tokens: list[int]) -> list[int]:
-        """Scratch slots of the root and of the committed tokens that were drafted from."""
-        nodes = self._slots.tolist()
-        parents, node_tokens = self._tree.parents[self._slots].tolist(), self._tree.tokens[self._slots].tolist()
-        slot_of = {(parent, token): slot for slot, (parent, token) in enumerate(zip(parents, node_tokens, strict=True))}
-        path = [0]
-        for token in tokens[:-1]:  # the last token is the next root
-            slot = slot_of.get((nodes[path[-1]], token))
-            if slot is None:
-                break
-            path.append(slot)
-        return path
+def _vocabulary(model: PreTrainedModel | NativeLM) -> int:
+    return model.vocab_size if isinstance(model, NativeLM) else model.get_input_embeddings().weight.shape[0]
 
 
 def check_tokenizers(draft: Any, target: Any) -> None:

@@ -8,14 +8,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig
+from torch.nn.functional import embedding, scaled_dot_product_attention
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specengine.errors import InputError
+
+if TYPE_CHECKING:
+    from specengine.modeling.causal_lm import CausalLM
+    from specengine.modeling.native import NativeLM
 
 # query [..., heads, rows, head size], key and value [..., KV heads, rows, head size] of the rows at hand, rotated by
 # their positions; returns [..., heads, rows, head size]. Keys and values of earlier rows are the function's own.
@@ -104,7 +110,7 @@ def make_head(config: EagleConfig) -> EagleHead:
 
 
 def head_from(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> EagleHead:
-    """The network with these weights (see models.checkpoints), ready to serve."""
+    """The network with these weights (see checkpoints.eagle), ready to serve."""
     with torch.device("meta"):
         head = make_head(config)
     head.load_state_dict(dict(state), assign=True)
@@ -351,3 +357,38 @@ def _rotate(states: Tensor, rotation: Rotation | None) -> Tensor:
 
 def _norm(size: int, config: EagleConfig) -> nn.RMSNorm:
     return nn.RMSNorm(size, eps=config.rms_norm_eps)
+
+
+def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Token embeddings as the head reads them, [..., hidden size], without a scale that the target may have."""
+    return embedding(tokens, embedding_table(head, target)).to(head.dtype)
+
+
+def embed_for(head: EagleHead, target: CausalLM | NativeLM, tokens: Tensor) -> Tensor:
+    """As `embed`, for a target of whatever backend."""
+    if head.config.own_embeddings:
+        return embedding(tokens, head.embed_tokens.weight)
+    return target.embed(tokens).to(head.dtype)
+
+
+def embedding_table(head: EagleHead, target: PreTrainedModel) -> Tensor:
+    """[vocabulary, hidden size of the target]: the head's own, or the target's."""
+    table = head.embed_tokens if head.config.own_embeddings else target.get_input_embeddings()
+    return table.weight
+
+
+def require_fit(config: EagleConfig, target: CausalLM | NativeLM) -> None:
+    """Raise InputError unless the head was made for a target of this shape."""
+    size = int(target.config.hidden_size)
+    wanted = {"hidden size": config.target_hidden_size, "vocabulary": config.vocab_size}
+    given = {"hidden size": size, "vocabulary": target.vocab_size}
+    for name, value in wanted.items():
+        if value != given[name]:
+            raise InputError(f"draft: it was made for a target with {name} {value}, this one has {given[name]}")
+    ids = config.feature_ids(target.layers)
+    # transformers gives the last hidden state behind the final norm, and EAGLE-3 reads states before it
+    if config.version == 3 and not all(0 <= i < target.layers for i in ids):
+        raise InputError(
+            f"draft: it reads hidden states {', '.join(map(str, ids))}; a target of {target.layers} layers has "
+            f"0 to {target.layers - 1} before its final norm"
+        )

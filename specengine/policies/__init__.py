@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specengine import registry
+from specengine import errors, registry
 from specengine.errors import InputError
 from specengine.ops import Nodes
 from specengine.records import Cycle
@@ -99,5 +99,4 @@ def make(name: str, **options: Any) -> TreePolicy:
 
 def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> None:
     """Raise InputError for an option outside its range."""
-    if not holds:
-        raise InputError(f"policy {policy}.{field}: got {value}, accepted {accepted}")
+    errors.require(f"policy {policy}.{field}", value, accepted, holds)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from specengine.errors import InputError
+from specengine.errors import require, require_least
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,14 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "batch_tokens": 8, "draft_vocab_size": 0, "kv_heads": 0, "intermediate_size": 0}
-        for name, value in (least | {"validate_every": 1, "save_every": 1, "seed": 0}).items():
-            if getattr(self, name) < value:
-                raise InputError(f"{name}: got {getattr(self, name)}, accepted {value} or more")
-        if not self.lengths or min(self.lengths) < 8 or max(self.lengths) > self.batch_tokens:
-            raise InputError(f"lengths: got {self.lengths}, accepted 8 to batch_tokens = {self.batch_tokens} each")
-        if self.head not in ("auto", "eagle1", "eagle3"):
-            raise InputError(f"head: got {self.head!r}, accepted auto, eagle1, eagle3")
-        for name, low in {"learning_rate": True, "clip": True, "weight_decay": False, "keep_gib": False}.items():
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0 or (low and value == 0):
-                raise InputError(f"{name}: got {value}, accepted {'above 0' if low else '0 or more'}")
+        require_least(self, steps=1, batch_tokens=8, draft_vocab_size=0, kv_heads=0, intermediate_size=0)
+        require_least(self, validate_every=1, save_every=1, seed=0)
+        fit = bool(self.lengths) and min(self.lengths) >= 8 and max(self.lengths) <= self.batch_tokens
+        require("lengths", self.lengths, f"8 to batch_tokens = {self.batch_tokens} each", fit)
+        require("head", repr(self.head), "auto, eagle1, eagle3", self.head in ("auto", "eagle1", "eagle3"))
+        for name in ("learning_rate", "clip"):
+            require(name, value := getattr(self, name), "above 0", 0 < value < math.inf)
+        for name in ("weight_decay", "keep_gib"):
+            require(name, value := getattr(self, name), "0 or more", 0 <= value < math.inf)
         for name in ("warmup", "held_back"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name}: got {getattr(self, name)}, accepted 0 to below 1")
+            require(name, value := getattr(self, name), "0 to below 1", 0 <= value < 1)

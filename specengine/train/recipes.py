@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specengine.errors import InputError
+from specengine.errors import require_known
 from specengine.train.draft.losses import Loss, make_loss
 from specengine.train.options import TrainOptions
 from specengine.train.text.synthesis import SynthesisOptions
@@ -39,6 +39,4 @@ RECIPES = {
 
 
 def find_recipe(name: str) -> Recipe:
-    if name not in RECIPES:
-        raise InputError(f"recipe: got {name!r}, accepted {', '.join(RECIPES)}")
-    return RECIPES[name]
+    return require_known("recipe", name, RECIPES)

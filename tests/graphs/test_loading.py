@@ -11,15 +11,16 @@ import torch
 
 from specengine import Engine
 from specengine.captured import NOTE
+from specengine.checkpoints.eagle import HeadOptions
 from specengine.cli.arguments import add_model_arguments, load_options
 from specengine.cuda_graphs import Graphs
 from specengine.drafters._captured_eagle import CapturedEagle
 from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.drafters.eagle import Eagle
+from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.loading import HeadOptions, load_eagle
 from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget
@@ -58,11 +59,11 @@ def test_an_engine_loaded_with_graphs_answers_as_one_without() -> None:
 def test_a_head_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = toy.head_config(3, model())
     monkeypatch.setattr(
-        "specengine.checkpoints.eagle.load_head", lambda *_, **__: (config, toy.random_state(config), None)
+        "specengine.drafters.eagle.load_head", lambda *_, **__: (config, toy.random_state(config), None)
     )
     target = CapturedTarget(model())
     for graphs, kind in ((True, CapturedEagle), (None, Eagle)):
-        assert type(load_eagle(tmp_path, target.lm, HeadOptions(), graphs=graphs)) is kind
+        assert type(Eagle.from_folder(tmp_path, target.lm, HeadOptions(), graphs=graphs)) is kind
 
 
 def test_strict_verification_under_graphs() -> None:
@@ -77,6 +78,9 @@ def test_strict_verification_under_graphs() -> None:
 def test_a_draft_whose_passes_would_not_be_captured_is_refused() -> None:
     with pytest.raises(InputError, match="graphs, draft: a SmallModel is taken as it is"):
         Engine.from_pretrained(model(), SmallModel(near_copy()), graphs=True)
+    with pytest.raises(InputError, match="graphs, draft: a Lookup is taken as it is"):
+        Engine.from_pretrained(model(), Lookup(SmallModel(near_copy())), graphs=True)
+    Engine.from_pretrained(model(), Lookup(CapturedSmallModel(near_copy())), graphs=True)
     Engine.from_pretrained(model(), CapturedSmallModel(near_copy()), graphs=True)
 
 

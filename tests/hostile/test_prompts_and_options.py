@@ -125,6 +125,8 @@ def test_unknown_options_list_the_known_ones() -> None:
         ({"policy": "eagle", "policy_options": {"wide": 3}}, "policy eagle: unknown option 'wide', known are width"),
         ({"policy_options": {"width": 3}}, "policy_options: they need a policy given by name"),
         ({"draft": "none", "draft_options": {"longest": 3}}, "draft_options: they need a draft given by name"),
+        ({"draft": 7}, "draft: got int, accepted a name, a path, a loaded model or a Drafter"),
+        ({"model": "no/model", "draft": "ngram", "draft_options": {"long": 3}}, "draft ngram: unknown option 'long'"),
         ({"draft": "ngram", "draft_options": {"long": 3}}, "draft ngram: unknown option 'long', known are longest"),
         ({"draft": "ngram", "draft_options": {"longest": "x"}}, r"draft ngram\.longest: got 'x', expected int"),
     ],

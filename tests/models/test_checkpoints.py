@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specengine import Engine, loading, policies
+from specengine import Engine, policies
 from specengine.checkpoints import eagle as checkpoints
 from specengine.checkpoints.eagle import load_head, save_head
-from specengine.drafters.eagle import CPU_POLICY, Eagle
+from specengine.drafters._head_draft import CPU_POLICY
+from specengine.drafters.eagle import Eagle
 from specengine.errors import CheckpointError, InputError
 from specengine.modeling.eagle_head import EagleConfig, causal, head_from
 from tests.models.layouts import LAYER_IDS, official, same
@@ -177,9 +178,9 @@ def test_heads_on_the_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
         raw = json.loads((tmp_path / "config.json").read_text())
         return (raw if name == "org/head" else {"model_type": "llama"}), {}
 
-    monkeypatch.setattr(loading, "cached_file", cached_file)
-    monkeypatch.setattr(loading.PretrainedConfig, "get_config_dict", config_dict)
-    assert loading.head_folder("org/head") == tmp_path
+    monkeypatch.setattr(checkpoints, "cached_file", cached_file)
+    monkeypatch.setattr(checkpoints.PretrainedConfig, "get_config_dict", config_dict)
+    assert checkpoints.head_folder("org/head") == tmp_path
     assert asked == ["config.json", "model.safetensors"]
-    assert loading.head_folder("org/model") is None
-    assert loading.head_folder("org/absent") is None
+    assert checkpoints.head_folder("org/model") is None
+    assert checkpoints.head_folder("org/absent") is None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specengine import ops
-from specengine.errors import InputError
+from specengine.errors import InputError, require, require_least
 from specengine.policies import _classifier
 from specengine.policies._classifier import KINDS, c2t_features, disco_features
 from specengine.train.classifier.trees import LoggedTree, Trees
@@ -52,18 +52,13 @@ class ClassifierOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"epochs": 1, "batch": 1, "width": 1, "blocks": 1, "seed": 0}.items():
-            if getattr(self, name) < least:
-                raise InputError(f"{name}: got {getattr(self, name)}, accepted {least} or more")
+        require_least(self, epochs=1, batch=1, width=1, blocks=1, seed=0)
         for name in ("learning_rate", "negatives"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{name}: got {getattr(self, name)}, accepted above 0")
-        if self.optimizer not in ("adam", "adamw"):
-            raise InputError(f"optimizer: got {self.optimizer!r}, accepted adam, adamw")
+            require(name, value := getattr(self, name), "above 0", 0 < value < math.inf)
+        require("optimizer", repr(self.optimizer), "adam, adamw", self.optimizer in ("adam", "adamw"))
         for name in ("held_back", "keep_rate", "recall"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise InputError(f"{name}: got {value}, accepted above 0, below 1")
+            require(name, value, "above 0, below 1", value is None or 0 < value < 1)
 
 
 # Sources: C2T, appendix C.2; Learning to Draft, A.1 (which leaves the batch open).

@@ -19,12 +19,11 @@ from specengine.cycle import walk
 from specengine.drafters import Step
 from specengine.drafters.lookup import Lookup
 from specengine.engine import Engine
-from specengine.errors import InputError
-from specengine.generation.options import GenerationOptions
+from specengine.errors import InputError, require_least
 from specengine.generation.sampling import History, Sampler
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Stats
+from specengine.records import Cycle
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.shards import Contents, ShardFolder
 from specengine.tree import TokenTree
@@ -56,9 +55,7 @@ class CollectOptions:
     logits: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in {"trees": 0, "length": 1, "width": 1, "expansions": 0, "top": 1}.items():
-            if getattr(self, name) < least:
-                raise InputError(f"{name}: got {getattr(self, name)}, accepted {least} or more")
+        require_least(self, trees=0, length=1, width=1, expansions=0, top=1)
 
     @property
     def policy(self) -> TreePolicy:
@@ -221,12 +218,8 @@ def questions(corpus: Corpus) -> list[list[int]]:
 
 
 def _answer(engine: Engine, watched: Recorder, prompt: list[int], length: int) -> Iterator[LoggedTree]:
-    target, sampler = engine.target, WatchingSampler()
-    asked = GenerationOptions.of(
-        {"max_new_tokens": length, "temperature": 0.0}, target.generation_config, len(prompt), target.max_context
-    )
-    stopper = asked.stopper(lambda tokens: "")
-    for cycle in engine.cycles(prompt, sampler, stopper, Stats()):
+    sampler = WatchingSampler()
+    for cycle in engine.answer(prompt, sampler, max_new_tokens=length, temperature=0.0):
         logged = watched.logged(cycle, sampler)
         if int(logged.accepted.sum()) == len(cycle.tokens):
             yield logged

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, smooth_l1_loss
 
-from specengine.drafters.eagle import embed
-from specengine.errors import InputError
-from specengine.modeling.eagle_head import EagleHead, causal
+from specengine.errors import InputError, require, require_known, require_least
+from specengine.modeling.eagle_head import EagleHead, causal, embed
 from specengine.train.draft.teacher import Reading, Teacher
 
 LABEL_ROWS = 256  # rows that the target's head reads at a time
@@ -55,15 +54,9 @@ class Loss:
     noise: float = 0.0
 
     def __post_init__(self) -> None:
-        for field, least in {"steps": 1, "width": 0, "top_k": 1}.items():
-            if getattr(self, field) < least:
-                raise InputError(f"{field}: got {getattr(self, field)}, accepted {least} or more")
-        for field in ("cross_entropy", "top_weight", "regression", "noise"):
-            if not getattr(self, field) >= 0:
-                raise InputError(f"{field}: got {getattr(self, field)}, accepted 0 or more")
+        require_least(self, steps=1, width=0, top_k=1, cross_entropy=0, top_weight=0, regression=0, noise=0)
         for field in ("anchors", "decay"):
-            if not 0 < getattr(self, field) <= 1:
-                raise InputError(f"{field}: got {getattr(self, field)}, accepted above 0, up to 1")
+            require(field, value := getattr(self, field), "above 0, up to 1", 0 < value <= 1)
 
 
 # EAGLE: Li et al. 2024, weights of its code. HASS: Zhang et al. 2025, three steps, top 10. EAGLE-3's training-time
@@ -78,9 +71,7 @@ LOSSES: dict[str, Loss] = {
 
 def make_loss(name: str, **changes: Any) -> Loss:
     """The loss with this name, with other settings where they are given; InputError for a name that is unknown."""
-    if name not in LOSSES:
-        raise InputError(f"loss: got {name!r}, accepted {', '.join(LOSSES)}")
-    return replace(LOSSES[name], **changes)
+    return replace(require_known("loss", name, LOSSES), **changes)
 
 
 def check_fit(loss: Loss, head: EagleHead) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine.checkpoints.eagle import load_head
-from specengine.drafters.eagle import embed
 from specengine.errors import InputError
 from specengine.modeling.eagle_head import (
     DEFAULT_THETA,
@@ -18,6 +17,7 @@ from specengine.modeling.eagle_head import (
     EagleConfig,
     EagleHead,
     default_layer_ids,
+    embed,
     head_from,
     make_head,
 )

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from specengine.checkpoints.eagle import save_head
 from specengine.checkpoints.files import atomic
-from specengine.drafters.eagle import require_fit
 from specengine.errors import InputError
+from specengine.modeling.eagle_head import require_fit
 from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.train.curve import plot
+from specengine.train.draft.curve import plot
 from specengine.train.draft.epochs import Batch, Epochs
 from specengine.train.draft.losses import Loss, Report, check_fit, loss_of, make_loss
 from specengine.train.draft.new_heads import new_head, start_from_text

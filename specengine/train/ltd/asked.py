@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from specengine.engine import Engine
-from specengine.generation.options import GenerationOptions
 from specengine.policies._ltd import GO_ON, Networks, Shape
 from specengine.policies.ltd import Ltd
-from specengine.records import Cycle, Stats
+from specengine.records import Cycle
 from specengine.train.ltd.options import Stage
 
 TIMED = 50  # forwards that the time of a decision is measured with
@@ -110,10 +109,8 @@ class AskedEngine:
             self._asking.questions.put(error)
 
     def _cycles(self, prompt: list[int]) -> Iterator[Finished]:
-        target, greedy = self._engine.target, {"max_new_tokens": self._length, "temperature": 0.0}
-        asked = GenerationOptions.of(greedy, target.generation_config, len(prompt), target.max_context)
-        sampler, stopper = asked.sampler(len(prompt), target.device), asked.stopper(lambda tokens: "")
-        cycles = self._engine.cycles(prompt, sampler, stopper, Stats())
+        target = self._engine.target
+        cycles = self._engine.answer(prompt, max_new_tokens=self._length, temperature=0.0)
         while not self._asking.closed:
             began = _now(target.device)
             self._asking.start()

@@ -18,9 +18,8 @@ from torch import Tensor
 from specengine import policies
 from specengine.cycle import walk
 from specengine.engine import Engine
-from specengine.errors import InputError
-from specengine.generation.options import GenerationOptions
-from specengine.records import Cycle, Stats
+from specengine.errors import InputError, require_least
+from specengine.records import Cycle
 from specengine.train.classifier.trees import SHORTEST
 from specengine.train.text.shards import Contents, ShardFolder
 
@@ -46,10 +45,7 @@ class CandidateOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"length": 1, "width": 1, "expansions": 0, "verified": 1, "temperature": 0, "seed": 0}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise InputError(f"{name}: got {getattr(self, name)}, accepted {value} or more")
+        require_least(self, length=1, width=1, expansions=0, verified=1, temperature=0, seed=0)
 
     def generation(self) -> dict[str, Any]:
         """The options of each answer, whatever the target's own say."""
@@ -144,10 +140,7 @@ def log_candidates(
 
 
 def _answer(engine: Engine, prompt: list[int], options: CandidateOptions) -> Iterator[Candidates]:
-    target = engine.target
-    asked = GenerationOptions.of(options.generation(), target.generation_config, len(prompt), target.max_context)
-    stopper, sampler = asked.stopper(lambda tokens: ""), asked.sampler(len(prompt), target.device)
-    cycles = list(engine.cycles(prompt, sampler, stopper, Stats()))
+    cycles = list(engine.answer(prompt, **options.generation()))
     answer = [token for cycle in cycles for token in cycle.tokens]
     place = 0
     for cycle in cycles:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specengine.engine import Engine
-from specengine.generation.options import GenerationOptions
 from specengine.policies._ltd import Networks
 from specengine.policies.ltd import Ltd
-from specengine.records import Cycle, Stats
+from specengine.records import Cycle
 from specengine.train.ltd.asked import AskedEngine, decision_seconds
 from specengine.train.ltd.costs import Costs
 from specengine.train.ltd.environments import WALLCLOCK_UNIT, LiveEnvironment, LoggedEnvironment, cycle_facts
@@ -98,9 +97,5 @@ class LiveGround:
 
 def live_cycles(engine: Engine, policy: Ltd, prompt: list[int], length: int, **options: Any) -> list[Cycle]:
     """The cycles of one answer, greedy unless the options say otherwise."""
-    target = engine.target
-    given = {"max_new_tokens": length, "temperature": 0.0, **options}
-    asked = GenerationOptions.of(given, target.generation_config, len(prompt), target.max_context)
-    serving = Engine(target, engine.drafter, policy, engine.tokenizer)
-    sampler, stopper = asked.sampler(len(prompt), target.device), asked.stopper(lambda tokens: "")
-    return list(serving.cycles(prompt, sampler, stopper, Stats()))
+    serving = Engine(engine.target, engine.drafter, policy, engine.tokenizer)
+    return list(serving.answer(prompt, **{"max_new_tokens": length, "temperature": 0.0, **options}))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-from specengine.errors import InputError
+from specengine.errors import require, require_known, require_least
 from specengine.policies._ltd import ACTIVATIONS, Shape
 from specengine.train.ltd.outcomes import RewardName
 
@@ -69,10 +69,8 @@ class PolicyOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        whole = {"size_steps": 0, "depth_steps": 0, "rollout": 2, "minibatch": 2, "epochs": 1, "validate_every": 1}
-        whole |= {"environments": 1, "length": 4, "seed": 0, "prompts": 0, "fixed_size": 1, "fixed_depth": 0}
-        for name, least in whole.items():
-            self._require(name, getattr(self, name) >= least, f"{least} or more")
+        require_least(self, size_steps=0, depth_steps=0, rollout=2, minibatch=2, epochs=1, validate_every=1)
+        require_least(self, environments=1, length=4, seed=0, prompts=0, fixed_size=1, fixed_depth=0)
         for name in ("again_share", "learning_rate", "clip"):
             value = getattr(self, name)
             self._require(name, math.isfinite(value) and value > 0, "above 0")
@@ -89,8 +87,7 @@ class PolicyOptions:
         self._require("fixed_depth", self.fixed_depth <= self.shape.expansions, f"at most {self.shape.expansions}")
 
     def _require(self, name: str, holds: bool, accepted: str) -> None:
-        if not holds:
-            raise InputError(f"{name}: got {getattr(self, name)}, accepted {accepted}")
+        require(name, getattr(self, name), accepted, holds)
 
     @property
     def shape(self) -> Shape:
@@ -143,6 +140,4 @@ RECIPES = {
 
 
 def find_recipe(name: str) -> PolicyRecipe:
-    if name not in RECIPES:
-        raise InputError(f"recipe: got {name!r}, accepted {', '.join(RECIPES)}")
-    return RECIPES[name]
+    return require_known("recipe", name, RECIPES)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from specengine.errors import InputError
+from specengine.errors import InputError, require, require_least
 from specengine.train.text.corpus import Corpus, Text
 
 # By row of a batch, in turn. Greedy answers are what a draft meets most; the others keep it from knowing only those.
@@ -48,11 +48,8 @@ class SynthesisOptions:
     prompt_share: float = 0.5
 
     def __post_init__(self) -> None:
-        for name, least in {"tokens": 1, "rows": 1, "length": 16, "seed": 0}.items():
-            if getattr(self, name) < least:
-                raise InputError(f"{name}: got {getattr(self, name)}, accepted {least} or more")
-        if not 0 <= self.prompt_share <= 1:
-            raise InputError(f"prompt_share: got {self.prompt_share}, accepted 0 to 1")
+        require_least(self, tokens=1, rows=1, length=16, seed=0)
+        require("prompt_share", self.prompt_share, "0 to 1", 0 <= self.prompt_share <= 1)
 
 
 @dataclass(frozen=True)

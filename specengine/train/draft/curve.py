@@ -7,23 +7,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specengine.checkpoints.files import atomic
+from specengine.train.svg import draw
 
 
 def plot(log: Path, file: Path) -> bool:
     """Draw the losses and the agreement on held-back text of `log` into an SVG file; False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
     entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _losses(left, [entry for entry in entries if "loss" in entry])
-    _agreement(right, [entry for entry in entries if "held_back" in entry])
-    with atomic(file) as part:
-        figure.savefig(part, format="svg")
-    return True
+
+    def onto(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        _losses(left, [entry for entry in entries if "loss" in entry])
+        _agreement(right, [entry for entry in entries if "held_back" in entry])
+
+    return draw(file, (9, 4), onto)
 
 
 def _losses(axes: Any, entries: list[dict[str, Any]]) -> None:

@@ -1,0 +1,103 @@
+"""How models are loaded: the options, and their checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from specengine.errors import InputError
+from specengine.modeling import native
+
+BACKENDS = ("native", "huggingface")
+_DTYPES = {
+    "auto": "auto",
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass
+class LoadOptions:
+    """How models are loaded.
+
+    dtype              auto (as stored), bfloat16, float16, float32 or a torch.dtype
+    device             a torch device; by default cuda where there is one, and the target's for a draft
+    tokenizer          for a target given as a loaded model; by default that of its name
+    draft_options      options of a draft given by name or path
+    policy_options     options of a policy given by name
+    offline            never use a network
+    trust_remote_code  run modeling code from a model's repository
+    lookup             mix into a head's or smaller model's distributions what followed the same words before in prompt
+                       and answer (drafters/lookup.py); by default on a CPU without graphs; a Drafter is taken as it is
+    backend            what runs models of the Llama family on a CPU: `native`, the C++ forward, or `huggingface`, the
+                       model's own modules, which run everything else as well; None takes native where it can
+    quantize           `int8` keeps a native model's linear weights as int8 with a scale per output: half the memory of
+                       bfloat16, other rounding
+    pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
+                       bit the same; by default where half of the free memory has room for it
+    graphs             run target and draft as CUDA graphs, captured once per padded size (Engine.warmup captures all at
+                       once); None is False as long as no results on a device are published;
+                       without a CUDA device the same padded forwards run uncaptured, which only tests have a use for
+    loop               with graphs: where trees grow. `host`: a read per draft pass; `read`, `ahead`, `while`: on the
+                       device, and how the end of a tree is seen there (see captured.py); `auto`: `read` where draft and
+                       policy can, else `host`
+    compile_blocks     with graphs: the target's norms and feed-forward layers through torch.compile, on first use
+    strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
+                       precision is as exact as float32; costs more per node
+    progress           called with lines about what takes long; by default they go to stderr
+    """
+
+    dtype: Any = "auto"
+    device: Any = None
+    tokenizer: Any = None
+    draft_options: dict[str, Any] = field(default_factory=dict)
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    offline: bool = False
+    trust_remote_code: bool = False
+    lookup: bool | None = None
+    backend: str | None = None
+    quantize: str | None = None
+    pack: bool | None = None
+    graphs: bool | None = None
+    loop: str = "auto"
+    compile_blocks: bool = False
+    strict: bool = False
+    progress: Callable[[str], None] | None = None
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [item.name for item in dataclasses.fields(cls)]
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> LoadOptions:
+        for name in options:
+            if name not in cls.names():
+                raise InputError(f"unknown option {name!r}, known are {', '.join(cls.names())}")
+        self = cls(**options)
+        if not isinstance(self.dtype, torch.dtype):
+            if self.dtype is not None and self.dtype not in _DTYPES:
+                raise InputError(f"dtype: got {self.dtype!r}, accepted {', '.join(_DTYPES)} or a torch.dtype")
+            self.dtype = _DTYPES[self.dtype or "auto"]
+        if self.backend not in (None, *BACKENDS):
+            raise InputError(f"backend: got {self.backend!r}, accepted {', '.join(BACKENDS)} or none")
+        if self.quantize not in (None, *native.QUANTIZATIONS):
+            raise InputError(f"quantize: got {self.quantize!r}, accepted {', '.join(native.QUANTIZATIONS)} or none")
+        if self.compile_blocks and not self.graphs:
+            raise InputError("compile_blocks: it is for the padded forwards of graphs; add graphs=True")
+        self.device = _device(self.device) if self.device is not None else None
+        return self
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device: got {device!r}, accepted cpu, cuda or cuda:N") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device: cuda was asked for, but torch sees no CUDA device")
+    return chosen

@@ -1,0 +1,127 @@
+"""Models by name: which forward runs them, with which weights and tokenizer."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from specengine import checkpoints as models
+from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
+from specengine.modeling import native
+from specengine.modeling.load_options import LoadOptions
+from specengine.modeling.native import NativeLM
+from specengine.modeling.opening import Opened, is_gguf, open_gguf, open_native
+
+
+class LoadedModel(NamedTuple):
+    """A model, its tokenizer, and why it is not the native forward that runs it."""
+
+    model: PreTrainedModel | NativeLM
+    tokenizer: Any
+    reason: str = ""
+
+
+def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None) -> LoadedModel:
+    """The model, loaded where it is a name, and its tokenizer, unless one is given."""
+    if not isinstance(model, str | None | PreTrainedModel):
+        raise InputError(f"model: got {type(model).__name__}, accepted a name, a path or a loaded transformers model")
+    reason = _not_native(model, options)
+    if reason is None:
+        try:
+            return LoadedModel(*_native(model, options, tokenizer))
+        except UnsupportedModelError as error:
+            if options.backend == "native" or options.quantize:
+                raise
+            reason = str(error)
+    elif options.backend == "native" or options.quantize:
+        raise InputError(f"backend, quantize: the native forward was asked for, but {reason}")
+    return LoadedModel(*_huggingface(model, options, tokenizer), reason)
+
+
+def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> str | None:
+    """Why the native forward is out of the question whatever the model; None where it may be tried."""
+    on_cpu = (options.device is None and not torch.cuda.is_available()) or options.device == torch.device("cpu")
+    if isinstance(model, PreTrainedModel):
+        on_cpu = model.device.type == "cpu"
+    reasons = {
+        "backend='huggingface' was asked for": options.backend == "huggingface",
+        "it runs on a CPU alone": not on_cpu,
+        "graphs are made of the model's own modules": bool(options.graphs),
+        "pack= is an option of the Hugging Face backend": options.pack is not None,
+        f"{native.NOT_BUILT}": not native.instruction_sets(),
+        f"dtype {options.dtype} is none of bfloat16 and float32": options.dtype == torch.float16,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _native(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any) -> tuple[NativeLM, Any]:
+    if isinstance(model, PreTrainedModel):
+        name = model.config._name_or_path
+        lm = native.from_model(model, quantize=options.quantize)
+        return lm, tokenizer or (_tokenizer(name, options) if name else None)
+    opened = open_native(model, dtype=options.dtype, offline=options.offline, progress=options.progress)
+    return NativeLM(opened.source, quantize=options.quantize), tokenizer or _tokenizer_of(opened)
+
+
+def _huggingface(
+    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any
+) -> tuple[PreTrainedModel, Any]:
+    if isinstance(model, PreTrainedModel):
+        name = model.config._name_or_path
+        return model, tokenizer or (_tokenizer(name, options) if name else None)
+    if model is not None and is_gguf(model):
+        opened = open_gguf(model, options.dtype)
+        return opened.source.model().to(options.device or default_device()), tokenizer or _tokenizer_of(opened)
+    path = models.resolve(model, offline=options.offline, progress=options.progress)
+    common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, **common)
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=options.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **common
+        )
+    except SafetensorError as error:
+        raise CheckpointError(f"model {path!r}: its weights are damaged, fetch them again ({error})") from error
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise UnsupportedModelError(f"model {path!r}: {error}") from error
+    _require_weights(path, loaded, found)
+    return loaded.to(options.device or default_device()), tokenizer or _tokenizer(path, options)
+
+
+def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """Raise CheckpointError where weights would be random: files that lack them, or have them in another shape."""
+    problems = {
+        "missing": sorted({name for name, _ in model.named_parameters()} & set(found["missing_keys"])),
+        "of another shape": sorted(
+            f"{name} {list(has)}, not {list(wants)}" for name, has, wants in found["mismatched_keys"]
+        ),
+    }
+    listed = [f"{what}: {', '.join(names[:4])}" for what, names in problems.items() if names]
+    if listed:
+        raise CheckpointError(f"model {path!r}: its weights do not fit its config.json; {'; '.join(listed)}")
+
+
+def _tokenizer_of(opened: Opened) -> Any:
+    try:
+        return opened.tokenizer()
+    except (OSError, ValueError, KeyError, SpecEngineError) as error:
+        print(f"no tokenizer for {opened.source.name}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
+
+
+def _tokenizer(path: str, options: LoadOptions) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, local_files_only=options.offline, trust_remote_code=options.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        print(f"no tokenizer for {path}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
