@@ -70,7 +70,7 @@ class LoadOptions:
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
     graphs             run target and draft as CUDA graphs, captured once per padded size (Engine.warmup captures all at
-                       once); None is False as long as no results on a device are published;
+                       once); None is True on a CUDA device where model and draft can, and False elsewhere;
                        without a CUDA device the same padded forwards run uncaptured, which only tests have a use for
     loop               with graphs: where trees grow. `host`: a read per draft pass; `read`, `ahead`, `while`: on the
                        device, and how the end of a tree is seen there (see captured.py); `auto`: `read` where draft and
@@ -151,12 +151,33 @@ def load(
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
     loaded = _loaded(model, options, options.tokenizer)
-    target, tokenizer = _target(loaded, options), loaded.tokenizer
-    draft_options = dataclasses.replace(options, device=target.device)
-    drafter = None if policy == "plain" else _drafter(draft, target, tokenizer, draft_options)
+    try:
+        target, drafter = _pair(loaded, draft, policy, dataclasses.replace(options, graphs=_captures(loaded, options)))
+    except (InputError, UnsupportedModelError) as error:
+        if options.graphs is not None or not _captures(loaded, options):
+            raise
+        loaded = loaded._replace(reason=f"no graphs: {error}")
+        target, drafter = _pair(loaded, draft, policy, dataclasses.replace(options, graphs=False))
     if _looks_up(options.lookup, draft, drafter, target):
         drafter = Lookup(cast(Drafter, drafter))
-    return Parts(target, drafter, _policy(policy, drafter, options), tokenizer)
+    return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer)
+
+
+def _captures(loaded: _Loaded, options: LoadOptions) -> bool:
+    """Whether graphs are tried: unasked on a CUDA device."""
+    unasked = not isinstance(loaded.model, NativeLM) and loaded.model.device.type == "cuda"
+    return unasked if options.graphs is None else options.graphs
+
+
+def _pair(
+    loaded: _Loaded, draft: Any, policy: Any, options: LoadOptions
+) -> tuple[HuggingFaceTarget | NativeTarget, Drafter | None]:
+    """Target and draft, both for graphs or neither."""
+    if options.graphs:
+        _check_graphs(draft, options)
+    target = _target(loaded, options)
+    options = dataclasses.replace(options, device=target.device)
+    return target, None if policy == "plain" else _drafter(draft, target, loaded.tokenizer, options)
 
 
 def _target(loaded: _Loaded, options: LoadOptions) -> HuggingFaceTarget | NativeTarget:

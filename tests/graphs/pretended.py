@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from specengine.ops import _registry
 
@@ -90,8 +90,30 @@ class OnDevice(Tensor):
         return f"OnDevice({self.held})"
 
 
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """As torch's tree_map, in a fraction of its time."""
+    if isinstance(tree, dict):
+        return {name: mapped(function, part) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        parts = [mapped(function, part) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return function(tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return [tree]
+    return [leaf for part in tree for leaf in leaves(part)]
+
+
 def held(tree: Any) -> Any:
-    return tree_map_only(OnDevice, lambda part: part.held, tree)
+    return mapped(lambda part: part.held if isinstance(part, OnDevice) else part, tree)
+
+
+def of_class(kind: type, tree: Any) -> list[Any]:
+    return [part for part in leaves(tree) if isinstance(part, kind)]
 
 
 # ---- graphs
@@ -102,21 +124,27 @@ class Kept:
 
     def __init__(self, tensor: Tensor, graph: Graph) -> None:
         storage = tensor.untyped_storage()
-        self.own = storage if graph.owns(storage) else None
-        self.weak, self.dtype = StorageWeakRef(storage), tensor.dtype
-        self.place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        self._own = tensor if graph.owns(storage) else None
+        self._weak, self._dtype = StorageWeakRef(storage), tensor.dtype
+        self._place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
     def tensor(self) -> Tensor:
-        storage = self.own
-        if storage is None and self.weak.expired():
+        if self._own is not None:
+            return self._own
+        if self._weak.expired():
             raise Refused("a graph reads memory that has been freed since its capture")
-        if storage is None:
-            storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
-        return torch.empty(0, dtype=self.dtype).set_(storage, *self.place)
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
 
 
-def whole(storage: torch.UntypedStorage) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """All bytes of what it is a part of."""
+    storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @dataclass
@@ -126,38 +154,41 @@ class Graph:
     keep_graph: bool = False
     launches: Counter[str] = field(default_factory=Counter)
     _steps: list[tuple[Callable[..., Any], Any, list[Kept]]] = field(default_factory=list)
-    _own: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    _before: dict[int, tuple[torch.UntypedStorage, Tensor]] = field(default_factory=dict)
+    _own: dict[int, Tensor] = field(default_factory=dict)
+    _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._own
 
     def writes(self, tensor: Tensor) -> None:
         """This will be written to; a capture leaves it as it was."""
-        storage = tensor.untyped_storage()
-        if not self.owns(storage) and storage._cdata not in self._before:
-            self._before[storage._cdata] = storage, whole(storage).clone()
+        if address(tensor) not in self._own and address(tensor) not in self._before:
+            self._before[address(tensor)] = whole(tensor), whole(tensor).clone()
 
     def record(self, name: str, function: Callable[..., Any], given: Any, made: list[Tensor]) -> None:
-        numbers = tree_map_only(Tensor, lambda part: part if isinstance(part, OnDevice) else part.clone(), given)
-        steps = tree_map_only(OnDevice, lambda part: Kept(part.held, self), numbers)
+        def frozen(part: Any) -> Any:
+            if isinstance(part, OnDevice):
+                return Kept(part.held, self)
+            return part.clone() if isinstance(part, Tensor) else part
+
+        step = mapped(frozen, given)
         for tensor in made:
-            self._own[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            self._own[address(tensor)] = whole(tensor)
         if name not in UNWRITTEN:
             self.launches[name] += 1
-            self._steps.append((function, steps, [Kept(tensor, self) for tensor in made]))
+            self._steps.append((function, step, [Kept(tensor, self) for tensor in made]))
 
     def undo(self) -> None:
-        for storage, before in self._before.values():
-            whole(storage).copy_(before)
+        for bytes_, before in self._before.values():
+            bytes_.copy_(before)
         self._before.clear()
 
     def replay(self) -> None:
         with _aside():
-            for storage in self._own.values():
-                whole(storage).fill_(GARBAGE)
+            for bytes_ in self._own.values():
+                bytes_.fill_(GARBAGE)
             for function, given, made in self._steps:
-                args, kwargs = tree_map(lambda part: part.tensor() if isinstance(part, Kept) else part, given)
+                args, kwargs = mapped(lambda part: part.tensor() if isinstance(part, Kept) else part, given)
                 found = function(*args, **kwargs)
                 for into, values in zip(made, fresh(found, (args, kwargs)) if made else (), strict=True):
                     into.tensor().copy_(values)
@@ -165,8 +196,8 @@ class Graph:
 
 def fresh(found: Any, given: Any) -> list[Tensor]:
     """What of the results is no tensor that was given."""
-    known = {id(part) for part in tree_leaves(given)}
-    return [part for part in tree_leaves(found) if isinstance(part, Tensor) and id(part) not in known]
+    known = {id(part) for part in leaves(given)}
+    return [part for part in of_class(Tensor, found) if id(part) not in known]
 
 
 # ---- the device
@@ -188,18 +219,18 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         name, asked = func.overloadpacket.__name__, kwargs.get("device")
-        leaves = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)]
-        there = [part for part in leaves if isinstance(part, OnDevice)]
+        tensors = of_class(Tensor, (args, kwargs))
+        there = [part for part in tensors if isinstance(part, OnDevice)]
         on = bool(there) if asked is None else asked.type == CUDA.type
         if not there and not on:
             with _normal():
                 return func(*args, **kwargs)
         if name == CHOICE:
             return 0
-        if name not in FUSED and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        if name not in FUSED and composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        self._check(name, args, kwargs, [part for part in leaves if not isinstance(part, OnDevice)], on)
+        self._check(name, args, kwargs, [part for part in tensors if not isinstance(part, OnDevice)], on)
         if asked is not None:
             kwargs["device"] = HOST
         with _normal():
@@ -212,7 +243,7 @@ class Device(TorchDispatchMode):
             source = args[1] if name == "copy_" else args[0]
             into = isinstance(args[0], OnDevice) if name == "copy_" else on
             if isinstance(source, OnDevice) is not into:
-                lazy = kwargs.get("non_blocking") or len(args) > 2 and args[2]
+                lazy = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
                 if not lazy or self.capturing is not None:
                     self.wait(f"{name} across devices")
         elif name.startswith(("index", "_index", "_unsafe_index")) and isinstance(args[1], list | tuple):
@@ -224,29 +255,40 @@ class Device(TorchDispatchMode):
         elif on and any(part.dim() for part in off) and not name.endswith("_like"):
             raise Refused(f"{name}: tensors on cuda and on the host")
 
-    def run(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any, on: bool, *, opaque: bool = False) -> Any:
+    def run(
+        self, name: str, function: Callable[..., Any], args: Any, kwargs: Any, on: bool, *, opaque: bool = False
+    ) -> Any:
         """The operation on what is held; recorded where a graph is captured. opaque: any tensor may be written to."""
         given, graph = held((args, kwargs)), self.capturing
-        known = {id(part.held): part for part in tree_leaves((args, kwargs)) if isinstance(part, OnDevice)}
+        known = {id(part.held): part for part in of_class(OnDevice, (args, kwargs))}
         if graph is not None:
-            for part in tree_leaves((args, kwargs)) if opaque else written(function, args, kwargs):
-                if isinstance(part, OnDevice):
-                    graph.writes(part.held)
+            for part in of_class(OnDevice, (args, kwargs) if opaque else written(function, args, kwargs)):
+                graph.writes(part.held)
         found = function(*given[0], **given[1])
         made = fresh(found, given) if on else []
-        inside = {part.untyped_storage()._cdata for part in tree_leaves(given) if isinstance(part, Tensor)}
-        views = bool(made) and all(part.untyped_storage()._cdata in inside for part in made)
+        inside = {address(part) for part in of_class(Tensor, given)}
+        views = bool(made) and all(address(part) in inside for part in made)
         if graph is not None and (not views or opaque):
             graph.record(name, function, (args, kwargs), made)
-        wrap = lambda part: known.get(id(part)) if id(part) in known else OnDevice(part)  # noqa: E731
-        return tree_map_only(Tensor, wrap, found) if on else found
+
+        def there(part: Any) -> Any:
+            if not on or not isinstance(part, Tensor):
+                return part
+            return known[id(part)] if id(part) in known else OnDevice(part)
+
+        return mapped(there, found)
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Of an operation's arguments those that it writes to."""
     spec = {argument.name: argument for argument in func._schema.arguments}
     pairs = [*zip(spec.values(), args, strict=False), *((spec[name], value) for name, value in kwargs.items())]
-    return tree_leaves([value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write])
+    return [value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write]
+
+
+@cache
+def composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 @contextmanager
@@ -281,24 +323,31 @@ class Event:
 @contextmanager
 def cuda() -> Iterator[Device]:
     """Everything within runs with a pretended CUDA device; modules go there by `moved`."""
-    torch._C._ensureCUDADeviceGuardSet()
-    device, made, resolve = Device(), torch.tensor, _registry._resolve
+    device, made, loaded = Device(), torch.tensor, _registry._loaded
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         values = made(data, dtype=dtype)
         return values if device is None or torch.device(device).type == HOST.type else values.to(CUDA)
 
-    def resolved(name: str, kind: str, asked: str) -> Any:
-        run = resolve(name, kind, asked)
-        return run if run is None or kind != CUDA.type else lambda *given: attached(name, run, given)
+    def kernels(key: str) -> Any:
+        return loaded(key) if key == _registry.REFERENCE else {name: kernel(name, f) for name, f in loaded(key).items()}
 
-    def attached(name: str, run: Callable[..., Any], given: Any) -> Any:
-        def alone(*inner: Any) -> Any:
+    def kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def alone(*given: Any) -> Any:
             with _aside():
-                return run(*inner)
+                return function(*given)
 
-        with _normal():
-            return device.run(f"kernel {name}", alone, given, {}, True, opaque=True)
+        def run(*given: Any) -> Any:
+            if not of_class(OnDevice, given):
+                return function(*given)
+            with _normal():
+                return device.run(f"kernel {name}", alone, given, {}, True, opaque=True)
+
+        return run
+
+    def forget() -> None:
+        _registry._resolve.cache_clear()
+        _registry._fault.cache_clear()
 
     @contextmanager
     def graph(into: Graph, **_: Any) -> Iterator[None]:
@@ -313,6 +362,7 @@ def cuda() -> Iterator[Device]:
     stands_for = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
+        "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: device.capturing is not None,
         "memory_reserved": lambda *_: 0,
         "graph_pool_handle": lambda: (0, 0),
@@ -329,9 +379,14 @@ def cuda() -> Iterator[Device]:
         for name, stand_in in stands_for.items():
             patch.setattr(torch.cuda, name, stand_in)
         patch.setattr(torch, "tensor", tensor)
-        patch.setattr(_registry, "_resolve", resolved)
-        with device:
-            yield device
+        patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+        patch.setattr(_registry, "_loaded", kernels)
+        forget()
+        try:
+            with device:
+                yield device
+        finally:
+            forget()
 
 
 def moved(module: torch.nn.Module) -> torch.nn.Module:
