@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from specengine import checkpoints as models
 from specengine import drafters, policies
 from specengine.drafters import Drafter, Maker
 from specengine.drafters.lookup import Lookup
-from specengine.errors import InputError
+from specengine.errors import InputError, UnsupportedModelError
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.pretrained import LoadedModel, load_model
@@ -44,13 +45,36 @@ def load(
     _check_names(draft, policy, options)
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
-    maker = None if policy == "plain" or (isinstance(draft, str) and draft in PLAIN) else _maker(draft, options)
+    drafts = policy != "plain" and not (isinstance(draft, str) and draft in PLAIN)
+    if drafts:
+        _maker(draft, options)  # which looks at what it is given
     loaded = load_model(model, options, options.tokenizer)
-    target, tokenizer = _target(loaded, options), loaded.tokenizer
-    drafter = None if maker is None else maker(target, tokenizer)
-    if _looks_up(draft, drafter, target, options):
+    taken = dataclasses.replace(options, graphs=_captures(loaded, options))
+    try:
+        target, drafter = _pair(loaded, draft, drafts, taken)
+    except (InputError, UnsupportedModelError) as error:
+        if options.graphs is not None or not taken.graphs:
+            raise
+        taken = dataclasses.replace(options, graphs=False)
+        target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, drafts, taken)
+    if _looks_up(draft, drafter, target, taken):
         drafter = Lookup(cast(Drafter, drafter))
-    return Parts(target, drafter, _policy(policy, drafter, options), tokenizer)
+    return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer)
+
+
+def _captures(loaded: LoadedModel, options: LoadOptions) -> bool:
+    """Whether graphs are tried: unasked on a CUDA device."""
+    unasked = not isinstance(loaded.model, NativeLM) and loaded.model.device.type == "cuda"
+    return unasked if options.graphs is None else options.graphs
+
+
+def _pair(
+    loaded: LoadedModel, draft: Any, drafts: bool, options: LoadOptions
+) -> tuple[HuggingFaceTarget | NativeTarget, Drafter | None]:
+    """Target and draft, both for graphs or neither."""
+    _check_captured(draft, options)
+    target = _target(loaded, options)
+    return target, _maker(draft, options)(target, loaded.tokenizer) if drafts else None
 
 
 def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | NativeTarget:
@@ -74,13 +98,17 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
         raise InputError(f"policy: got {policy!r}, accepted {', '.join(policies.names())} or a TreePolicy")
     if options.policy_options and not isinstance(policy, str):
         raise InputError("policy_options: they need a policy given by name")
+    _check_captured(draft, options)
+    if options.draft_options and (not isinstance(draft, str) or draft in PLAIN):
+        raise InputError("draft_options: they need a draft given by name, as ngram, or by path, as an EAGLE head")
+
+
+def _check_captured(draft: Any, options: LoadOptions) -> None:
     if options.graphs and isinstance(draft, Drafter) and draft.captures_when_named and not draft.drafts_captured():
         raise InputError(
             f"graphs, draft: a {type(draft).__name__} is taken as it is, and its passes are not captured; pass its "
             "model or the path of its head instead"
         )
-    if options.draft_options and (not isinstance(draft, str) or draft in PLAIN):
-        raise InputError("draft_options: they need a draft given by name, as ngram, or by path, as an EAGLE head")
 
 
 def _maker(draft: Any, options: LoadOptions) -> Maker:

@@ -61,9 +61,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--graphs",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         default=None,
-        help="run target and draft as CUDA graphs, captured once per padded size (default: no)",
+        help="run target and draft as CUDA graphs, captured once per padded size (default: on a CUDA device, where "
+        "model and draft can)",
     )
     group.add_argument(
         "--compile-blocks",

@@ -41,7 +41,7 @@ class LoadOptions:
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
     graphs             run target and draft as CUDA graphs, captured once per padded size (Engine.warmup captures all at
-                       once); None is False as long as no results on a device are published;
+                       once); None is True on a CUDA device where model and draft can, and False elsewhere;
                        without a CUDA device the same padded forwards run uncaptured, which only tests have a use for
     loop               with graphs: where trees grow. `host`: a read per draft pass; `read`, `ahead`, `while`: on the
                        device, and how the end of a tree is seen there (see captured.py); `auto`: `read` where draft and

@@ -4,7 +4,8 @@ A family is a module: signature, checks and torch meaning of each op stand there
 the extension built from csrc/, for CPU tensors; `triton` is kernels/ and `cuda` the library built from csrc/*.cu, both
 for CUDA tensors; `reference` is the meaning, on any device. The best available one is taken, or the one that the
 environment variable SPECENGINE_BACKEND names, or of several names (`triton,cpp`) the first that has the op on that
-device; `backends` says which and why.
+device; `backends` says which and why. On a CUDA device an implementation that is not asked for by name is compared
+with its meaning on small inputs when it is first needed, and left out, with a warning, where it raises or differs.
 
 A count is an int32 tensor of one element, on a CPU too, where reading it waits for nobody; what stands behind a count
 is padding. So the same ops serve who looks at a count and who captures them in a graph.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -48,7 +49,7 @@ class _Provider:
     """A set of implementations: on which device types (empty: all), in which module (importing it raises ImportError
     where something is missing), how to build it.
 
-    interpreted: on CPU tensors as well, where TRITON_INTERPRET=1 lets Triton run its kernels there.
+    interpreted: on CPU tensors as well, where TRITON_INTERPRET=1 lets Triton run its kernels there; on request alone.
     """
 
     devices: tuple[str, ...]
@@ -59,34 +60,38 @@ class _Provider:
 
 _PROVIDERS = {  # best first; a new backend is a new entry
     "cpp": _Provider(("cpu",), "cpp", "pip install -e ."),
-    REFERENCE: _Provider((), "", ""),
-    # behind the reference, so on request alone: they have not been run on a device yet
     "triton": _Provider(("cuda",), "triton", "pip install -e '.[kernels]'", interpreted=True),
     "cuda": _Provider(("cuda",), "cuda", "SPECENGINE_CUDA=1 pip install -e ."),
+    REFERENCE: _Provider((), "", ""),
 }
+TRIED = ("cuda",)  # kinds of device on which an implementation is compared with its meaning before it is taken
 
 
 def backends(device: torch.device | str = "cpu") -> dict[str, Backend]:
-    """Which backend runs each op on `device`, and why; BackendError as for the ops themselves."""
+    """Which backend runs each op on `device`, and why; BackendError as for the ops themselves. On a CUDA device that
+    tries those that have not been tried yet."""
     kind, asked = torch.device(device).type, os.environ.get(VARIABLE, "")
     return {name: _choose(name, kind, asked) for name in OPS}
 
 
 class _Meaning(threading.local):
-    alone = False
+    only: Mapping[str, Callable[..., Any]] | None = None
 
 
 _meaning = _Meaning()
 
 
 @contextmanager
-def meaning() -> Iterator[None]:
-    """Within it, ops of this thread are what they mean in torch: for tests, and for what a kernel does not take."""
-    before, _meaning.alone = _meaning.alone, True
+def meaning(but: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[None]:
+    """Within it, ops of this thread are what they mean in torch: for tests, and for what a kernel does not take.
+
+    but: implementations of some ops, which run these all the same.
+    """
+    before, _meaning.only = _meaning.only, but or {}
     try:
         yield
     finally:
-        _meaning.alone = before
+        _meaning.only = before
 
 
 def by_meaning(function: Callable[..., Any], *given: Any) -> Any:
@@ -97,8 +102,8 @@ def by_meaning(function: Callable[..., Any], *given: Any) -> Any:
 
 def attached(name: str, tensor: Tensor) -> Callable[..., Any] | None:
     """What runs the op on that tensor's device; None where that is its meaning."""
-    if _meaning.alone:
-        return None
+    if _meaning.only is not None:
+        return _meaning.only.get(name)
     return _resolve(name, tensor.device.type, os.environ.get(VARIABLE, ""))
 
 
@@ -111,9 +116,7 @@ def _resolve(name: str, kind: str, asked: str) -> Callable[..., Any] | None:
 def _choose(name: str, kind: str, asked: str) -> Backend:
     able = tuple(key for key, provider in _PROVIDERS.items() if _serves(provider, kind) and name in _loaded(key))
     if asked in ("", "auto"):
-        better = list(_PROVIDERS)[: list(_PROVIDERS).index(able[0])]
-        reason = "; ".join(_why_not(key, name, kind) for key in better)
-        return Backend(able[0], reason or f"first choice on {kind}", able)
+        return _best(name, kind, able)
     names = asked.split(",")
     if not set(names) <= set(_PROVIDERS):
         raise BackendError(f"{VARIABLE}={asked}: unknown, accepted are auto, {', '.join(_PROVIDERS)}")
@@ -124,6 +127,47 @@ def _choose(name: str, kind: str, asked: str) -> Backend:
     if taken is not None:
         return Backend(taken, f"{VARIABLE}={asked}", able)
     return Backend(REFERENCE, "; ".join(_why_not(key, name, kind) for key in names), able)
+
+
+def _best(name: str, kind: str, able: tuple[str, ...]) -> Backend:
+    """The first that is made for this kind of device and, where they are tried, gives what the op means."""
+    reasons = []
+    for key in (key for key, provider in _PROVIDERS.items() if kind in provider.devices):
+        fault = _why_not(key, name, kind)
+        if key in able:
+            fault = _fault(name, key, kind) if kind in TRIED else ""
+            if not fault:
+                return Backend(key, "; ".join(reasons) or f"first choice on {kind}", able)
+        reasons.append(fault)
+    return Backend(REFERENCE, "; ".join(reasons) or f"first choice on {kind}", able)
+
+
+@cache
+def _fault(name: str, key: str, kind: str) -> str:
+    """Why this implementation is not taken, which is said once; empty where it gives what the op means."""
+    if not _is_there(kind):
+        return f"{key} cannot be tried without a {kind} device"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        # warm-ups run before every capture, so this is a mistake of whoever captures
+        raise BackendError(f"{name}: {key} has not been tried, and a capture is no time to; run it before")
+    trial = importlib.import_module("specengine.ops._trial")  # it calls the ops
+    fault = trial.differs(trial.needed(name), _loaded(key), _present(kind))
+    if fault:
+        warnings.warn(
+            f"{name} on {kind} runs in torch from now on, as {key} is wrong there: {fault}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return f"{key} is wrong on {kind}: {fault}"
+    return ""
+
+
+def _is_there(kind: str) -> bool:
+    return kind not in TRIED or torch.cuda.is_available()
+
+
+def _present(kind: str) -> torch.device:
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _why_not(name: str, op_name: str, kind: str) -> str:

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kern
 from specengine import Engine, ops, policies
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError
+from specengine.ops import _registry, _trial
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree
 from tests import toy
@@ -65,10 +66,17 @@ def test_it_is_taken_where_it_is_asked_for() -> None:
     assert taken["classify_row"].reason == f"triton has no classify_row on {DEVICE}"
 
 
-def test_it_is_not_taken_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unasked_it_is_taken_on_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ops.VARIABLE, "auto")
     taken = ops.backends(DEVICE)
-    assert all(taken[op].name != "triton" and "triton" in taken[op].available for op in SERVED)
+    assert all((taken[op].name == "triton") == (DEVICE == "cuda") and "triton" in taken[op].available for op in SERVED)
+
+
+def test_every_kernel_passes_its_trial() -> None:
+    kernels = _registry._loaded("triton")
+    assert set(kernels) == SERVED
+    for op in SERVED:
+        assert not _trial.differs(_trial.needed(op), kernels, torch.device(DEVICE)), op
 
 
 def test_of_several_names_the_first_that_has_the_op_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +108,7 @@ def test_missing_triton_raises_and_names_the_remedy() -> None:
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ops.VARIABLE, "tritn")
-    with pytest.raises(BackendError, match="accepted are auto, cpp, reference, triton, cuda"):
+    with pytest.raises(BackendError, match="accepted are auto, cpp, triton, cuda, reference"):
         ops.backends(DEVICE)
 
 

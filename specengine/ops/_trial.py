@@ -1,0 +1,239 @@
+"""Small inputs of each op that a device runs otherwise than torch does, and whether that gives what the op means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specengine.ops import attention, queue, select, tree
+from specengine.ops._registry import OPS, meaning
+
+RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; what is whole must be equal
+HALF = 2e-2  # both, of bfloat16
+
+ROWS, COLUMNS, HEADS, SLOTS, SIZE = 5, 300, 4, 70, 32
+
+
+def differs(names: tuple[str, ...], run: dict[str, Callable[..., Any]], device: torch.device) -> str:
+    """What is wrong with `run`, an implementation of each of these ops, of which the last is called: what it raises, or
+    where its results differ from the meaning's; empty where all is right."""
+    if names[-1] not in INPUTS:
+        return "it has no inputs to be tried on"
+    for number, given in enumerate(INPUTS[names[-1]](device)):
+        theirs, means = _copied(given), _copied(given)
+        with meaning():
+            wanted = _called(names, means)
+        try:
+            with meaning({name: run[name] for name in names}):
+                found = _called(names, theirs)
+            reason = _difference(_counted((found, theirs)), _counted((wanted, means)))
+        except Exception as error:  # whatever a compiler or a driver says
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if reason:
+            return f"{reason} (input {number})"
+    return ""
+
+
+def _called(names: tuple[str, ...], given: tuple[Any, ...]) -> Any:
+    if names == PACKED:
+        query, key, value, mask, prefix = given
+        packed = attention.pack_mask(mask, query.shape[0] // key.shape[0], query.dtype, prefix)
+        return attention.tree_attention(query, key, value, packed, SIZE**-0.5)
+    return OPS[names[-1]](*given)
+
+
+def _copied(given: Any) -> Any:
+    if isinstance(given, tuple):
+        parts = [_copied(part) for part in given]
+        return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
+    return given.clone() if isinstance(given, Tensor) else given
+
+
+def _counted(value: Any) -> list[Any]:
+    """What of a result, or of what was changed, has a meaning: no padding."""
+    if isinstance(value, queue.Queues):
+        waiting = int((value.scores > -math.inf).sum())
+        kept = ("accepted", "scores", "bound")
+        return [part if name in kept else part[:waiting] for name, part in value._asdict().items()]
+    if isinstance(value, tuple):
+        live = getattr(value, "live", None)
+        cut = isinstance(live, Tensor)
+        parts = zip(getattr(value, "_fields", value), value, strict=True)
+        whole = ("live", "bonus", "expand")
+        return [
+            one
+            for name, part in parts
+            for one in _counted(part[: int(live)] if cut and not (isinstance(name, str) and name in whole) else part)
+        ]
+    return [value]
+
+
+def _difference(found: list[Any], wanted: list[Any]) -> str:
+    for ours, theirs in zip(found, wanted, strict=True):
+        if not isinstance(theirs, Tensor):
+            if ours != theirs:
+                return f"{ours} instead of {theirs}"
+            continue
+        if ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
+            return f"{ours.dtype} {list(ours.shape)} instead of {theirs.dtype} {list(theirs.shape)}"
+        if not theirs.is_floating_point():
+            off = ours != theirs
+        else:
+            close = HALF if theirs.dtype is not torch.float32 else None
+            bounds = {"rtol": close or RELATIVE, "atol": close or ABSOLUTE, "equal_nan": True}
+            off = ~torch.isclose(ours, theirs, **bounds)  # type: ignore[arg-type]
+        if off.any():
+            a, b = ours[off].flatten()[0].item(), theirs[off].flatten()[0].item()
+            return f"{a} instead of {b}, {int(off.sum())} of {off.numel()} numbers differ"
+    return ""
+
+
+# ---- inputs, without a generator: the device's own would not be the host's
+
+
+def _wave(device: torch.device, *shape: int, phase: float = 0.0) -> Tensor:
+    """Numbers between -3 and 3, none equal."""
+    place = torch.arange(math.prod(shape), dtype=torch.float64)
+    return ((place * 0.7310585 + phase).sin() * 3).float().view(shape).to(device)
+
+
+def _whole(device: torch.device, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _count(device: torch.device, value: int) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
+
+
+def _real(device: torch.device, value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float32, device=device)
+
+
+def _tree(device: torch.device, capacity: int) -> tuple[Tensor, ...]:
+    """Arrays of a tree of 5 nodes."""
+    parents = [-1, 0, 0, 1, 3]
+    room = [0] * (capacity - 5)
+    words = tree.ancestor_words(torch.tensor(parents))
+    return (
+        _whole(device, 7, 8, 9, 10, 11, *room),
+        _whole(device, *parents, *room),
+        _whole(device, 0, 1, 1, 2, 3, *room),
+        _wave(device, capacity).abs().neg(),
+        _wave(device, capacity, phase=1.0).abs().neg(),
+        torch.nn.functional.pad(words, (0, -(-capacity // 64) - 1, 0, capacity - 5)).to(device),
+    )
+
+
+def _append_nodes(device: torch.device) -> list[tuple[Any, ...]]:
+    new = _whole(device, 4, 2, 4, 0), _whole(device, 1, 2, 3, 4), _wave(device, 4)
+    return [
+        (_tree(device, capacity), _count(device, 5), *new, _count(device, 3), _count(device, 0)) for capacity in (7, 70)
+    ]
+
+
+def _logits(device: torch.device) -> list[Tensor]:
+    logits = _wave(device, ROWS, COLUMNS)
+    logits[0, :9], logits[1, 3], logits[2, 5:] = 2.5, math.inf, -math.inf  # ties, and what is not finite
+    return [logits, logits.bfloat16()]
+
+
+def _best_candidates(device: torch.device) -> list[tuple[Any, ...]]:
+    scores = _wave(device, ROWS, phase=2.0).abs().neg()
+    return [(logits, scores, _count(device, 4), 12) for logits in _logits(device)]
+
+
+def _choose_tokens(device: torch.device) -> list[tuple[Any, ...]]:
+    drawn = torch.arange(ROWS, device=device) * 2**33, _whole(device, -(2**61) + 5), _real(device, 0.7)
+    return [(logits, *how) for logits in _logits(device) for how in ((), drawn)]
+
+
+def _walk(device: torch.device) -> list[tuple[Any, ...]]:
+    tokens, parents = (part[:7] for part in _tree(device, 7)[:2])
+    paths = _whole(device, 8, 10, 1, 11, 5, 9, 9), _whole(device, 3, *[9] * 6), _whole(device, -1, *[9] * 6)
+    return [(tokens, parents, chosen, _count(device, 5)) for chosen in paths]
+
+
+def _compact_kv(device: torch.device) -> list[tuple[Any, ...]]:
+    slab = _wave(device, 2, 2, 2, 20, 8)
+    return [(slab, _whole(device, 0, 2, 5, 6), _count(device, live), _count(device, 9)) for live in (4, 2)]
+
+
+def _gather_rows(device: torch.device) -> list[tuple[Any, ...]]:
+    given = _wave(device, 6, SIZE), _whole(device, 5, 0, 3), _wave(device, 9, SIZE, phase=1.0), _whole(device, 8, 8, 1)
+    return [given]
+
+
+def _rows(device: torch.device, slots: int = SLOTS) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (HEADS, ROWS, SIZE), (HEADS // 2, slots, SIZE), (HEADS // 2, slots, SIZE)
+    query, key, value = (_wave(device, *shape, phase=float(n)) for n, shape in enumerate(shapes))
+    return query, key, value
+
+
+def _both(rows: tuple[Any, ...], *rest: Any) -> list[tuple[Any, ...]]:
+    return [(*rows, *rest), (*(part.bfloat16() for part in rows), *rest)]
+
+
+def _cached_attention(device: torch.device) -> list[tuple[Any, ...]]:
+    words = _tree(device, 5)[5]
+    lengths = _count(device, 60), _count(device, 4), _count(device, 5)
+    return _both(_rows(device), words, *lengths, SIZE**-0.5)
+
+
+def _strict(device: torch.device) -> list[tuple[Any, ...]]:
+    with meaning():
+        paths = attention.order_paths(_tree(device, 5)[5])
+    return _both(_rows(device), paths, _count(device, 60), _count(device, 4), SIZE**-0.5)
+
+
+def _tree_attention(device: torch.device) -> list[tuple[Any, ...]]:
+    mask = torch.ones(ROWS, SLOTS, dtype=torch.bool, device=device).tril(SLOTS - ROWS)
+    return _both(_rows(device), mask, 60)
+
+
+def _rope_store(device: torch.device) -> list[tuple[Any, ...]]:
+    rows, positions = _rows(device, ROWS), _whole(device, 3, 4, 4, 5, 6)
+    tables = _wave(device, 9, SIZE // 2), _wave(device, 9, SIZE // 2, phase=1.5)
+    slab, slot, live = _wave(device, 2, HEADS // 2, 20, SIZE), _whole(device, 7), _count(device, ROWS)
+    halves = tuple(part.bfloat16() for part in rows)
+    return [
+        (*rows, positions, tables, slab, slot, live),
+        (*halves, positions, tables, slab.bfloat16(), slot, live),
+    ]
+
+
+def _step_queues(device: torch.device) -> list[tuple[Any, ...]]:
+    queues = queue.Queues.start(8, device)
+    scores = torch.tensor([-0.1, -0.4, -0.4, -2.0], device=device)
+    rows, columns = _whole(device, 0, 0, 0, 0), _whole(device, 4, 2, 9, 1)
+    found = select.Candidates(rows, columns, scores, scores, _count(device, 4))
+    frontier = tree.Nodes(_whole(device, 0), _count(device, 1))
+    search = queue.Search(2, 3, 0.0, True)
+    return [(queues, found, frontier, _whole(device, *[0] * 9), None, _count(device, 1), search)]
+
+
+PACKED = ("pack_mask", "tree_attention")  # only together do they mean something
+INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
+    "append_nodes": _append_nodes,
+    "best_candidates": _best_candidates,
+    "cached_attention": _cached_attention,
+    "choose_tokens": _choose_tokens,
+    "compact_kv": _compact_kv,
+    "gather_rows": _gather_rows,
+    "keyed_gumbel_argmax": lambda device: [(_wave(device, COLUMNS), 5, 2**40)],
+    "rope_store": _rope_store,
+    "step_queues": _step_queues,
+    "strict_cached_attention": _strict,
+    "top_children": lambda device: [(logits, 7) for logits in _logits(device)],
+    "top_entropy": lambda device: [(logits, 7) for logits in _logits(device)],
+    "tree_attention": _tree_attention,
+    "walk": _walk,
+}
+
+
+def needed(name: str) -> tuple[str, ...]:
+    """The ops that are tried together with this one, the one that is called last."""
+    return PACKED if name in PACKED else (name,)

@@ -1,0 +1,401 @@
+"""A CUDA device on which graphs can be captured, without one: tensors say `cuda`, their numbers stand in CPU memory.
+
+Within `cuda()` all of torch runs through a dispatch mode. A capture records every operation that would be a kernel, and
+undoes what it wrote, as a capture runs nothing. A replay runs those operations on the memory that they were recorded
+with, after all memory that the graph made has been filled with garbage. So it shows
+
+a number of the host        it is what it was at the capture
+a read by the host, a copy  Refused while capturing; so are operations across devices
+memory that is not kept     Refused by the replay, where it was made outside and has been freed since
+
+What a backend attaches to an op is one operation, whatever is inside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specengine.ops import _registry
+
+CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
+GARBAGE = 0x7F  # of every byte: no float that is right by chance, an index far out of bounds
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "bincount", "repeat_interleave")
+FUSED = ("scaled_dot_product_attention", "rms_norm")  # a kernel each on a device, several operations here
+CHOICE = "_fused_sdp_choice"
+UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
+
+
+class Refused(RuntimeError):
+    """What CUDA would not do."""
+
+
+class OnDevice(Tensor):
+    """A tensor of the pretended device; `held` has its numbers."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> OnDevice:
+        place = {"strides": held.stride(), "storage_offset": held.storage_offset()}
+        # of the host for C++, whose guards would look for a driver
+        made = Tensor._make_wrapper_subclass(cls, held.size(), **place, dtype=held.dtype, device=HOST)
+        made.held = held
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return CUDA
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} outside of the pretended device")
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def cpu(self) -> Tensor:
+        return torch.ops.aten._to_copy(self, device=HOST)
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = [*args, *kwargs.values()]
+        like = [part for part in given if isinstance(part, Tensor)]
+        places = [torch.device(part) for part in given if isinstance(part, str | torch.device)]
+        kinds = [part for part in given if isinstance(part, torch.dtype)] + [part.dtype for part in like]
+        lazy, copy = kwargs.get("non_blocking", False), kwargs.get("copy", False)
+        place = (places + [part.device for part in like] + [CUDA])[0]
+        asked: dict[str, Any] = {} if place.type == CUDA.type else {"device": place}
+        if kinds and kinds[0] is not self.dtype:
+            asked["dtype"] = kinds[0]
+        return torch.ops.aten._to_copy(self, non_blocking=lazy, **asked) if asked or copy else self
+
+    def new_tensor(self, data: Any, **given: Any) -> Tensor:
+        return torch.tensor(data, **({"dtype": self.dtype, "device": CUDA} | given))
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnDevice({self.held})"
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """As torch's tree_map, in a fraction of its time."""
+    if isinstance(tree, dict):
+        return {name: mapped(function, part) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        parts = [mapped(function, part) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return function(tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return [tree]
+    return [leaf for part in tree for leaf in leaves(part)]
+
+
+def held(tree: Any) -> Any:
+    return mapped(lambda part: part.held if isinstance(part, OnDevice) else part, tree)
+
+
+def of_class(kind: type, tree: Any) -> list[Any]:
+    return [part for part in leaves(tree) if isinstance(part, kind)]
+
+
+# ---- graphs
+
+
+class Kept:
+    """A tensor as a graph has it: a place in memory that is the graph's own, or that others must keep."""
+
+    def __init__(self, tensor: Tensor, graph: Graph) -> None:
+        storage = tensor.untyped_storage()
+        self._own = tensor if graph.owns(storage) else None
+        self._weak, self._dtype = StorageWeakRef(storage), tensor.dtype
+        self._place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+    def tensor(self) -> Tensor:
+        if self._own is not None:
+            return self._own
+        if self._weak.expired():
+            raise Refused("a graph reads memory that has been freed since its capture")
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All bytes of what it is a part of."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass
+class Graph:
+    """As torch.cuda.CUDAGraph. launches: kernels by name, of one replay."""
+
+    keep_graph: bool = False
+    launches: Counter[str] = field(default_factory=Counter)
+    _steps: list[tuple[Callable[..., Any], Any, list[Kept]]] = field(default_factory=list)
+    _own: dict[int, Tensor] = field(default_factory=dict)
+    _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._own
+
+    def writes(self, tensor: Tensor) -> None:
+        """This will be written to; a capture leaves it as it was."""
+        if address(tensor) not in self._own and address(tensor) not in self._before:
+            self._before[address(tensor)] = whole(tensor), whole(tensor).clone()
+
+    def record(self, name: str, function: Callable[..., Any], given: Any, made: list[Tensor]) -> None:
+        def frozen(part: Any) -> Any:
+            if isinstance(part, OnDevice):
+                return Kept(part.held, self)
+            return part.clone() if isinstance(part, Tensor) else part
+
+        step = mapped(frozen, given)
+        for tensor in made:
+            self._own[address(tensor)] = whole(tensor)
+        if name not in UNWRITTEN:
+            self.launches[name] += 1
+            self._steps.append((function, step, [Kept(tensor, self) for tensor in made]))
+
+    def undo(self) -> None:
+        for bytes_, before in self._before.values():
+            bytes_.copy_(before)
+        self._before.clear()
+
+    def replay(self) -> None:
+        with _aside():
+            for bytes_ in self._own.values():
+                bytes_.fill_(GARBAGE)
+            for function, given, made in self._steps:
+                args, kwargs = mapped(lambda part: part.tensor() if isinstance(part, Kept) else part, given)
+                found = function(*args, **kwargs)
+                for into, values in zip(made, fresh(found, (args, kwargs)) if made else (), strict=True):
+                    into.tensor().copy_(values)
+
+
+def fresh(found: Any, given: Any) -> list[Tensor]:
+    """What of the results is no tensor that was given."""
+    known = {id(part) for part in leaves(given)}
+    return [part for part in of_class(Tensor, found) if id(part) not in known]
+
+
+# ---- the device
+
+
+class Device(TorchDispatchMode):
+    """Runs what is asked of `cuda` on what its tensors hold; capturing: the graph that records, if any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capturing: Graph | None = None
+        self.waits = 0  # of the host, for the device
+
+    def wait(self, what: str) -> None:
+        self.waits += 1
+        if self.capturing is not None:
+            raise Refused(f"operation not permitted when stream is capturing: {what}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        name, asked = func.overloadpacket.__name__, kwargs.get("device")
+        tensors = of_class(Tensor, (args, kwargs))
+        there = [part for part in tensors if isinstance(part, OnDevice)]
+        on = bool(there) if asked is None else asked.type == CUDA.type
+        if not there and not on:
+            with _normal():
+                return func(*args, **kwargs)
+        if name == CHOICE:
+            return 0
+        if name not in FUSED and composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        self._check(name, args, kwargs, [part for part in tensors if not isinstance(part, OnDevice)], on)
+        if asked is not None:
+            kwargs["device"] = HOST
+        with _normal():
+            return self.run(name, func, args, kwargs, on)
+
+    def _check(self, name: str, args: Any, kwargs: Any, off: list[Tensor], on: bool) -> None:
+        if name.startswith(READS):
+            self.wait(name)
+        if name in ("copy_", "_to_copy"):
+            source = args[1] if name == "copy_" else args[0]
+            into = isinstance(args[0], OnDevice) if name == "copy_" else on
+            if isinstance(source, OnDevice) is not into:
+                lazy = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+                if not lazy or self.capturing is not None:
+                    self.wait(f"{name} across devices")
+        elif name.startswith(("index", "_index", "_unsafe_index")) and isinstance(args[1], list | tuple):
+            places = [part for part in args[1] if part is not None]
+            if any(part.dtype is torch.bool for part in places):
+                self.wait("a mask as an index")
+            if any(part.dim() and not isinstance(part, OnDevice) for part in places):
+                self.wait("an index of the host")
+        elif on and any(part.dim() for part in off) and not name.endswith("_like"):
+            raise Refused(f"{name}: tensors on cuda and on the host")
+
+    def run(
+        self, name: str, function: Callable[..., Any], args: Any, kwargs: Any, on: bool, *, opaque: bool = False
+    ) -> Any:
+        """The operation on what is held; recorded where a graph is captured. opaque: any tensor may be written to."""
+        given, graph = held((args, kwargs)), self.capturing
+        known = {id(part.held): part for part in of_class(OnDevice, (args, kwargs))}
+        if graph is not None:
+            for part in of_class(OnDevice, (args, kwargs) if opaque else written(function, args, kwargs)):
+                graph.writes(part.held)
+        found = function(*given[0], **given[1])
+        made = fresh(found, given) if on else []
+        inside = {address(part) for part in of_class(Tensor, given)}
+        views = bool(made) and all(address(part) in inside for part in made)
+        if graph is not None and (not views or opaque):
+            graph.record(name, function, (args, kwargs), made)
+
+        def there(part: Any) -> Any:
+            if not on or not isinstance(part, Tensor):
+                return part
+            return known[id(part)] if id(part) in known else OnDevice(part)
+
+        return mapped(there, found)
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Of an operation's arguments those that it writes to."""
+    spec = {argument.name: argument for argument in func._schema.arguments}
+    pairs = [*zip(spec.values(), args, strict=False), *((spec[name], value) for name, value in kwargs.items())]
+    return [value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write]
+
+
+@cache
+def composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+@contextmanager
+def _normal() -> Iterator[None]:
+    """Held tensors are no inference tensors, which nothing could write to outside."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    with torch.utils._python_dispatch._disable_current_modes(), _normal():
+        yield
+
+
+class Stream:
+    cuda_stream = 0
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        self.device.wait("an event")
+
+
+@contextmanager
+def cuda() -> Iterator[Device]:
+    """Everything within runs with a pretended CUDA device; modules go there by `moved`."""
+    device, made, loaded = Device(), torch.tensor, _registry._loaded
+
+    def tensor(data: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        values = made(data, dtype=dtype)
+        return values if device is None or torch.device(device).type == HOST.type else values.to(CUDA)
+
+    def kernels(key: str) -> Any:
+        return loaded(key) if key == _registry.REFERENCE else {name: kernel(name, f) for name, f in loaded(key).items()}
+
+    def kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def alone(*given: Any) -> Any:
+            with _aside():
+                return function(*given)
+
+        def run(*given: Any) -> Any:
+            if not of_class(OnDevice, given):
+                return function(*given)
+            with _normal():
+                return device.run(f"kernel {name}", alone, given, {}, True, opaque=True)
+
+        return run
+
+    def forget() -> None:
+        _registry._resolve.cache_clear()
+        _registry._fault.cache_clear()
+
+    @contextmanager
+    def graph(into: Graph, **_: Any) -> Iterator[None]:
+        device.capturing = into
+        try:
+            yield
+        finally:
+            device.capturing = None
+            with _aside():
+                into.undo()
+
+    stands_for = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: device.capturing is not None,
+        "memory_reserved": lambda *_: 0,
+        "graph_pool_handle": lambda: (0, 0),
+        "current_stream": lambda *_: Stream(),
+        "stream": lambda _: nullcontext(),
+        "device": lambda _: nullcontext(),
+        "synchronize": lambda *_: device.wait("the device"),
+        "Stream": Stream,
+        "Event": lambda **_: Event(device),
+        "CUDAGraph": Graph,
+        "graph": graph,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand_in in stands_for.items():
+            patch.setattr(torch.cuda, name, stand_in)
+        patch.setattr(torch, "tensor", tensor)
+        patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+        patch.setattr(_registry, "_loaded", kernels)
+        forget()
+        try:
+            with device:
+                yield device
+        finally:
+            forget()
+
+
+def moved(module: torch.nn.Module) -> torch.nn.Module:
+    """The module, its parameters and buffers on the pretended device."""
+    for part in module.modules():
+        for name, value in part._parameters.items():
+            if value is not None:
+                part._parameters[name] = torch.nn.Parameter(OnDevice(value.detach()), requires_grad=False)
+        for name, value in part._buffers.items():
+            if value is not None:
+                part._buffers[name] = OnDevice(value)
+    return module

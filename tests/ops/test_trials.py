@@ -1,0 +1,131 @@
+"""On a device an implementation is taken where it gives what the op means, and left out, with a warning, where not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specengine import ops
+from specengine.errors import BackendError
+from specengine.ops import _registry, _trial
+from specengine.ops._registry import _Provider, by_meaning
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.0]])
+
+
+@pytest.fixture(autouse=True)
+def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU as a kind of device on which implementations are tried."""
+    monkeypatch.setenv(ops.VARIABLE, "auto")
+    monkeypatch.setattr(_registry, "TRIED", ("cpu",))
+    monkeypatch.setattr(_registry, "_is_there", lambda kind: True)
+    for known in (_registry._resolve, _registry._fault):
+        known.cache_clear()
+    yield
+    for known in (_registry._resolve, _registry._fault):
+        known.cache_clear()
+
+
+def provided(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -> None:
+    """A backend `fast` for CPUs that has these."""
+    load = _registry._load.__wrapped__
+    known = {"fast": _Provider(("cpu",), "fast", "make fast"), "reference": _registry._PROVIDERS["reference"]}
+    monkeypatch.setattr(_registry, "_PROVIDERS", known)
+    monkeypatch.setattr(_registry, "_load", lambda name: (kernels, "") if name == "fast" else load(name))
+
+
+def right(*given: Any) -> Any:
+    return by_meaning(ops.top_children, *given)
+
+
+def raising(*given: Any) -> Any:
+    raise RuntimeError("no kernel image is available\nfor execution")
+
+
+def test_one_that_is_right_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    provided(monkeypatch, top_children=lambda *given: calls.append(given) or right(*given))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        taken = ops.backends("cpu")["top_children"]
+    assert (taken.name, taken.reason) == ("fast", "first choice on cpu")
+    tried = len(calls)
+    ops.top_children(LOGITS, 2)
+    assert len(calls) == tried + 1 > 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (raising, r"RuntimeError: no kernel image is available \(input 0\)"),
+        (lambda *given: (right(*given)[0] * 1.001, right(*given)[1]), r"instead of -?\d.* numbers differ"),
+        (lambda *given: (right(*given)[0], right(*given)[1].flip(1)), r"\d+ instead of \d+, \d+ of \d+ numbers differ"),
+        (lambda *given: (right(*given)[0], right(*given)[1].int()), r"torch.int32 \[5, 7\] instead of torch.int64"),
+    ],
+)
+def test_one_that_raises_or_differs_is_left_out_once_and_for_all(
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any], said: str
+) -> None:
+    provided(monkeypatch, top_children=wrong)
+    expected = by_meaning(ops.top_children, LOGITS, 2)
+    with pytest.warns(RuntimeWarning, match=f"top_children on cpu runs in torch from now on, as fast.*{said}") as seen:
+        for _ in range(3):
+            assert all(map(torch.equal, ops.top_children(LOGITS, 2), expected))
+    assert len(seen) == 1
+    taken = ops.backends("cpu")["top_children"]
+    assert taken.name == "reference"
+    assert taken.reason.startswith("fast is wrong on cpu: ")
+
+
+def test_rounding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    provided(monkeypatch, top_children=lambda *given: (right(*given)[0] * (1 + 1e-6), right(*given)[1]))
+    assert ops.backends("cpu")["top_children"].name == "fast"
+
+
+def test_what_it_changes_in_place_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(slab: Tensor, *_: Tensor) -> None: ...
+
+    provided(monkeypatch, compact_kv=forgetful)
+    with pytest.warns(RuntimeWarning, match="compact_kv"):
+        assert ops.backends("cpu")["compact_kv"].name == "reference"
+
+
+def test_a_mask_is_tried_with_the_attention_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def packed(mask: Tensor, *_: Any) -> tuple[Tensor]:
+        return (mask,)
+
+    def attended(query: Tensor, key: Tensor, value: Tensor, mask: tuple[Tensor], scale: float) -> Tensor:
+        return by_meaning(ops.tree_attention, query, key, value, mask[0], scale)
+
+    provided(monkeypatch, pack_mask=packed, tree_attention=attended)
+    taken = ops.backends("cpu")
+    assert taken["pack_mask"].name == taken["tree_attention"].name == "fast"
+
+
+def test_reference_turns_all_off_and_a_name_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    provided(monkeypatch, top_children=raising)
+    monkeypatch.setenv(ops.VARIABLE, "reference")
+    assert ops.top_children(LOGITS, 1)[1].tolist() == [[1]]
+    monkeypatch.setenv(ops.VARIABLE, "fast")
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        ops.top_children(LOGITS, 1)
+
+
+def test_nothing_is_tried_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    provided(monkeypatch, top_children=right)
+    with monkeypatch.context() as patch:
+        for name in ("is_available", "is_current_stream_capturing"):
+            patch.setattr(torch.cuda, name, lambda: True)
+        with pytest.raises(BackendError, match="top_children: fast has not been tried"):
+            ops.top_children(LOGITS, 1)
+    assert ops.top_children(LOGITS, 1)[1].tolist() == [[1]]
+
+
+def test_every_implementation_for_a_device_can_be_tried() -> None:
+    served = [name for key in ("triton", "cuda") for name in _registry._loaded(key)]
+    assert {_trial.needed(name)[-1] for name in served} <= set(_trial.INPUTS)
