@@ -92,7 +92,7 @@ class CapturedTarget(HuggingFaceTarget):
         """How many rows a tree of so many nodes is padded to."""
         return -(-size // STRICT_ROWS) * STRICT_ROWS if self.strict else bucket(size)
 
-    # ---- for cycles on the device (device_cycle.py)
+    # ---- for cycles on the device (captured_cycle.py)
 
     @property
     def captured_reads(self) -> tuple[Tensor, ...]:
