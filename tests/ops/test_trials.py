@@ -73,7 +73,8 @@ def test_one_that_raises_or_differs_is_left_out_once_and_for_all(
 ) -> None:
     provided(monkeypatch, top_children=wrong)
     expected = by_meaning(ops.top_children, LOGITS, 2)
-    with pytest.warns(RuntimeWarning, match=f"top_children on cpu runs in torch from now on, as fast.*{said}") as seen:
+    message = f"top_children on cpu runs in torch from now on, as fast.*{said}"
+    with pytest.warns(RuntimeWarning, match=message) as seen:  # noqa: PT031 - once, of three calls
         for _ in range(3):
             assert all(map(torch.equal, ops.top_children(LOGITS, 2), expected))
     assert len(seen) == 1
