@@ -64,7 +64,8 @@ def counted(policy: str, layers: int = LAYERS, parts: tuple[str, ...] = ("root",
         target = CapturedTarget(pretended.moved(model))  # type: ignore[arg-type]
         engine = Engine(target, CapturedEagle(head, target.lm), policies.make(policy), loop="read")  # type: ignore[arg-type]
         driver = engine._captured
-        assert driver is not None and engine.drafter is not None
+        assert driver is not None
+        assert engine.drafter is not None
         target.want_features(engine.drafter.features)
         driver.reserve(100)
         driver.cycle.state.length.fill_(20)
