@@ -28,8 +28,19 @@ TABLE = Path(__file__).with_name("launches.json")
 NAMES = ("eagle", "talon", "salf", "chain")
 WAYS = {"meanings": "reference", "kernels": "triton,cuda"}
 SERVED = {
-    "triton": ("append_nodes", "best_candidates", "cached_attention", "choose_tokens", "compact_kv", "gather_rows")
-    + ("rope_store", "strict_cached_attention", "top_children", "top_entropy", "walk"),
+    "triton": (
+        "append_nodes",
+        "best_candidates",
+        "cached_attention",
+        "choose_tokens",
+        "compact_kv",
+        "gather_rows",
+        "rope_store",
+        "strict_cached_attention",
+        "top_children",
+        "top_entropy",
+        "walk",
+    ),
     "cuda": ("step_queues",),
 }  # of what runs in captured cycles
 LAYERS = 4
