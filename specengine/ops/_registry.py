@@ -131,7 +131,7 @@ def _choose(name: str, kind: str, asked: str) -> Backend:
 
 def _best(name: str, kind: str, able: tuple[str, ...]) -> Backend:
     """The first that is made for this kind of device and, where they are tried, gives what the op means."""
-    reasons = []
+    reasons = list[str]()
     for key in (key for key, provider in _PROVIDERS.items() if kind in provider.devices):
         fault = _why_not(key, name, kind)
         if key in able:

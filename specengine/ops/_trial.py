@@ -60,7 +60,7 @@ def _counted(value: Any) -> list[Any]:
         kept = ("accepted", "scores", "bound")
         return [part if name in kept else part[:waiting] for name, part in value._asdict().items()]
     if isinstance(value, tuple):
-        live = getattr(value, "live", None)
+        live: Any = getattr(value, "live", None)
         cut = isinstance(live, Tensor)
         parts = zip(getattr(value, "_fields", value), value, strict=True)
         whole = ("live", "bonus", "expand")

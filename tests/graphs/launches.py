@@ -1,0 +1,121 @@
+"""python -m tests.graphs.launches [--write]: kernels that a captured cycle launches, counted on the pretended device.
+
+By policy the launches of root, level and verification of a target of LAYERS layers behind an EAGLE-3 head, and what a
+further layer adds to a verification; views and uninitialised memory do not count. With kernels an op that Triton or
+CUDA serves counts as one, whatever is prepared for it, and its meaning runs in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specengine import Engine, ops, policies
+from specengine.drafters._captured_eagle import CapturedEagle
+from specengine.ops import _registry
+from specengine.targets.captured import CapturedTarget
+from tests import toy
+from tests.graphs import pretended
+
+TABLE = Path(__file__).with_name("launches.json")
+NAMES = ("eagle", "talon", "salf", "chain")
+WAYS = {"meanings": "reference", "kernels": "triton,cuda"}
+SERVED = {
+    "triton": (
+        "append_nodes",
+        "best_candidates",
+        "cached_attention",
+        "choose_tokens",
+        "compact_kv",
+        "gather_rows",
+        "rope_store",
+        "strict_cached_attention",
+        "top_children",
+        "top_entropy",
+        "walk",
+    ),
+    "cuda": ("step_queues",),
+}  # of what runs in captured cycles
+LAYERS = 4
+GOALS = {"level": 40, "layer": 16}  # at most, with kernels
+
+Counts = dict[str, dict[str, int]]
+
+
+def stand_ins(backend: str) -> dict[str, Any]:
+    def of(name: str) -> Any:
+        def run(*given: Any) -> Any:
+            if name != "best_candidates":
+                return ops.by_meaning(ops.OPS[name], *given)
+            limit, log_gate, bound, normalized = given[4:]
+            numbers = {"limit": limit, "log_gate": log_gate, "bound": bound, "normalized": normalized}
+            return ops.by_meaning(lambda: ops.best_candidates(*given[:4], **numbers))
+
+        return run
+
+    return {name: of(name) for name in SERVED[backend]} if backend in SERVED else ops.OPS
+
+
+def counted(policy: str, layers: int = LAYERS, parts: tuple[str, ...] = ("root", "level", "verify")) -> dict[str, int]:
+    """Launches of each function of a cycle, by its capture."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as device:
+        patch.setattr(_registry, "_loaded", stand_ins)
+        device.enter_context(pretended.cuda())
+        device.enter_context(torch.inference_mode())
+        model = toy.tiny("llama", num_hidden_layers=layers)
+        head = pretended.moved(toy.tiny_head(toy.head_config(3, model)))
+        target = CapturedTarget(pretended.moved(model))  # type: ignore[arg-type]
+        engine = Engine(target, CapturedEagle(head, target.lm), policies.make(policy), loop="read")  # type: ignore[arg-type]
+        driver = engine._captured
+        assert driver is not None
+        assert engine.drafter is not None
+        target.want_features(engine.drafter.features)
+        driver.reserve(100)
+        driver.cycle.state.length.fill_(20)
+        driver.cycle.state.taken.fill_(1)
+        for part in parts:
+            function = getattr(driver.cycle, part)
+            function()  # what is made on first use is not part of a graph
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                function()
+            found[part] = sum(graph.launches.values())  # type: ignore[attr-defined]
+    return found
+
+
+def table(backend: str, names: tuple[str, ...] = NAMES) -> Counts:
+    before = os.environ.get(ops.VARIABLE)
+    os.environ[ops.VARIABLE] = backend
+    try:
+        counts = {name: counted(name) for name in names}
+        more = counted(names[0], LAYERS + 1, ("root", "verify"))["verify"] - counts[names[0]]["verify"]
+        return counts | {"a layer": {"verify": more}}
+    finally:
+        if before is None:
+            del os.environ[ops.VARIABLE]
+        else:
+            os.environ[ops.VARIABLE] = before
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    found = {way: table(backend) for way, backend in WAYS.items()}
+    if "--write" in sys.argv[1:]:
+        TABLE.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{'':10}{'':10}{'root':>8}{'level':>8}{'verify':>8}")
+    for way, counts in found.items():
+        for name, row in counts.items():
+            print(f"{way:10}{name:10}" + "".join(f"{row.get(part, ''):>8}" for part in ("root", "level", "verify")))
+    print(f"goals with kernels: {', '.join(f'{most} a {part}' for part, most in GOALS.items())}")
+
+
+if __name__ == "__main__":
+    main()
