@@ -73,15 +73,9 @@ def test_one_that_raises_or_differs_is_left_out_once_and_for_all(
 ) -> None:
     provided(monkeypatch, top_children=wrong)
     expected = by_meaning(ops.top_children, LOGITS, 2)
-<<<<<<< HEAD
-    with pytest.warns(RuntimeWarning, match=f"top_children on cpu runs in torch from now on, as fast.*{said}") as seen:
-        found = [ops.top_children(LOGITS, 2) for _ in range(3)]
-=======
     message = f"top_children on cpu runs in torch from now on, as fast.*{said}"
-    with pytest.warns(RuntimeWarning, match=message) as seen:  # noqa: PT031 - once, of three calls
-        for _ in range(3):
-            assert all(map(torch.equal, ops.top_children(LOGITS, 2), expected))
->>>>>>> pretended
+    with pytest.warns(RuntimeWarning, match=message) as seen:
+        found = [ops.top_children(LOGITS, 2) for _ in range(3)]
     assert len(seen) == 1
     assert all(map(torch.equal, (part for pair in found for part in pair), 3 * expected))
     taken = ops.backends("cpu")["top_children"]
