@@ -258,7 +258,8 @@ class Engine:
         run.stats.notes.append(captured.NOTE)
         for cycle in cycles.cycles(run):
             if self.policy is not None:
-                self.policy.observe(cycle)
+                with torch.inference_mode():
+                    self.policy.observe(cycle)
             self._count(run, cycle)
             yield cycle
 

@@ -5,8 +5,10 @@ A module of policies, none itself. Training imports the same functions, so featu
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,7 +118,8 @@ KINDS = {
 }
 
 
-class Classifier(NamedTuple):
+@dataclass(frozen=True)
+class Classifier:
     """A trained network and what its file says about it.
 
     facts: `depth_base`, `top` (tokens that entropies are summed over), `beta` (calibrated threshold), sizes, and the
@@ -125,12 +128,15 @@ class Classifier(NamedTuple):
 
     net: Any
     facts: Mapping[str, Any]
+    _copies: dict[torch.device, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def on(self, device: torch.device) -> Classifier:
-        """On that device; itself where it is there."""
-        if self.net.output.weight.device != device:
-            self.net.to(device)
-        return self
+    def on(self, device: torch.device) -> Any:
+        """The network on that device, where it is elsewhere as a copy; see PerDevice."""
+        if self.net.output.weight.device == device:
+            return self.net
+        if device not in self._copies:
+            self._copies[device] = copy.deepcopy(self.net).to(device)
+        return self._copies[device]
 
 
 def save(file: Path, kind: str, net: nn.Module, facts: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:

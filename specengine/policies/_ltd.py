@@ -5,6 +5,7 @@ A module of policies, none itself.
 
 from __future__ import annotations
 
+import copy
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,18 @@ class Networks(nn.Module):
         self.depth = perceptron(shape.inputs["depth"], hidden["depth"], shape.outputs["depth"], activation)
         self.size = perceptron(shape.inputs["size"], hidden["size"], shape.outputs["size"], activation)
 
+        self._list_parameters()
+
+    def _list_parameters(self) -> None:
         self._parameters_of = {name: list(getattr(self, name).parameters()) for name in ("depth", "size")}
+
+    def on(self, device: torch.device) -> Networks:
+        """These on that device, as a copy where they are elsewhere."""
+        if self.device == device:
+            return self
+        made = copy.deepcopy(self).to(device)
+        made._list_parameters()
+        return made
 
     @property
     def hidden(self) -> dict[str, list[int]]:

@@ -95,7 +95,7 @@ class C2t(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(self.children)
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
-        net, facts = self._learned.on(tree.device)
+        net, facts = self._learned.on(tree.device), self._learned.facts
         depth = tree.passes + (facts["depth_base"] - 1)
         confidence = ops.classify_paths(paths, step.entropy(self.entropy_over), depth, net.parts)
         if step.normalized:  # only such rows are sparse, as in Step.add_best_children

@@ -48,7 +48,7 @@ class Disco(Beam):
         best = beam.ids.index_select(0, tree.scores(beam).argmax(0, keepdim=True))
         row = (frontier.ids == tree.parents.index_select(0, best)).int().argmax(0, keepdim=True)
         logits = step.row(row).logits
-        net, facts = self._learned.on(logits.device)
+        net, facts = self._learned.on(logits.device), self._learned.facts
         depth = (tree.passes + (facts["depth_base"] - 1)).to(logits.device)
         sure = ops.classify_row(logits, facts["top"], depth, net.parts, step.normalized)
         return (sure.double() < self.threshold).to(tree.device)

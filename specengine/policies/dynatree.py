@@ -14,6 +14,7 @@ from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
+from specengine.policies._state import PerDevice
 from specengine.records import Cycle
 from specengine.tree import TokenTree
 
@@ -73,7 +74,8 @@ class DynaTree(TreePolicy):
     _base_depth: float = field(init=False, repr=False, compare=False)
     _high: float = field(init=False, repr=False, compare=False)
     _deep: float = field(init=False, repr=False, compare=False)
-    _moved: Tensor = field(init=False, repr=False, compare=False)  # float32 [3], as the rule reads them: see _set
+    # float32 [3], as the rule reads the three: the whole base depth, the logarithms of high and deep
+    _moved: PerDevice[Tensor] = field(init=False, repr=False, compare=False)
     _rates: deque[float] = field(init=False, repr=False, compare=False)
     _since: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -81,8 +83,7 @@ class DynaTree(TreePolicy):
         self._check()
         self._base_depth, self._high, self._deep = float(self.base_depth), self.high, self.deep
         self._rates = deque(maxlen=self.window)
-        self._moved = torch.empty(3)
-        self._set()
+        self._moved = PerDevice(lambda device: torch.tensor(self._settings, device=device))
 
     def _check(self) -> None:
         depths = 1 <= self.base_depth < self.max_depth
@@ -117,15 +118,14 @@ class DynaTree(TreePolicy):
         return self.max_depth + 1
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        if self._moved.device != tree.device:
-            self._moved = self._moved.to(tree.device)
+        base_depth, high, deep = self._moved.on(tree.device)
         log_probs, tokens = step.best_children(self.branch_max)
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
-        chosen = self._chosen(log_probs, paths, tree.passes == 1)
+        chosen = self._chosen(log_probs, paths, high, tree.passes == 1)
         # by parent, best first: the order of the paper's queue
         nodes = step.add_chosen(tree, frontier, log_probs, tokens, chosen, self.nodes, self.capacity - tree.size)
         depths, paths = (part.index_select(0, nodes.ids) for part in (tree.depths, tree.path_log_probs))
-        shallow = (depths <= self._moved[0]) | (paths >= self._moved[2])
+        shallow = (depths <= base_depth) | (paths >= deep)
         drafted = (depths <= self.max_depth) & (paths >= _log(self.lowest)) & shallow
         found = ops.select_best(torch.zeros_like(paths).masked_fill(~drafted, -math.inf), nodes.live, self.rows)
         ids = nodes.ids.index_select(0, found.ids) if len(nodes.ids) else found.ids
@@ -146,11 +146,11 @@ class DynaTree(TreePolicy):
         """The path probability below which nothing is drafted from."""
         return max(self.stop, self.least) if self.prune == "expand" else self.stop
 
-    def _chosen(self, log_probs: Tensor, paths: Tensor, first: Tensor) -> Tensor:
+    def _chosen(self, log_probs: Tensor, paths: Tensor, high: Tensor, first: Tensor) -> Tensor:
         """Which of the best children become nodes, bool [rows, places], by the log-probabilities of their edges and
-        paths; first: whether the root is their parent, bool [1]."""
+        paths; high: the logarithm of its present value, []; first: whether the root is their parent, bool [1]."""
         place = torch.arange(log_probs.shape[1], device=log_probs.device)
-        sure, unsure = log_probs[:, :1] >= self._moved[1], log_probs[:, :1] < math.log(self.low)
+        sure, unsure = log_probs[:, :1] >= high, log_probs[:, :1] < math.log(self.low)
         counts = torch.full_like(sure, self.branch_mid, dtype=torch.int64)
         counts = counts.masked_fill(sure, self.branch_min).masked_fill(unsure, self.branch_max)
         chosen = (place < counts) & (log_probs > -math.inf)
@@ -169,11 +169,12 @@ class DynaTree(TreePolicy):
         self._base_depth = _clip(self._base_depth + by_depth, DEPTH_FLOOR, self.max_depth - 1)
         self._high = _clip(self._high - by_threshold, *HIGH_RANGE)
         self._deep = _clip(self._deep - by_threshold, *DEEP_RANGE)
-        self._set()
+        for moved in self._moved.copies():
+            moved.copy_(torch.tensor(self._settings))
 
-    def _set(self) -> None:
-        """Whole base depth, logarithms of high and deep."""
-        self._moved.copy_(torch.tensor([round(self._base_depth), math.log(self._high), _log(self._deep)]))
+    @property
+    def _settings(self) -> list[float]:
+        return [float(round(self._base_depth)), math.log(self._high), _log(self._deep)]
 
 
 def _up(values: tuple[int, ...]) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
+from specengine.policies._state import PerDevice
 from specengine.tree import TokenTree
 
 
@@ -22,12 +23,12 @@ class Fixed(TreePolicy):
 
     ends_early = False
 
-    _wanted: Tensor = field(init=False, repr=False, compare=False)  # int64 [passes], as `branching`
+    _wanted: PerDevice[Tensor] = field(init=False, repr=False, compare=False)  # int64 [passes], as `branching`
 
     def __post_init__(self) -> None:
         holds = bool(self.branching) and all(count >= 1 for count in self.branching)
         require("fixed", "branching", self.branching, "one count of 1 or more per depth", holds)
-        self._wanted = torch.tensor(self.branching)
+        self._wanted = PerDevice(lambda device: torch.tensor(self.branching, device=device))
 
     @property
     def capacity(self) -> int:
@@ -49,9 +50,7 @@ class Fixed(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(max(self.branching))
         level = (tree.passes - 1).clamp(max=self.passes - 1)
-        if self._wanted.device != tree.device:
-            self._wanted = self._wanted.to(tree.device)
-        wanted = self._wanted.index_select(0, level)
+        wanted = self._wanted.on(tree.device).index_select(0, level)
         place = torch.arange(tokens.shape[1], device=tree.device)
         chosen = (place < wanted) & (log_probs > -math.inf)
         nodes = step.add_chosen(tree, frontier, log_probs, tokens, chosen, max(self._sizes))

@@ -12,6 +12,7 @@ from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import require
 from specengine.policies._beam import Beam
+from specengine.policies._state import PerDevice
 from specengine.records import Cycle
 from specengine.tree import TokenTree
 
@@ -38,25 +39,27 @@ class Gammatune(Beam):
     }
 
     _mean: float = field(init=False, repr=False, compare=False)
-    _height: Tensor = field(init=False, repr=False, compare=False)  # int32 [1], of the next tree
+    _height: int = field(init=False, repr=False, compare=False)
+    _heights: PerDevice[Tensor] = field(init=False, repr=False, compare=False)  # int32 [1], as `_height`
 
     def __post_init__(self) -> None:
         super().__post_init__()
         most = self.expansions + 1
         require("gammatune", "height", self.height, f"1 to expansions + 1 = {most}", 1 <= self.height <= most)
         require("gammatune", "rate", self.rate, "above 0, up to 1", 0 < self.rate <= 1)
-        self._mean, self._height = float(self.height), torch.tensor([self.height], dtype=torch.int32)
+        self._mean, self._height = float(self.height), self.height
+        self._heights = PerDevice(lambda device: torch.tensor([self._height], dtype=torch.int32, device=device))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
-        if self._height.device != tree.device:
-            self._height = self._height.to(tree.device)
-        return tree.passes >= self._height
+        return tree.passes >= self._heights.on(tree.device)
 
     def observe(self, cycle: Cycle) -> None:
         height = int(cycle.tree.depths.max())
         if not height:
             return
         self._mean += self.rate * (cycle.accepted - self._mean)
-        wanted = int(self._height) + 1 if cycle.accepted >= height else round(self._mean) + 1
+        wanted = self._height + 1 if cycle.accepted >= height else round(self._mean) + 1
         most = min(int(1.5 * self.height), self.expansions + 1)
-        self._height.fill_(min(max(wanted, -(-self.height // 2)), most))
+        self._height = min(max(wanted, -(-self.height // 2)), most)
+        for known in self._heights.copies():
+            known.fill_(self._height)

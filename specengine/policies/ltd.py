@@ -15,6 +15,7 @@ from specengine.ops import Nodes
 from specengine.policies import _ltd, require
 from specengine.policies._beam import Beam
 from specengine.policies._ltd import REPEATS, Networks, Shape
+from specengine.policies._state import PerDevice
 from specengine.records import Cycle
 from specengine.tree import TokenTree, is_down
 
@@ -55,9 +56,10 @@ class Ltd(Beam):
     expansions: int = field(default=0, init=False, repr=False)
     budget: int = field(default=0, init=False, repr=False)
     _shape: Shape = field(init=False, repr=False, compare=False)
-    _decisions: Decisions = field(init=False, repr=False, compare=False)
-    _sizes: Tensor = field(init=False, repr=False, compare=False)  # int32: nodes verified, by the size network's action
-    _context: Tensor = field(init=False, repr=False, compare=False)  # int64 [1], tokens committed
+    _decisions: PerDevice[Decisions] = field(init=False, repr=False, compare=False)
+    _sizes: PerDevice[Tensor] = field(init=False, repr=False, compare=False)  # int32: nodes verified, by action
+    _tokens: int = field(default=0, init=False, repr=False, compare=False)  # committed
+    _context: PerDevice[Tensor] = field(init=False, repr=False, compare=False)  # int64 [1], as `_tokens`
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"networks": "paper"}, "cpu": {"networks": "cpu"}}
 
@@ -81,18 +83,26 @@ class Ltd(Beam):
         require("ltd", "size", self.size, "1 or more, or none", self.size is None or self.size >= 1)
         if self.check_every is not None:
             shape = Shape(**{**vars(shape), "check_every": self.check_every})
-        self._shape, self._decisions = shape, decisions
-        self._sizes = 1 + torch.tensor(shape.sizes if self.size is None else [self.size], dtype=torch.int32)
-        self._context = torch.zeros(1, dtype=torch.int64)
+        sizes = [1 + size for size in (shape.sizes if self.size is None else [self.size])]
+        self._shape, self._tokens = shape, 0
+        self._sizes = PerDevice(lambda device: torch.tensor(sizes, dtype=torch.int32, device=device))
+        self._context = PerDevice(lambda device: torch.tensor([self._tokens], device=device))
+        self._decisions = PerDevice(lambda device: _on(decisions, device))
         self.width, self.expansions = shape.width, deepest if self.depth is None else self.depth
         most = shape.sizes[-1] if self.size is None else self.size
         self.budget = min(1 + most, self.capacity)
 
     def begin(self, tokens: int) -> None:
-        self._context.fill_(tokens)
+        self._tokens = tokens
+        self._tell()
 
     def observe(self, cycle: Cycle) -> None:
-        self._context += len(cycle.tokens)
+        self._tokens += len(cycle.tokens)
+        self._tell()
+
+    def _tell(self) -> None:
+        for context in self._context.copies():
+            context.fill_(self._tokens)
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
         done, shape = tree.passes - 1, self._shape
@@ -100,24 +110,22 @@ class Ltd(Beam):
         asked = asked & (self.depth is None)
         if is_down(asked):
             return asked
-        return asked & ~self._on(tree.device).goes_on(self._observed("depth", tree, done), done)
+        return asked & ~self._decisions.on(tree.device).goes_on(self._observed("depth", tree, done), done)
 
     def keep(self, tree: TokenTree) -> Nodes:
-        decisions = self._on(tree.device)
-        if self.size is not None:
-            return tree.best_of_all(self.budget, self._sizes)
-        action = decisions.choose_size(self._observed("size", tree, tree.passes - 1))
-        return tree.best_of_all(self.budget, self._sizes.index_select(0, action))
+        sizes = self._sizes.on(tree.device)
+        if self.size is None:
+            observation = self._observed("size", tree, tree.passes - 1)
+            sizes = sizes.index_select(0, self._decisions.on(tree.device).choose_size(observation))
+        return tree.best_of_all(self.budget, sizes)
 
     def _observed(self, which: str, tree: TokenTree, expansions: Tensor) -> Tensor:
-        return observed(which, tree, self._context, expansions, self._shape)
+        return observed(which, tree, self._context.on(tree.device), expansions, self._shape)
 
-    def _on(self, device: torch.device) -> Decisions:
-        if self._context.device != device:
-            self._context, self._sizes = self._context.to(device), self._sizes.to(device)
-            if isinstance(self._decisions, Networks):
-                self._decisions.to(device)
-        return self._decisions
+
+def _on(decisions: Decisions, device: torch.device) -> Decisions:
+    """On that device, as far as they are networks."""
+    return decisions.on(device) if isinstance(decisions, Networks) else decisions
 
 
 def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, shape: Shape) -> Tensor:

@@ -13,6 +13,7 @@ from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
+from specengine.policies._state import PerDevice
 from specengine.tree import TokenTree
 
 
@@ -43,14 +44,14 @@ class OptTree(TreePolicy):
         "cpu": {"nodes": 11, "threshold": 0.1},
     }
 
-    _value: Tensor = field(init=False, repr=False, compare=False)  # float64 [1], of the tree so far
+    _value: PerDevice[Tensor] = field(init=False, repr=False, compare=False)  # float64 [1], of the tree so far
 
     def __post_init__(self) -> None:
         require("opt_tree", "nodes", self.nodes, "1 or more", self.nodes >= 1)
         require("opt_tree", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf)
         least = 2 if self.lag else 1
         require("opt_tree", "max_depth", self.max_depth, f"{least} or more", self.max_depth >= least)
-        self._value = torch.zeros(1, dtype=torch.float64)
+        self._value = PerDevice(lambda device: torch.zeros(1, dtype=torch.float64, device=device))
 
     @property
     def capacity(self) -> int:
@@ -69,12 +70,11 @@ class OptTree(TreePolicy):
         return self.max_depth
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        if self._value.device != tree.device:
-            self._value = self._value.to(tree.device)
+        value = self._value.on(tree.device)
         layer = tree.add(*step.children(frontier, step.candidates(tree, frontier, self.nodes)))
-        before = self._value.masked_fill(tree.passes == 1 + self.lag, -math.inf)
-        self._value.copy_(self._expected(tree))
-        gain = self._value - before
+        before = value.masked_fill(tree.passes == 1 + self.lag, -math.inf)
+        value.copy_(self._expected(tree))
+        gain = value - before
         return layer.where((tree.passes < self.max_depth) & ((tree.passes <= self.lag) | (gain > self.threshold)))
 
     def keep(self, tree: TokenTree) -> Nodes:

@@ -12,6 +12,7 @@ from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
+from specengine.policies._state import PerDevice
 from specengine.tree import TokenTree
 
 
@@ -46,7 +47,7 @@ class Salf(TreePolicy):
         "cpu": {"budget": 12, "batch": 4, "threshold": 0.4},
     }
 
-    _queues: ops.Queues | None = field(default=None, init=False, repr=False, compare=False)
+    _queues: PerDevice[ops.Queues] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require("salf", "budget", self.budget, "1 or more", self.budget >= 1)
@@ -54,6 +55,7 @@ class Salf(TreePolicy):
         require("salf", "threshold", self.threshold, "0 to below 1", 0 <= self.threshold < 1)
         depth = self.max_depth
         require("salf", "max_depth", depth, "1 or more, or none", depth is None or depth >= 1)
+        self._queues = PerDevice(lambda device: ops.Queues.start(self.budget, device))
 
     @property
     def capacity(self) -> int:
@@ -73,7 +75,7 @@ class Salf(TreePolicy):
         return max(self.budget - 1, 1)
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        queues = self._queues_on(tree.device)
+        queues = self._queues.on(tree.device)
         bound = queues.bound.masked_fill(tree.passes == 1, -math.inf)  # those of the tree before are still there
         found = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
         search = ops.Search(self.batch, self.max_depth or self.budget, self.threshold, self.fill)
@@ -83,8 +85,3 @@ class Salf(TreePolicy):
 
     def keep(self, tree: TokenTree) -> Nodes:
         return tree.best_of_all(self.budget)
-
-    def _queues_on(self, device: torch.device) -> ops.Queues:
-        if self._queues is None or self._queues.scores.device != device:
-            self._queues = ops.Queues.start(self.budget, device)
-        return self._queues

@@ -14,6 +14,7 @@ from specengine.ops import Nodes
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
 from specengine.policies._classifier import Classifier
+from specengine.policies._state import PerDevice
 from specengine.tree import TokenTree, is_down
 
 
@@ -40,7 +41,7 @@ class Specdecpp(Beam):
 
     _learned: Classifier = field(init=False, repr=False, compare=False)
     # by node, and a spare one: product of acceptances from the root
-    _reached: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _reached: PerDevice[Tensor] = field(init=False, repr=False, compare=False)
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "chain": {"width": 1, "expansions": 19, "budget": 21},
@@ -53,19 +54,19 @@ class Specdecpp(Beam):
         bounds = f"0 to expansions = {self.expansions}"
         require("specdecpp", "minimum", self.minimum, bounds, 0 <= self.minimum <= self.expansions)
         self._learned = _classifier.load("specdecpp", self.classifier)
+        self._reached = PerDevice(lambda device: torch.ones(self.capacity + 1, device=device))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
         states = self._require(step.hidden).to(tree.device)
-        if self._reached is None or self._reached.device != tree.device:
-            self._reached = torch.ones(self.capacity + 1, device=tree.device)
-        self._reached[:1].fill_(1.0)  # the root is certain
+        known = self._reached.on(tree.device)
+        known[:1].fill_(1.0)  # the root is certain
         below = tree.passes > 1
         if is_down(below):
             return below
-        above = self._reached.index_select(0, tree.parents.index_select(0, frontier.ids).clamp(min=0))
-        reached = (above * self._learned.on(states.device).net(states)).masked_fill(~below, 1.0)
+        above = known.index_select(0, tree.parents.index_select(0, frontier.ids).clamp(min=0))
+        reached = (above * self._learned.on(states.device)(states)).masked_fill(~below, 1.0)
         padding = frontier.padding()
-        self._reached.index_copy_(0, frontier.ids.masked_fill(padding, self.capacity), reached)
+        known.index_copy_(0, frontier.ids.masked_fill(padding, self.capacity), reached)
         doubt = (1 - reached.masked_fill(padding, 0.0).amax(0, keepdim=True)).double()
         return below & (tree.passes > self.minimum) & (doubt > self.threshold)
 

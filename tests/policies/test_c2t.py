@@ -46,7 +46,7 @@ def with_net(policy: C2t, seed: int) -> C2t:
     """The policy with random weights, spread so that confidences cover 0 to 1."""
     made = net("c2t", seed).requires_grad_(False)
     made.output.weight.mul_(20)
-    policy._learned = policy._learned._replace(net=made)
+    policy._learned = replace(policy._learned, net=made)
     return policy
 
 
