@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from specengine.checkpoints import embedded
 from specengine.modeling.native import WITH_PAIRS, NativeLM, from_model
 from specengine.modeling.opening import open_native
 from specengine.modeling.sources import BLOCKS
@@ -159,7 +160,7 @@ def test_the_default_model_by_both_forwards(default_model_path: Path) -> None:
 @pytest.mark.model
 def test_the_default_models_file_gives_the_bits_of_its_conversion(default_model_path: Path) -> None:
     prompt = AutoTokenizer.from_pretrained(default_model_path)(TEXT)["input_ids"]
-    file, tree = NativeLM(open_native(None).source), tree_of(40_000)
+    file, tree = NativeLM(open_native(str(embedded.gguf())).source), tree_of(40_000)
     assert set(file.stored.split(", ")) <= set(BLOCKS)
     ours = native_logits(file, prompt, tree)
     folder = NativeLM(open_native(str(default_model_path)).source)
