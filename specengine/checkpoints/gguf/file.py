@@ -1,0 +1,370 @@
+"""What a GGUF file holds: its metadata, and its tensors as packed blocks.
+
+Version 2 and 3, little endian, one file. Everything is checked against the file's size before it is believed; what is
+wrong is a CheckpointError with the file's path. Source of the format: ggml's docs/gguf.md and ggml/src/gguf.cpp.
+"""
+
+import math
+import os
+import struct
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specengine.errors import CheckpointError, InputError
+
+
+class Kind(NamedTuple):
+    """How numbers are stored: `elements` of one row share a block of `bytes`. `number` is ggml's for the type."""
+
+    number: int
+    elements: int
+    bytes: int
+
+
+KINDS = {
+    "f32": Kind(0, 1, 4),
+    "f16": Kind(1, 1, 2),
+    "bf16": Kind(30, 1, 2),
+    "q4_0": Kind(2, 32, 18),
+    "q4_1": Kind(3, 32, 20),
+    "q8_0": Kind(8, 32, 34),
+    "q4_k": Kind(12, 256, 144),
+    "q6_k": Kind(14, 256, 210),
+}
+_KIND_OF = {kind.number: name for name, kind in KINDS.items()}
+
+_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_LENGTH = struct.Struct("<Q")
+_LONGEST_KEY = 65535  # docs/gguf.md
+_LEAST_ENTRY = 8 + 4 + 1  # bytes: length of the key, type, value
+_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes: length of the name, dimensions, one dimension, type, offset
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where a tensor lies: `nbytes` from byte `offset` of the file on; `shape` as in torch, outputs before inputs."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    offset: int
+    nbytes: int
+
+
+class GGUFFile:
+    """An open GGUF file: what `read` found in it, and the tensors' blocks on demand.
+
+    `metadata` maps keys to int, float, bool, str or lists of one of them. The descriptor is freed by `close`, by the
+    end of a `with` block, or with the object.
+    """
+
+    def __init__(self, source: "_Source", metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> None:
+        self.path = source.path
+        self.metadata = metadata
+        self.tensors = tensors
+        self._source = source
+
+    def read(self, name: str, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Copies the blocks of one tensor: uint8 [nbytes], in `out` where given (uint8, contiguous, of that size).
+
+        Raises CheckpointError where the file has changed since it was opened, and InputError for an unknown name.
+        """
+        if name not in self.tensors:
+            raise InputError(f"{self.path} has no tensor {name!r}")
+        tensor = self.tensors[name]
+        if out is None:
+            out = np.empty(tensor.nbytes, np.uint8)
+        elif out.dtype != np.uint8 or out.shape != (tensor.nbytes,) or not out.flags.c_contiguous:
+            raise InputError(f"out must be contiguous uint8 [{tensor.nbytes}] for {name}, not {out.dtype} {out.shape}")
+        self._source.read_into(out.data, tensor.offset)
+        return out
+
+    def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """Copies the blocks of rows [first, last) of one tensor: uint8 [bytes]. Raises as `read`."""
+        tensor = self.tensors[name]
+        each = tensor.nbytes // tensor.shape[0]
+        out = np.empty((last - first) * each, np.uint8)
+        self._source.read_into(out.data, tensor.offset + first * each)
+        return out
+
+    def numbers(self, name: str) -> np.ndarray:
+        """One tensor in float32, in its shape."""
+        blocks = self.read(name)
+        return dequantize(self.tensors[name].kind, blocks, self.tensors[name].shape)
+
+    def close(self) -> None:
+        """Frees the descriptor; what was read stays."""
+        self._source.close()
+
+    def __enter__(self) -> "GGUFFile":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+def read(path: Path) -> GGUFFile:
+    """Opens a file and reads all but its tensors' blocks. Raises CheckpointError for whatever is wrong with it."""
+    source = _Source(Path(path))
+    try:
+        cursor = _Cursor(source)
+        tensor_count, entry_count = _read_header(cursor)
+        metadata = _read_metadata(cursor, entry_count)
+        _refuse_parts(source.path, metadata)
+        infos = _read_tensor_infos(cursor, tensor_count)
+        return GGUFFile(source, metadata, _placed(cursor, infos, _alignment(source.path, metadata)))
+    except BaseException:
+        source.close()
+        raise
+
+
+def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """What the blocks `data` (uint8, any shape) stand for, as float32 of `shape`."""
+    block = KINDS.get(kind)
+    if block is None:
+        raise InputError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    elements, row = math.prod(shape), shape[-1] if shape else 1
+    if row % block.elements or data.dtype != np.uint8 or data.size != elements // block.elements * block.bytes:
+        raise InputError(f"{data.dtype} {data.shape} does not hold {list(shape)} numbers in {kind}")
+    data = np.ascontiguousarray(data).reshape(-1)
+    if kind == "f32":
+        return data.view("<f4").astype(np.float32).reshape(shape)
+    if kind == "f16":
+        return data.view("<f2").astype(np.float32).reshape(shape)
+    if kind == "bf16":
+        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return _unpacked(block, data, row).reshape(shape)
+
+
+def _unpacked(block: Kind, data: np.ndarray, row: int) -> np.ndarray:
+    from gguf import GGMLQuantizationType, quants
+
+    rows = data.reshape(-1, row // block.elements * block.bytes)
+    return quants.dequantize(rows, GGMLQuantizationType(block.number))
+
+
+# ---- reading
+
+
+class _Source:
+    """An open file whose bytes must stay what they were: copied, never mapped, so that no reader can be cut off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if not path.is_file():
+                raise CheckpointError(f"{path} is not a file")
+            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        self._state = self._present_state()
+        self.size = self._state[0]
+
+    def read_into(self, out: bytearray | memoryview, offset: int) -> None:
+        """Fills `out` (bytes) from byte `offset` on."""
+        if not self.close.alive:  # the number may already belong to another file
+            raise CheckpointError(f"{self.path} is closed")
+        view, done = memoryview(out), 0
+        try:
+            while done < len(view) and (count := os.preadv(self._descriptor, [view[done:]], offset + done)):
+                done += count
+            changed = done < len(view) or self._present_state() != self._state
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        finally:
+            view.release()
+        if changed:
+            raise CheckpointError(f"{self.path} was changed while it was read: load it again once it is complete")
+
+    def _present_state(self) -> tuple[int, int]:
+        state = os.fstat(self._descriptor)
+        return state.st_size, state.st_mtime_ns
+
+
+class _Cursor:
+    """The values of a file one after the other from its start; `place` says in an error what is being read."""
+
+    def __init__(self, source: _Source) -> None:
+        self.source = source
+        self.position = 0
+        self.place = "the header"
+        self._data = bytearray()
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.source.path}: {self.place} {message}")
+
+    def take(self, count: int) -> bytearray:
+        start = self.position
+        self._load(start + count)
+        self.position = start + count
+        return self._data[start : start + count]
+
+    def number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        data, position, found = self._data, self.position, []
+        for _ in range(count):
+            start = position + _LENGTH.size
+            if start > len(data):
+                self._load(start)
+            position = start + _LENGTH.unpack_from(data, start - _LENGTH.size)[0]
+            if position > len(data):
+                self._load(position)
+            found.append(data[start:position])
+        self.position = position
+        try:
+            return [piece.decode() for piece in found]
+        except UnicodeDecodeError as error:
+            raise self.error(f"is not UTF-8 ({error.reason})") from error
+
+    def require_room(self, count: int, least: int) -> None:
+        """Refuses a count of things of at least `least` bytes each that the rest of the file cannot hold."""
+        if count * least > self.source.size - self.position:
+            raise self.error(f"claims {count} entries, more than the file of {self.source.size} bytes can hold")
+
+    def _load(self, end: int) -> None:
+        if end > self.source.size:
+            raise self.error(f"reaches to byte {end}, and the file has {self.source.size}: it is cut off or damaged")
+        have = len(self._data)
+        if end > have:
+            more = bytearray(min(self.source.size, max(end, 2 * have, 1 << 20)) - have)
+            self.source.read_into(more, have)
+            self._data += more
+
+
+def _read_header(cursor: _Cursor) -> tuple[int, int]:
+    """Counts of tensors and of metadata entries."""
+    magic = bytes(cursor.take(4))
+    if magic != b"GGUF":
+        raise CheckpointError(f"{cursor.source.path} is no GGUF file: it begins with {magic!r}")
+    version = cursor.number("I")
+    if version and version & 0xFFFF == 0:
+        raise CheckpointError(f"{cursor.source.path} is big endian: only little-endian GGUF files are read")
+    if version not in (2, 3):
+        raise CheckpointError(f"{cursor.source.path} has GGUF version {version}: only 2 and 3 are read")
+    tensor_count, entry_count = cursor.number("Q"), cursor.number("Q")
+    cursor.require_room(tensor_count, _LEAST_TENSOR)
+    cursor.require_room(entry_count, _LEAST_ENTRY)
+    return tensor_count, entry_count
+
+
+def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for number in range(count):
+        cursor.place = f"the key of metadata entry {number}"
+        key = cursor.string()
+        if len(key) > _LONGEST_KEY:
+            raise cursor.error(f"has {len(key)} characters, more than {_LONGEST_KEY}")
+        cursor.place = f"metadata {key[:80]!r}"
+        if key in metadata:
+            raise cursor.error("stands there twice")
+        metadata[key] = _read_value(cursor, cursor.number("I"))
+    return metadata
+
+
+def _read_value(cursor: _Cursor, code: int) -> Any:
+    if code == _STRING:
+        return cursor.string()
+    if code == _ARRAY:
+        return _read_array(cursor, cursor.number("I"), cursor.number("Q"))
+    return _read_numbers(cursor, code, 1)[0]
+
+
+def _read_array(cursor: _Cursor, code: int, count: int) -> list[Any]:
+    if code == _ARRAY:
+        raise cursor.error("is an array of arrays, which is not read")
+    if code != _STRING:
+        return _read_numbers(cursor, code, count)
+    cursor.require_room(count, _LENGTH.size)
+    return cursor.strings(count)
+
+
+def _read_numbers(cursor: _Cursor, code: int, count: int) -> list[Any]:
+    if code == _BOOL:
+        values = list(cursor.take(count))
+        if max(values, default=0) > 1:
+            raise cursor.error("is a truth value that is neither 0 nor 1")
+        return [bool(value) for value in values]
+    if code not in _NUMBERS:
+        raise cursor.error(f"has the unknown type {code}")
+    dtype = np.dtype(_NUMBERS[code])
+    return np.frombuffer(cursor.take(count * dtype.itemsize), dtype).tolist()
+
+
+def _refuse_parts(path: Path, metadata: Mapping[str, Any]) -> None:
+    parts = metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise CheckpointError(f"{path} is one of {str(parts)[:80]} parts: join them with llama-gguf-split --merge")
+
+
+def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
+    value = metadata.get("general.alignment", 32)
+    if type(value) is not int or value <= 0 or value & (value - 1):
+        raise CheckpointError(f"{path}: general.alignment must be a power of two, not {str(value)[:80]}")
+    return value
+
+
+def _read_tensor_infos(cursor: _Cursor, count: int) -> dict[str, GGUFTensor]:
+    """The tensors with their offsets still counted from the start of the data."""
+    infos: dict[str, GGUFTensor] = {}
+    for number in range(count):
+        cursor.place = f"the name of tensor {number}"
+        name = cursor.string()
+        cursor.place = f"tensor {name[:80]!r}"
+        if name in infos:
+            raise cursor.error("stands there twice")
+        infos[name] = _read_tensor_info(cursor, name)
+    return infos
+
+
+def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
+    dimensions = cursor.number("I")
+    if not 1 <= dimensions <= 4:
+        raise cursor.error(f"has {dimensions} dimensions, and 1 to 4 are accepted")
+    shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
+    number, offset = cursor.number("I"), cursor.number("Q")
+    if number not in _KIND_OF:
+        raise cursor.error(f"is of type {_type_name(number)}, and accepted are {', '.join(KINDS).upper()}")
+    kind = KINDS[_KIND_OF[number]]
+    if 0 in shape:
+        raise cursor.error(f"is empty: {list(shape)}")
+    if shape[-1] % kind.elements:
+        raise cursor.error(f"has rows of {shape[-1]}, no multiple of the {kind.elements} in a block")
+    return GGUFTensor(name, shape, _KIND_OF[number], offset, math.prod(shape) // kind.elements * kind.bytes)
+
+
+def _type_name(number: int) -> str:
+    import gguf
+
+    try:
+        return gguf.GGMLQuantizationType(number).name
+    except ValueError:
+        return f"number {number}"
+
+
+def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> dict[str, GGUFTensor]:
+    """The tensors with their offsets in the file, in the order of the file's list."""
+    start = -(-cursor.position // alignment) * alignment
+    placed = {name: replace(info, offset=start + info.offset) for name, info in infos.items()}
+    taken, last = start, ""
+    for tensor in sorted(placed.values(), key=lambda tensor: tensor.offset):
+        cursor.place = f"tensor {tensor.name[:80]!r}"
+        if tensor.offset % alignment:
+            raise cursor.error(f"begins at byte {tensor.offset - start} of the data, no multiple of {alignment}")
+        if tensor.offset < taken:
+            raise cursor.error(f"overlaps tensor {last[:80]!r}")
+        taken, last = tensor.offset + tensor.nbytes, tensor.name
+        if taken > cursor.source.size:
+            raise cursor.error(f"ends at byte {taken}, and the file has {cursor.source.size}: it is cut off or damaged")
+    return placed
