@@ -29,7 +29,6 @@ from transformers import AutoTokenizer
 from bench import provenance
 from bench.cpu.ways import KINDS, Given, Unavailable
 from specengine.errors import InputError, NumericalError
-from specengine.modeling.attention import causal_rows
 
 REFERENCE = "huggingface float32"  # what the nats of single tokens are compared with
 BASES = ("huggingface", "native")  # what perplexities are divided by
@@ -101,11 +100,12 @@ def cut(ids: list[int], window: int) -> Tensor:
 def nats(target: Any, windows: Tensor) -> Tensor:
     """Negative log-likelihoods, float64 [windows, window - 1]. NumericalError where one is NaN or infinite."""
     rows = windows.shape[1] - 1
-    cache, positions, visibility = target.lm.new_cache(rows), torch.arange(rows), causal_rows(rows, 0, target.device)
+    cache = target.lm.new_cache(rows)
     found = torch.empty(windows.shape[0], rows, dtype=torch.float64)
     with target.running():
         for i, window in enumerate(windows):
-            logits, _ = target.lm.forward(window[:-1], positions, cache, 0, visibility)
+            cache.crop(0)
+            logits, _ = target.lm.extend(cache, window[:-1].tolist(), logits="all")
             found[i] = cross_entropy(logits.float(), window[1:], reduction="none")
             if not found[i].isfinite().all():
                 raise NumericalError(f"window {i}: {target.backend} in {target.dtype} gives a likelihood of NaN or 0")

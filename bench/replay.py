@@ -36,6 +36,7 @@ from specengine import checkpoints as models
 from specengine.cycle import draft_tree, walk
 from specengine.drafters import Drafter, Step
 from specengine.errors import InputError, SpecEngineError
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds
 from specengine.train.classifier.trees import CollectOptions, Columns, LoggedTree, Trees, collect
@@ -130,7 +131,8 @@ class ReplayDrafter(Drafter):
             self.places.append(self._child.get((above, token), -1) if above >= 0 else -1)
         return self.places
 
-    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        nodes = frontier.alive()
         places = self.locate(tree)
         rows = [self._row.get(places[node], -1) for node in nodes.tolist()]
         self.widths.append(len(rows))

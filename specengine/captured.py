@@ -1,208 +1,223 @@
-"""Cycles that stay on the device: drafting, verification and commit as graphs, with one read by the host, a cycle late.
+"""Cycles as CUDA graphs: the functions of cycle.py, each captured once over buffers of fixed size, and replayed.
 
-The functions of captured_cycle.py, each captured once, make a cycle. What the host wants to know is one record of a few
-kilobytes, which it reads while the next cycle runs; a cycle begun behind the end of an answer is forgotten.
+Where the host has nothing to say between verification and commit, a cycle stays on the device: a graph verifies, walks
+down, commits and leaves one record of a few kilobytes, which the host reads while the next cycle runs; one begun behind
+the end of an answer is forgotten. Where it has (processors, penalties, drafts that copy), it reads the tree and the
+logits, and walks itself.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from specengine.captured_cycle import CapturedCycle
-from specengine.cuda_graphs import WARM_UPS, Graphs
+from specengine import cycle, ops
+from specengine.cuda_graphs import WARM_UPS, Graphs, room
+from specengine.cycle import Draft, EagerDriver
 from specengine.drafters import Drafter
-from specengine.drafters._passes import MOST_ROWS
-from specengine.errors import InputError
 from specengine.generation.sampling import Sampler, refuse_no_choice, signed
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds
-from specengine.targets.captured import CapturedTarget
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.tree import TokenTree, overfull
 
 NOTE = "graphs: after the first, cycles stayed on the device; their times are not split into parts"
-LOOPS = ("read", "ahead", "while")
+NUMBERS = 7  # of a record, before its lists
+HOST = torch.device("cpu")
 
 
-def why_not(target: Any, drafter: Any, policy: TreePolicy | None) -> str:
-    """Why these do not run captured; empty where they do."""
-    if not isinstance(target, CapturedTarget):
-        return "the target is not captured in graphs"
-    if policy is None:
-        return ""
-    if not drafter.drafts_captured():
-        return f"{drafter.name} does not draft on the device"
-    name = type(policy).__name__.lower()
-    try:
-        widest = max(policy.rows, policy.passes + 1)
-    except NotImplementedError as error:
-        return f"{name}: {error}"
-    if widest > MOST_ROWS:
-        return f"its trees are wider or deeper than the {MOST_ROWS} rows of a pass"
-    return ""
+class Record(NamedTuple):
+    """What the host learns of a cycle. length: tokens committed before it, the root excluded; accepted: nodes
+    with the root, 0 where the target gave no token; tokens, path: as in Cycle; grown: nodes drafted with the root;
+    tree: what was verified."""
+
+    length: int
+    accepted: int
+    tokens: list[int]
+    path: list[int]
+    grown: int
+    tree: TokenTree
 
 
-def for_parts(target: Any, drafter: Any, policy: TreePolicy | None, loop: str) -> CapturedDriver | None:
-    """The captured driver of an engine of these parts, None where its trees grow on the host.
-
-    loop: `auto`, `host` or one of LOOPS; InputError where one of these is asked for and cannot be had.
-    """
-    if loop not in ("auto", "host", *LOOPS):
-        raise InputError(f"loop: got {loop!r}, accepted auto, host, {', '.join(LOOPS)}")
-    if loop == "host":
-        return None
-    reason = why_not(target, drafter, policy)
-    if reason and loop != "auto":
-        raise InputError(f"loop: got {loop!r}, but {reason}; accepted auto, host")
-    return None if reason else CapturedDriver(target, drafter, policy, "read" if loop == "auto" else loop)
-
-
-class CapturedDriver:
+class CapturedDriver(EagerDriver):
     """The cycles of one engine; without a draft and a policy they decode plainly.
 
-    loop: how the end of a tree's growth is seen where a policy may end it early
-
-    read   the host reads after each level whether there is another one
-    ahead  it reads while the next level runs already; a level too many changes nothing
-    while  the whole cycle is one graph with a conditional loop (csrc/graph.cu); needs the CUDA library, and is `read`
-           without a CUDA device
+    grows_there: whether trees grow in graphs, which needs a draft that captures and a policy that states its sizes.
     """
 
-    def __init__(
-        self,
-        target: CapturedTarget,
-        drafter: Drafter | None,
-        policy: TreePolicy | None,
-        loop: str,
-    ) -> None:
-        self.cycle, self.loop = CapturedCycle(target, drafter, policy), loop
-        self.target, self.drafter, self.policy = target, self.cycle.drafter, policy
-        self.passes = self.cycle.passes
+    target: HuggingFaceTarget
+
+    def __init__(self, target: HuggingFaceTarget, drafter: Drafter | None, policy: TreePolicy | None) -> None:
+        super().__init__(target, drafter, policy)
+        self.grows_there = drafter is None or (drafter.captures and states_sizes(policy))
         self.graphs = Graphs(target.device)
-        pinned = target.device.type == "cuda"
-        self._records = [torch.zeros(self.cycle.record.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._flags = [torch.zeros(1, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._loops: dict[bool, tuple[tuple[Any, ...], Any]] = {}
+        device = target.device
+        self.passes, rows = (policy.passes, policy.rows) if policy and self.grows_there else (0, 1)
+        self.tree = TokenTree(policy.capacity if policy and self.grows_there else 1, device)
+        self.frontier = Nodes(
+            *(torch.zeros(n, dtype=t, device=device) for n, t in ((rows, torch.int64), (1, torch.int32)))
+        )
+        self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
+        self._sampled = False
+        self._seed, self._temperature = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device)
+        size = NUMBERS + 2 * self.longest + 5 * self.budget
+        self._record = torch.zeros(size, dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._records = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+
+    # ---- the functions of a cycle
+
+    def _root(self) -> None:
+        assert self.drafter is not None
+        assert self.policy is not None
+        self._go_on(cycle.root(self.drafter, self.policy, self.tree, Seconds()))
+
+    def _level(self) -> None:
+        assert self.drafter is not None
+        assert self.policy is not None
+        self._go_on(cycle.level(self.drafter, self.policy, self.tree, self.frontier, Seconds()))
+
+    def _go_on(self, found: Nodes) -> None:
+        width = min(len(found.ids), len(self.frontier.ids))
+        self.frontier.ids[:width].copy_(found.ids[:width])
+        self.frontier.live.copy_(found.live)
+
+    def _verify(self) -> tuple[Tensor, Tensor | None]:
+        return self.target.verify(self._given)
+
+    def _finish(self) -> None:
+        """The target's forward over the tree, the walk down, the commit in both caches, the record; the next root."""
+        tree, longest = self.tree, self.longest
+        kept = self._kept()
+        verified = tree.subtree(kept)
+        length = self.target.cache.filled
+        logits, features = self.target.verify(verified)
+        seed = self._seed if self._sampled else None
+        chosen = ops.choose_tokens(logits, verified.depths + (length + 1), seed, self._temperature)
+        walked = ops.walk(verified.tokens, verified.parents, chosen, kept.live)
+        path = Nodes(pad_to(walked.nodes, longest), walked.live)
+        inner = torch.arange(longest, device=tree.device) < walked.live - 1
+        root = walked.bonus.clamp(min=0)  # a cycle may be under way before the host sees that there is none
+        tokens = torch.where(inner, verified.tokens.index_select(0, path.ids.roll(-1)), root)
+        counts = torch.cat([walked.live, tree.size, kept.live, tree.passes, length, tree.overflow]).long()
+        sums = verified.log_probs.view(torch.int32), verified.path_log_probs.view(torch.int32)
+        arrays = (verified.tokens, verified.parents, verified.depths, *sums)
+        lists = (pad_to(array, self.budget) for array in arrays)
+        self._record.copy_(torch.cat([counts, walked.bonus, tokens, path.ids, *lists]))
+        self.target.keep(path)
+        if self.drafter is not None:
+            self.drafter.accept(verified, path, features)
+        tree.tokens[:1].copy_(root)
+        tree.restart()
+
+    def _kept(self) -> Nodes:
+        """What is verified, `budget` wide on a device."""
+        ids, live = self.tree.root_alone() if self.policy is None else self.policy.keep(self.tree)
+        return Nodes(ids[: int(live)] if ops.is_free(live) else pad_to(ids, self.budget), live)
 
     # ---- a cycle, as the host starts it
 
-    def launch(self) -> None:
-        """Start one cycle."""
-        if self._is_one_graph:
-            self._whole_cycle().launch()
+    def _grow(self) -> None:
+        """The graphs of one tree; after each level that may be its last the host reads whether it was."""
+        if self.policy is None:
             return
-        reads = self._reads()
-        if self.passes:
-            self._run("root", reads)
-        levels = self.passes - 1
-        if self.policy is None or not self.policy.ends_early:
-            for _ in range(levels):
-                self._run("level", reads)
-        elif self.loop == "ahead":
-            self._run_ahead(reads, levels)
-        else:
-            for _ in range(levels):
-                if not int(self.cycle.frontier.live):
-                    break
-                self._run("level", reads)
-        self._run("verify", reads)
-
-    def _run_ahead(self, reads: tuple[Tensor, ...], levels: int) -> None:
-        sent = self._send(self.cycle.frontier.live, self._flags[0])
-        for number in range(levels):
-            self._run("level", reads)
-            before, sent = sent, self._send(self.cycle.frontier.live, self._flags[(number + 1) % 2])
-            if not int(received(before)):
+        self._run("root")
+        for _ in range(self.passes - 1):
+            if self.policy.ends_early and not int(self.frontier.live):
                 break
+            self._run("level")
 
-    def _run(self, name: str, reads: tuple[Tensor, ...]) -> None:
-        self.graphs.run(self._name(name), reads, getattr(self.cycle, name))
-
-    def _name(self, name: str) -> str:
-        kind = (
-            f" of {self.cycle.verified.rows} rows, {'sampled' if self.cycle.sampled else 'greedy'}"
-            if name == "verify"
-            else ""
-        )
-        return f"captured {name}{kind}"
+    def _run(self, name: str) -> Any:
+        function: Callable[[], Any] = getattr(self, f"_{name}")
+        if name == "finish":
+            name += " sampled" if self._sampled else " greedy"
+        return self.graphs.run(name, self._reads(), function)
 
     def _reads(self) -> tuple[Tensor, ...]:
-        return *self.target.captured_reads, *self.drafter.captured_reads
+        return self.target.cache.slab, *(() if self.drafter is None else self.drafter.reads)
 
-    @property
-    def _is_one_graph(self) -> bool:
-        return self.loop == "while" and self.passes > 1 and self.target.device.type == "cuda"
+    def _capture(self, *names: str) -> None:
+        """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
+        state = self.target.cache.filled, *(() if self.drafter is None else self.drafter.state)
+        kept = [tensor.clone() for tensor in state]
+        for name in names:
+            self._run(name)
+        for tensor, before in zip(state, kept, strict=True):
+            tensor.copy_(before)
+        self.tree.restart()
 
-    def _whole_cycle(self) -> Any:
-        from specengine.ops.cuda import Loop  # raises ImportError where the library is not built
+    def _missing(self, names: list[str]) -> list[str]:
+        suffix = {"finish": " sampled" if self._sampled else " greedy"}
+        return [name for name in names if not self.graphs.has(name + suffix.get(name, ""), self._reads())]
 
-        reads = self._reads()
-        signature = tuple((tensor.data_ptr(), tuple(tensor.shape)) for tensor in reads)
-        known = self._loops.get(self.cycle.sampled)
-        if known is None or known[0] != signature:
-            before, body, after = (
-                self.graphs.capture(self._name(name), getattr(self.cycle, name)) for name in ("root", "level", "verify")
-            )
-            rounds = torch.zeros(1, dtype=torch.int32, device=self.target.device)
-            loop = Loop(body, self.cycle.frontier.live, rounds, self.passes - 1, before, after)
-            known = self._loops[self.cycle.sampled] = (signature, loop)
-        return known[1]
+    def _growth(self) -> list[str]:
+        return ["root", "level"][: min(self.passes, 2)]
 
-    def _send(self, values: Tensor, into: Tensor) -> Any:
-        into.copy_(values, non_blocking=True)
-        if values.device.type != "cuda":
-            return into.clone(), None  # the device would have another memory
-        event = torch.cuda.Event()
-        event.record()
-        return into, event
-
-    # ---- cycles, as the engine sees them
+    # ---- as the engine sees it
 
     def serves(self, sampler: Sampler) -> bool:
-        """Whether the target's choices by this sampler can be made on the device."""
-        return not sampler.processors if sampler.seed is None else not sampler.reads_history
+        """Whether whole cycles, choices by this sampler included, can stay on the device."""
+        chooses = not sampler.processors if sampler.seed is None else not sampler.reads_history
+        return self.grows_there and chooses
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens, the cycle that may run behind the last of them, and the runs of a capture."""
-        most = tokens + self.cycle.budget + (WARM_UPS + 2) * len(self.cycle.state.committed)
-        self.target.reserve(most, self.cycle.budget)
-        self.drafter.reserve(most, self.cycle.tree.capacity)
+        """As EagerDriver, with room for the cycle that may run behind the last token, and for the runs of a capture."""
+        most = tokens + self.budget + (WARM_UPS + 2) * self.longest
+        padded = self.target.strict_rows  # of every forward
+        self.target.reserve(room(most + self.budget + padded), 0)
+        if self.drafter is not None and self.policy is not None:
+            nodes = self.policy.capacity + len(self.frontier.ids)
+            self.drafter.reserve(room(most + nodes) - nodes - self.longest, self.policy.capacity, self.longest)
+
+    @torch.inference_mode()
+    def prepare(self, sampler: Sampler) -> None:
+        self._sampled = sampler.seed is not None and self.serves(sampler)
+        weights = () if self.drafter is None else self.drafter.weights
+        self.graphs.require_same(self.target.lm.model, *weights)
+        self._capture(*self._missing([*self._growth(), "finish" if self.serves(sampler) else "verify"]))
 
     @torch.inference_mode()
     def warm_up(self, tokens: int) -> None:
         """Capture everything, for texts of up to so many tokens."""
         self.reserve(tokens)
-        for self.cycle.sampled in (False, True):
-            self._prepare()
+        for sampler in (Sampler(), Sampler(seed=0)):
+            self.prepare(sampler)
+        self._capture(*self._missing(["verify"]))
 
-    def _prepare(self) -> None:
-        """Capture what is not captured yet. That runs the functions, so the state is set only afterwards."""
-        if self.graphs.require_same(self.target.lm.model, *self.drafter.captured_weights):
-            self._loops.clear()
-        self.cycle.state.length.fill_(self.target.cache.length)
-        self.cycle.state.taken.fill_(0)
-        if self._is_one_graph:
-            self._whole_cycle()
-            return
-        reads = self._reads()
-        passes = self.passes
-        for name in (*(["root"] if passes else []), *(["level"] if passes > 1 else []), "verify"):
-            if not self.graphs.has(self._name(name), reads):
-                self._run(name, reads)
+    def draft(self, token: int, seconds: Seconds) -> Draft:
+        if self.policy is None or not self.grows_there:
+            return super().draft(token, seconds)
+        began = time.perf_counter()
+        self.tree.restart()
+        self.tree.tokens[:1].fill_(token)
+        self._grow()
+        grown = self.tree.to(HOST)
+        seconds.draft += time.perf_counter() - began
+        if int(grown.overflow):
+            raise overfull(grown.capacity, len(grown))
+        return cycle.keep(self.policy, grown, seconds)
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        self._given.copy_(tree.trimmed())
+        logits, features = self._run("verify")
+        size = len(tree)
+        return logits[:size], None if features is None else features[:size].clone()  # the next tree overwrites them
 
     @torch.inference_mode()
     def cycles(self, run: Any) -> Iterator[Cycle]:
         """The cycles of a generation whose first one has been made by the engine, until `run.reason` is set."""
-        drafted = self.drafter.drafted
+        drafted = len(self.target.tokens)
         self._begin(run)
         clock = time.perf_counter()
         try:
-            follows = (
-                self.policy is not None and self.policy.has_history()
-            )  # the next tree waits for what became of this
+            # the next tree waits for what became of this
+            follows = self.policy is not None and self.policy.has_history()
             ahead = self._start(0)
             number = 0
             while run.reason is None:
@@ -210,7 +225,7 @@ class CapturedDriver:
                 sent = ahead
                 if run.stopper.left > 1 and not follows:  # the cycle under way gives one token at least
                     ahead = self._start(number)
-                record = self.cycle.read(received(sent))
+                record = self._read(received(sent))
                 drafted = record.length
                 if not record.accepted:
                     refuse_no_choice(None, run.history.length)
@@ -226,32 +241,42 @@ class CapturedDriver:
                 if follows and run.reason is None:
                     ahead = self._start(number)
         finally:
-            self._end(run, drafted)
+            tokens = run.history.ids[0].tolist()[:-1]
+            self.target.cache.length, self.target.tokens = len(tokens), tokens
+            if self.drafter is not None:
+                self.drafter.ended(tokens, drafted)
+
+    def _begin(self, run: Any) -> None:
+        assert run.history.length - 1 == len(self.target.tokens)
+        self.tree.restart()
+        self.tree.tokens[:1].fill_(run.root)
+        if self._sampled:
+            sampler = run.sampler
+            self._seed.fill_(signed(sampler.seed))
+            self._temperature.fill_(float(sampler.processors[0].temperature) if sampler.processors else 1.0)
 
     def _start(self, number: int) -> Any:
         """Launch a cycle; what will have arrived of its record."""
-        self.launch()
-        return self._send(self.cycle.record, self._records[number % 2])
+        self._grow()
+        self._run("finish")
+        into = self._records[number % 2]
+        into.copy_(self._record, non_blocking=True)
+        if self._record.device.type != "cuda":
+            return into.clone(), None  # the device would have another memory
+        event = torch.cuda.Event()
+        event.record()
+        return into, event
 
-    def _begin(self, run: Any) -> None:
-        state, sampler = self.cycle.state, run.sampler
-        self.cycle.sampled = sampler.seed is not None
-        self._prepare()
-        committed = self.drafter.captured_start(run.root)
-        length = run.history.length - 1
-        assert length == self.target.cache.length
-        state.length.fill_(length)
-        state.taken.fill_(len(committed))
-        state.committed[: len(committed)] = torch.tensor(committed)
-        self.cycle.start(state.committed[len(committed) - 1 : len(committed)])
-        if self.cycle.sampled:
-            state.seed.fill_(signed(sampler.seed))
-            state.temperature.fill_(float(sampler.processors[0].temperature) if sampler.processors else 1.0)
-
-    def _end(self, run: Any, drafted: int) -> None:
-        tokens = run.history.ids[0].tolist()[:-1]
-        self.target.captured_end(tokens)
-        self.drafter.captured_end(tokens, drafted)
+    def _read(self, values: Tensor) -> Record:
+        """A record that has been copied to the host."""
+        numbers, tokens, path, *arrays = values.split([NUMBERS, *[self.longest] * 2, *[self.budget] * 5])
+        count, grown, kept, passes, length, overflow, _ = numbers.tolist()
+        if overflow:
+            raise overfull(self.tree.capacity, grown)
+        nodes, parents, depths, *sums = (array[:kept].clone() for array in arrays)
+        edges, paths = (bits.int().view(torch.float32) for bits in sums)
+        tree = TokenTree.of(nodes, parents, depths, edges, paths, passes)
+        return Record(length, count, tokens[:count].tolist(), path[:count].tolist(), grown, tree)
 
 
 def received(sent: Any) -> Tensor:
@@ -260,3 +285,16 @@ def received(sent: Any) -> Tensor:
     if event is not None:
         event.synchronize()
     return values
+
+
+def states_sizes(policy: TreePolicy | None) -> bool:
+    """Whether a policy says how wide and deep its trees become, so that buffers can be made for them."""
+    try:
+        return policy is not None and policy.rows > 0 and policy.passes > 0
+    except NotImplementedError:
+        return False
+
+
+def pad_to(values: Tensor, size: int) -> Tensor:
+    """The first `size` values, filled up with 0."""
+    return pad(values[:size], (0, max(0, size - len(values))))

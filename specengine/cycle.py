@@ -1,4 +1,7 @@
-"""A cycle driven eagerly: drafter and policy make a tree, the target's own choices are followed down."""
+"""A cycle: a tree is grown, verified, walked down and committed; and the driver that does so eagerly.
+
+`root` and `level` are written once. The eager driver calls them in a loop, the captured one (captured.py) replays them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specengine.drafters import Drafter
+from specengine import ops
+from specengine.drafters import Drafter, Step
+from specengine.generation.sampling import Sampler
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Seconds
+from specengine.targets import Target
 from specengine.tree import TokenTree
 
 
@@ -29,6 +35,41 @@ class Draft(NamedTuple):
         return len(self.grown) - 1
 
 
+def root(drafter: Drafter, policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
+    """The first draft pass of a tree that is its root alone, and the first level; whom to draft from next."""
+    return _grown(policy, tree, tree.root_alone(), lambda _: drafter.root(tree), seconds)
+
+
+def level(drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes, seconds: Seconds) -> Nodes:
+    """One draft pass from the frontier, and the next level; nothing, on a device, where the frontier is empty."""
+    if ops.is_free(frontier.live):
+        frontier = Nodes(frontier.alive(), frontier.live)
+    return _grown(policy, tree, frontier, lambda nodes: drafter.step(tree, nodes), seconds)
+
+
+def _grown(
+    policy: TreePolicy, tree: TokenTree, frontier: Nodes, step: Callable[[Nodes], Step], seconds: Seconds
+) -> Nodes:
+    began = time.perf_counter()
+    found = step(frontier)
+    drafted = time.perf_counter()
+    tree.passes += frontier.live > 0
+    grown = policy.grow(tree, frontier, found)
+    seconds.draft += drafted - began
+    seconds.policy += time.perf_counter() - drafted
+    return grown
+
+
+def keep(policy: TreePolicy, grown: TokenTree, seconds: Seconds) -> Draft:
+    """What of a grown tree, where the host reads it without waiting or waits, the target verifies."""
+    clock = time.perf_counter()
+    kept = policy.keep(grown)
+    kept = Nodes(kept.alive(), kept.live)
+    verified = grown.subtree(kept)
+    seconds.policy += time.perf_counter() - clock
+    return Draft(verified, grown.trimmed(), kept.ids)
+
+
 def draft_tree(
     token: int, drafter: Drafter | None, policy: TreePolicy | None, seconds: Seconds, device: torch.device
 ) -> Draft:
@@ -37,25 +78,48 @@ def draft_tree(
     Without a drafter the tree is its root alone: plain decoding. Adds the time spent to `seconds`.
     """
     if drafter is None or policy is None:
-        root = TokenTree.root(token, device=device)
-        return Draft(root, root)
+        alone = TokenTree.root(token, device=device)
+        return Draft(alone, alone)
     tree = TokenTree.root(token, policy.capacity, device)
-    frontier = Nodes(torch.zeros(1, dtype=torch.int64, device=device), torch.ones_like(tree.size))
-    clock = time.perf_counter()
-    while alive := int(frontier.live):
-        frontier = Nodes(frontier.ids[:alive], frontier.live)
-        step = drafter.step(tree, frontier.ids)
-        tree.passes += 1
-        drafted = time.perf_counter()
-        frontier = policy.grow(tree, frontier, step)
-        seconds.draft += drafted - clock
-        clock = time.perf_counter()
-        seconds.policy += clock - drafted
-    kept = policy.keep(tree)
-    kept = Nodes(kept.alive(), kept.live)
-    verified = tree.subtree(kept)
-    seconds.policy += time.perf_counter() - clock
-    return Draft(verified, tree.trimmed(), kept.ids)
+    frontier = root(drafter, policy, tree, seconds)
+    while int(frontier.live):
+        frontier = level(drafter, policy, tree, frontier, seconds)
+    return keep(policy, tree, seconds)
+
+
+class EagerDriver:
+    """Cycles of these parts, called as they are."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> None:
+        self.target, self.drafter, self.policy = target, drafter, policy
+        self.device = target.device if drafter is None else drafter.device
+        self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
+        self.longest = 1 if policy is None else longest_path(policy)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens and the trees behind them."""
+        self.target.reserve(tokens, self.budget)
+        if self.drafter is not None and self.policy is not None:
+            self.drafter.reserve(tokens, self.policy.capacity, self.longest)
+
+    def draft(self, token: int, seconds: Seconds) -> Draft:
+        """As `draft_tree`."""
+        return draft_tree(token, self.drafter, self.policy, seconds, self.device)
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        """As `Target.verify`."""
+        return self.target.verify(tree)
+
+    def prepare(self, sampler: Sampler) -> None:
+        """A generation begins, whose prompt the target and the draft have taken in."""
+
+
+def longest_path(policy: TreePolicy) -> int:
+    """Nodes from the root to a leaf of its trees, at most."""
+    try:
+        return min(policy.passes + 1, policy.capacity)
+    except NotImplementedError:
+        return policy.capacity
 
 
 def walk(

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from specengine import captured, loading
 from specengine.captured import CapturedDriver
 from specengine.cuda_graphs import Graphs
-from specengine.cycle import draft_tree, walk
+from specengine.cycle import EagerDriver, walk
 from specengine.drafters import Drafter
-from specengine.drafters.lookup import Lookup
 from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.generation.custom_generate import CustomGenerate
 from specengine.generation.options import GenerationOptions
@@ -61,10 +60,9 @@ class WarmUp:
     cache_bytes: int
 
     @classmethod
-    def of(cls, graphs: list[Graphs], caches: list[KVCache]) -> WarmUp:
-        names = tuple(str(name) for part in graphs for name in part.captures)
-        seconds, taken = sum(part.seconds for part in graphs), sum(part.bytes for part in graphs)
-        return cls(names, seconds, taken, sum(cache.slab.nbytes for cache in caches))
+    def of(cls, graphs: Graphs, caches: list[KVCache]) -> WarmUp:
+        names = tuple(str(name) for name in graphs.captures)
+        return cls(names, graphs.seconds, graphs.bytes, sum(cache.slab.nbytes for cache in caches))
 
     def __str__(self) -> str:
         graphs, caches = self.graph_bytes / 2**20, self.cache_bytes / 2**20
@@ -84,10 +82,7 @@ class Engine:
         drafter: Drafter | None,
         policy: TreePolicy | None,
         tokenizer: Any = None,
-        *,
-        loop: str = "auto",
     ) -> None:
-        """loop: as in modeling.load_options.LoadOptions; InputError where these parts cannot run that way."""
         if (drafter is None) != (policy is None):
             raise InputError("policy, draft: give both, or neither for plain decoding")
         self.target = target
@@ -95,7 +90,18 @@ class Engine:
         self.policy = policy
         self.tokenizer = tokenizer
         self._busy = threading.Lock()
-        self._captured = captured.for_parts(target, drafter, policy, loop)
+
+    @property
+    def policy(self) -> TreePolicy | None:
+        """How trees grow; another one can take its place between generations."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: TreePolicy | None) -> None:
+        target, drafter = self.target, self.drafter
+        self._policy = policy
+        self._eager = EagerDriver(target, drafter, policy)
+        self._captured = CapturedDriver(cast(Any, target), drafter, policy) if target.captured else None
 
     @classmethod
     def from_pretrained(
@@ -112,14 +118,14 @@ class Engine:
                 is the head that ships for the default model, and `ngram` for any other model
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
-        options dtype, device, tokenizer, draft_options, policy_options, graphs, loop, compile_blocks, lookup, strict,
+        options dtype, device, tokenizer, draft_options, policy_options, graphs, compile_blocks, lookup, strict,
                 pack, offline, trust_remote_code, progress: see modeling.load_options.LoadOptions
 
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
         """
         chosen = LoadOptions.of(options)
         parts = loading.load(model, draft, policy, chosen)
-        return cls(parts.target, parts.drafter, parts.policy, parts.tokenizer, loop=chosen.loop)
+        return cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
 
     def generate(self, prompt: Prompt, **options: Any) -> Any:
         """Answer `prompt` (a string, chat messages or token ids) with exactly what plain decoding would give.
@@ -159,14 +165,16 @@ class Engine:
                 "for each thread (they can share the loaded model)"
             )
         try:
+            whole = self._captured is not None and self._captured.serves(sampler)
+            driver = self._captured if self._captured is not None and not whole else self._eager
             with self.target.running():
                 run = self._begin(prompt, sampler, stopper, stats, reuse_cache)
             while run.reason is None:
                 with self.target.running():
-                    cycle = self._cycle(run)
+                    cycle = self._cycle(run, driver)
                 yield cycle
-                if run.reason is None and self._captured is not None and self._captured.serves(sampler):
-                    yield from self._captured_cycles(self._captured, run)
+                if run.reason is None and whole:
+                    yield from self._captured_cycles(cast(CapturedDriver, self._captured), run)
         except GeneratorExit:
             raise  # the caller has had enough; the caches are as after the last cycle
         except BaseException:
@@ -193,10 +201,7 @@ class Engine:
         InputError where the engine was loaded without graphs.
         """
         tokens = min(DEFAULT_WARMUP_TOKENS, self.target.max_context) if tokens is None else tokens
-        drafter = self.drafter.drafter if isinstance(self.drafter, Lookup) else self.drafter
-        parts: list[Any] = [self.target] if drafter is None else [self.target, drafter]
-        graphs = [part.graphs for part in parts if hasattr(part, "graphs")]
-        if not graphs:
+        if self._captured is None:
             raise InputError("warmup: this engine captures no graphs; load it with graphs=True")
         if not 1 <= tokens <= self.target.max_context:
             raise InputError(f"tokens: got {tokens}, accepted 1 to {self.target.max_context}")
@@ -204,15 +209,11 @@ class Engine:
             raise EngineBusyError("this engine is generating; warm it up before, or after that stream has ended")
         try:
             self.target.want_features(self.drafter.features if self.drafter is not None else ())
-            self.target.warm_up(tokens, self.policy.budget if self.policy is not None else 1)
-            if self.drafter is not None and self.policy is not None:
-                self.drafter.warm_up(tokens, self.policy.capacity)
-            if self._captured is not None:
-                self._captured.warm_up(tokens)
-                graphs.append(self._captured.graphs)
+            self._captured.warm_up(tokens)
         finally:
             self._busy.release()
-        return WarmUp.of(graphs, [part.cache for part in parts if hasattr(part, "cache")])
+        caches = [cache for part in (self.target, self.drafter) if (cache := getattr(part, "cache", None)) is not None]
+        return WarmUp.of(self._captured.graphs, caches)
 
     def reset(self) -> None:
         """Forget all cached tokens."""
@@ -233,16 +234,10 @@ class Engine:
         stats.policy = repr(self.policy) if self.policy is not None else ""
         stats.notes += self.target.notes
         on_device = sampler.reads_history or bool(stopper.criteria)  # processors and criteria read it there
-        device = self.target.device if on_device else self.target.tree_device
-        history = History(prompt, len(prompt) + stopper.left, device)
+        history = History(prompt, len(prompt) + stopper.left, self.target.device if on_device else torch.device("cpu"))
         run = _Run(sampler, stopper, history, stats, prompt[-1])
-        budget = self.policy.budget if self.policy is not None else 1
-        most = len(prompt) + stopper.left
-        self.target.reserve(most, budget)
-        if self.drafter is not None and self.policy is not None:
-            self.drafter.reserve(most, self.policy.capacity)
-        if self._captured is not None:
-            self._captured.reserve(most)
+        driver = self._eager if self._captured is None else self._captured
+        driver.reserve(len(prompt) + stopper.left)
         known = prompt[:-1]
         self.target.want_features(self.drafter.features if self.drafter is not None else ())
         kept = min(self.target.cached(known), self.drafter.cached(known) if self.drafter is not None else len(known))
@@ -252,6 +247,7 @@ class Engine:
             self.drafter.begin(known, features)
         if self.policy is not None:
             self.policy.begin(len(prompt))
+        driver.prepare(sampler)
         return run
 
     def _captured_cycles(self, cycles: CapturedDriver, run: _Run) -> Iterator[Cycle]:
@@ -264,10 +260,10 @@ class Engine:
             yield cycle
 
     @torch.inference_mode()
-    def _cycle(self, run: _Run) -> Cycle:
+    def _cycle(self, run: _Run, driver: EagerDriver) -> Cycle:
         began, model_before = time.perf_counter(), self._model_seconds
         seconds = Seconds()
-        draft = draft_tree(run.root, self.drafter, self.policy, seconds, self.target.tree_device)
+        draft = driver.draft(run.root, seconds)
         tree = draft.tree
 
         clock = time.perf_counter()
@@ -275,7 +271,7 @@ class Engine:
         if chosen is not None:
             choose, features = _of_list(chosen[0]), chosen[1]
         else:
-            logits, features = self.target.verify(tree)
+            logits, features = driver.verify(tree)
             choose = run.sampler.chooser_of_tree(logits, run.history, tree.depths)
         seconds.verify = -clock + (clock := time.perf_counter())
         path, tokens = walk(tree, choose, run.commit)

@@ -18,7 +18,6 @@ from specengine.modeling.native import NativeLM
 from specengine.modeling.pretrained import LoadedModel, load_model
 from specengine.policies import TreePolicy
 from specengine.targets import Target
-from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget
 
@@ -72,7 +71,6 @@ def _pair(
     loaded: LoadedModel, draft: Any, drafts: bool, options: LoadOptions
 ) -> tuple[HuggingFaceTarget | NativeTarget, Drafter | None]:
     """Target and draft, both for graphs or neither."""
-    _check_captured(draft, options)
     target = _target(loaded, options)
     return target, _maker(draft, options)(target, loaded.tokenizer) if drafts else None
 
@@ -81,9 +79,14 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
     model = loaded.model
     if isinstance(model, NativeLM):
         return NativeTarget(model)
-    if options.graphs:
-        return CapturedTarget(model, pack=options.pack, strict=options.strict, compile_blocks=options.compile_blocks)
-    return HuggingFaceTarget(model, pack=options.pack, strict=options.strict, reason=loaded.reason)
+    return HuggingFaceTarget(
+        model,
+        pack=options.pack,
+        strict=options.strict,
+        captured=bool(options.graphs),
+        compile_blocks=options.compile_blocks,
+        reason=loaded.reason,
+    )
 
 
 def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
@@ -98,17 +101,8 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
         raise InputError(f"policy: got {policy!r}, accepted {', '.join(policies.names())} or a TreePolicy")
     if options.policy_options and not isinstance(policy, str):
         raise InputError("policy_options: they need a policy given by name")
-    _check_captured(draft, options)
     if options.draft_options and (not isinstance(draft, str) or draft in PLAIN):
         raise InputError("draft_options: they need a draft given by name, as ngram, or by path, as an EAGLE head")
-
-
-def _check_captured(draft: Any, options: LoadOptions) -> None:
-    if options.graphs and isinstance(draft, Drafter) and draft.captures_when_named and not draft.drafts_captured():
-        raise InputError(
-            f"graphs, draft: a {type(draft).__name__} is taken as it is, and its passes are not captured; pass its "
-            "model or the path of its head instead"
-        )
 
 
 def _maker(draft: Any, options: LoadOptions) -> Maker:

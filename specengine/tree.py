@@ -77,6 +77,15 @@ class TokenTree:
     def __len__(self) -> int:
         return int(self.size)
 
+    def restart(self) -> None:
+        """Only the root is left, whose token stays."""
+        self.size.fill_(1)
+        self.passes.zero_()
+        self.overflow.zero_()
+
+    def root_alone(self) -> Nodes:
+        return Nodes.of(torch.zeros(1, dtype=torch.int64, device=self.device))
+
     def add(self, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor | None = None) -> Nodes:
         """Hang the first `count` entries, or all, under existing nodes; siblings must carry distinct tokens.
 
@@ -130,6 +139,23 @@ class TokenTree:
         tree.ancestors = self.ancestors[:size]
         tree.size, tree.passes, tree.overflow = self.size, self.passes, self.overflow
         return tree
+
+    def to(self, device: torch.device | str) -> TokenTree:
+        """The same tree, in memory of its own, there."""
+        tree = TokenTree.__new__(TokenTree)
+        for name in TokenTree.__slots__:
+            setattr(tree, name, getattr(self, name).to(device, copy=True))
+        return tree
+
+    def copy_(self, tree: TokenTree) -> None:
+        """Become that tree, which has no more nodes than there is room for."""
+        size, words = tree.capacity, tree.ancestors.shape[1]
+        for name in ("tokens", "parents", "depths", "log_probs", "path_log_probs"):
+            getattr(self, name)[:size].copy_(getattr(tree, name))
+        self.ancestors[:size].zero_()
+        self.ancestors[:size, :words].copy_(tree.ancestors)
+        for name in ("size", "passes", "overflow"):
+            getattr(self, name).copy_(getattr(tree, name))
 
     def path_tokens(self, node: int) -> list[int]:
         """Tokens from the root (excluded) to `node` (included)."""

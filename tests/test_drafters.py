@@ -17,6 +17,7 @@ from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel, check_tokenizers, first_layers
 from specengine.engine import Engine
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
+from specengine.ops import Nodes
 from specengine.records import Cycle, Seconds
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree
@@ -33,7 +34,7 @@ def proposed(draft: Drafter, root: int, path: Sequence[int] = ()) -> dict[int, f
     tree = TokenTree.root(root, len(path) + 1)
     for node, token in enumerate(path):
         tree.add(torch.tensor([node]), torch.tensor([token]), torch.zeros(1))
-    step = draft.step(tree, torch.tensor([len(path)]))
+    step = draft.step(tree, nodes_of([len(path)]))
     assert step.normalized
     tokens = range(step.logits.shape[1]) if step.token_ids is None else step.token_ids.tolist()
     return {
@@ -162,11 +163,12 @@ def test_small_model_logits_equal_a_dense_recomputation(family: str, monkeypatch
     draft = SmallModel(model)
     tables = Tables(40, 3, concentration=0.2)
     target = ToyTarget(tables)
-    real, depths, checked = draft.step, [], 0
+    root, real, depths, checked = draft.root, draft.step, [], 0
 
-    def checking(tree: TokenTree, nodes: Tensor) -> Step:
+    def checking(tree: TokenTree, frontier: Nodes | None = None) -> Step:
         nonlocal checked
-        step = real(tree, nodes)
+        step = root(tree) if frontier is None else real(tree, frontier)
+        nodes = (frontier or tree.root_alone()).alive()
         depths.append(len(set(tree.depths[nodes].tolist())))
         for row, node in enumerate(nodes.tolist()):
             tokens = [*target.tokens, int(tree.tokens[0]), *tree.path_tokens(node)]
@@ -178,6 +180,7 @@ def test_small_model_logits_equal_a_dense_recomputation(family: str, monkeypatch
 
     reference = tiny(family, **DRAFTS[family])
     monkeypatch.setattr(draft, "step", checking)
+    monkeypatch.setattr(draft, "root", checking)
     engine = Engine(target, draft, RandomShape(seed=1))
     result = engine.generate([1, 2, 3], max_new_tokens=60)
     assert max(depths) > 1
@@ -191,18 +194,20 @@ def test_small_model_runs_only_what_its_cache_lacks(monkeypatch: pytest.MonkeyPa
     draft = SmallModel(tiny("llama"))
     extended: list[list[int]] = []
     real = draft.lm.extend
-    monkeypatch.setattr(draft.lm, "extend", lambda cache, tokens: extended.append(list(tokens)) or real(cache, tokens))
+    monkeypatch.setattr(
+        draft.lm, "extend", lambda cache, tokens, **_: extended.append(list(tokens)) or real(cache, tokens)
+    )
 
     def root_logits(root: int) -> Tensor:
-        return draft.step(TokenTree.root(root, 8), torch.tensor([0])).logits[0]
+        return draft.root(TokenTree.root(root, 8)).logits[0]
 
     for prompt, run in (
-        ([1, 2, 3], [1, 2, 3, 9]),
-        ([1, 2, 3, 4, 5], [4, 5, 9]),
-        ([1, 2, 7], [7, 9]),
-        ([1], [9]),
-        ([], [9]),
-        ([8, 8], [8, 8, 9]),
+        ([1, 2, 3], [1, 2, 3]),
+        ([1, 2, 3, 4, 5], [4, 5]),
+        ([1, 2, 7], [7]),
+        ([1], []),
+        ([], []),
+        ([8, 8], [8, 8]),
     ):
         draft.begin(prompt)
         logits = root_logits(9)
@@ -211,7 +216,7 @@ def test_small_model_runs_only_what_its_cache_lacks(monkeypatch: pytest.MonkeyPa
     draft.reset()
     draft.begin([8, 8])
     root_logits(9)
-    assert extended.pop() == [8, 8, 9]
+    assert extended.pop() == [8, 8]
 
 
 @torch.inference_mode()
@@ -219,9 +224,10 @@ def test_small_model_catches_up_with_tokens_it_was_not_asked_about() -> None:
     draft = SmallModel(tiny("llama"))
     draft.begin([1, 2])
     tree = TokenTree.root(3, 4)
-    draft.step(tree, torch.tensor([0]))
-    draft.observe(Cycle(tree, [0], [4, 5, 6], Seconds()))
-    logits = draft.step(TokenTree.root(6, 4), torch.tensor([0])).logits[0]
+    draft.root(tree)
+    tree.add(torch.tensor([0, 1]), torch.tensor([4, 5]), torch.zeros(2))
+    draft.observe(Cycle(tree, [0, 1, 2], [4, 5, 6], Seconds()))
+    logits = draft.root(TokenTree.root(6, 4)).logits[0]
     assert (logits - dense(draft.lm.model, [1, 2, 3, 4, 5, 6])).abs().max() < 1e-4
 
 
@@ -231,7 +237,7 @@ def test_a_larger_vocabulary_of_the_draft_is_cut_to_the_targets() -> None:
     engine = Engine(target, draft, policies.make("eagle", width=4, expansions=2, budget=12))
     plain = Engine(target, None, None)
     assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plain.generate(PROMPT, max_new_tokens=20).token_ids
-    assert draft.step(TokenTree.root(1, 8), torch.tensor([0])).logits.shape == (1, VOCABULARY)
+    assert draft.root(TokenTree.root(1, 8)).logits.shape == (1, VOCABULARY)
 
 
 def test_tokens_beyond_the_drafts_vocabulary_do_no_harm() -> None:

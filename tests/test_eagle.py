@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -104,9 +105,15 @@ class Checking(Eagle):
         super().__init__(*args, **options)
         self.worst, self.checked, self.depths = 0.0, 0, set[int]()
 
-    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        stable = self.cache.slab[:, :, :, : self.cache.length].clone()
-        step = super().step(tree, nodes)
+    def root(self, tree: TokenTree) -> Step:
+        return self._checked(tree, tree.root_alone(), lambda: super(Checking, self).root(tree))
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        return self._checked(tree, frontier, lambda: super(Checking, self).step(tree, frontier))
+
+    def _checked(self, tree: TokenTree, frontier: Nodes, run: Callable[[], Step]) -> Step:
+        stable, nodes = self.cache.slab[:, :, :, : self.cache.length].clone(), frontier.alive()
+        step = run()
         assert torch.equal(self.cache.slab[:, :, :, : stable.shape[3]], stable)
         if step.normalized:
             return step
@@ -116,7 +123,7 @@ class Checking(Eagle):
         for row, node in enumerate(nodes.tolist()):
             path = tree.path_tokens(node)
             tokens = [*self._tokens, int(tree.tokens[0]), *path]
-            expected = dense_logits(self.head, model, tokens, len(path))
+            expected = dense_logits(self.head.module, model, tokens, len(path))
             error = (step.logits[row] - expected).abs().max() / expected.abs().max().clamp(min=1.0)
             self.worst = max(self.worst, float(error))
             self.checked += 1
@@ -135,7 +142,7 @@ def test_a_nodes_logits_equal_a_dense_recomputation_of_its_path(variant: str) ->
     assert draft.checked > 40
     assert max(draft.depths) > 1
     assert len(result.stats.acceptance_histogram) > 2
-    assert draft.cache.length + len(draft._pending) == len(draft._tokens) == len(target.tokens)
+    assert draft.cache.length + int(draft.taken) == len(draft._tokens) == len(target.tokens)
 
 
 @torch.inference_mode()
@@ -154,10 +161,10 @@ def test_drafting_leaves_the_stable_rows_bit_identical_whatever_the_scratch_hold
         for cycle in range(3):
             tree = TokenTree.root(7 + cycle, 32)
             for passes in range(4):
-                frontier = torch.arange(max(passes > 0, len(tree) - 3), len(tree))
-                step = draft.step(tree, frontier)
+                frontier = Nodes.of(torch.arange(max(passes > 0, len(tree) - 3), len(tree)))
+                step = draft.step(tree, frontier) if passes else draft.root(tree)
                 rows.append(step.logits.clone())
-                step.add_best_children(tree, Nodes.of(frontier), 2)
+                step.add_best_children(tree, frontier, 2)
                 tree.passes += 1
             stable = draft.cache.slab[:, :, :, : draft.cache.length].clone()
             _, features = target.verify(tree)
@@ -179,7 +186,7 @@ def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) ->
         target.reset()
         with torch.inference_mode():
             draft.begin(prompt, target.prefill(prompt))
-            logits.append(draft.step(TokenTree.root(3, 4), torch.tensor([0])).logits)
+            logits.append(draft.root(TokenTree.root(3, 4)).logits)
     assert (logits[0] - logits[1]).abs().max() < 1e-4
 
 
@@ -250,8 +257,8 @@ def test_a_prompt_that_leaves_the_last_one_is_run_again_from_there(cut: int) -> 
     kept = min(target.cached(prompt), draft.cached(prompt))
     assert kept >= cut - 1
     draft.begin(prompt, target.prefill(prompt, kept))
-    logits = draft.step(TokenTree.root(3, 8), torch.tensor([0])).logits[0]
-    assert (logits - dense_logits(draft.head, target.model, [*prompt, 3], 0)).abs().max() < 1e-4
+    logits = draft.root(TokenTree.root(3, 8)).logits[0]
+    assert (logits - dense_logits(draft.head.module, target.model, [*prompt, 3], 0)).abs().max() < 1e-4
 
 
 def test_packed_targets_and_heads_draft_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from specengine import policies, registry
 from specengine.cycle import draft_tree
 from specengine.drafters import Step
 from specengine.errors import InputError
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.policies.eagle import Eagle
 from specengine.records import Seconds
@@ -127,9 +128,9 @@ def test_equal_instances_shape_equal_trees_over_a_whole_generation(name: str) ->
 class PaddedDrafter(ToyDrafter):
     """Its rows end in columns of -inf, as those of a vocabulary that is padded to a round size."""
 
-    def step(self, tree: TokenTree, nodes: torch.Tensor) -> Step:
-        step = super().step(tree, nodes)
-        padding = torch.full((len(nodes), 7), -math.inf)
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        step = super().step(tree, frontier)
+        padding = torch.full((len(frontier.alive()), 7), -math.inf)
         return dataclasses.replace(step, logits=torch.cat([step.logits, padding], 1))
 
 

@@ -17,6 +17,7 @@ from specengine.cycle import draft_tree, walk
 from specengine.drafters import Step
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Seconds
 from specengine.train.classifier.trees import CollectOptions, Trees, collect
@@ -132,8 +133,8 @@ def test_path_probabilities_multiply(trees: Trees) -> None:
 
 def test_drafts_whose_columns_change_cannot_be_logged(tmp_path: Path) -> None:
     class Changing(ToyDrafter):
-        def step(self, tree: TokenTree, nodes: torch.Tensor) -> Step:
-            step = super().step(tree, nodes)
+        def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+            step = super().step(tree, frontier)
             columns = torch.arange(12).roll(int(tree.passes))
             return Step(step.logits[:, columns], columns, True)
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from specengine.drafters._head_draft import HeadDraft
 
 import specengine
 from specengine.checkpoints import embedded
 from specengine.checkpoints.eagle import load_head
-from specengine.drafters._head_draft import HeadDraft
 from specengine.drafters.lookup import Lookup
 
 QUESTIONS = ("What is a rainbow?", "Write a Python function that adds two numbers.", "Name three uses of salt.")

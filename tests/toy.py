@@ -134,7 +134,8 @@ class ToyDrafter(Drafter):
     def begin(self, prompt: list[int], features: Any = None) -> None:
         self.tokens = list(prompt)
 
-    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        nodes = frontier.alive()
         self.stepped = [nodes.tolist()] if int(tree.passes) == 0 else [*self.stepped, nodes.tolist()]
         root = int(tree.tokens[0])
         rows = [self.tables.logits([*self.tokens, root, *tree.path_tokens(node)]) for node in nodes.tolist()]

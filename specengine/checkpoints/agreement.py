@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specengine.modeling.attention import causal_rows
 from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.eagle_head import EagleConfig, EagleHead, causal, default_layer_ids, embed_for
 from specengine.modeling.native import NativeLM
@@ -77,10 +76,10 @@ def one_step_agreement(head: EagleHead, target: CausalLM | NativeLM, texts: list
 def _hits(head: EagleHead, target: CausalLM | NativeLM, text: list[int], candidates: list[tuple[int, ...]]) -> Tensor:
     """bool [candidates, rows]: whether the head's best token after each token but the first is the target's."""
     device, count = target.device, len(text)
-    tokens, positions = torch.tensor(text, device=device), torch.arange(count, device=device)
+    tokens = torch.tensor(text, device=device)
     read = tuple(sorted({i for ids in candidates for i in ids}))
-    visibility = causal_rows(count, 0, device)
-    logits, features = target.forward(tokens, positions, target.new_cache(count), 0, visibility, features=read)
+    logits, features = target.extend(target.new_cache(count), text, read, logits="all")
+    assert logits is not None
     assert features is not None
     state_of = dict(zip(read, features.chunk(len(read), dim=-1), strict=True))
     embeddings = embed_for(head, target, tokens[1:])

@@ -72,12 +72,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --graphs, run the target's norms and feed-forward layers through torch.compile",
     )
     group.add_argument(
-        "--loop",
-        default="auto",
-        help="with --graphs, where trees grow: host, or on the device with the end of a tree seen by read, ahead or "
-        "while (default: read where draft and policy can, else host)",
-    )
-    group.add_argument(
         "--strict",
         action="store_true",
         help="the same bits in every tree and in plain decoding, in bfloat16 too; costs more per node",
@@ -155,7 +149,6 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype",
         "device",
         "graphs",
-        "loop",
         "compile_blocks",
         "lookup",
         "backend",

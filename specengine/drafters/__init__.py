@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from specengine import ops, registry
-from specengine.drafters._passes import CapturedDraft
 from specengine.errors import InputError
 from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Candidates, Nodes
@@ -41,19 +40,17 @@ class Step:
     normalized  the logits are log-probabilities already; their rows may sum to less than one, and -inf marks
                 a continuation that was not proposed
     hidden      [rows, hidden size], where a rule wants them
-    results     the device for what the methods return, where it is another one than that of the logits
     """
 
     logits: Tensor
     token_ids: Tensor | None = None
     normalized: bool = False
     hidden: Tensor | None = None
-    results: torch.device | None = None
 
     def best_children(self, count: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row;
         -inf where a continuation was not proposed."""
-        log_probs, columns = self._here(*ops.top_children(self.logits, count, normalized=self.normalized))
+        log_probs, columns = ops.top_children(self.logits, count, normalized=self.normalized)
         return log_probs, self.tokens_of(columns)
 
     def candidates(
@@ -83,12 +80,11 @@ class Step:
         """The step of one of the nodes alone; index: int64 [1]."""
         index = index.to(self.logits.device)
         hidden = None if self.hidden is None else self.hidden.index_select(0, index)
-        return Step(self.logits.index_select(0, index), self.token_ids, self.normalized, hidden, self.results)
+        return Step(self.logits.index_select(0, index), self.token_ids, self.normalized, hidden)
 
     def entropy(self, top: int | None = None) -> Tensor:
         """Of each row's distribution, float32 [rows], in nats; over its `top` likeliest tokens where that is given."""
-        entropies = ops.top_entropy(self.logits, top or self.logits.shape[1], normalized=self.normalized)
-        return self._here(entropies)[0]
+        return ops.top_entropy(self.logits, top or self.logits.shape[1], normalized=self.normalized)
 
     def add_best_children(self, tree: TokenTree, frontier: Nodes, count: int) -> Nodes:
         """Hang the `count` most likely children under each frontier node; the new nodes, in creation order."""
@@ -122,23 +118,16 @@ class Step:
         tokens, log_probs = (part.reshape(-1).index_select(0, found.ids) for part in (tokens, log_probs))
         return tree.add(parents, tokens, log_probs, found.live)
 
-    def _here(self, *found: Tensor) -> tuple[Tensor, ...]:
-        if self.results is None or found[0].device == self.results:
-            return found
-        whole = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in found]).to(self.results)  # one transfer
-        parts = whole.split([tensor.numel() * tensor.element_size() for tensor in found])
-        return tuple(
-            part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, found, strict=True)
-        )
-
 
 Maker = Callable[[Any, Any], "Drafter"]  # of a target and its tokenizer, None where there is none
 
 
-class Drafter(CapturedDraft, ABC):
+class Drafter(ABC):
     """Proposes continuations. It owns its state and learns what was committed from `observe`.
 
-    One whose passes can be captured says how they run in `captured_pass` and what else of CapturedDraft it needs.
+    One that captures reads nothing on the host in `root` and `step`, so that both can be captured in graphs, and
+    fills in place what stays from one cycle to the next. What it then says beside them, of `state`, `reads`, `weights`,
+    `accept` and `ended`, suits here a draft that keeps nothing.
     """
 
     name: str
@@ -146,7 +135,8 @@ class Drafter(CapturedDraft, ABC):
     # whether drafters/lookup.py mixes copies in: by default on a CPU, never, or (None) on request
     lookup: ClassVar[bool | None] = None
     takes_any_model: ClassVar[bool] = False  # of all kinds it is asked last whether a draft is its own
-    captures_when_named: bool = False  # `maker` would make another form of this draft for graphs
+    captures: bool = False
+    device: torch.device = torch.device("cpu")  # where the trees stand that it drafts
     model_seconds: float = 0.0  # spent in model forwards, ever
     features: tuple[int, ...] = ()  # the target's hidden states that it reads, numbered as in transformers
 
@@ -162,17 +152,13 @@ class Drafter(CapturedDraft, ABC):
         made = registry.build(cls, options.draft_options, f"draft {name}")
         return lambda target, tokenizer: made
 
-    @classmethod
-    def drafts_captured(cls) -> bool:
-        """Whether its passes can run in captured cycles."""
-        return cls.captured_pass is not Drafter.captured_pass
+    def reserve(self, tokens: int, nodes: int, longest: int) -> None:
+        """Expect up to `tokens` committed tokens, trees of up to `nodes` nodes, paths of up to `longest`."""
+        del tokens, nodes, longest  # a draft may make room as it goes
 
     def cached(self, tokens: list[int]) -> int:
         """Of how many of the first `tokens` it needs no features (again)."""
         return len(tokens)
-
-    def warm_up(self, tokens: int, nodes: int) -> None:
-        """Capture the passes over trees of up to `nodes` nodes behind up to `tokens` tokens, where there are graphs."""
 
     @abstractmethod
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
@@ -181,11 +167,15 @@ class Drafter(CapturedDraft, ABC):
         features: of the prompt's last tokens, [rows, features * hidden size]; at least of those beyond `cached`.
         """
 
-    @abstractmethod
-    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        """Distributions of the children of `nodes` (int64 [rows]); they may differ in depth.
+    def root(self, tree: TokenTree) -> Step:
+        """A cycle's first pass: the distribution of the root's children."""
+        return self.step(tree, tree.root_alone())
 
-        A cycle's first step is at the root. A node's ancestors have been stepped before it.
+    @abstractmethod
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        """Distributions of the children of a frontier's nodes, which may differ in depth.
+
+        A node's ancestors have been stepped before it.
         """
 
     @abstractmethod
@@ -196,15 +186,26 @@ class Drafter(CapturedDraft, ABC):
     def reset(self) -> None:
         """Forget everything."""
 
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """Tensors that stay from one cycle to the next, without those that are overwritten before they are read."""
+        return ()
 
-def scratch_mask(tree: TokenTree, nodes: Tensor, slots: Tensor, committed: int) -> Tensor:
-    """What nodes see of a draft's cache: the committed slots and, of the scratch, their ancestors and themselves.
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        """Tensors that a capture reads and that may be replaced by others."""
+        return ()
 
-    nodes: int64 [rows]; slots: int64 [m], the node in each scratch slot. Returns bool [rows, committed + m].
-    """
-    mask = torch.ones(nodes.shape[0], committed + slots.shape[0], dtype=torch.bool, device=nodes.device)
-    mask[:, committed:] = ops.tree_mask(tree.ancestors[nodes], tree.capacity)[:, slots]
-    return mask
+    @property
+    def weights(self) -> tuple[torch.nn.Module, ...]:
+        """Modules that a capture reads."""
+        return ()
+
+    def accept(self, tree: TokenTree, path: Nodes, features: Tensor | None) -> None:  # noqa: B027
+        """As `observe`, captured: these nodes of `tree`, the root first, were committed; features: the target's."""
+
+    def ended(self, tokens: list[int], drafted: int) -> None:  # noqa: B027
+        """Captured cycles have committed these tokens, of which the first `drafted` were surely drafted from."""
 
 
 def names() -> list[str]:

@@ -3,25 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from specengine import registry
 from specengine.checkpoints import embedded
 from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
 from specengine.drafters import Maker
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._head_draft import HeadDraft
-from specengine.drafters._native_eagle import NativeEagle
-from specengine.errors import UnsupportedModelError
+from specengine.drafters._rows import Given, RowDraft
+from specengine.errors import InputError, UnsupportedModelError
 from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.eagle_head import head_from, require_fit
+from specengine.modeling.eagle_head import EagleHead, head_from, require_fit
+from specengine.modeling.eagle_native import NativeHead
+from specengine.modeling.eagle_torch import TorchHead
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
+from specengine.modeling.rows import Rows
+from specengine.ops import Nodes
+from specengine.targets import common_prefix
+from specengine.tree import TokenTree
+
+# On a CPU each node that is verified costs: the best of seven ways by bench.policies on self-written prompts.
+CPU_POLICY: tuple[str, dict[str, Any]] = ("salf/cpu", {})
 
 
-class Eagle(HeadDraft):
-    """An EAGLE-1, -2 or -3 head, given by its folder or Hub id: one decoder layer over the target's hidden states."""
+class Eagle(RowDraft):
+    """An EAGLE-1, -2 or -3 head, given by its folder or Hub id: one decoder layer over the target's hidden states.
+
+    Row i of the draft's cache pairs the target's hidden state at position i with token i + 1, at position i. With
+    tokens 0 to t committed and the root at t + 1, the rows 0 to t are stable: the last row's output gives the
+    root's children. A tree node at depth d is run from its parent's output and its own token at position t + d.
+
+    States stand in one buffer: by node those that children are run from, a spare one for padding, and behind it the
+    target's own for the tokens that were accepted last.
+
+    head: as `modeling.eagle_head.head_from` makes it, or a NativeHead; target: the model that the hidden states come
+    from. InputError where head and target do not fit.
+    """
+
+    lookup = True
+    default_policy = ("eagle", {"width": 10, "expansions": 6, "budget": 60})
+
+    def __init__(
+        self, head: EagleHead | NativeHead, target: CausalLM | NativeLM, *, name: str = "", pack: bool | None = None
+    ) -> None:
+        config = head.config
+        require_fit(config, target)
+        self.head = head if isinstance(head, NativeHead) else TorchHead(head, target, pack)
+        self.name = f"eagle (EAGLE-{config.version}{', ' + name if name else ''})"
+        self.features = config.feature_ids(target.layers)
+        self.target = target
+        if target.device.type == "cpu":
+            self.default_policy = CPU_POLICY  # type: ignore[misc]
+        self._seconds = 0.0
+        self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)
+        super().__init__(self.head.cache)
 
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
@@ -31,23 +71,92 @@ class Eagle(HeadDraft):
         if folder is None:
             return None
         read = registry.build(HeadOptions, options.draft_options, "draft_options")
-        return lambda target, _: cls.from_folder(folder, target.lm, read, pack=options.pack, graphs=options.graphs)
+        return lambda target, _: cls.from_folder(folder, target.lm, read, pack=options.pack)
 
     @classmethod
     def from_folder(
-        cls,
-        folder: Path,
-        target: CausalLM | NativeLM,
-        options: HeadOptions,
-        *,
-        pack: bool | None = None,
-        graphs: bool | None = None,
-    ) -> HeadDraft:
-        """The head in `folder`, in the target's dtype and on its device: captured, by the C++ forward, or as it is."""
+        cls, folder: Path, target: CausalLM | NativeLM, options: HeadOptions, *, pack: bool | None = None
+    ) -> Eagle:
+        """The head in `folder`, in the target's dtype and on its device; by the C++ forward where that runs it."""
         config, state, _ = load_head(folder, producer=cast(Any, options.producer), layer_ids=options.layer_ids)
         require_fit(config, target)
         if isinstance(target, NativeLM) and pack is None:
             with contextlib.suppress(UnsupportedModelError):  # torch runs heads of all kinds
-                return NativeEagle(config, state, target, name=folder.name)
-        head = head_from(config, state, target.dtype, target.device)
-        return (CapturedEagle if graphs else cls)(head, target, name=folder.name, pack=pack)
+                return cls(NativeHead(config, state, target), target, name=folder.name)
+        return cls(head_from(config, state, target.dtype, target.device), target, name=folder.name, pack=pack)
+
+    @property
+    def model_seconds(self) -> float:  # type: ignore[override]
+        return self._seconds
+
+    @property
+    def weights(self) -> tuple[torch.nn.Module, ...]:
+        return self.head.weights
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        return self.head.target_ids
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return *super().state, self._waiting
+
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        return *super().reads, self._states, *self.head.reads
+
+    @property
+    def _waiting(self) -> Tensor:
+        """What the tokens that were accepted last are run from, [most, hidden size]."""
+        return self._states[self._nodes + 1 :]
+
+    def reserve(self, tokens: int, nodes: int, longest: int) -> None:
+        before = self._waiting
+        super().reserve(tokens, nodes, longest)
+        size = self._nodes + 1 + len(self.pending)
+        if len(self._states) < size:
+            self._states = self._states.new_zeros(size, self._states.shape[1])
+            self._waiting[: len(before)] = before
+        self.head.refresh()
+
+    def cached(self, tokens: list[int]) -> int:
+        agreed, stable = common_prefix(self._tokens, tokens), self.cache.length
+        # A token that waits needs itself alone, a stable row was run with the token after it as well.
+        return agreed if agreed > stable else max(agreed - 1, 0)
+
+    @torch.inference_mode()
+    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
+        began = time.perf_counter()
+        self.head.refresh()
+        kept = len(prompt) - (0 if features is None else features.shape[0])
+        if kept > self.cached(prompt):
+            raise InputError(f"features: of {self.cached(prompt)} of {len(prompt)} tokens they are known, got {kept}")
+        stable = min(self.cache.length, kept)
+        hidden = self._waiting[: max(kept - self.cache.length, 0)]
+        if features is not None:
+            hidden = torch.cat([hidden, self.head.fuse(features)])
+        self.cache.crop(stable)
+        self._tokens = list(prompt)
+        self.head.extend(hidden[:-1], prompt[stable + 1 :])
+        last = hidden[-1:]  # waits for the root
+        self.taken.fill_(len(last))
+        self._waiting[: len(last)] = last
+        self._seconds += time.perf_counter() - began
+
+    @torch.inference_mode()
+    def accept(self, tree: TokenTree, path: Nodes, features: Tensor | None) -> None:
+        if features is None:
+            raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
+        began = time.perf_counter()
+        super().accept(tree, path, features)
+        self._waiting[: len(path.ids)] = self.head.fuse(features.index_select(0, path.ids))
+        self._seconds += time.perf_counter() - began
+
+    @torch.inference_mode()
+    def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        began = time.perf_counter()
+        logits, states = self.head.forward(self._states, given.sources, rows, one)
+        targets = given.targets if one is None else given.targets.index_select(0, one)
+        self._states.index_copy_(0, targets, states)
+        self._seconds += time.perf_counter() - began
+        return logits, states

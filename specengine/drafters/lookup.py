@@ -16,6 +16,7 @@ from specengine import ops
 from specengine.drafters import Drafter, Maker, Step
 from specengine.drafters._suffixes import Suffixes
 from specengine.modeling.load_options import LoadOptions
+from specengine.ops import Nodes
 from specengine.records import Cycle
 from specengine.tree import TokenTree
 
@@ -52,7 +53,7 @@ class Lookup(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.captures_when_named = drafter.captures_when_named and not drafter.drafts_captured()
+        self.device = drafter.device
         self.name = f"{drafter.name} with lookup"
         self.features = drafter.features
         self.default_policy = drafter.default_policy  # type: ignore[misc]
@@ -75,25 +76,19 @@ class Lookup(Drafter):
     def cached(self, tokens: list[int]) -> int:
         return self.drafter.cached(tokens)
 
-    def reserve(self, tokens: int, nodes: int) -> None:
-        self.drafter.reserve(tokens, nodes)
-
-    def warm_up(self, tokens: int, nodes: int) -> None:
-        self.drafter.warm_up(tokens, nodes)
+    def reserve(self, tokens: int, nodes: int, longest: int) -> None:
+        self.drafter.reserve(tokens, nodes, longest)
 
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         self.drafter.begin(prompt, features)
         self._seen.become(prompt)
         self._forget_hits()
 
-    @torch.inference_mode()
-    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        step = self.drafter.step(tree, nodes)
-        if step.normalized:  # a draft that proposes nothing or only what it has seen itself
-            return step
-        contexts = self._seen.contexts(tree, nodes)
-        copies = [copy for row, context in enumerate(contexts) for copy in self._copies(row, context)]
-        return self._mixed(step, copies) if copies else step
+    def root(self, tree: TokenTree) -> Step:
+        return self._with_copies(self.drafter.root(tree), tree, tree.root_alone())
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        return self._with_copies(self.drafter.step(tree, frontier), tree, frontier)
 
     def observe(self, cycle: Cycle) -> None:
         self.drafter.observe(cycle)
@@ -109,6 +104,14 @@ class Lookup(Drafter):
         self.drafter.reset()
         self._seen.clear()
         self._forget_hits()
+
+    @torch.inference_mode()
+    def _with_copies(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
+        if step.normalized:  # a draft that proposes nothing or only what it has seen itself
+            return step
+        contexts = self._seen.contexts(tree, frontier.alive())
+        copies = [copy for row, context in enumerate(contexts) for copy in self._copies(row, context)]
+        return self._mixed(step, copies) if copies else step
 
     def _forget_hits(self) -> None:
         self._hits = [PRIOR_WEIGHT * share for share in PRIOR_HITS]

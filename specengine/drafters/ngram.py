@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specengine.drafters import Drafter, Step
 from specengine.drafters._suffixes import Suffixes, require_lengths
+from specengine.ops import Nodes
 from specengine.records import Cycle
 from specengine.tree import TokenTree
 
@@ -42,8 +43,8 @@ class NGram(Drafter):
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         self._seen.become(prompt)
 
-    def step(self, tree: TokenTree, nodes: Tensor) -> Step:
-        rows = [self._continuations(context) for context in self._seen.contexts(tree, nodes)]
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        rows = [self._continuations(context) for context in self._seen.contexts(tree, frontier.alive())]
         columns = {token: column for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))}
         log_probs = torch.full((len(rows), max(1, len(columns))), float("-inf"))
         for index, row in enumerate(rows):

@@ -7,22 +7,49 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine.drafters import Maker
-from specengine.drafters._captured_small_model import CapturedSmallModel
-from specengine.drafters._model_draft import ModelDraft
+from specengine.drafters._rows import Given, RowDraft
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
+from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.pretrained import load_model
-from specengine.targets import Target
+from specengine.modeling.rows import Rows
+from specengine.targets import Target, common_prefix
 
 
-class SmallModel(ModelDraft):
-    """Any Hugging Face causal LM as the draft, given by its id or path, or loaded."""
+class SmallModel(RowDraft):
+    """Any causal LM as the draft, given by its id or path, or loaded.
 
+    Tokens that were committed are run with the next root, whether or not they have been drafted from: that costs rows
+    of a pass that is made anyway.
+
+    vocab_size: the target's; logits of padding rows beyond the smaller of both vocabularies are cut off.
+    captured: UnsupportedModelError where its passes cannot be captured.
+    """
+
+    lookup = True
     takes_any_model = True
+    default_policy = ("eagle", {"width": 4, "expansions": 4, "budget": 16})
+
+    def __init__(
+        self,
+        model: PreTrainedModel | NativeLM,
+        vocab_size: int | None = None,
+        *,
+        pack: bool | None = None,
+        captured: bool = False,
+    ) -> None:
+        native = isinstance(model, NativeLM)
+        self.lm: CausalLM | NativeLM = model if native else CausalLM(model, pack=pack)
+        if captured and isinstance(self.lm, CausalLM):
+            self.lm.require_capture()
+        self.name = f"small_model ({model.name if native else model.config._name_or_path or type(model).__name__})"
+        self.vocab_size = min(self.lm.vocab_size, vocab_size or self.lm.vocab_size)
+        super().__init__(self.lm.new_cache(1))
 
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
@@ -35,7 +62,7 @@ class SmallModel(ModelDraft):
     @classmethod
     def from_model(
         cls, draft: str | PreTrainedModel, target: Target, tokenizer: Any, options: LoadOptions
-    ) -> ModelDraft:
+    ) -> SmallModel:
         """This model on the target's device; InputError or TokenizerMismatchError where it does not fit the target."""
         backend = options.backend if options.backend == "huggingface" else None  # native where it can
         loaded = dataclasses.replace(options, device=target.device, quantize=None, backend=backend)
@@ -51,7 +78,32 @@ class SmallModel(ModelDraft):
                 f"draft: its vocabulary has {vocabulary} entries, the target's {target.vocab_size}, and there are no "
                 "two tokenizers to compare"
             )
-        return (CapturedSmallModel if options.graphs else cls)(model, target.vocab_size, pack=options.pack)
+        return cls(model, target.vocab_size, pack=options.pack, captured=target.captured)
+
+    @property
+    def model_seconds(self) -> float:  # type: ignore[override]
+        return self.lm.seconds
+
+    @property
+    def weights(self) -> tuple[torch.nn.Module, ...]:
+        return (self.lm.model,)
+
+    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
+        self.lm.refresh()
+        kept = min(common_prefix(self._tokens, prompt), self.cache.length)
+        self.cache.crop(kept)
+        self.lm.extend(self.cache, self._known(prompt[kept:]), logits="none")
+        self._tokens = list(prompt)
+        self.taken.fill_(1)  # the root
+
+    def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, None]:
+        # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.
+        rows.tokens = rows.tokens.clamp(max=self.lm.vocab_size - 1)
+        logits, _ = self.lm.forward(rows, self.cache, one=one)
+        return logits[:, : self.vocab_size], None
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        return [min(token, self.lm.vocab_size - 1) for token in tokens]
 
 
 def _vocabulary(model: PreTrainedModel | NativeLM) -> int:

@@ -1,6 +1,6 @@
 """Attention of transformers' models over tree rows, by way of its AttentionInterface.
 
-The keyword `tree` given to a model's forward reaches `_tree_attention_forward`: what the rows see, or padded rows.
+The keyword `tree` given to a model's forward reaches `_tree_attention_forward`: the rows of a tree, or a prompt.
 """
 
 from __future__ import annotations
@@ -17,43 +17,25 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from specengine import ops
-from specengine.cuda_graphs import Rows
+from specengine.modeling.rows import Rows
 
 ATTENTION = "specengine"
 LARGEST_FLASH_HEAD = 256  # channels that flash-attn takes
 
 
-@dataclass
-class Visibility:
-    """Which cache slots each row of a forward sees.
+@dataclass(eq=False)
+class Prompt:
+    """What consecutive tokens see: themselves and the `before` tokens of the sequence before them, which they end."""
 
-    mask      bool [rows, slots], or None where every row sees every slot, or where `causal` says it
-    prefix    how many slots at the start every row of the mask sees, as far as is known
-    causal    rows are the first tokens of the sequence and see themselves and what stands before
-    in_order  rows are consecutive tokens, the last of the sequence, and see themselves and what stands before
-    strict    a row's attention shall not depend on the rows around it
-    """
+    before: int
+    _mask: Any = None
 
-    mask: Tensor | None = None
-    causal: bool = False
-    in_order: bool = False
-    strict: bool = False
-    prefix: int = 0
-    packed: Any = None  # the mask as ops.tree_attention is fastest with, made once per forward
-
-    def for_groups(self, groups: int, dtype: torch.dtype) -> Any:
-        if self.packed is None and self.mask is not None:
-            self.packed = ops.pack_mask(self.mask, groups, dtype, self.prefix)
-        return self.packed
-
-
-def causal_rows(rows: int, before: int, device: torch.device) -> Visibility:
-    """Visibility of `rows` consecutive tokens behind `before` others."""
-    if rows == 1:
-        return Visibility()
-    if before == 0:
-        return Visibility(causal=True, in_order=True)
-    return Visibility(lower_right(rows, before, device), prefix=before, in_order=True)
+    def packed_mask(self, rows: int, groups: int, query: Tensor) -> Any:
+        """As `ops.tree_attention` is fastest with, made once per forward; None where a row sees everything."""
+        if self._mask is None and rows > 1:
+            mask = lower_right(rows, self.before, query.device)
+            self._mask = ops.pack_mask(mask, groups, query.dtype, self.before)
+        return self._mask
 
 
 def lower_right(rows: int, before: int, device: torch.device) -> Tensor:
@@ -72,29 +54,27 @@ def _tree_attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    tree: Visibility | Rows | None = None,
+    tree: Prompt | Rows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of transformers' AttentionInterface; calls without `tree` get transformers' SDPA, untouched."""
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if unknown or key.shape != value.shape:
         raise NeedsDenseMask(", ".join(unknown) or "keys and values of different sizes")
+    if tree is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
     if isinstance(tree, Rows):
-        return attend_padded(query[0], key[0], value[0], tree, scaling).transpose(0, 1)[None], None
-    if tree is not None and tree.in_order:
-        found = prompt_attention(query, key, value, scaling)
-        if found is not None:
-            return found, None
-    if tree is None or tree.causal:
-        mask = None if tree is not None else attention_mask
-        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    groups = query.shape[1] // key.shape[1]
+        return attend(query[0], key[0], value[0], tree, scaling).transpose(0, 1)[None], None
+    found = prompt_attention(query, key, value, scaling)
+    if found is not None:
+        return found, None
+    if tree.before == 0 and query.shape[2] > 1:
+        return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if tree.strict:
-        out = ops.strict_attention(query[0], key[0], value[0], tree.mask, scale)
-    else:
-        out = ops.tree_attention(query[0], key[0], value[0], tree.for_groups(groups, query.dtype), scale)
-    return out.transpose(0, 1)[None], None
+    mask = tree.packed_mask(query.shape[2], query.shape[1] // key.shape[1], query)
+    return ops.tree_attention(query[0], key[0], value[0], mask, scale).transpose(0, 1)[None], None
 
 
 @lru_cache(maxsize=1)
@@ -125,11 +105,15 @@ def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     return run(*(states.transpose(1, 2) for states in (query, key, value)), softmax_scale=scale, causal=True)
 
 
-def attend_padded(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float | None = None) -> Tensor:
-    """Attention of padded rows, [heads, rows, head size], over a slab, [KV heads, capacity, head size]."""
+def attend(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float | None = None) -> Tensor:
+    """Attention of rows, [heads, n, head size], over a cache, [KV heads, slots, head size], which holds theirs too."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if rows.paths is not None:
         return ops.strict_cached_attention(query, keys, values, rows.paths, rows.prefix, rows.live, scale)
+    if ops.is_free(rows.live):
+        keys, values = keys[:, : rows.end], values[:, : rows.end]
+        mask = rows.packed_mask(query.shape[0] // keys.shape[0], query.dtype)
+        return ops.tree_attention(query, keys, values, mask, scale)
     return ops.cached_attention(query, keys, values, rows.words, rows.prefix, rows.live, rows.seen, scale)
 
 

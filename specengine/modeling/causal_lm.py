@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specengine import ops
-from specengine.cuda_graphs import Rows
 from specengine.errors import UnsupportedModelError
-from specengine.modeling.attention import ATTENTION, NeedsDenseMask, Visibility, causal_rows, lower_right
+from specengine.modeling.attention import ATTENTION, NeedsDenseMask, Prompt, lower_right
 from specengine.modeling.compiling import compiled
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.packing import Packed, worth_packing
+from specengine.modeling.rows import Rows
+from specengine.tree import TokenTree
 
+Logits = Literal["none", "last", "all"]
 PREFILL_ROWS = 1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 
 
@@ -55,7 +57,7 @@ class _PaddedSlabView(Cache):
     def __init__(self, cache: KVCache, rows: Rows) -> None:
         super().__init__(layers=[])
         self.slab = cache.slab
-        self.slots = rows.slots + torch.arange(rows.rows, device=self.slab.device)
+        self.slots = rows.slot + torch.arange(len(rows), device=self.slab.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         keys_values = self.slab[layer_idx]
@@ -107,7 +109,7 @@ class CausalLM:
     four tokens at construction.
 
     pack: run the linear layers with packed weights; None decides by the device, the dtype and the free memory.
-    compile_blocks: run `forward_padded` with the blocks compiled around their attention, see modeling.compiling.
+    compile_blocks: run tree rows with the blocks compiled around their attention, see modeling.compiling.
     """
 
     def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False) -> None:
@@ -119,6 +121,7 @@ class CausalLM:
         self.seconds = 0.0  # spent in model forwards, ever
         self._dense_mask = False
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        self._keeps_rows = "logits_to_keep" in self._accepts
         self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self._packed = Packed(model) if (worth_packing(model) if pack is None else pack) else None
         self._compiles = compile_blocks
@@ -139,7 +142,7 @@ class CausalLM:
         before = getattr(self, "_runs", None)
         self._runs: Any = self.model if self._packed is None else self._packed.model()
         if self._runs is not before:
-            self._runs_padded: Any = compiled(self._runs) if self._compiles else self._runs
+            self._runs_rows: Any = compiled(self._runs) if self._compiles else self._runs
 
     @property
     def attention(self) -> str:
@@ -186,70 +189,60 @@ class CausalLM:
         self.refresh()
 
     def extend(
-        self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = ()
+        self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: Logits = "last"
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run `tokens` after the committed ones and commit them.
 
-        Returns the last one's logits, [vocabulary], if any, and the features of all, as `forward` does.
+        Returns logits, [rows, vocabulary], of the last token or of all, if any, and the features of all, as `forward`.
         """
-        logits = None
+        found: list[Tensor] = []
         seen: list[Tensor] = []
         for first in range(0, len(tokens), PREFILL_ROWS):
             piece = torch.tensor(tokens[first : first + PREFILL_ROWS], device=self.device)
             rows, length = len(piece), cache.length
             cache.reserve(length + rows)
+            began = time.perf_counter()
             positions = torch.arange(length, length + rows, device=self.device)
-            visibility = causal_rows(rows, length, self.device)
-            logits, states = self.forward(
-                piece, positions, cache, length, visibility, features=features, last_only=True
-            )
-            cache.length += rows
+            arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": Prompt(length)}
+            if self._dense_mask:
+                arguments = {"attention_mask": self._additive(lower_right(rows, length, self.device))}
+            if logits != "all" and self._keeps_rows:
+                arguments["logits_to_keep"] = 1
+            view = _SlabView(cache, length, rows)
+            rated, states = self._call(self._runs, piece, positions, view, features, arguments)
+            cache.length = length + rows
+            self.seconds += time.perf_counter() - began
+            found = [*found, rated] if logits == "all" else [rated[-1:]]
             if states is not None:
                 seen.append(states)
-        return None if logits is None else logits[-1], torch.cat(seen) if seen else None
+        given = torch.cat(found) if found and logits != "none" else None
+        return given, torch.cat(seen) if seen else None
 
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        start: int,
-        visibility: Visibility,
-        *,
-        features: tuple[int, ...] = (),
-        last_only: bool = False,
+        self, rows: Rows, cache: KVCache, features: tuple[int, ...] = (), *, one: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of `tokens`, [rows, vocabulary] (one row with `last_only`), and their features, in the model's dtype.
+        """Logits of the rows, [n, vocabulary], or of the row `one`, int64 [1], and the features of all, in the model's
+        dtype. Positions past the context end are clamped: such rows can never be committed.
 
-        tokens, positions: int64 [rows]. Keys and values go to cache slots start to start + rows; `visibility` is
-        over slots 0 to start + rows. Positions past the context end are clamped: such rows can never be committed.
         features: indices of transformers' `hidden_states` (i: what layer i reads, 0-based; the last: behind the final
-        norm), given side by side as [rows, len(features) * hidden size], or None where there are none.
+        norm), given side by side as [n, len(features) * hidden size], or None where there are none.
+
+        On another device than a CPU all shapes are static and nothing is read by the host, so it can be captured.
         """
         began = time.perf_counter()
-        rows = tokens.shape[0]
-        arguments: dict[str, Any] = {}
-        if last_only and "logits_to_keep" in self._accepts:
-            arguments["logits_to_keep"] = 1
+        arguments: dict[str, Any] = {"logits_to_keep": one} if one is not None and self._keeps_rows else {}
         if self._dense_mask:
-            arguments["attention_mask"] = self._additive(visibility, rows, start)
+            mask = rows.mask()
+            seen = torch.ones(1, rows.end, dtype=torch.bool, device=self.device) if mask is None else mask
+            arguments["attention_mask"] = self._additive(seen)
         else:
             # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
-            arguments |= {"attention_mask": self._dummy_mask, "tree": visibility}
-        found = self._call(self._runs, tokens, positions, _SlabView(cache, start, rows), features, arguments)
+            arguments |= {"attention_mask": self._dummy_mask, "tree": rows}
+        static = not (self._dense_mask or ops.is_free(rows.slot))
+        view = _PaddedSlabView(cache, rows) if static else _SlabView(cache, int(rows.slot), len(rows))
+        logits, states = self._call(self._runs_rows, rows.tokens, rows.positions, view, features, arguments)
         self.seconds += time.perf_counter() - began
-        return found
-
-    def forward_padded(
-        self, rows: Rows, cache: KVCache, features: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `forward`, of rows that stand in a buffer with what they see; padding gives rows without a meaning.
-
-        All shapes are static and nothing is read by the host, so it can be captured. Only with the tree attention.
-        """
-        arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": rows}
-        view = _PaddedSlabView(cache, rows)
-        return self._call(self._runs_padded, rows.tokens, rows.positions, view, features, arguments)
+        return logits if one is None or self._keeps_rows else logits.index_select(0, one), states
 
     def _call(
         self,
@@ -269,7 +262,7 @@ class CausalLM:
         return out.logits[0], states
 
     def require_capture(self) -> None:
-        """Raise UnsupportedModelError, with the reason, where `forward_padded` cannot be captured in a graph."""
+        """Raise UnsupportedModelError, with the reason, where `forward` cannot be captured in a graph."""
         if self._dense_mask:
             raise UnsupportedModelError(
                 f"graphs: the attention of {_name(self.model)} runs with a dense mask, whose shape follows the cache"
@@ -280,12 +273,7 @@ class CausalLM:
                 f"graphs: {_name(self.model)} has {kind} positions, which the host reads in every forward"
             )
 
-    def _additive(self, visibility: Visibility, rows: int, start: int) -> Tensor:
-        mask = visibility.mask
-        if visibility.causal:
-            mask = lower_right(rows, start, self.device)
-        elif mask is None:
-            mask = torch.ones(rows, start + rows, dtype=torch.bool, device=self.device)
+    def _additive(self, mask: Tensor) -> Tensor:
         dtype = self.model.dtype
         return torch.zeros(mask.shape, dtype=dtype, device=self.device).masked_fill_(~mask, torch.finfo(dtype).min)[
             None, None
@@ -348,14 +336,14 @@ class CausalLM:
         return None
 
     def _last_logits(self, tokens: list[int], parents: list[int]) -> Tensor:
-        cache = self.new_cache(len(tokens))
-        ancestors = ops.ancestor_words(torch.tensor(parents, device=self.device))
+        given, above = (torch.tensor(values, device=self.device) for values in (tokens, parents))
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
-        row_ids = torch.tensor(tokens, device=self.device)
-        mask = ops.tree_mask(ancestors, len(tokens))
-        logits, _ = self.forward(row_ids, torch.tensor(depths, device=self.device), cache, 0, Visibility(mask))
+        edges = torch.zeros(len(tokens), device=self.device)
+        tree = TokenTree.of(given, above, torch.tensor(depths, device=self.device), edges, edges)
+        cache = self.new_cache(len(tokens))
+        logits, _ = self.forward(Rows.of(tree, cache.filled), cache)
         return logits[-1].float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from specengine import ops
+from specengine.ops import Nodes
 
 GRANULE = 256  # capacities are rounded up to a multiple of this many slots
 
@@ -15,7 +14,8 @@ class KVCache:
     """Keys and values of one sequence: `slab` is [layers, 2, KV heads, capacity, head size].
 
     Slots below `length` hold the committed tokens in order. Slots from `length` on are scratch: a forward over
-    tree nodes writes there and `compact` keeps the rows of the accepted path.
+    tree nodes writes there and `keep` keeps the rows of the accepted path. `filled`, int32 [1], is the length where
+    the cache is.
     """
 
     def __init__(
@@ -30,7 +30,16 @@ class KVCache:
     ) -> None:
         shape = (layers, 2, heads, _rounded(capacity), head_size)
         self.slab = torch.empty(shape, dtype=dtype, device=device)
-        self.length = 0
+        self.filled = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def length(self) -> int:
+        """Waits for a device."""
+        return int(self.filled)
+
+    @length.setter
+    def length(self, slots: int) -> None:
+        self.filled.fill_(slots)
 
     @property
     def capacity(self) -> int:
@@ -41,8 +50,8 @@ class KVCache:
         if capacity <= self.capacity:
             return
         layers, two, heads, _, head_size = self.slab.shape
-        slab = self.slab.new_empty(layers, two, heads, _rounded(capacity), head_size)
-        slab[:, :, :, : self.length] = self.slab[:, :, :, : self.length]
+        length, slab = self.length, self.slab.new_empty(layers, two, heads, _rounded(capacity), head_size)
+        slab[:, :, :, :length] = self.slab[:, :, :, :length]
         self.slab = slab
 
     def crop(self, length: int) -> None:
@@ -51,15 +60,14 @@ class KVCache:
             raise ValueError(f"length: got {length}, accepted 0 to {self.length}")
         self.length = length
 
-    def compact(self, path: Sequence[int]) -> None:
+    def keep(self, path: Nodes) -> None:
         """Commit scratch rows in place: row `length + path[j]` becomes slot `length + j`.
 
         path: ascending offsets into the scratch, starting with 0.
         """
-        if path[-1] >= len(path):  # else all of them stand right
-            numbers = torch.tensor([[len(path)], [self.length]], dtype=torch.int32, device=self.slab.device)
-            ops.compact_kv(self.slab, torch.tensor(path, device=self.slab.device), *numbers)
-        self.length += len(path)
+        if not ops.is_free(path.live) or int(path.ids[-1]) >= path.ids.shape[0]:  # else all of them stand right
+            ops.compact_kv(self.slab, path.ids, path.live, self.filled)
+        self.filled += path.live
 
 
 def _rounded(capacity: int) -> int:

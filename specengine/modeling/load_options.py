@@ -43,9 +43,6 @@ class LoadOptions:
     graphs             run target and draft as CUDA graphs, captured once per padded size (Engine.warmup captures all at
                        once); None is True on a CUDA device where model and draft can, and False elsewhere;
                        without a CUDA device the same padded forwards run uncaptured, which only tests have a use for
-    loop               with graphs: where trees grow. `host`: a read per draft pass; `read`, `ahead`, `while`: on the
-                       device, and how the end of a tree is seen there (see captured.py); `auto`: `read` where draft and
-                       policy can, else `host`
     compile_blocks     with graphs: the target's norms and feed-forward layers through torch.compile, on first use
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
                        precision is as exact as float32; costs more per node
@@ -64,7 +61,6 @@ class LoadOptions:
     quantize: str | None = None
     pack: bool | None = None
     graphs: bool | None = None
-    loop: str = "auto"
     compile_blocks: bool = False
     strict: bool = False
     progress: Callable[[str], None] | None = None

@@ -16,15 +16,14 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.modeling import threads
-from specengine.modeling.attention import Visibility
-from specengine.modeling.causal_lm import context_limit, refuse_unsupported
+from specengine.modeling.causal_lm import Logits, context_limit, refuse_unsupported
 from specengine.modeling.families import Shape, shape_of
 from specengine.modeling.kv_cache import KVCache
+from specengine.modeling.rows import Rows
 from specengine.modeling.sources import ModelSource, Source, Weight, empty_model, layer_template, with_buffers
 
 try:
@@ -154,40 +153,49 @@ class NativeLM:
         return found
 
     def extend(
-        self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: bool = True
+        self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: Logits = "last"
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Run `tokens` after the committed ones and commit them; the last one's logits and all features."""
-        found, states = None, []
+        """Run `tokens` after the committed ones and commit them; logits of the last or of all, and all features."""
+        found, states = [], []
         for first in range(0, len(tokens), PREFILL_ROWS):
             piece = torch.tensor(tokens[first : first + PREFILL_ROWS])
             rows, length = len(piece), cache.length
             cache.reserve(length + rows)
-            wanted = torch.empty(1, self.vocab_size) if logits and first + rows == len(tokens) else None
+            rated = {"all": rows, "last": first + rows == len(tokens), "none": 0}[logits]
+            found.append(torch.empty(int(rated), self.vocab_size))
             positions = torch.arange(length, length + rows)
+            wanted = found[-1] if rated else None
             states.append(self.run(piece, positions, cache, length, features=features, logits=wanted))
-            cache.length += rows
-            found = wanted
+            cache.length = length + rows
         seen = torch.cat([part for part in states if part is not None]) if features and states else None
-        return None if found is None else found[-1], seen
+        return torch.cat(found) if found and logits != "none" else None, seen
 
     def forward(
         self,
-        tokens: Tensor,
-        positions: Tensor,
+        rows: Rows,
         cache: KVCache,
-        start: int,
-        visibility: Visibility,
-        *,
         features: tuple[int, ...] = (),
-        last_only: bool = False,
+        *,
+        one: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As CausalLM.forward, with logits and features in float32."""
-        logits = torch.empty(1 if last_only else tokens.shape[0], self.vocab_size)
-        prefix, words = start, None
-        if visibility.mask is not None and not visibility.in_order:
-            prefix = visibility.prefix
-            words = as_words(visibility.mask[:, prefix:])
-        states = self.run(tokens, positions, cache, start, prefix=prefix, words=words, features=features, logits=logits)
+        """As CausalLM.forward, with logits and features in float32; chosen: int64 [n], as in `run`, instead of logits.
+
+        The row `one` can be the last one alone.
+        """
+        live = int(rows.live)
+        logits = torch.empty(0 if chosen is not None else live if one is None else 1, self.vocab_size)
+        states = self.run(
+            rows.tokens[:live],
+            rows.positions[:live],
+            cache,
+            int(rows.slot),
+            prefix=int(rows.prefix),
+            words=rows.words[:live],
+            features=features,
+            logits=logits if len(logits) else None,
+            chosen=chosen,
+        )
         return logits, states
 
     def run(
@@ -329,13 +337,6 @@ def add_weight(weights: Any, weight: Weight, quantize: str | None = None) -> str
         rows = weight.rows(first, min(first + step, count))
         weights.pack(weight.name, weight.kind, first, min(step, count - first), rows.data_ptr(), _address(weight.order))
     return kind
-
-
-def as_words(mask: Tensor) -> Tensor:
-    """bool [rows, slots] as bits of int64 words, [rows, ceil(slots / 64)], slot 0 the lowest bit of the first."""
-    rows, slots = mask.shape
-    filled = pad(mask, (0, -slots % 64)).view(rows, -1, 64).to(torch.int64)
-    return (filled << torch.arange(64)).sum(-1)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -28,17 +28,13 @@ class Target(ABC):
     dtype: torch.dtype  # of the weights, or what they stand for
     name: str = ""  # of the model
     backend: str = ""  # what runs it, and why, for people
+    captured: bool = False  # whether its cycles run as graphs, as captured.py does it
     generation_config: Any = None  # the model's own defaults
 
     @property
     def notes(self) -> list[str]:
         """What a user should know about how it runs here; for the statistics."""
         return []
-
-    @property
-    def tree_device(self) -> torch.device:
-        """Where the trees that it verifies stand."""
-        return self.device
 
     def running(self) -> AbstractContextManager[None]:
         """What a cycle runs in."""
@@ -47,9 +43,6 @@ class Target(ABC):
     @abstractmethod
     def reserve(self, tokens: int, scratch: int) -> None:
         """Make room for `tokens` committed tokens and trees of up to `scratch` nodes."""
-
-    def warm_up(self, tokens: int, scratch: int) -> None:  # noqa: B027  a target without graphs has nothing to do
-        """Capture what verifies trees of up to `scratch` nodes behind up to `tokens` tokens, where there are graphs."""
 
     def cached(self, tokens: list[int]) -> int:
         """How many of `tokens` the cache holds already."""

@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from specengine import ops
 from specengine.errors import UnsupportedModelError
-from specengine.modeling.attention import Visibility
 from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.kv_cache import KVCache
+from specengine.modeling.rows import Rows
+from specengine.ops import Nodes
 from specengine.targets import Target
 from specengine.tree import TokenTree
 
@@ -20,8 +21,9 @@ from specengine.tree import TokenTree
 class HuggingFaceTarget(Target):
     """`model` (an AutoModelForCausalLM) with its own KV cache; the model itself stays usable as before.
 
-    strict: a node's logits have the bits that plain decoding of its path gives, in half precision too.
-    UnsupportedModelError where this model on this device cannot keep that.
+    strict    a node's logits have the bits that plain decoding of its path gives, in half precision too
+    captured  its cycles run as graphs; without a CUDA device the same functions run uncaptured
+    UnsupportedModelError where this model on this device cannot keep what is asked for.
     """
 
     def __init__(
@@ -30,18 +32,26 @@ class HuggingFaceTarget(Target):
         *,
         pack: bool | None = None,
         strict: bool = False,
+        captured: bool = False,
         compile_blocks: bool = False,
         reason: str = "",
     ) -> None:
-        """reason: why it is not the native forward that runs this model, for people."""
-        self.reason = reason
+        """reason: why it is not the native forward, or not graphs, that run this model, for people."""
+        self.reason, self.captured = reason, captured
         self.lm = CausalLM(model, pack=pack, compile_blocks=compile_blocks)
-        self._strict_rows = strict_rows(self.lm) if strict else 0  # that one forward may hold
+        if captured:
+            self.lm.require_capture()
+        self.strict_rows = strict_rows(self.lm, padded=captured) if strict else 0  # of each forward
         self.cache = self.lm.new_cache(1)
         self.tokens: list[int] = []
         self._features: tuple[int, ...] = ()
         self.max_context = self.lm.max_context
         self.vocab_size = self.lm.vocab_size
+
+    @property
+    def notes(self) -> list[str]:
+        uncaptured = self.captured and self.device.type != "cuda"
+        return ["graphs: without a CUDA device the padded forwards run uncaptured"] if uncaptured else []
 
     @property
     def model(self) -> PreTrainedModel:
@@ -89,43 +99,26 @@ class HuggingFaceTarget(Target):
         return features
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        tree = tree.trimmed()
-        length = self.cache.length
-        self.cache.reserve(length + len(tree))
-        mask = None
-        if len(tree) > 1:
-            mask = torch.ones(len(tree), length + len(tree), dtype=torch.bool, device=self.device)
-            mask[:, length:] = ops.tree_mask(tree.ancestors, len(tree))
-        if self._strict_rows:
-            return self._verify_strictly(tree, mask)
-        return self.lm.forward(
-            tree.tokens,
-            tree.depths + length,
-            self.cache,
-            length,
-            Visibility(mask, prefix=length),
-            features=self._features,
-        )
-
-    def _verify_strictly(self, tree: TokenTree, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        length, found = self.cache.length, []
-        for first in range(0, len(tree), self._strict_rows):
-            rows = slice(first, min(first + self._strict_rows, len(tree)))
-            seen = None if mask is None else mask[rows, : length + rows.stop]
-            visibility = Visibility(seen, strict=True)
-            positions = tree.depths[rows] + length
-            found.append(
-                self.lm.forward(
-                    tree.tokens[rows], positions, self.cache, length + first, visibility, features=self._features
-                )
-            )
+        if ops.is_free(tree.size):
+            tree = tree.trimmed()
+        if ops.is_free(self.cache.filled):
+            self.cache.reserve(self.cache.length + tree.capacity)
+        rows = Rows.of(tree, self.cache.filled)
+        if not self.strict_rows:
+            return self.lm.forward(rows, self.cache, self._features)
+        firsts, most = range(0, len(rows), self.strict_rows), self.strict_rows
+        pieces = [rows.strict_piece(first, most, padded=self.captured) for first in firsts]
+        found = [self.lm.forward(piece, self.cache, self._features) for piece in pieces]
         logits, features = zip(*found, strict=True)
-        return torch.cat(logits), None if features[0] is None else torch.cat(features)
+        return torch.cat(logits)[: len(rows)], torch.cat(features)[: len(rows)] if self._features else None
+
+    def keep(self, path: Nodes) -> None:
+        """As `commit`, of nodes of the tree verified last; who calls it says in the end what `tokens` are."""
+        self.cache.keep(path)
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
-        tokens = tree.tokens[path].tolist()
-        self.cache.compact(path)
-        self.tokens.extend(tokens)
+        self.keep(Nodes.of(torch.tensor(path, device=self.device)))
+        self.tokens.extend(tree.tokens[path].tolist())
 
     def reset(self) -> None:
         self.cache.crop(0)
@@ -133,43 +126,51 @@ class HuggingFaceTarget(Target):
 
 
 STRICT_ROWS = (32, 16, 8, 4, 2)
+PADDED_ROWS = 64  # of every strict forward under graphs: products of one shape give a row the same bits
 TRIED = 16  # tokens
 
 
 @torch.inference_mode()
-def strict_rows(lm: CausalLM) -> int:
+def strict_rows(lm: CausalLM, *, padded: bool) -> int:
     """The most rows that a forward of `lm` can hold without changing the bits of any of them.
 
-    Tried on a few tokens, alone and among others. UnsupportedModelError where two rows are too many already.
+    padded: every forward has PADDED_ROWS rows, plain decoding's too.
+    Tried on a few tokens, alone and among others. UnsupportedModelError where the bits change.
     """
     if lm.attention != "tree":
         raise UnsupportedModelError(
             "strict: this model's attention runs with a dense mask, whose sums follow the cache"
         )
-    cache = lm.new_cache(1)
+    cache = lm.new_cache(64 + PADDED_ROWS)
     lm.extend(cache, [token % lm.vocab_size for token in (1, 2, 3, 5, 7)])
     tokens = torch.arange(11, 11 + TRIED) * 13 % lm.vocab_size
-    alone = torch.cat([_siblings(lm, cache, token[None]) for token in tokens])
-    for most in STRICT_ROWS:
-        sizes = [size for size in (2, 3, 5, 8, 12, 16, 24, 31, 32) if size <= most]
-        if all(_same_bits(lm, cache, tokens, alone, size) for size in sizes):
+    alone = torch.cat([_siblings(lm, cache, token[None], padded) for token in tokens])
+    for most in (PADDED_ROWS,) if padded else STRICT_ROWS:
+        sizes = [size for size in (2, 3, 5, 8, 12, 16, 24, 31, 32, PADDED_ROWS) if size <= most]
+        if all(_same_bits(lm, cache, tokens, alone, size, padded) for size in sizes):
             return most
+    if padded:
+        raise UnsupportedModelError(
+            f"strict: on this {lm.device.type} a row of a {lm.dtype} matrix product changes with its place among "
+            f"{PADDED_ROWS} rows, so no tree can have the bits of plain decoding"
+        )
     raise UnsupportedModelError(
-        f"strict: on this {lm.device.type} the matrix products of {lm.model.dtype} change with the number of rows, so "
+        f"strict: on this {lm.device.type} the matrix products of {lm.dtype} change with the number of rows, so "
         "no tree can have the bits of plain decoding; bfloat16 on a CPU with AMX keeps them, and with graphs=True all "
         "forwards have one number of rows"
     )
 
 
-def _same_bits(lm: CausalLM, cache: KVCache, tokens: Tensor, alone: Tensor, size: int) -> bool:
-    places = (torch.arange(size) + size) % TRIED  # others for each size
-    return torch.equal(_siblings(lm, cache, tokens[places]), alone[places.to(alone.device)])
+def _same_bits(lm: CausalLM, cache: KVCache, tokens: Tensor, alone: Tensor, size: int, padded: bool) -> bool:
+    places = (torch.arange(size) * 5 + size) % TRIED  # others, and elsewhere, for each size
+    return torch.equal(_siblings(lm, cache, tokens[places], padded), alone[places.to(alone.device)])
 
 
-def _siblings(lm: CausalLM, cache: KVCache, tokens: Tensor) -> Tensor:
+def _siblings(lm: CausalLM, cache: KVCache, tokens: Tensor, padded: bool) -> Tensor:
     """Logits of `tokens`, each of them the next one behind what `cache` holds."""
-    rows, length = len(tokens), cache.length
-    cache.reserve(length + rows)
-    mask = torch.cat([torch.ones(rows, length, dtype=torch.bool), torch.eye(rows, dtype=torch.bool)], 1).to(lm.device)
-    positions = torch.full((rows,), length, device=lm.device)
-    return lm.forward(tokens.to(lm.device), positions, cache, length, Visibility(mask, strict=True))[0]
+    count, filled = len(tokens), cache.filled
+    own = ops.own_bits(count, filled.device)
+    positions, live = torch.full_like(tokens, cache.length), torch.full_like(filled, count)
+    rows = Rows(tokens.to(filled.device), positions.to(filled.device), own, filled.long(), filled, live)
+    piece = rows.strict_piece(0, PADDED_ROWS if padded else count, padded=padded)
+    return lm.forward(piece, cache)[0][:count]

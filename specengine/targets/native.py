@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from specengine.modeling import threads
 from specengine.modeling.native import NativeLM
+from specengine.modeling.rows import Rows
+from specengine.ops import Nodes
 from specengine.targets import Target
 from specengine.tree import TokenTree
 
@@ -67,39 +69,27 @@ class NativeTarget(Target):
         kept = self.cached(tokens) if keep is None else keep
         self.cache.crop(kept)
         self.tokens = tokens[:kept]
-        _, features = self.lm.extend(self.cache, tokens[kept:], self._features, logits=False)
+        _, features = self.lm.extend(self.cache, tokens[kept:], self._features, logits="none")
         self.tokens = list(tokens)
         return features
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        tree = tree.trimmed()
-        logits = torch.empty(len(tree), self.vocab_size)
-        return logits, self._run(tree, logits=logits)
+        return self.lm.forward(self._rows(tree), self.cache, self._features)
 
     def choose(self, tree: TokenTree) -> tuple[list[int], Tensor | None]:
-        tree = tree.trimmed()
-        chosen = torch.empty(len(tree), dtype=torch.int64)
-        features = self._run(tree, chosen=chosen)
+        rows = self._rows(tree)
+        chosen = torch.empty(int(rows.live), dtype=torch.int64)
+        _, features = self.lm.forward(rows, self.cache, self._features, chosen=chosen)
         return chosen.tolist(), features
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
-        tokens = tree.tokens[path].tolist()
-        self.cache.compact(path)
-        self.tokens.extend(tokens)
+        self.cache.keep(Nodes.of(torch.tensor(path)))
+        self.tokens.extend(tree.tokens[path].tolist())
 
     def reset(self) -> None:
         self.cache.crop(0)
         self.tokens = []
 
-    def _run(self, tree: TokenTree, **wanted: Any) -> Tensor | None:
-        length = self.cache.length
-        self.cache.reserve(length + len(tree))
-        return self.lm.run(
-            tree.tokens,
-            tree.depths + length,
-            self.cache,
-            length,
-            words=tree.ancestors,
-            features=self._features,
-            **wanted,
-        )
+    def _rows(self, tree: TokenTree) -> Rows:
+        self.cache.reserve(self.cache.length + len(tree))
+        return Rows.of(tree, self.cache.filled)

@@ -11,7 +11,7 @@ from specengine.modeling.kv_cache import GRANULE, KVCache
 from specengine.targets.native import NativeTarget
 from specengine.tree import TokenTree
 from tests.engine.engines import PROMPT, engine_of, plainly
-from tests.toy import POLICIES
+from tests.toy import POLICIES, nodes_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +29,7 @@ def test_compact_equals_gather(length: int, rest: set[int]) -> None:
     path = [0, *sorted(rest)]
     cache = random_cache(length, 81)
     before = cache.slab.clone()
-    cache.compact(path)
+    cache.keep(nodes_of(path))
     assert cache.length == length + len(path)
     assert torch.equal(cache.slab[:, :, :, :length], before[:, :, :, :length])
     gathered = before[:, :, :, [length + node for node in path]]
@@ -56,8 +56,7 @@ def poison(owner: Any, method: str, cache: KVCache, monkeypatch: pytest.MonkeyPa
     real, addresses = getattr(owner, method), []
 
     def poisoned(tree: TokenTree, *rest: Any) -> Any:
-        if method != "step" or int(tree.passes) == 0:
-            cache.slab[:, :, :, cache.length :] = float("nan")
+        cache.slab[:, :, :, cache.length :] = float("nan")
         result = real(tree, *rest)
         addresses.append(cache.slab.data_ptr())
         return result
@@ -71,7 +70,7 @@ def test_scratch_is_never_read_before_it_is_written(policy: str, monkeypatch: py
     engine = engine_of("llama", "small_model", policy)
     verifies = "choose" if isinstance(engine.target, NativeTarget) else "verify"
     addresses = poison(engine.target, verifies, engine.target.cache, monkeypatch)
-    poison(engine.drafter, "step", engine.drafter.cache, monkeypatch)
+    poison(engine.drafter, "root", engine.drafter.cache, monkeypatch)
     result = engine.generate(PROMPT, max_new_tokens=40)
     assert result.token_ids == plainly("llama", PROMPT, 40)
     assert not engine.target.cache.slab[:, :, :, : engine.target.cache.length].isnan().any()

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from specengine.drafters._captured_eagle import CapturedEagle
+from specengine.drafters._captured_small_model import CapturedSmallModel
+from specengine.targets.captured import CapturedTarget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specengine import Engine, ops
 from specengine import cuda_graphs as graphs
 from specengine.cuda_graphs import Graphs
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.ops import _registry
 from specengine.policies import TreePolicy
-from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 

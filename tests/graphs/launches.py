@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from specengine.drafters._captured_eagle import CapturedEagle
+from specengine.targets.captured import CapturedTarget
 
 from specengine import Engine, ops, policies
-from specengine.drafters._captured_eagle import CapturedEagle
 from specengine.ops import _registry
-from specengine.targets.captured import CapturedTarget
 from tests import toy
 from tests.graphs import pretended
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from specengine.captured_cycle import CapturedCycle
 
 from specengine import Engine, policies
 from specengine import cuda_graphs as graphs
 from specengine.captured import LOOPS, CapturedDriver
-from specengine.captured_cycle import CapturedCycle
 from specengine.errors import InputError, NumericalError
 from specengine.modeling import kv_cache as cache
 from specengine.ops import _registry

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from specengine.drafters._captured_eagle import CapturedEagle
+from specengine.drafters._captured_small_model import CapturedSmallModel
+from specengine.targets.captured import CapturedTarget
 
 from specengine import Engine
 from specengine.captured import NOTE
 from specengine.checkpoints.eagle import HeadOptions
 from specengine.cli.arguments import add_model_arguments, load_options
 from specengine.cuda_graphs import Graphs
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget
 from tests import toy

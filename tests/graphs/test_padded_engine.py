@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from specengine.drafters._captured_small_model import CapturedSmallModel
+from specengine.targets.captured import CapturedTarget
 from torch import Tensor
 
 from specengine import Engine, ops
 from specengine import cuda_graphs as graphs
 from specengine.cuda_graphs import Graphs
 from specengine.drafters import _passes
-from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.errors import EngineBusyError, InputError
 from specengine.modeling import kv_cache as cache
-from specengine.targets.captured import CapturedTarget
 from specengine.tree import TokenTree
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT, engine_of, frozen, model

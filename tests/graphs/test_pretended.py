@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from specengine.drafters._captured_eagle import CapturedEagle
+from specengine.drafters._captured_small_model import CapturedSmallModel
+from specengine.targets.captured import CapturedTarget
 from torch import Tensor
 
 from specengine import Engine, ops
 from specengine import cuda_graphs as graphs
 from specengine.cuda_graphs import Graphs
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
-from specengine.targets.captured import CapturedTarget
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs import pretended

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from specengine.drafters._captured_eagle import CapturedEagle
+from specengine.drafters._captured_small_model import CapturedSmallModel
+from specengine.targets.captured import STRICT_ROWS, CapturedTarget, require_strict
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import Engine, policies
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._captured_small_model import CapturedSmallModel
 from specengine.errors import UnsupportedModelError
 from specengine.targets import captured
-from specengine.targets.captured import STRICT_ROWS, CapturedTarget, require_strict
 from specengine.tree import TokenTree
 from tests import toy
 from tests.graphs.engines import DEVICE, frozen

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from specengine.drafters._native_eagle import NativeEagle
 from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.drafters import Drafter
-from specengine.drafters._native_eagle import NativeEagle
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel

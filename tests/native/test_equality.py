@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from specengine.drafters._native_eagle import NativeEagle
 
 from specengine import Engine, policies
-from specengine.drafters._native_eagle import NativeEagle
 from specengine.drafters.eagle import Eagle
 from specengine.modeling import native
 from specengine.modeling.eagle_head import head_from

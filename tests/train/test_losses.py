@@ -117,11 +117,11 @@ def serving_states(
     drafter = Eagle(head, CausalLM(model, pack=False), pack=False)
     drafter.begin(reading.tokens[batch, : row + 1].tolist(), reading.features[batch, : row + 1])
     tree = TokenTree.root(int(reading.tokens[batch, row + 1]), 64)
-    found = [drafter.step(tree, torch.tensor([0])).hidden]
-    nodes = torch.tensor([0])
+    found = [drafter.root(tree).hidden]
+    nodes = tree.root_alone()
     for tokens, parents in layers:
         tree.passes += 1
-        nodes = tree.add(nodes[parents], tokens, torch.zeros(len(tokens))).alive()
+        nodes = tree.add(nodes.ids[parents], tokens, torch.zeros(len(tokens)))
         found.append(drafter.step(tree, nodes).hidden)
     return found
 

@@ -1,0 +1,137 @@
+"""Drafts that run rows over a cache of their own: what EAGLE heads and smaller models share, no draft by itself."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specengine import ops
+from specengine.drafters import Drafter, Step
+from specengine.modeling.kv_cache import KVCache
+from specengine.modeling.rows import Rows, causal_words, words_for
+from specengine.ops import Nodes
+from specengine.records import Cycle
+from specengine.tree import TokenTree
+
+
+class Given(NamedTuple):
+    """Whence rows read a recurrent state and whither they write theirs: int64 [n] each, rows of a state buffer."""
+
+    sources: Tensor
+    targets: Tensor
+
+
+class RowDraft(Drafter):
+    """A draft whose pass runs rows over `cache`, and whose counts are tensors where that cache is.
+
+    The cache holds one slot per committed token that was run, and behind them the scratch: one slot per node drafted
+    from, seen by its descendants and itself, forgotten with the tree. A cycle's first pass runs the `taken` tokens
+    that were committed since the last one, the root last (`pending`), the next ones a level of the tree each.
+
+    A subclass runs rows (`_run`), takes in prompts (`begin`) and what it keeps of accepted nodes (`accept`).
+    """
+
+    captures = True
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache, self.device = cache, cache.slab.device
+        self.taken, self._used = torch.zeros_like(cache.filled), torch.zeros_like(cache.filled)
+        self.pending = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._tokens: list[int] = []  # committed, the current root excluded
+        self._nodes = 0  # that trees may have; as a node: the one that padding writes to
+        self.reserve(0, 1, 1)
+
+    @abstractmethod
+    def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Logits of the rows, or of the row `one`, int64 [1], alone; recurrent states of the same rows, if any."""
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """The target's ids of the logits' columns; None where they are the columns."""
+        return None
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """What stays from one cycle to the next, but for the cache's slab."""
+        return self.cache.filled, self.taken, self.pending
+
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        return self.cache.slab, self.pending, self._seen
+
+    def reserve(self, tokens: int, nodes: int, longest: int) -> None:
+        self.cache.reserve(tokens + nodes + longest)
+        if longest > len(self.pending):
+            self.pending = torch.cat([self.pending, self.pending.new_zeros(longest - len(self.pending))])
+            self._causal = causal_words(longest, self.device)
+        if nodes > self._nodes:
+            self._nodes = nodes
+            # By node: which slots of the scratch it sees. The root stands among the committed ones.
+            self._seen = torch.zeros(nodes + 1, words_for(nodes), dtype=torch.int64, device=self.device)
+            self._own = ops.own_bits(nodes, self.device)
+
+    def root(self, tree: TokenTree) -> Step:
+        if tree.capacity > self._nodes:  # of a draft that no engine told what to expect
+            self.reserve(self.cache.length, tree.capacity, len(self.pending))
+        count = int(self.taken) if ops.is_free(self.taken) else len(self.pending)
+        self._used.zero_()
+        if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
+            return Step(torch.full((1, 1), float("-inf"), device=tree.device), normalized=True)
+        place, filled = torch.arange(count, device=self.device), self.cache.filled
+        last = (self.taken.long() - 1).clamp(min=0)
+        tokens = self.pending[:count].scatter(0, last, tree.tokens[:1])
+        if ops.is_free(filled):
+            self.cache.reserve(int(filled) + count + tree.capacity)
+        rows = Rows(tokens, filled + place, self._causal[:count], filled.long(), filled, self.taken)
+        spare = self._nodes
+        given = Given(place + (spare + 1), torch.where(place == last, 0, spare))
+        logits, states = self._run(rows, given, one=last)
+        filled += self.taken
+        return Step(logits, self.token_ids, hidden=states)
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        nodes, count, filled = *frontier, self.cache.filled
+        place = torch.arange(len(nodes), device=self.device)
+        into, slots = nodes, self._used + place
+        if not ops.is_free(count):  # padding reads of the root, and writes where nothing is read
+            padding = place >= count
+            nodes, into = nodes.masked_fill(padding, 0), nodes.masked_fill(padding, self._nodes)
+            slots = slots.clamp(max=len(self._own) - 1)
+        parents = tree.parents.index_select(0, nodes).clamp(min=0)
+        words = self._seen.index_select(0, parents) | self._own.index_select(0, slots)
+        self._seen.index_copy_(0, into, words)
+        positions = tree.depths.index_select(0, nodes) + (filled - 1)
+        slot = (filled + self._used).long()
+        rows = Rows(tree.tokens.index_select(0, nodes), positions, words, slot, filled, count)
+        logits, states = self._run(rows, Given(parents, into))
+        self._used += count
+        return Step(logits, self.token_ids, hidden=states)
+
+    def accept(self, tree: TokenTree, path: Nodes, features: Tensor | None) -> None:
+        """These nodes were committed, the root first: the next pass runs their tokens, and the next root.
+
+        path: within `tree`, and at most as many as `reserve` was told; features: the target's, of the nodes.
+        """
+        self.pending[: len(path.ids)] = tree.tokens.index_select(0, path.ids.roll(-1))
+        self.taken.copy_(path.live)
+
+    def observe(self, cycle: Cycle) -> None:
+        path = Nodes.of(torch.tensor(cycle.path, device=self.device))
+        if len(path.ids) > len(self.pending):
+            self.reserve(0, self._nodes, len(path.ids))
+        self._tokens += cycle.tree.tokens[path.ids.to(cycle.tree.device)].tolist()
+        self.accept(cycle.tree, path, cycle.features)
+
+    def ended(self, tokens: list[int], drafted: int) -> None:
+        """Captured cycles have committed these tokens, of which the first `drafted` were surely run."""
+        self.cache.length = min(drafted, len(tokens))
+        self._tokens = tokens[: self.cache.length]
+        self.taken.zero_()
+
+    def reset(self) -> None:
+        self.cache.crop(0)
+        self.taken.zero_()
+        self._tokens = []

@@ -1,0 +1,108 @@
+"""An EAGLE head over a cache in torch: all variants, all devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specengine import ops
+from specengine.modeling import causal_lm
+from specengine.modeling.attention import attend, lower_right
+from specengine.modeling.causal_lm import CausalLM
+from specengine.modeling.eagle_head import EagleHead, RotatingAttend, causal, embed_for
+from specengine.modeling.kv_cache import KVCache
+from specengine.modeling.native import NativeLM
+from specengine.modeling.packing import Packed, worth_packing
+from specengine.modeling.rows import Rows
+
+
+class TorchHead:
+    """`head` as a function of rows; its keys and values stand in `cache`, [1 layer]."""
+
+    def __init__(self, head: EagleHead, target: CausalLM | NativeLM, pack: bool | None = None) -> None:
+        self.config, self.module, self._target = head.config, head, target
+        self.dtype, device = head.dtype, target.device
+        self.cache = KVCache(1, self.config.num_kv_heads, self.config.head_dim, 1, dtype=self.dtype, device=device)
+        self.target_ids: Tensor | None = head.target_ids()
+        self._packed: Packed | None = Packed(head) if (worth_packing(head) if pack is None else pack) else None
+        self._runs: Any = head
+        self._tables = head.rope.tables(0, device)
+
+    @property
+    def weights(self) -> tuple[torch.nn.Module, ...]:
+        return (self.module,)
+
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        return self._tables
+
+    def refresh(self) -> None:
+        """Take in weights that were changed since the last call, and a cache that has grown."""
+        if self._packed is not None:
+            self._runs = self._packed.model()
+        if len(self._tables[0]) < self.cache.capacity:  # a position is never beyond its slot
+            self._tables = self.module.rope.tables(self.cache.capacity, self.cache.slab.device)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self._runs.fuse(features.to(self.dtype))
+
+    def extend(self, hidden: Tensor, tokens: list[int]) -> None:
+        """Run consecutive rows behind the cache's, and commit them; hidden: [rows, hidden size]."""
+        for first in range(0, len(tokens), causal_lm.PREFILL_ROWS):
+            piece = torch.tensor(tokens[first : first + causal_lm.PREFILL_ROWS], device=hidden.device)
+            rows, length = len(piece), self.cache.length
+            self.cache.reserve(length + rows)
+            positions = torch.arange(length, length + rows, device=hidden.device)
+            embeddings = embed_for(self.module, self._target, piece)
+            given = hidden[first : first + rows], embeddings, positions
+            self._runs(*(part[None] for part in given), _PromptAttention(self.cache, length))
+            self.cache.length = length + rows
+
+    def forward(self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits and recurrent states of rows whose inputs stand at `sources` in `states`; of the row `one` alone."""
+        if len(self._tables[0]) < self.cache.capacity and ops.is_free(rows.slot):
+            self.refresh()
+        hidden, embeddings = self._inputs(states, sources, rows)
+        given = hidden, embeddings.to(self.dtype), rows.positions
+        found = self._runs(*(part[None] for part in given), _RowAttention(self.cache, rows, self._tables))[0]
+        found = found if one is None else found.index_select(0, one)
+        logits = self._runs.logits(found)
+        return self._target.head(found) if logits is None else logits, found
+
+    def _inputs(self, states: Tensor, sources: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        head = self.module
+        if isinstance(self._target, NativeLM) and not head.config.own_embeddings:
+            return states.index_select(0, sources), self._target.embed(rows.tokens)
+        table = head.embed_tokens if head.config.own_embeddings else self._target.model.get_input_embeddings()
+        return ops.gather_rows(states, sources, table.weight, rows.tokens)
+
+
+class _PromptAttention:
+    """Attention of consecutive rows behind `before` others, whose keys and values go to the cache."""
+
+    def __init__(self, cache: KVCache, before: int) -> None:
+        self.slab, self.before = cache.slab[0], before
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = key.shape[2]
+        keys, values = self.slab[:, :, : self.before + rows]
+        keys[:, self.before :], values[:, self.before :] = key[0], value[0]
+        if not self.before:
+            return causal(query, key, value)
+        mask = lower_right(rows, self.before, query.device)
+        return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
+
+
+class _RowAttention(RotatingAttend):
+    """Attention of rows, which rotates them and puts their keys and values where they belong."""
+
+    def __init__(self, cache: KVCache, rows: Rows, tables: tuple[Tensor, Tensor]) -> None:
+        self.slab, self.rows, self.tables = cache.slab[0], rows, tables
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = self.rows
+        at = rows.positions, self.tables, self.slab, rows.slot, rows.live
+        rotated = ops.rope_store(query[0], key[0], value[0], *at)
+        return attend(rotated, self.slab[0], self.slab[1], rows)[None]

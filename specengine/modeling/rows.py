@@ -1,0 +1,96 @@
+"""Rows: the nodes of a tree as one forward over a cache runs them, and what each of them sees there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specengine import ops
+from specengine.ops import WORD_BITS, Paths
+from specengine.tree import TokenTree
+
+
+@dataclass(eq=False)
+class Rows:
+    """Rows of one forward over a cache. Counts are tensors, so one capture serves every length and every tree.
+
+    tokens, positions  int64 [n]
+    words              int64 [n, w], bit j % 64 of word j // 64: the row sees slot prefix + j
+    slot               int64 [1], the cache slot of the first row; the others take those behind it
+    prefix, live       int32 [1]: slots that every row sees; rows from `live` on are padding
+    paths              given where attention is strict
+
+    Keys and values of padding go to the slots behind those of the other rows. What it computes means nothing.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    words: Tensor
+    slot: Tensor
+    prefix: Tensor
+    live: Tensor
+    paths: Paths | None = None
+    _seen: Tensor | None = field(default=None, init=False, repr=False)
+    _mask: Any = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(cls, tree: TokenTree, filled: Tensor) -> Rows:
+        """A tree behind what a cache has committed, int32 [1] on the device of the rows."""
+        given = tree.tokens, tree.depths, tree.ancestors, tree.size
+        tokens, depths, words, live = (array.to(filled.device) for array in given)
+        return cls(tokens, depths + filled, words, filled.long(), filled, live)
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def seen(self) -> Tensor:
+        """int32 [1]: slots behind the prefix, those of the rows included."""
+        if self._seen is None:
+            self._seen = (self.slot - self.prefix + self.live).int()
+        return self._seen
+
+    @property
+    def end(self) -> int:
+        """The slot behind those of the rows; waits for a device."""
+        return int(self.slot) + int(self.live)
+
+    def mask(self) -> Tensor | None:
+        """bool [n, end]: which slots each row sees; None where one row sees them all. Waits for a device."""
+        end, prefix = self.end, int(self.prefix)
+        if len(self) == 1 and end == prefix + 1:
+            return None
+        mask = torch.ones(len(self), end, dtype=torch.bool, device=self.tokens.device)
+        mask[:, prefix:] = ops.tree_mask(self.words, end - prefix)
+        return mask
+
+    def packed_mask(self, groups: int, dtype: torch.dtype) -> Any:
+        """The mask as `ops.tree_attention` is fastest with, made once per forward."""
+        if self._mask is None and (mask := self.mask()) is not None:
+            self._mask = ops.pack_mask(mask, groups, dtype, int(self.prefix))
+        return self._mask
+
+    def strict_piece(self, first: int, count: int, *, padded: bool = False) -> Rows:
+        """Of these rows up to `count` from `first` on, or just so many, with strict attention; run in their order."""
+        part = slice(first, first + count)
+        arrays = self.tokens[part], self.positions[part], self.words[part]
+        if padded and (missing := count - len(arrays[0])):
+            arrays = tuple(torch.cat([a, a.new_zeros(missing, *a.shape[1:])]) for a in arrays)  # type: ignore[assignment]
+        live = (self.live - first).clamp(0, count)
+        return Rows(*arrays, self.slot + first, self.prefix, live, ops.order_paths(arrays[2]))
+
+
+def words_for(slots: int) -> int:
+    """How many words have bits for so many slots."""
+    return -(-slots // WORD_BITS)
+
+
+def causal_words(rows: int, device: torch.device | str = "cpu") -> Tensor:
+    """Words of consecutive tokens: each sees those before and itself. int64 [rows, ceil(rows / 64)]."""
+    place = torch.arange(rows, device=device)
+    bits = (place[:, None] >= torch.arange(words_for(rows) * WORD_BITS, device=device)).long()
+    shifted = bits << (torch.arange(bits.shape[1], device=device) % WORD_BITS)
+    return shifted.view(rows, -1, WORD_BITS).sum(-1)
