@@ -104,7 +104,8 @@ class CapturedDriver(EagerDriver):
         path = Nodes(pad_to(walked.nodes, longest), walked.live)
         inner = torch.arange(longest, device=tree.device) < walked.live - 1
         root = walked.bonus.clamp(min=0)  # a cycle may be under way before the host sees that there is none
-        tokens = torch.where(inner, verified.tokens.index_select(0, path.ids.roll(-1)), root)
+        walked_over = verified.tokens.index_select(0, path.ids)
+        tokens = torch.where(inner, walked_over.roll(-1), root)
         counts = torch.cat([walked.live, tree.size, kept.live, tree.passes, length, tree.overflow]).long()
         sums = verified.log_probs.view(torch.int32), verified.path_log_probs.view(torch.int32)
         arrays = (verified.tokens, verified.parents, verified.depths, *sums)
@@ -112,7 +113,7 @@ class CapturedDriver(EagerDriver):
         self._record.copy_(torch.cat([counts, walked.bonus, tokens, path.ids, *lists]))
         self.target.keep(path)
         if self.drafter is not None:
-            self.drafter.accept(verified, path, features)
+            self.drafter.accept(walked_over, path, features)
         tree.tokens[:1].copy_(root)
         tree.restart()
 

@@ -44,6 +44,8 @@ def level(drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes
     """One draft pass from the frontier, and the next level; nothing, on a device, where the frontier is empty."""
     if ops.is_free(frontier.live):
         frontier = Nodes(frontier.alive(), frontier.live)
+        if not len(frontier.ids):
+            return frontier
     return _grown(policy, tree, frontier, lambda nodes: drafter.step(tree, nodes), seconds)
 
 

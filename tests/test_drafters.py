@@ -225,7 +225,8 @@ def test_small_model_catches_up_with_tokens_it_was_not_asked_about() -> None:
     draft.begin([1, 2])
     tree = TokenTree.root(3, 4)
     draft.root(tree)
-    tree.add(torch.tensor([0, 1]), torch.tensor([4, 5]), torch.zeros(2))
+    for parent, token in ((0, 4), (1, 5)):
+        tree.add(torch.tensor([parent]), torch.tensor([token]), torch.zeros(1))
     draft.observe(Cycle(tree, [0, 1, 2], [4, 5, 6], Seconds()))
     logits = draft.root(TokenTree.root(6, 4)).logits[0]
     assert (logits - dense(draft.lm.model, [1, 2, 3, 4, 5, 6])).abs().max() < 1e-4

@@ -201,8 +201,11 @@ class Drafter(ABC):
         """Modules that a capture reads."""
         return ()
 
-    def accept(self, tree: TokenTree, path: Nodes, features: Tensor | None) -> None:  # noqa: B027
-        """As `observe`, captured: these nodes of `tree`, the root first, were committed; features: the target's."""
+    def accept(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:  # noqa: B027
+        """As `observe`, captured: these nodes of the verified tree were committed, the root first.
+
+        tokens: theirs, int64 [width]; path: at most as many as `reserve` was told; features: the target's, by node.
+        """
 
     def ended(self, tokens: list[int], drafted: int) -> None:  # noqa: B027
         """Captured cycles have committed these tokens, of which the first `drafted` were surely drafted from."""

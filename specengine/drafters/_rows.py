@@ -110,20 +110,17 @@ class RowDraft(Drafter):
         self._used += count
         return Step(logits, self.token_ids, hidden=states)
 
-    def accept(self, tree: TokenTree, path: Nodes, features: Tensor | None) -> None:
-        """These nodes were committed, the root first: the next pass runs their tokens, and the next root.
-
-        path: within `tree`, and at most as many as `reserve` was told; features: the target's, of the nodes.
-        """
-        self.pending[: len(path.ids)] = tree.tokens.index_select(0, path.ids.roll(-1))
+    def accept(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
+        self.pending[: len(tokens)] = tokens.roll(-1)  # the next pass runs them, and the next root in the root's place
         self.taken.copy_(path.live)
 
     def observe(self, cycle: Cycle) -> None:
+        if len(cycle.path) > len(self.pending):
+            self.reserve(0, self._nodes, len(cycle.path))
+        tokens = [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
+        self._tokens += tokens
         path = Nodes.of(torch.tensor(cycle.path, device=self.device))
-        if len(path.ids) > len(self.pending):
-            self.reserve(0, self._nodes, len(path.ids))
-        self._tokens += cycle.tree.tokens[path.ids.to(cycle.tree.device)].tolist()
-        self.accept(cycle.tree, path, cycle.features)
+        self.accept(torch.tensor(tokens, device=self.device), path, cycle.features)
 
     def ended(self, tokens: list[int], drafted: int) -> None:
         """Captured cycles have committed these tokens, of which the first `drafted` were surely run."""

@@ -25,7 +25,6 @@ from specengine.modeling.native import NativeLM
 from specengine.modeling.rows import Rows
 from specengine.ops import Nodes
 from specengine.targets import common_prefix
-from specengine.tree import TokenTree
 
 # On a CPU each node that is verified costs: the best of seven ways by bench.policies on self-written prompts.
 CPU_POLICY: tuple[str, dict[str, Any]] = ("salf/cpu", {})
@@ -144,11 +143,11 @@ class Eagle(RowDraft):
         self._seconds += time.perf_counter() - began
 
     @torch.inference_mode()
-    def accept(self, tree: TokenTree, path: Nodes, features: Tensor | None) -> None:
+    def accept(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
         if features is None:
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         began = time.perf_counter()
-        super().accept(tree, path, features)
+        super().accept(tokens, path, features)
         self._waiting[: len(path.ids)] = self.head.fuse(features.index_select(0, path.ids))
         self._seconds += time.perf_counter() - began
 

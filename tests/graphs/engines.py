@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._captured_small_model import CapturedSmallModel
-from specengine.targets.captured import CapturedTarget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,18 +55,27 @@ def head(version: Any) -> Any:
     return toy.tiny_head(toy.head_config(version, model())).to(DEVICE)
 
 
-def engine_of(draft: str, policy: str | TreePolicy, *, padded: bool, loop: str = "host") -> Engine:
+def engine_of(draft: str, policy: str | TreePolicy, *, captured: bool) -> Engine:
     """A new engine over the shared models; draft `none` decodes plainly, a policy's name is that of a small one."""
-    target = (CapturedTarget if padded else HuggingFaceTarget)(model())
+    target = HuggingFaceTarget(model(), captured=captured)
     if draft == "none":
-        return Engine(target, None, None, loop=loop if padded else "auto")
+        return Engine(target, None, None)
     if draft == "ngram":
         drafter: Any = NGram(longest=3, shortest=1)
     elif draft == "small_model":
-        drafter = (CapturedSmallModel if padded else SmallModel)(near_copy(), target.vocab_size)
+        drafter = SmallModel(near_copy(), target.vocab_size)
     else:
-        drafter = (CapturedEagle if padded else Eagle)(head(int(draft[-1])), target.lm)
-    return Engine(target, drafter, toy.policy_for(policy, 3) if isinstance(policy, str) else policy, loop=loop)
+        drafter = Eagle(head(int(draft[-1])), target.lm)
+    return Engine(target, drafter, toy.policy_for(policy, 3) if isinstance(policy, str) else policy)
+
+
+@contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """No number is read for nothing, so everything is padded; and every op shows what it does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_registry, "FREE", "none")
+        patch.setenv(ops.VARIABLE, "reference")
+        yield
 
 
 class Operations(TorchDispatchMode):
@@ -80,15 +86,13 @@ class Operations(TorchDispatchMode):
         self.seen: list[Any] = []
 
     def __enter__(self) -> Any:
-        # as on a device: no number is read for nothing, and every op shows what it does
-        self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(_registry, "FREE", "none")
-        self._patch.setenv(ops.VARIABLE, "reference")
+        self._patch = as_on_a_device()
+        self._patch.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._patch.undo()
+        self._patch.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket)
@@ -114,7 +118,8 @@ def frozen() -> Iterator[dict[tuple[int, Hashable], int]]:
     def watched(self: Graphs, name: Hashable, reads: Sequence[Tensor], function: Callable[[], Any]) -> Any:
         def watching() -> Any:
             if name not in self._captured:
-                return function()  # before the capture
+                with as_on_a_device():
+                    return function()  # before the capture
             with Operations() as operations:
                 found = function()
             assert operations.seen == first.setdefault((id(self), name), operations.seen)

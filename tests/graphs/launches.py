@@ -1,7 +1,7 @@
 """python -m tests.graphs.launches [--write]: kernels that a captured cycle launches, counted on the pretended device.
 
-By policy the launches of root, level and verification of a target of LAYERS layers behind an EAGLE-3 head, and what a
-further layer adds to a verification; views and uninitialised memory do not count. With kernels an op that Triton or
+By policy the launches of root, level and the rest (verification, walk, commit) of a target of LAYERS layers behind an
+EAGLE-3 head, and what a further layer adds; views and uninitialised memory do not count. With kernels an op that Triton or
 CUDA serves counts as one, whatever is prepared for it, and its meaning runs in its place.
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.targets.captured import CapturedTarget
 
 from specengine import Engine, ops, policies
+from specengine.drafters.eagle import Eagle
 from specengine.ops import _registry
+from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs import pretended
 
@@ -44,6 +44,7 @@ SERVED = {
     "cuda": ("step_queues",),
 }  # of what runs in captured cycles
 LAYERS = 4
+PARTS = ("root", "level", "finish")
 GOALS = {"level": 40, "layer": 16}  # at most, with kernels
 
 Counts = dict[str, dict[str, int]]
@@ -63,7 +64,7 @@ def stand_ins(backend: str) -> dict[str, Any]:
     return {name: of(name) for name in SERVED[backend]} if backend in SERVED else ops.OPS
 
 
-def counted(policy: str, layers: int = LAYERS, parts: tuple[str, ...] = ("root", "level", "verify")) -> dict[str, int]:
+def counted(policy: str, layers: int = LAYERS, parts: tuple[str, ...] = PARTS) -> dict[str, int]:
     """Launches of each function of a cycle, by its capture."""
     found = {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as device:
@@ -72,17 +73,17 @@ def counted(policy: str, layers: int = LAYERS, parts: tuple[str, ...] = ("root",
         device.enter_context(torch.inference_mode())
         model = toy.tiny("llama", num_hidden_layers=layers)
         head = pretended.moved(toy.tiny_head(toy.head_config(3, model)))
-        target = CapturedTarget(pretended.moved(model))  # type: ignore[arg-type]
-        engine = Engine(target, CapturedEagle(head, target.lm), policies.make(policy), loop="read")  # type: ignore[arg-type]
+        target = HuggingFaceTarget(pretended.moved(model), captured=True)  # type: ignore[arg-type]
+        engine = Engine(target, Eagle(head, target.lm), policies.make(policy))  # type: ignore[arg-type]
         driver = engine._captured
         assert driver is not None
         assert engine.drafter is not None
         target.want_features(engine.drafter.features)
         driver.reserve(100)
-        driver.cycle.state.length.fill_(20)
-        driver.cycle.state.taken.fill_(1)
+        target.cache.length = engine.drafter.cache.length = 20
+        engine.drafter.taken.fill_(1)
         for part in parts:
-            function = getattr(driver.cycle, part)
+            function = getattr(driver, f"_{part}")
             function()  # what is made on first use is not part of a graph
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -96,8 +97,8 @@ def table(backend: str, names: tuple[str, ...] = NAMES) -> Counts:
     os.environ[ops.VARIABLE] = backend
     try:
         counts = {name: counted(name) for name in names}
-        more = counted(names[0], LAYERS + 1, ("root", "verify"))["verify"] - counts[names[0]]["verify"]
-        return counts | {"a layer": {"verify": more}}
+        more = counted(names[0], LAYERS + 1, ("root", "finish"))["finish"] - counts[names[0]]["finish"]
+        return counts | {"a layer": {"finish": more}}
     finally:
         if before is None:
             del os.environ[ops.VARIABLE]
@@ -110,10 +111,10 @@ def main() -> None:
     found = {way: table(backend) for way, backend in WAYS.items()}
     if "--write" in sys.argv[1:]:
         TABLE.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{'':10}{'':10}{'root':>8}{'level':>8}{'verify':>8}")
+    print(" " * 20 + "".join(f"{part:>8}" for part in PARTS))
     for way, counts in found.items():
         for name, row in counts.items():
-            print(f"{way:10}{name:10}" + "".join(f"{row.get(part, ''):>8}" for part in ("root", "level", "verify")))
+            print(f"{way:10}{name:10}" + "".join(f"{row.get(part, ''):>8}" for part in PARTS))
     print(f"goals with kernels: {', '.join(f'{most} a {part}' for part, most in GOALS.items())}")
 
 

@@ -1,4 +1,7 @@
-"""Cycles that stay on the device: the answers and trees of the eager engine, and what the host may not do meanwhile."""
+"""Captured cycles: the answers and trees of the eager engine, and what the host may not do meanwhile.
+
+Whole cycles stay on the device; where a choice reads the history, the host walks between verification and commit.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from specengine.captured_cycle import CapturedCycle
 
-from specengine import Engine, policies
+from specengine import Engine, ops, policies
 from specengine import cuda_graphs as graphs
-from specengine.captured import LOOPS, CapturedDriver
-from specengine.errors import InputError, NumericalError
+from specengine.captured import CapturedDriver
+from specengine.drafters.small_model import SmallModel
+from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.modeling import kv_cache as cache
-from specengine.ops import _registry
 from specengine.policies import TreePolicy, _classifier
 from specengine.policies.eagle import Eagle
+from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
-from tests.graphs.engines import DEVICE, PROMPT, Operations, engine_of, frozen
+from tests.graphs.engines import DEVICE, PROMPT, Operations, as_on_a_device, engine_of, frozen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WAYS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5}]
-POLICIES = [name for name in toy.POLICIES if name != "random"]
+WALKS: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "top_k": 9}]  # by the host
+POLICIES = [name for name in toy.POLICIES if name != "random"]  # what that does depends on its own past
 
 
-def captured(draft: str, policy: str | TreePolicy, loop: str = "read") -> Engine:
-    engine = engine_of(draft, policy, padded=True, loop=loop)
+def captured(draft: str, policy: str | TreePolicy) -> Engine:
+    engine = engine_of(draft, policy, captured=True)
     assert isinstance(engine._captured, CapturedDriver)
     return engine
 
@@ -42,10 +46,10 @@ def answer(engine: Engine, options: dict[str, Any], prompt: list[int] = PROMPT, 
     return stream.result.token_ids, trees, counters, [cycle.drafted for cycle in cycles]
 
 
-def check(draft: str, policy: str | TreePolicy, loop: str = "read", **options: Any) -> None:
-    engine, eager = captured(draft, policy, loop), engine_of(draft, policy, padded=False)
+def check(draft: str, policy: str | TreePolicy, ways: list[dict[str, Any]] = WAYS, **options: Any) -> None:
+    engine, eager = captured(draft, policy), engine_of(draft, policy, captured=False)
     with frozen() as calls:
-        for way in WAYS:
+        for way in ways:
             assert answer(engine, way, **options) == answer(eager, way, **options)
     part = engine._captured.graphs
     assert set(part.captures.values()) == {1}, "one capture of each function"
@@ -58,16 +62,32 @@ def test_there_are_policies() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
-def test_every_policy_that_can(draft: str, policy: str) -> None:
-    check(draft, policy)
+def test_every_policy(draft: str, policy: str) -> None:
+    check(draft, policy, WAYS + WALKS)
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if toy.policy_for(name, 3).ends_early])
-def test_a_level_too_many_changes_nothing(policy: str) -> None:
-    check("eagle3", policy, "ahead")
+@pytest.mark.parametrize("policy", ["talon", "salf", "chain"])
+@pytest.mark.parametrize("draft", ["eagle1", "ngram"])
+def test_other_drafts(draft: str, policy: str) -> None:
+    check(draft, policy, WAYS + WALKS)
 
 
-@pytest.mark.parametrize("loop", ["read", "ahead"])
+@pytest.mark.parametrize("draft", ["small_model", "eagle3", "ngram"])
+def test_trees_of_random_shape_grow_eagerly_and_are_verified_in_graphs(draft: str) -> None:
+    for options in WAYS + WALKS:
+        expected = answer(engine_of("none", "", captured=False), options)[0]
+        with frozen():
+            engine = captured(draft, "random")
+            assert answer(engine, options)[0] == expected
+        assert list(engine._captured.graphs.captures) == ["verify"]
+
+
+def test_wide_frontiers_and_long_paths_are_one_pass() -> None:
+    check("eagle3", policies.make("eagle", width=12, expansions=2, budget=40), count=6)
+    check("eagle3", policies.make("eagle", width=70, expansions=1, budget=100), count=4)
+    check("small_model", policies.make("chain", length=66), count=4)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -82,14 +102,13 @@ def test_a_level_too_many_changes_nothing(policy: str) -> None:
         ("dynatree", {"history": False, "base_depth": 2, "max_depth": 4, "nodes": 20, "stop": 0.02, "deep": 0.1}),
     ],
 )
-def test_trees_end_at_the_heights_of_the_host(name: str, options: dict[str, Any], loop: str) -> None:
+def test_trees_end_at_the_heights_of_the_host(name: str, options: dict[str, Any]) -> None:
     policy = policies.make(name, **options)
-    check("small_model", policy, loop)
+    check("small_model", policy)
     assert len(heights("small_model", policy)) > 1
 
 
-@pytest.mark.parametrize("loop", ["read", "ahead"])
-def test_a_head_reads_the_hidden_states_on_the_device(loop: str, tmp_path: Path) -> None:
+def test_a_head_reads_the_hidden_states_on_the_device(tmp_path: Path) -> None:
     torch.manual_seed(7)
     net = _classifier.AcceptanceHead(32, 16).requires_grad_(False)
     net.output.weight.mul_(12.0)  # so that acceptances differ
@@ -97,9 +116,9 @@ def test_a_head_reads_the_hidden_states_on_the_device(loop: str, tmp_path: Path)
     _classifier.save(tmp_path / "net.safetensors", "specdecpp", net, facts)
     shape = {"width": 3, "expansions": 4, "budget": 10, "threshold": 0.5}
     policy = policies.make("specdecpp", classifier=str(tmp_path / "net.safetensors"), **shape)
-    check("eagle3", policy, loop)
+    check("eagle3", policy)
     assert len(heights("eagle3", policy)) > 1
-    without = captured("small_model", policy, loop)
+    without = captured("small_model", policy)
     for run in (lambda: without.generate(PROMPT), lambda: without.warmup(tokens=100)):
         with pytest.raises(InputError, match="which only EAGLE heads give"):
             run()
@@ -107,19 +126,28 @@ def test_a_head_reads_the_hidden_states_on_the_device(loop: str, tmp_path: Path)
 
 def heights(draft: str, policy: TreePolicy) -> set[int]:
     """Draft passes of the trees of the answers above."""
-    streams = [engine_of(draft, policy, padded=False).stream(PROMPT, max_new_tokens=12, **way) for way in WAYS]
+    streams = [engine_of(draft, policy, captured=False).stream(PROMPT, max_new_tokens=12, **way) for way in WAYS]
     return {int(piece.cycle.tree.passes) for stream in streams for piece in stream}
 
 
 def test_plain_decoding() -> None:
-    engine, eager = (engine_of("none", "", padded=padded, loop=loop) for padded, loop in ((True, "read"), (False, "")))
+    engine, eager = captured("none", ""), engine_of("none", "", captured=False)
     with frozen():
-        for way in WAYS:
+        for way in WAYS + WALKS:
             assert answer(engine, way) == answer(eager, way)
-    assert list(engine._captured.graphs.captures) == [
-        "captured verify of 1 rows, greedy",
-        "captured verify of 1 rows, sampled",
-    ]
+    assert list(engine._captured.graphs.captures) == ["finish greedy", "finish sampled", "verify"]
+
+
+@pytest.mark.parametrize("family", [name for name in toy.FAMILIES if name != "llama"])
+def test_families(family: str) -> None:
+    """Each model's own forward, as it is, with nothing that a capture would freeze or refuse."""
+    loaded = toy.tiny(family).to(DEVICE)
+    ids = torch.tensor([PROMPT], device=DEVICE)
+    expected = loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    with frozen():
+        drafter = SmallModel(loaded)
+        engine = Engine(HuggingFaceTarget(loaded, captured=True), drafter, toy.policy_for("eagle"))
+        assert engine.generate(PROMPT, max_new_tokens=8).token_ids == expected[0, len(PROMPT) :].tolist()
 
 
 def test_an_older_head() -> None:
@@ -129,21 +157,21 @@ def test_an_older_head() -> None:
 def test_a_long_prompt_and_ends_within_a_path() -> None:
     prompt = [token % 200 for token in range(3, 3 * 80, 3)]
     check("eagle3", "talon", prompt=prompt, count=7)
-    engine, plain = captured("small_model", "eagle"), engine_of("none", "", padded=False)
+    engine, plain = captured("small_model", "eagle"), engine_of("none", "", captured=False)
     for eos in set(plain.generate(PROMPT, max_new_tokens=12).token_ids):
         given = {"max_new_tokens": 12, "eos_token_id": eos}
         assert engine.generate(PROMPT, **given).token_ids == plain.generate(PROMPT, **given).token_ids
 
 
 def test_a_seed_beyond_int64() -> None:
-    engine, eager = captured("eagle3", "eagle"), engine_of("eagle3", "eagle", padded=False)
+    engine, eager = captured("eagle3", "eagle"), engine_of("eagle3", "eagle", captured=False)
     way = {"temperature": 0.7, "seed": 2**64 - 3}
     assert answer(engine, way) == answer(eager, way)
 
 
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_sessions_reuse_the_caches(draft: str) -> None:
-    engine, plain = captured(draft, "talon"), engine_of("none", "", padded=False)
+    engine, plain = captured(draft, "talon"), engine_of("none", "", captured=False)
     engine.tokenizer = plain.tokenizer = toy.byte_tokenizer()
     ours, theirs = engine.session(), plain.session()
     for text in ("ab", "cd", "e"):
@@ -155,7 +183,7 @@ def test_sessions_reuse_the_caches(draft: str) -> None:
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_a_stream_that_is_closed_leaves_the_engine_usable(draft: str) -> None:
     engine = captured(draft, "eagle")
-    expected = answer(engine_of("none", "", padded=False), {})[0]
+    expected = answer(engine_of("none", "", captured=False), {})[0]
     stream = engine.stream(PROMPT, max_new_tokens=12)
     for _ in range(3):
         next(stream)
@@ -163,28 +191,35 @@ def test_a_stream_that_is_closed_leaves_the_engine_usable(draft: str) -> None:
     assert answer(engine, {})[0] == expected
 
 
+@pytest.mark.parametrize("ways", [WAYS, WALKS], ids=["device", "host"])
 @pytest.mark.parametrize("policy", ["talon", "opt_tree", "fixed", "svip"])
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
-def test_nothing_is_read_before_it_is_written(draft: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in all of both caches' scratch, and in all states of the last tree, before each cycle."""
-    engine, eager = captured(draft, policy), engine_of(draft, policy, padded=False)
-    launch = CapturedDriver.launch
+def test_nothing_is_read_before_it_is_written(
+    draft: str, policy: str, ways: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in all of both caches' scratch, and in all that belongs to the last tree, before each cycle."""
+    engine, eager = captured(draft, policy), engine_of(draft, policy, captured=False)
+    grow = CapturedDriver._grow
 
     def poisoned(self: CapturedDriver) -> None:
-        cycle, drafter = self.cycle, self.drafter
-        length, taken = int(cycle.state.length), int(cycle.state.taken)
-        self.target.cache.slab[:, :, :, length:] = math.nan
-        drafter.cache.slab[:, :, :, length + drafter.ahead - taken :] = math.nan
-        if hasattr(drafter, "_states"):
-            drafter._states[: drafter.spare] = math.nan
-            drafter._states[drafter.spare + 1 + taken :] = math.nan
-        for array in (cycle.tree.log_probs, cycle.tree.path_log_probs):
+        drafter = self.drafter
+        for part in (self.target.cache, drafter.cache):
+            part.slab[:, :, :, part.length :] = math.nan
+        taken = int(drafter.taken)
+        drafter._seen[1:] = -1
+        drafter.pending[max(taken - 1, 0) :] = 3
+        if draft == "eagle3":
+            drafter._states[: drafter._nodes] = math.nan
+            drafter._waiting[taken:] = math.nan
+        for array in (self.tree.log_probs, self.tree.path_log_probs):
             array[1:] = math.nan
-        cycle.tree.parents[1:] = 0
-        launch(self)
+        self.tree.parents[1:] = 0
+        grow(self)
 
-    monkeypatch.setattr(CapturedDriver, "launch", poisoned)
-    assert answer(engine, {}) == answer(eager, {})
+    monkeypatch.setattr(CapturedDriver, "_grow", poisoned)
+    with frozen():
+        for way in ways:
+            assert answer(engine, way) == answer(eager, way)
 
 
 def test_a_larger_cache_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,50 +228,100 @@ def test_a_larger_cache_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> No
     engine = captured("eagle3", "eagle")
     for length in (8, 60, 120):
         prompt = PROMPT[:4] * (length // 4)
-        assert answer(engine, {}, prompt)[0] == answer(engine_of("none", "", padded=False), {}, prompt)[0]
+        assert answer(engine, {}, prompt)[0] == answer(engine_of("none", "", captured=False), {}, prompt)[0]
     assert max(engine._captured.graphs.captures.values()) > 1
 
 
-def test_warmup_captures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("draft", "names"),
+    [
+        ("eagle3", {"root", "level", "finish greedy", "finish sampled", "verify"}),
+        ("small_model", {"root", "level", "finish greedy", "finish sampled", "verify"}),
+        ("ngram", {"verify"}),
+        ("none", {"finish greedy", "finish sampled", "verify"}),
+    ],
+)
+def test_warmup_captures_all_that_a_generation_needs(
+    draft: str, names: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 256)
-    engine = captured("eagle3", "talon")
-    names = engine.warmup(tokens=100).captured
-    ours = [name for name in names if name.startswith("captured")]
-    assert len(ours) == 4, ours  # root, level, and verification, greedy and sampled
-    for way in WAYS:
-        assert answer(engine, way)[0] == answer(engine_of("none", "", padded=False), way)[0]
+    engine = captured(draft, "talon")
+    report = engine.warmup(tokens=100)
+    assert set(report.captured) == names
+    assert report.cache_bytes >= engine.target.cache.slab.nbytes > 0
+    assert str(report).startswith(f"{len(report.captured)} graphs in ")
+    for way in WAYS + WALKS:
+        assert answer(engine, way)[0] == answer(engine_of("none", "", captured=False), way)[0]
+    assert engine.warmup(tokens=100).captured == report.captured
     assert set(engine._captured.graphs.captures.values()) == {1}
+
+
+def test_a_warmup_in_a_conversation_forgets_nothing() -> None:
+    engine, plain = captured("eagle3", "eagle"), engine_of("none", "", captured=False)
+    engine.tokenizer = plain.tokenizer = toy.byte_tokenizer()
+    ours, theirs = engine.session(), plain.session()
+    for text in ("ab", "cd"):
+        found = ours.generate(text, max_new_tokens=8, temperature=0.0)
+        assert found.token_ids == theirs.generate(text, max_new_tokens=8, temperature=0.0).token_ids
+        engine.warmup(tokens=100)
+
+
+def test_warmup_refuses() -> None:
+    with pytest.raises(InputError, match="load it with graphs=True"):
+        engine_of("eagle3", "eagle", captured=False).warmup()
+    engine = captured("eagle3", "eagle")
+    for tokens in (0, 10**6):
+        with pytest.raises(InputError, match="tokens: got"):
+            engine.warmup(tokens)
+    stream = engine.stream(PROMPT, max_new_tokens=8)
+    next(stream)
+    with pytest.raises(EngineBusyError):
+        engine.warmup()
+
+
+def test_moved_weights_are_captured_again() -> None:
+    loaded = toy.tiny("llama").to(DEVICE)
+    engine = Engine(HuggingFaceTarget(loaded, captured=True), None, None)
+    before = engine.generate(PROMPT, max_new_tokens=6).token_ids
+    layer = loaded.lm_head
+    layer.weight = torch.nn.Parameter(layer.weight.detach().flip(0).clone(), requires_grad=False)
+    after = engine.generate(PROMPT, max_new_tokens=6).token_ids
+    assert after != before
+    assert engine._captured.graphs.captures == {"finish greedy": 2}
+    assert after == Engine(HuggingFaceTarget(loaded), None, None).generate(PROMPT, max_new_tokens=6).token_ids
 
 
 def test_no_read_before_the_record_and_that_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beam's cycle starts without any read by the host, and the next one starts before its record is read."""
     engine, order = captured("eagle3", "eagle"), list[str]()
-    launch, read = CapturedDriver.launch, CapturedCycle.read
+    start, read = CapturedDriver._start, CapturedDriver._read
 
-    def launched(self: CapturedDriver) -> None:
-        order.append("launch")
+    def started(self: CapturedDriver, number: int) -> Any:
+        order.append("start")
         with Operations():  # fails where the host waits for the device, or sends it a number
-            launch(self)
+            return start(self, number)
 
-    monkeypatch.setattr(CapturedDriver, "launch", launched)
-    monkeypatch.setattr(CapturedCycle, "read", lambda self, values: order.append("read") or read(self, values))
+    monkeypatch.setattr(CapturedDriver, "_start", started)
+    monkeypatch.setattr(CapturedDriver, "_read", lambda self, values: order.append("read") or read(self, values))
     cycles = len(answer(engine, {})[1])
-    assert order[:5] == ["launch", "launch", "read", "launch", "read"]
+    assert order[:5] == ["start", "start", "read", "start", "read"]
     assert order.count("read") == cycles - 1  # the first cycle is the engine's
-    assert order.count("launch") <= cycles
+    assert order.count("start") <= cycles
 
 
 def test_a_target_without_a_finite_logit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = captured("eagle3", "eagle")
     expected = answer(engine, {})[0]
-    padded = type(engine.target).padded
+    finish = CapturedDriver._finish
 
-    def undefined(self: Any, rows: Any) -> Any:
-        logits, features = padded(self, rows)
-        return logits * math.nan, features
+    def undefined(self: CapturedDriver) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            real = ops.choose_tokens
+            patch.setattr(ops, "choose_tokens", lambda logits, *rest: real(logits * math.nan, *rest))
+            finish(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.target), "padded", undefined)
+        patch.setattr(CapturedDriver, "_finish", undefined)
         engine._captured.graphs._captured.clear()
         with pytest.raises(NumericalError, match="NaN or infinite throughout"):
             answer(engine, {})
@@ -253,56 +338,44 @@ class Overgrown(Eagle):
 
 
 def test_a_tree_without_room_is_an_error() -> None:
-    engine = engine_of("small_model", Overgrown(width=3, expansions=2, budget=8), padded=False)
+    engine = engine_of("small_model", Overgrown(width=3, expansions=2, budget=8), captured=False)
     with pytest.raises(ValueError, match="tree of capacity 21 cannot take 9 nodes more than 13"):
         engine.generate(PROMPT)
     engine.policy = policies.make("eagle", width=3, expansions=2, budget=8)
-    assert answer(engine, {})[0] == answer(engine_of("none", "", padded=False), {})[0]
+    assert answer(engine, {})[0] == answer(engine_of("none", "", captured=False), {})[0]
 
 
-def test_on_a_device_a_tree_without_room_is_seen_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_a_tree_without_room_is_seen_in_the_record() -> None:
     engine = captured("small_model", Overgrown(width=3, expansions=2, budget=8))
-    cycle = engine._captured.cycle
-    monkeypatch.setattr(_registry, "FREE", "none")
-    with torch.inference_mode():
-        engine.target.reserve(64, 32)
-        engine.drafter.reserve(64, 32)
-        cycle.state.taken.fill_(1)
-        for part in (cycle.root, cycle.level, cycle.level, cycle.verify):
+    driver = engine._captured
+    driver.reserve(64)
+    with torch.inference_mode(), as_on_a_device():
+        engine.drafter.taken.fill_(1)
+        driver.tree.restart()
+        for part in (driver._root, driver._level, driver._level, driver._finish):
             part()
     with pytest.raises(ValueError, match="tree of capacity 21 cannot take more nodes than 13"):
-        cycle.read(cycle.record)
+        driver._read(driver._record)
 
 
-def test_samplers_that_read_the_history_run_on_the_host() -> None:
-    engine, eager = captured("eagle3", "eagle"), engine_of("eagle3", "eagle", padded=False)
-    way = {"repetition_penalty": 1.3}
-    assert answer(engine, way) == answer(eager, way)
-    assert not engine._captured.graphs.captures
-
-
-def test_loops_that_cannot_be_had_are_refused() -> None:
-    for loop in LOOPS:
-        with pytest.raises(InputError, match=rf"loop: got '{loop}', but randomshape: a policy states its rows to"):
-            engine_of("eagle3", "random", padded=True, loop=loop)
-        with pytest.raises(InputError, match="the target is not captured in graphs; accepted auto, host"):
-            engine_of("eagle3", "eagle", padded=False, loop=loop)
-        with pytest.raises(InputError, match="does not draft on the device"):
-            engine_of("ngram", "eagle", padded=True, loop=loop)
-    with pytest.raises(InputError, match="loop: got 'fast', accepted auto, host, read, ahead, while"):
-        engine_of("eagle3", "eagle", padded=True, loop="fast")
-    for policy in ("talon", "random"):
-        assert (engine_of("eagle3", policy, padded=True, loop="auto")._captured is None) == (policy == "random")
+def test_where_the_host_walks_a_tree_without_room_is_an_error_too() -> None:
+    engine = captured("small_model", Overgrown(width=3, expansions=2, budget=8))
+    with frozen(), pytest.raises(ValueError, match="tree of capacity 21 cannot take more nodes than 13"):
+        engine.generate(PROMPT, **WALKS[0])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("draft", ["small_model", "eagle3"])
-def test_replays_equal_calls(draft: str, policy: str, loop: str) -> None:
+@pytest.mark.parametrize("draft", ["small_model", "eagle3", "eagle1", "ngram"])
+@pytest.mark.parametrize("backend", ["auto", "triton,cpp"])
+def test_replays_equal_calls(draft: str, policy: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device: what is captured answers as the eager engine does."""
-    engine, eager = captured(draft, policy, loop), engine_of(draft, policy, padded=False)
+    monkeypatch.setenv(ops.VARIABLE, backend)
+    engine, eager = captured(draft, policy), engine_of(draft, policy, captured=False)
     assert DEVICE.type == "cuda"
-    for way in WAYS:
+    for way in WAYS + WALKS:
         assert answer(engine, way)[:2] == answer(eager, way)[:2]
     torch.cuda.synchronize()
+    assert engine._captured.graphs.bytes >= 0
+    assert engine._captured.graphs.seconds > 0
+    assert all(known.graph is not None for known in engine._captured.graphs._captured.values())

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
-from specengine.drafters import Step
 from specengine.generation.sampling import History, Sampler
 from tests import toy
 
@@ -75,15 +74,3 @@ def test_only_what_does_not_read_the_history_is_chosen_at_once() -> None:
         [temperature, temperature],
     ):
         assert Sampler(processors, 1).reads_history
-
-
-def test_results_on_another_device_come_in_one_transfer() -> None:
-    """Packed and unpacked, bit for bit; `meta` stands for the device that the results are not on."""
-    found = (torch.tensor([[3, -5]]), torch.tensor([0.25, math.nan, -math.inf]), torch.zeros(0, dtype=torch.int64))
-    step = Step(torch.zeros(1, 1), results=torch.device("cpu", 0))  # another than `cpu`, and the same memory
-    moved = step._here(*found)
-    assert all(a is not b for a, b in zip(moved, found, strict=True))
-    for a, b in zip(moved, found, strict=True):
-        assert a.dtype is b.dtype
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    assert Step(torch.zeros(1, 1), results=torch.device("cpu"))._here(*found) is not None

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._captured_small_model import CapturedSmallModel
-from specengine.targets.captured import CapturedTarget
 
 from specengine import Engine
 from specengine.captured import NOTE
-from specengine.checkpoints.eagle import HeadOptions
 from specengine.cli.arguments import add_model_arguments, load_options
 from specengine.cuda_graphs import Graphs
-from specengine.drafters.eagle import Eagle
-from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
-from specengine.errors import InputError, UnsupportedModelError
+from specengine.errors import UnsupportedModelError
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget
 from tests import toy
@@ -30,20 +23,23 @@ from tests.graphs.engines import DEVICE, PROMPT, model, near_copy
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def kinds(draft: Any, policy: str | None = None, **options: Any) -> tuple[type, type]:
+def kinds(draft: Any, policy: str | None = None, **options: Any) -> tuple[type, bool, type]:
+    """Of the target, whether it is captured, and of the draft."""
     engine = Engine.from_pretrained(model(), draft, policy, **options)
-    return type(engine.target), type(engine.drafter)
+    assert (engine._captured is not None) == engine.target.captured
+    return type(engine.target), engine.target.captured, type(engine.drafter)
 
 
 def test_graphs_decide_what_is_loaded() -> None:
-    assert kinds(near_copy(), graphs=True) == (CapturedTarget, CapturedSmallModel)
-    assert kinds("ngram", graphs=True) == (CapturedTarget, NGram)
-    assert kinds(None, "plain", graphs=True) == (CapturedTarget, type(None))
+    assert kinds(near_copy(), graphs=True) == (HuggingFaceTarget, True, SmallModel)
+    assert kinds("ngram", graphs=True) == (HuggingFaceTarget, True, NGram)
+    assert kinds(None, "plain", graphs=True) == (HuggingFaceTarget, True, type(None))
+    assert kinds(SmallModel(near_copy()), graphs=True) == (HuggingFaceTarget, True, SmallModel)
     for graphs in (None, False) if DEVICE.type == "cpu" else (False,):
         without = {"graphs": graphs, "lookup": False}
-        assert kinds(near_copy(), backend="huggingface", **without) == (HuggingFaceTarget, SmallModel)
+        assert kinds(near_copy(), backend="huggingface", **without) == (HuggingFaceTarget, False, SmallModel)
         on_cpu = NativeTarget if DEVICE.type == "cpu" else HuggingFaceTarget
-        assert kinds(near_copy(), **without) == (on_cpu, SmallModel)
+        assert kinds(near_copy(), **without) == (on_cpu, False, SmallModel)
 
 
 def test_an_engine_loaded_with_graphs_answers_as_one_without() -> None:
@@ -56,32 +52,13 @@ def test_an_engine_loaded_with_graphs_answers_as_one_without() -> None:
     assert not expected.stats.notes
 
 
-def test_a_head_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = toy.head_config(3, model())
-    monkeypatch.setattr(
-        "specengine.drafters.eagle.load_head", lambda *_, **__: (config, toy.random_state(config), None)
-    )
-    target = CapturedTarget(model())
-    for graphs, kind in ((True, CapturedEagle), (None, Eagle)):
-        assert type(Eagle.from_folder(tmp_path, target.lm, HeadOptions(), graphs=graphs)) is kind
-
-
 def test_strict_verification_under_graphs() -> None:
     engine = Engine.from_pretrained(model(), near_copy(), graphs=True, strict=True)
-    assert isinstance(engine.target, CapturedTarget)
-    assert engine.target.strict
+    assert isinstance(engine.target, HuggingFaceTarget)
+    assert engine.target.strict_rows == 64
     prompt = [1, 2, 3]
     plain = Engine(engine.target, None, None).generate(prompt, max_new_tokens=8)
     assert engine.generate(prompt, max_new_tokens=8).token_ids == plain.token_ids
-
-
-def test_a_draft_whose_passes_would_not_be_captured_is_refused() -> None:
-    with pytest.raises(InputError, match="graphs, draft: a SmallModel is taken as it is"):
-        Engine.from_pretrained(model(), SmallModel(near_copy()), graphs=True)
-    with pytest.raises(InputError, match="graphs, draft: a Lookup is taken as it is"):
-        Engine.from_pretrained(model(), Lookup(SmallModel(near_copy())), graphs=True)
-    Engine.from_pretrained(model(), Lookup(CapturedSmallModel(near_copy())), graphs=True)
-    Engine.from_pretrained(model(), CapturedSmallModel(near_copy()), graphs=True)
 
 
 def test_models_that_cannot_be_captured_are_refused() -> None:
@@ -93,7 +70,7 @@ def test_models_that_cannot_be_captured_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"graphs: .* has dynamic positions, which the host reads"):
         Engine.from_pretrained(toy.tiny("llama", rope_parameters=rope), "ngram", graphs=True)
     with pytest.raises(UnsupportedModelError, match="dense mask"):
-        CapturedSmallModel(dense)
+        SmallModel(dense, captured=True)
 
 
 @pytest.mark.gpu

@@ -1,75 +1,85 @@
-"""The parts of a padded forward: row buffers, scratch words, sizes, and attention over a whole cache."""
+"""What rows see: words over a draft's scratch, and attention over a whole cache."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from specengine import ops
-from specengine.cuda_graphs import RowBuffer, SlotWords, bucket, buckets, causal_words, room, words_for
-from specengine.drafters import scratch_mask
+from specengine.drafters._rows import Given, RowDraft
 from specengine.errors import InputError
+from specengine.modeling.kv_cache import KVCache
+from specengine.modeling.rows import Rows, causal_words, words_for
+from specengine.ops import Nodes
 from tests import toy
+from tests.graphs.engines import as_on_a_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CPU = torch.device("cpu")
 
 
-def test_sizes() -> None:
-    assert [bucket(n) for n in (1, 2, 8, 9, 16, 60, 61, 64, 65, 1011)] == [1, 8, 8, 16, 16, 64, 64, 64, 128, 1024]
-    assert buckets(1) == [1]
-    assert buckets(60) == [64, 32, 16, 8, 1]
-    assert {bucket(n) for n in range(1, 61)} == set(buckets(60))
-    assert [room(n) for n in (1, 1024, 1025, 5000)] == [1024, 1024, 2048, 8192]
-
-
-def test_a_buffer_holds_what_it_was_filled_with_and_padding() -> None:
-    rows = RowBuffer(4, 2, CPU)
-    words = torch.tensor([[5, -1], [6, 7]])
-    rows.fill([11, 12], torch.tensor([3, 4]), words, slot=9, prefix=8, seen=2, sources=torch.tensor([1, 2]), spare=70)
-    assert rows.tokens.tolist() == [11, 12, 0, 0]
-    assert rows.positions.tolist() == [3, 4, 0, 0]
-    assert rows.sources.tolist() == [1, 2, 70, 70]
-    assert rows.targets.tolist() == [70] * 4
-    assert rows.words.tolist() == [[5, -1], [6, 7], [0, 0], [0, 0]]
-    assert [int(number) for number in (rows.prefix, rows.live, rows.seen, rows.slots)] == [8, 2, 2, 9]
-    assert rows.prefix.dtype is rows.live.dtype is rows.seen.dtype is torch.int32
-    addresses = [tensor.data_ptr() for tensor in rows.tensors]
-    rows.fill([1], torch.tensor([2]), words[:1, :1], slot=1, prefix=1, seen=1)
-    assert rows.words.tolist() == [[5, 0], [0, 0], [0, 0], [0, 0]]
-    assert rows.tokens.tolist() == [1, 0, 0, 0]
-    assert [tensor.data_ptr() for tensor in rows.tensors] == addresses
-
-
-@pytest.mark.parametrize("rows", [1, 2, 63, 64])
+@pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 130])
 def test_consecutive_tokens_see_those_before(rows: int) -> None:
     seen = ops.tree_mask(causal_words(rows), rows)
     assert torch.equal(seen, torch.ones(rows, rows, dtype=torch.bool).tril())
 
 
+class Recording(RowDraft):
+    """A draft without a model, which keeps the rows that it is to run."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        super().__init__(KVCache(1, 1, 2, 1, dtype=torch.float32))
+        self.given: list[tuple[Rows, Given]] = []
+
+    def begin(self, prompt: list[int], features: Any = None) -> None:
+        self.cache.length = len(prompt)
+        self.taken.fill_(1)
+
+    def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, None]:
+        self.given.append((rows, given))
+        return torch.zeros(len(rows) if one is None else 1, 3), None
+
+
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), size=st.integers(2, 150), root=st.booleans())
-def test_words_over_slots_are_the_scratch_mask(seed: int, size: int, root: bool) -> None:
-    """Nodes drafted from in any order that follows the tree, some never: the padded form of drafters.scratch_mask."""
+@given(seed=st.integers(0, 10**6), size=st.integers(2, 150), padding=st.integers(0, 5))
+def test_rows_see_their_ancestors_wherever_those_stand(seed: int, size: int, padding: int) -> None:
+    """Nodes drafted from in any order that follows the tree, some never; as on a host, and padded as on a device."""
     tree, random = toy.random_tree(seed, size, 400), np.random.default_rng(seed)
-    words = SlotWords()
-    words.start(tree.capacity, int(root))
-    slots, done = torch.zeros(int(root), dtype=torch.int64), [0]
-    while True:
-        ready = [n for n in range(1, size) if n not in done and int(tree.parents[n]) in done]
-        if not ready or len(done) > 40:
+    eager, padded = Recording(), Recording()
+    for draft in (eager, padded):
+        draft.reserve(60, size, 5)
+        draft.begin([0] * 7)
+    eager.root(tree)
+    with as_on_a_device():
+        padded.root(tree)
+    slots: list[int] = []
+    while ready := [n for n in range(1, size) if n not in slots and int(tree.parents[n]) in (0, *slots)]:
+        if len(slots) > 40:
             break
-        nodes = torch.tensor(sorted(random.permutation(ready)[: int(random.integers(1, 9))].tolist()))
-        given_words = words.add(tree.parents[nodes], nodes)
-        slots = torch.cat([slots, nodes])
-        assert words.used == len(slots)
-        assert torch.equal(ops.tree_mask(given_words, len(slots)), scratch_mask(tree, nodes, slots, 0))
-        done += nodes.tolist()
+        nodes = sorted(random.permutation(ready)[: int(random.integers(1, 9))].tolist())
+        eager.step(tree, toy.nodes_of(nodes))
+        wide = Nodes(torch.tensor([*nodes, *[size - 1] * padding]), torch.tensor([len(nodes)], dtype=torch.int32))
+        with as_on_a_device():
+            padded.step(tree, wide)
+        slots += nodes
+        for draft in (eager, padded):
+            rows, given = draft.given[-1]
+            live = slice(int(rows.live))
+            assert (int(rows.prefix), int(rows.slot), int(rows.seen)) == (8, 8 + len(slots) - len(nodes), len(slots))
+            assert rows.tokens[live].tolist() == tree.tokens[nodes].tolist()
+            assert rows.positions[live].tolist() == [7 + depth for depth in tree.depths[nodes].tolist()]
+            assert given.sources[live].tolist() == tree.parents[nodes].tolist()
+            assert given.targets.tolist() == [*nodes, *[size] * (len(given.targets) - len(nodes))]
+            mask = ops.tree_mask(tree.ancestors[nodes], size)[:, slots]
+            assert torch.equal(ops.tree_mask(rows.words[live], len(slots)), mask)
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._captured_small_model import CapturedSmallModel
-from specengine.targets.captured import CapturedTarget
 from torch import Tensor
 
 from specengine import Engine, ops
@@ -56,18 +53,9 @@ def on_the_host(draft: str) -> tuple[Any, Any]:
     return parts_of(draft)
 
 
-def captured(draft: str, policy: str, loop: str = "read") -> Engine:
-    model, other = on_the_device(draft)
-    target = CapturedTarget(model)
-    drafter = (
-        CapturedSmallModel(other, target.vocab_size) if draft == "small_model" else CapturedEagle(other, target.lm)
-    )
-    return Engine(target, drafter, toy.policy_for(policy, 3), loop=loop)
-
-
-def eager(draft: str, policy: str) -> Engine:
-    model, other = on_the_host(draft)
-    target = HuggingFaceTarget(model)
+def engine_of(draft: str, policy: str, *, captured: bool) -> Engine:
+    model, other = on_the_device(draft) if captured else on_the_host(draft)
+    target = HuggingFaceTarget(model, captured=captured)
     drafter = SmallModel(other, target.vocab_size) if draft == "small_model" else Eagle(other, target.lm)
     return Engine(target, drafter, toy.policy_for(policy, 3))
 
@@ -82,12 +70,12 @@ def answer(engine: Engine, options: dict[str, Any]) -> Any:
     return stream.result.token_ids, trees, counters, [cycle.drafted for cycle in cycles]
 
 
-def check(draft: str, policy: str, loop: str = "read") -> None:
-    host = eager(draft, policy)  # one engine here as well: a history outlives a generation
-    expected = [answer(host, way) for way in WAYS]
+def check(draft: str, policy: str, ways: list[dict[str, Any]] = WAYS) -> None:
+    host = engine_of(draft, policy, captured=False)  # one engine here as well: a history outlives a generation
+    expected = [answer(host, way) for way in ways]
     with pretended.cuda():
-        engine = captured(draft, policy, loop)
-        for way, wanted in zip(WAYS, expected, strict=True):
+        engine = engine_of(draft, policy, captured=True)
+        for way, wanted in zip(ways, expected, strict=True):
             assert engine._captured is not None
             assert answer(engine, way) == wanted
             assert all(known.graph is not None for known in engine._captured.graphs._captured.values())
@@ -99,19 +87,18 @@ def test_replays_equal_the_eager_engine(policy: str) -> None:
     check(("small_model", "eagle3")[POLICIES.index(policy) % 2], policy)
 
 
-def test_a_level_too_many_changes_nothing() -> None:
-    check("eagle3", "svip", "ahead")
+@pytest.mark.parametrize("draft", ["small_model", "eagle3"])
+def test_where_the_host_walks(draft: str) -> None:
+    check(draft, "talon", [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "top_k": 9}])
 
 
 def test_on_a_device_graphs_are_the_default() -> None:
     with pretended.cuda():
         model, other = on_the_device("small_model")
         engine = Engine.from_pretrained(model, other, "eagle")
-        assert (type(engine.target), type(engine.drafter)) == (CapturedTarget, CapturedSmallModel)
-        without = Engine.from_pretrained(model, SmallModel(other), "eagle")  # a draft that nothing captures
-        assert type(without.target) is HuggingFaceTarget
-        assert "no graphs: graphs, draft: a SmallModel is taken as it is" in without.target.backend
-        assert type(Engine.from_pretrained(model, other, graphs=False).target) is HuggingFaceTarget
+        assert engine._captured is not None
+        assert engine._captured.grows_there
+        assert not Engine.from_pretrained(model, other, graphs=False).target.captured
 
 
 # ---- the device can fail

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from specengine.drafters._captured_eagle import CapturedEagle
-from specengine.drafters._captured_small_model import CapturedSmallModel
-from specengine.targets.captured import STRICT_ROWS, CapturedTarget, require_strict
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import Engine, policies
+from specengine.drafters.eagle import Eagle
+from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
-from specengine.targets import captured
+from specengine.targets.huggingface import PADDED_ROWS, HuggingFaceTarget, strict_rows
 from specengine.tree import TokenTree
 from tests import toy
 from tests.graphs.engines import DEVICE, frozen
@@ -31,9 +30,9 @@ def bfloat16(seed: int = 0) -> PreTrainedModel:
     )
 
 
-def strict_target(**options: Any) -> CapturedTarget:
+def strict_target(**options: Any) -> HuggingFaceTarget:
     try:
-        return CapturedTarget(bfloat16(), strict=True, **options)
+        return HuggingFaceTarget(bfloat16(), captured=True, strict=True, **options)
     except UnsupportedModelError as error:
         pytest.skip(str(error))
 
@@ -43,7 +42,7 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 
 
 @torch.inference_mode()
-def verified(target: CapturedTarget, prompt: list[int], tree: TokenTree) -> Tensor:
+def verified(target: HuggingFaceTarget, prompt: list[int], tree: TokenTree) -> Tensor:
     target.reset()
     target.prefill(prompt)
     target.reserve(len(prompt), len(tree))
@@ -51,7 +50,7 @@ def verified(target: CapturedTarget, prompt: list[int], tree: TokenTree) -> Tens
 
 
 @torch.inference_mode()
-def plain_logits(target: CapturedTarget, prompt: list[int], path: list[int]) -> Tensor:
+def plain_logits(target: HuggingFaceTarget, prompt: list[int], path: list[int]) -> Tensor:
     """Logits behind the last token of `path`, decoded a token at a time."""
     target.reset()
     target.prefill(prompt)
@@ -62,7 +61,7 @@ def plain_logits(target: CapturedTarget, prompt: list[int], path: list[int]) -> 
     return logits[0].clone()
 
 
-@pytest.mark.parametrize("nodes", [40, STRICT_ROWS, 2 * STRICT_ROWS + 12])
+@pytest.mark.parametrize("nodes", [40, PADDED_ROWS, 2 * PADDED_ROWS + 12])
 def test_each_node_has_the_bits_of_plain_decoding(nodes: int) -> None:
     """Behind a prompt of more than one chunk, in trees of one forward and of several."""
     target, prompt = strict_target(), PROMPT * 11
@@ -73,7 +72,7 @@ def test_each_node_has_the_bits_of_plain_decoding(nodes: int) -> None:
 
 
 def test_the_control_without_it_has_other_bits() -> None:
-    target, prompt = CapturedTarget(bfloat16()), PROMPT * 20
+    target, prompt = HuggingFaceTarget(bfloat16(), captured=True), PROMPT * 20
     tree = toy.random_tree(0, 24, 64, root=3)
     logits = verified(target, prompt, tree)
     assert not all(torch.equal(logits[n], plain_logits(target, prompt, path_to(tree, n))) for n in range(24))
@@ -89,43 +88,43 @@ def test_a_larger_cache_changes_nothing() -> None:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_answers_equal_plain_decoding_under_every_policy(name: str, sampled: bool, tmp_path: Path) -> None:
-    """Where trees grow on the device and where they grow on the host."""
     target = strict_target()
     options: dict[str, Any] = {"max_new_tokens": 12} | ({"temperature": 1.0, "seed": 5} if sampled else {})
     wanted = Engine(target, None, None).generate(PROMPT, **options).token_ids
-    drafter: Any = CapturedSmallModel(bfloat16(seed=1), target.vocab_size)
+    drafter: Any = SmallModel(bfloat16(seed=1), target.vocab_size)
     policy = None
     if name == "specdecpp":
-        drafter, policy = specdecpp(target, tmp_path, CapturedEagle)
-    for loop in ("auto", "host"):
-        with frozen():
-            result = Engine(target, drafter, policy or toy.policy_for(name), loop=loop).generate(PROMPT, **options)
-        assert result.token_ids == wanted, loop
-        assert result.stats.num_draft_tokens > 0
+        drafter, policy = specdecpp(target, tmp_path, Eagle)
+    with frozen():
+        result = Engine(target, drafter, policy or toy.policy_for(name)).generate(PROMPT, **options)
+    assert result.token_ids == wanted
+    assert result.stats.num_draft_tokens > 0
 
 
-def test_every_forward_has_one_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["device", "host"])
+def test_every_forward_has_one_number_of_rows(penalty: float, monkeypatch: pytest.MonkeyPatch) -> None:
     target, seen = strict_target(), set()
-    forward = target.lm.forward_padded
-    monkeypatch.setattr(target.lm, "forward_padded", lambda rows, *rest: seen.add(rows.rows) or forward(rows, *rest))
-    target.warm_up(40, 200)
-    drafter = CapturedSmallModel(bfloat16(seed=1), target.vocab_size)
+    forward = target.lm.forward
+    monkeypatch.setattr(target.lm, "forward", lambda rows, *rest: seen.add(len(rows)) or forward(rows, *rest))
+    drafter = SmallModel(bfloat16(seed=1), target.vocab_size)
     for policy in (None, policies.make("eagle", width=10, expansions=2, budget=100)):
-        Engine(target, None if policy is None else drafter, policy).generate(PROMPT, max_new_tokens=4)
-    assert seen == {STRICT_ROWS}
+        engine = Engine(target, None if policy is None else drafter, policy)
+        engine.warmup(40)
+        engine.generate(PROMPT, max_new_tokens=4, repetition_penalty=penalty)
+    assert seen == {PADDED_ROWS}
 
 
 def test_a_device_whose_products_follow_the_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = CapturedTarget(bfloat16())
-    forward, place = target.lm.forward_padded, torch.arange(STRICT_ROWS, device=DEVICE)[:, None]
-    noise = torch.where(place == STRICT_ROWS - 1, 1.01, 1.0).to(torch.bfloat16)
+    target = HuggingFaceTarget(bfloat16(), captured=True)
+    forward, place = target.lm.forward, torch.arange(PADDED_ROWS, device=DEVICE)[:, None]
+    noise = torch.where(place == PADDED_ROWS - 1, 1.01, 1.0).to(torch.bfloat16)
 
     def shifted(*given: Any) -> Any:
         logits, features = forward(*given)
         return logits * noise, features
 
     if DEVICE.type == "cpu":
-        require_strict(target.lm)
-    monkeypatch.setattr(target.lm, "forward_padded", shifted)
+        assert strict_rows(target.lm, padded=True) == PADDED_ROWS
+    monkeypatch.setattr(target.lm, "forward", shifted)
     with pytest.raises(UnsupportedModelError, match=r"strict: on this .* changes with its place among 64 rows"):
-        captured.require_strict(target.lm)
+        strict_rows(target.lm, padded=True)
