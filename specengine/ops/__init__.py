@@ -13,7 +13,20 @@ is padding. So the same ops serve who looks at a count and who captures them in 
 
 from __future__ import annotations
 
-from specengine.ops._registry import OPS, VARIABLE, Backend, backends, by_meaning, is_free, meaning
+from specengine.ops._registry import (
+    OPS,
+    VARIABLE,
+    Backend,
+    Flag,
+    Number,
+    at_most,
+    backends,
+    by_meaning,
+    is_free,
+    meaning,
+    number,
+    where,
+)
 from specengine.ops.attention import (
     Paths,
     cached_attention,
@@ -37,8 +50,24 @@ from specengine.ops.choose import (
 )
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
-from specengine.ops.select import LARGEST, Candidates, best_candidates, select_best, top_children, top_entropy
-from specengine.ops.tree import WORD_BITS, Nodes, ancestor_words, append_nodes, own_bits, subtree, tree_mask
+from specengine.ops.select import (
+    LARGEST,
+    Candidates,
+    append_children,
+    best_candidates,
+    select_best,
+    top_children,
+    top_entropy,
+)
+from specengine.ops.tree import (
+    WORD_BITS,
+    Nodes,
+    ancestor_words,
+    append_nodes,
+    own_bits,
+    subtree,
+    tree_mask,
+)
 
 __all__ = [
     "LARGEST",
@@ -49,14 +78,18 @@ __all__ = [
     "Backend",
     "Candidates",
     "Drawn",
+    "Flag",
     "Nodes",
+    "Number",
     "Paths",
     "Queues",
     "Search",
     "Walked",
     "Window",
     "ancestor_words",
+    "append_children",
     "append_nodes",
+    "at_most",
     "backends",
     "beam_observation",
     "best_action",
@@ -72,6 +105,7 @@ __all__ = [
     "keyed_gumbel_argmax",
     "meaning",
     "mlp",
+    "number",
     "order_paths",
     "own_bits",
     "pack_mask",
@@ -88,4 +122,5 @@ __all__ = [
     "tree_attention",
     "tree_mask",
     "walk",
+    "where",
 ]

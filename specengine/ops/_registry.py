@@ -104,7 +104,13 @@ def attached(name: str, tensor: Tensor) -> Callable[..., Any] | None:
     """What runs the op on that tensor's device; None where that is its meaning."""
     if _meaning.only is not None:
         return _meaning.only.get(name)
-    return _resolve(name, tensor.device.type, os.environ.get(VARIABLE, ""))
+    asked = _environment.get(_KEY)
+    return _resolve(name, tensor.device.type, os.environ.decodevalue(asked) if asked else "")
+
+
+# What os.environ keeps: os.environ itself costs as much per call as a small op, as it raises where a name is missing.
+_environment: Mapping[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+_KEY: Any = os.environ.encodekey(VARIABLE)
 
 
 @lru_cache(maxsize=256)
@@ -205,7 +211,10 @@ def describe(*tensors: Tensor) -> str:
 
 def are_counts(*tensors: Tensor) -> bool:
     """Whether each is a count: int32 [1]."""
-    return all(tensor.dtype is torch.int32 and tensor.shape == (1,) for tensor in tensors)
+    for tensor in tensors:  # noqa: SIM110  a generator takes longer than what it checks
+        if tensor.dtype is not torch.int32 or tensor.shape != (1,):
+            return False
+    return True
 
 
 FREE = "cpu"  # the kind of device whose numbers are read without waiting for it
@@ -214,6 +223,32 @@ FREE = "cpu"  # the kind of device whose numbers are read without waiting for it
 def is_free(tensor: Tensor) -> bool:
     """Whether the host reads this tensor without waiting for a device."""
     return tensor.device.type == FREE
+
+
+Number = Any  # Python's, or a tensor of one element on a device: what rules compute with alike
+Flag = Any  # a bool, or one such tensor
+
+
+def number(tensor: Tensor) -> Number:
+    """A tensor of one element as what a rule computes with: a number of Python where reading it is free, else a tensor,
+    float64 as Python's floats are. On single elements torch takes ten times as long as Python does."""
+    if tensor.device.type == FREE:
+        return tensor.item()
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def held(given: Number, dtype: torch.dtype) -> Tensor:
+    """What `number` or `where` gave, as the tensor of one element that an op takes."""
+    return given if isinstance(given, Tensor) else torch.full((1,), given, dtype=dtype)
+
+
+def where(flag: Flag, one: Number, other: Number) -> Number:
+    """One of two numbers."""
+    return torch.where(flag, one, other) if isinstance(flag, Tensor) else one if flag else other
+
+
+def at_most(given: Number, most: float) -> Number:
+    return given.clamp(max=most) if isinstance(given, Tensor) else min(given, most)
 
 
 def insist(holds: Tensor, message: str) -> None:

@@ -24,7 +24,7 @@ from specengine.ops.select import HAS_NAN, Candidates
 from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Arrays, Nodes
 
 _expander: Any = importlib.import_module("specengine._expander")
-INTERFACE = 3  # as in csrc/expander.cpp
+INTERFACE = 4  # as in csrc/expander.cpp
 
 if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")
@@ -37,6 +37,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
     return {
         "ancestor_words": ancestor_words,
         "append_nodes": append_nodes,
+        "append_children": append_children,
         "subtree": subtree,
         "tree_mask": tree_mask,
         "select_best": select_best,
@@ -89,6 +90,40 @@ def append_nodes(
     ):
         raise InputError(NOT_THERE)
     return ids
+
+
+def append_children(
+    tree: Arrays,
+    size: Tensor,
+    frontier: Nodes,
+    tokens: Tensor,
+    log_probs: Tensor,
+    overflow: Tensor,
+    chosen: Tensor | None,
+    most: int,
+    limit: Tensor | None,
+) -> Nodes:
+    nodes, tokens, log_probs = frontier.ids.contiguous(), tokens.contiguous(), log_probs.contiguous()
+    chosen = None if chosen is None else chosen.contiguous()
+    made = Nodes(torch.empty(most, dtype=_WHOLE), torch.empty_like(size))
+    if not _expander.append_children(
+        [array.data_ptr() for array in tree],
+        *tree[-1].shape,
+        size.data_ptr(),
+        nodes.data_ptr(),
+        frontier.live.data_ptr(),
+        *tokens.shape,
+        tokens.data_ptr(),
+        log_probs.data_ptr(),
+        _at(chosen),
+        most,
+        _at(limit),
+        overflow.data_ptr(),
+        made.ids.data_ptr(),
+        made.live.data_ptr(),
+    ):
+        raise InputError(NOT_THERE)
+    return made
 
 
 def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine.errors import InputError
-from specengine.ops._registry import are_counts, attached, describe, insist, op
+from specengine.ops._registry import Flag, are_counts, attached, describe, insist, number, op
 
 WORD_BITS = 64
 WRONG_PARENTS = "parents: the root's must be -1, every other's an earlier node"
@@ -36,9 +36,23 @@ class Nodes(NamedTuple):
         """int64 [live]; waits for a device."""
         return self.ids[: int(self.live)]
 
-    def where(self, flag: Tensor | bool) -> Nodes:
-        """These, or none where the flag, a bool or bool [1], is down."""
-        return Nodes(self.ids, self.live * flag)
+    def where(self, flag: Flag) -> Nodes:
+        """These, or none where the flag is down."""
+        if isinstance(flag, Tensor):
+            flag = number(flag)
+        if isinstance(flag, Tensor):
+            return Nodes(self.ids, self.live * flag)
+        return self if flag else Nodes(self.ids, torch.zeros_like(self.live))
+
+    def unless(self, flag: Flag) -> Nodes:
+        """These, or none where the flag is up."""
+        return self.where(~flag if isinstance(flag, Tensor) else not flag)
+
+    def masked(self, values: Tensor, filler: float) -> Tensor:
+        """These nodes' values, [width], with the filler for padding."""
+        live = number(self.live)
+        whole = not isinstance(live, Tensor) and live >= values.shape[0]
+        return values if whole else values.masked_fill(self.padding(), filler)
 
     def padding(self) -> Tensor:
         """bool [width]"""

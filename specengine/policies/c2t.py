@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from specengine import ops
@@ -105,7 +104,7 @@ class C2t(TreePolicy):
         parents = frontier.ids.index_select(0, kept.ids // children)
         tokens, log_probs = (part.reshape(-1).index_select(0, kept.ids) for part in (tokens, log_probs))
         nodes = tree.add(parents, tokens, log_probs, kept.live)
-        return nodes.where((tree.passes < self.max_depth) & (tree.size < self.hard_cap))
+        return nodes.where((ops.number(tree.passes) < self.max_depth) & (ops.number(tree.size) < self.hard_cap))
 
     def select(self, confidence: Tensor, proposed: Tensor, level: Tensor, room: Tensor) -> Nodes:
         """Which of the first `proposed` candidates of a layer stay, ascending; among equals the earlier ones.
@@ -116,8 +115,8 @@ class C2t(TreePolicy):
         most = min(self.rows, confidence.shape[0])
         sure = confidence.masked_fill(confidence < self.threshold, -math.inf)
         kept = ops.select_best(sure, proposed, most, room)
-        few = (level == 1) & (kept.live < self.min_level1)
+        few = (ops.number(level) == 1) & (ops.number(kept.live) < self.min_level1)
         if is_down(few):
             return kept
         least = ops.select_best(confidence, proposed, most, room.clamp(max=self.min_level1))
-        return Nodes(torch.where(few, least.ids, kept.ids), torch.where(few, least.live, kept.live))
+        return Nodes(ops.where(few, least.ids, kept.ids), ops.where(few, least.live, kept.live))
