@@ -138,8 +138,9 @@ class TokenTree:
         """
         tree = TokenTree.__new__(TokenTree)
         tree.parents, tree.ancestors = ops.subtree(self.parents, self.ancestors, *nodes)
-        for name in ("tokens", "depths", "log_probs", "path_log_probs"):
-            setattr(tree, name, getattr(self, name).index_select(0, nodes.ids))
+        tree.tokens, tree.depths = self.tokens.index_select(0, nodes.ids), self.depths.index_select(0, nodes.ids)
+        tree.log_probs = self.log_probs.index_select(0, nodes.ids)
+        tree.path_log_probs = self.path_log_probs.index_select(0, nodes.ids)
         tree.size, tree.passes, tree.overflow = nodes.live, self.passes, self.overflow
         return tree
 
@@ -149,8 +150,8 @@ class TokenTree:
         if size == self.capacity:
             return self
         tree = TokenTree.__new__(TokenTree)
-        for name in ("tokens", "parents", "depths", "log_probs", "path_log_probs"):
-            setattr(tree, name, getattr(self, name)[:size])
+        tree.tokens, tree.parents, tree.depths = self.tokens[:size], self.parents[:size], self.depths[:size]
+        tree.log_probs, tree.path_log_probs = self.log_probs[:size], self.path_log_probs[:size]
         tree.ancestors = self.ancestors[:size]
         tree.size, tree.passes, tree.overflow = self.size, self.passes, self.overflow
         return tree

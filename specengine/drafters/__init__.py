@@ -81,13 +81,8 @@ class Step:
 
     def row(self, index: Tensor) -> Step:
         """The step of one of the nodes alone; index: int64 [1]."""
-        if ops.is_free(index):
-            rows = slice(at := int(index), at + 1)
-            hidden = None if self.hidden is None else self.hidden[rows]
-            return Step(self.logits[rows], self.token_ids, self.normalized, hidden, self.results)
-        index = index.to(self.logits.device)
-        hidden = None if self.hidden is None else self.hidden.index_select(0, index)
-        return Step(self.logits.index_select(0, index), self.token_ids, self.normalized, hidden, self.results)
+        hidden = None if self.hidden is None else ops.row_of(self.hidden, index)
+        return Step(ops.row_of(self.logits, index), self.token_ids, self.normalized, hidden, self.results)
 
     def entropy(self, top: int | None = None) -> Tensor:
         """Of each row's distribution, float32 [rows], in nats; over its `top` likeliest tokens where that is given."""

@@ -22,9 +22,11 @@ from specengine.ops._registry import (
     at_most,
     backends,
     by_meaning,
+    held,
     is_free,
     meaning,
     number,
+    row_of,
     where,
 )
 from specengine.ops.attention import (
@@ -101,6 +103,7 @@ __all__ = [
     "classify_row",
     "compact_kv",
     "gather_rows",
+    "held",
     "is_free",
     "keyed_gumbel_argmax",
     "meaning",
@@ -112,6 +115,7 @@ __all__ = [
     "philox4x32",
     "philox_uniform",
     "rope_store",
+    "row_of",
     "select_best",
     "step_queues",
     "strict_attention",

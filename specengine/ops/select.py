@@ -97,8 +97,8 @@ def append_children(
         flags = flags.masked_fill(~chosen.reshape(-1), -math.inf)
     found = select_best(flags, live, most, limit)
     parents = frontier.ids.index_select(0, found.ids // children)
-    given = parents, tokens.index_select(0, found.ids), log_probs.index_select(0, found.ids)
-    return Nodes(append_nodes(tree, size, *given, found.live, overflow), found.live)
+    tokens, log_probs = tokens.index_select(0, found.ids), log_probs.index_select(0, found.ids)
+    return Nodes(append_nodes(tree, size, parents, tokens, log_probs, found.live, overflow), found.live)
 
 
 @op
@@ -141,14 +141,20 @@ def best_candidates(
     logits: float32, bfloat16 or float16 [rows, V], read as in `top_children`, of which the first `live` rows count;
     scores: float32 [rows], the rows' own path log-probabilities; on the same device or on the host, and the results are
     where they are. A candidate's score is its row's plus its log-probability.
-    limit, log_gate, bound: as here, or numbers of Python, for logits on a CPU.
+    limit, log_gate, bound: as here, or numbers of Python, for logits on a CPU; results are no wider than such a limit.
     limit: int32 [1], fewer than `most`; nothing passes where it is 0 or less. log_gate: float32 [1], 0 or less; with m
     the layer's best score, only scores of m + log_gate and above pass. bound: float32 [1]; only scores above it pass.
     Ordered by (score descending, row ascending, log-probability descending, column ascending); -inf never passes.
     Sources: TALON Alg. 2 (gate); SALF Alg. 2 (bounded queue).
     """
-    limit = None if limit is None else held(limit, torch.int32)
-    log_gate, bound = (None if given is None else held(given, torch.float32) for given in (log_gate, bound))
+    if limit is not None:
+        if not isinstance(limit, Tensor):
+            most = max(1, min(most, limit))
+        limit = held(limit)
+    if log_gate is not None:
+        log_gate = held(log_gate, torch.float32)
+    if bound is not None:
+        bound = held(bound, torch.float32)
     require_logits(logits)
     if scores.dtype is not torch.float32 or scores.shape != logits.shape[:1] or most < 1 or not logits.shape[1]:
         raise InputError(
@@ -157,9 +163,9 @@ def best_candidates(
         )
     if not are_counts(live) or (limit is not None and not are_counts(limit)):
         raise InputError(f"live, limit: int32 [1] is needed, got {describe(live)}")
-    for name, number in (("log_gate", log_gate), ("bound", bound)):
+    for number in (log_gate, bound):
         if number is not None and (number.dtype is not torch.float32 or number.shape != (1,)):
-            raise InputError(f"{name}: float32 [1] is needed, got {describe(number)}")
+            raise InputError(f"log_gate, bound: float32 [1] is needed, got {describe(number)}")
     if run := attached("best_candidates", logits):
         return run(logits, scores, live, most, limit, log_gate, bound, normalized)
     device, home = logits.device, scores.device

@@ -34,7 +34,8 @@ class Nodes(NamedTuple):
 
     def alive(self) -> Tensor:
         """int64 [live]; waits for a device."""
-        return self.ids[: int(self.live)]
+        live = int(self.live)
+        return self.ids if live == self.ids.shape[0] else self.ids[:live]
 
     def where(self, flag: Flag) -> Nodes:
         """These, or none where the flag is down."""
@@ -51,8 +52,9 @@ class Nodes(NamedTuple):
     def masked(self, values: Tensor, filler: float) -> Tensor:
         """These nodes' values, [width], with the filler for padding."""
         live = number(self.live)
-        whole = not isinstance(live, Tensor) and live >= values.shape[0]
-        return values if whole else values.masked_fill(self.padding(), filler)
+        if not isinstance(live, Tensor) and live >= values.shape[0]:
+            return values
+        return values.masked_fill(self.padding(), filler)
 
     def padding(self) -> Tensor:
         """bool [width]"""

@@ -10,7 +10,7 @@ from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Nodes, Number
 from specengine.policies import TreePolicy, require
-from specengine.tree import TokenTree
+from specengine.tree import TokenTree, is_down
 
 
 @dataclass
@@ -37,11 +37,13 @@ class StoppedChain(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(1)
-        passes, edge = ops.number(tree.passes), ops.number(log_probs[:, 0])
+        passes, edge = ops.number(tree.passes), ops.number(log_probs[0])
         path = ops.number(tree.path_log_probs.index_select(0, frontier.ids)) + edge
         # logarithms are compared, as a probability's rounding would differ between devices
         sure = self.score(edge, path) >= (math.log(self.threshold) if self.threshold else -math.inf)
         proposed = (edge > -math.inf) & (sure | (passes == 1))
+        if is_down(proposed):
+            return frontier.where(proposed)
         nodes = tree.add_children(frontier.where(proposed), tokens, log_probs)
         return nodes.where(sure & (passes < self.length))
 

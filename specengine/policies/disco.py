@@ -45,8 +45,8 @@ class Disco(Beam):
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         best = beam.ids.index_select(0, tree.scores(beam).argmax(0, keepdim=True))
         row = (frontier.ids == tree.parents.index_select(0, best)).int().argmax(0, keepdim=True)
-        logits = step.row(row).logits
-        net, facts = self._learned.on(logits.device), self._learned.facts
-        depth = (tree.passes + (facts["depth_base"] - 1)).to(logits.device)
-        sure = ops.classify_row(logits, facts["top"], depth, net.parts, step.normalized)
-        return (sure.double() < self.threshold).to(tree.device)
+        logits = ops.row_of(step.logits, row)
+        parts, facts = self._learned.parts(logits.device), self._learned.facts
+        depth = ops.held(ops.number(tree.passes) + (facts["depth_base"] - 1)).to(logits.device)
+        sure = ops.classify_row(logits, facts["top"], depth, parts, step.normalized)
+        return ops.number(sure.to(tree.device)) < self.threshold

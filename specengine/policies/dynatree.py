@@ -16,7 +16,7 @@ from specengine.ops import Flag, Nodes
 from specengine.policies import TreePolicy, require
 from specengine.policies._state import PerDevice
 from specengine.records import Cycle
-from specengine.tree import TokenTree
+from specengine.tree import TokenTree, is_down
 
 LEAST_HISTORY = 5  # cycles
 DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE = 2, (0.5, 0.95), (0.3, 0.8)  # where the history may move its three settings
@@ -123,11 +123,12 @@ class DynaTree(TreePolicy):
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
         chosen = self._chosen(log_probs, paths, high, ops.number(tree.passes) == 1)
         # by parent, best first: the order of the paper's queue
-        nodes = tree.add_children(frontier, tokens, log_probs, chosen, self.nodes, self.capacity - tree.size)
+        room = ops.held(self.capacity - ops.number(tree.size))
+        nodes = tree.add_children(frontier, tokens, log_probs, chosen, self.nodes, room)
         depths, paths = (part.index_select(0, nodes.ids) for part in (tree.depths, tree.path_log_probs))
         shallow = (depths <= base_depth) | (paths >= deep)
         drafted = (depths <= self.max_depth) & (paths >= _log(self.lowest)) & shallow
-        found = ops.select_best(torch.zeros_like(paths).masked_fill(~drafted, -math.inf), nodes.live, self.rows)
+        found = ops.select_best(drafted.log(), nodes.live, self.rows)  # 0 or -inf
         ids = nodes.ids.index_select(0, found.ids) if len(nodes.ids) else found.ids
         return Nodes(ids, found.live).where(ops.number(tree.size) < self.capacity)
 
@@ -155,9 +156,10 @@ class DynaTree(TreePolicy):
         counts = counts.masked_fill(sure, self.branch_min).masked_fill(unsure, self.branch_max)
         chosen = (place < counts) & (log_probs > -math.inf)
         if self.root == "paper":
-            chosen &= (place < 1) | (first == False)  # noqa: E712
+            chosen &= (place < 1) | (~first if isinstance(first, Tensor) else not first)
         if self.prune == "leaf":
-            chosen &= (paths >= _log(self.least)) | ((place < 1) & first)
+            probable = paths >= _log(self.least)
+            chosen &= probable if is_down(first) else probable | ((place < 1) & first)
         return chosen
 
     def _adjust(self, excess: float) -> None:

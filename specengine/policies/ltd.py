@@ -110,13 +110,13 @@ class Ltd(Beam):
         asked = asked & (self.depth is None)
         if is_down(asked):
             return asked
-        expansions = tree.passes - 1
+        expansions = ops.held(done)
         return asked & ~self._decisions.on(tree.device).goes_on(self._observed("depth", tree, expansions), expansions)
 
     def keep(self, tree: TokenTree) -> Nodes:
         sizes = self._sizes.on(tree.device)
         if self.size is None:
-            observation = self._observed("size", tree, tree.passes - 1)
+            observation = self._observed("size", tree, ops.held(ops.number(tree.passes) - 1))
             sizes = sizes.index_select(0, self._decisions.on(tree.device).choose_size(observation))
         return tree.best_of_all(self.budget, sizes)
 
