@@ -84,11 +84,12 @@ def step_queues(
     """
     budget, (rows, columns, log_probs, scores, live) = queues.scores.shape[0], found
     same = rows.shape == columns.shape == log_probs.shape == scores.shape and scores.dim() == 1
-    if not same or not _are(torch.int64, rows, columns) or not _are(torch.float32, log_probs, scores):
+    whole = rows.dtype is columns.dtype is torch.int64
+    if not same or not whole or not log_probs.dtype is scores.dtype is torch.float32:
         raise InputError(f"found: int64 [m] x 2, float32 [m] x 2 are needed, got {describe(*found[:4])}")
-    whole = (frontier.ids, depths) if token_ids is None else (frontier.ids, depths, token_ids)
-    if not _are(torch.int64, *whole) or [part.dim() for part in whole] != [1] * len(whole):
-        raise InputError(f"frontier, depths, token_ids: int64 in one dimension is needed, got {describe(*whole)}")
+    lines = [frontier.ids, depths] if token_ids is None else [frontier.ids, depths, token_ids]
+    if [(part.dtype, part.dim()) for part in lines] != [(torch.int64, 1)] * len(lines):
+        raise InputError(f"frontier, depths, token_ids: int64 in one dimension is needed, got {describe(*lines)}")
     if [part.shape for part in queues[:6]] != [(budget,)] * 6 or not are_counts(live, frontier.live, passes):
         given = describe(*queues, found.live, frontier.live, passes)
         raise InputError(f"queues, live, passes: [budget] x 6, float32 [1], int32 [1] x 3 are needed, got {given}")
@@ -104,10 +105,6 @@ def step_queues(
     for into, values in zip(queues, after, strict=True):
         into.copy_(torch.where(going, values, into))
     return drawn
-
-
-def _are(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    return [tensor.dtype for tensor in tensors] == [dtype] * len(tensors)
 
 
 def _push(queues: Queues, found: Candidates, nodes: Tensor, depths: Tensor, token_ids: Tensor | None) -> Queues:

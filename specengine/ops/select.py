@@ -147,9 +147,8 @@ def best_candidates(
     Ordered by (score descending, row ascending, log-probability descending, column ascending); -inf never passes.
     Sources: TALON Alg. 2 (gate); SALF Alg. 2 (bounded queue).
     """
-    if limit is not None:
-        if not isinstance(limit, Tensor):
-            most = max(1, min(most, limit))
+    if limit is not None and not isinstance(limit, Tensor):
+        most = max(1, min(most, int(limit)))
         limit = held(limit)
     if log_gate is not None:
         log_gate = held(log_gate, torch.float32)
