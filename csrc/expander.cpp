@@ -50,6 +50,22 @@ void write(const std::vector<spec::Candidate>& found, size_t most, int64_t* rows
   }
 }
 
+// Hangs `given` nodes where they fit, else says that they do not; ids: [room], 0 behind those of the nodes.
+bool append(const std::vector<uintptr_t>& tree, int64_t capacity, int64_t words, int32_t* size, int64_t given,
+            int64_t room, const int64_t* parents, const int64_t* tokens, const float* log_probs, int32_t* overflow,
+            int64_t* ids) {
+  const spec::TreeArrays arrays{at<int64_t>(tree[0]), at<int64_t>(tree[1]), at<int64_t>(tree[2]), at<float>(tree[3]),
+                                at<float>(tree[4]),   at<uint64_t>(tree[5]), words};
+  const int64_t before = *size;
+  const bool fits = before + given <= capacity;
+  const int64_t added = fits ? given : 0;
+  if (!fits) *overflow = 1;
+  if (!spec::append_nodes(arrays, before, added, parents, tokens, log_probs)) return false;
+  for (int64_t i = 0; i < room; ++i) ids[i] = i < added ? before + i : 0;
+  *size = static_cast<int32_t>(before + added);
+  return true;
+}
+
 // parameters: hidden weight and bias, output weight and bias.
 spec::Network network(const std::vector<uintptr_t>& parameters, int64_t inputs, int64_t hidden) {
   return {at<const float>(parameters[0]), at<const float>(parameters[1]), at<const float>(parameters[2]),
@@ -72,25 +88,28 @@ void attend(bool bfloat16, const std::vector<int64_t>& shape, float scale, uintp
 }  // namespace
 
 PYBIND11_MODULE(_expander, module) {
-  module.attr("INTERFACE") = 3;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 4;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
   module.def("ancestor_words", [](uintptr_t parents, int64_t nodes, uintptr_t out) {
     return spec::ancestor_words(at<const int64_t>(parents), nodes, spec::words_for(nodes), at<uint64_t>(out));
   });
   module.def("append_nodes", [](const std::vector<uintptr_t>& tree, int64_t capacity, int64_t words, uintptr_t size,
                                 uintptr_t live, int64_t room, uintptr_t parents, uintptr_t tokens, uintptr_t log_probs,
                                 uintptr_t overflow, uintptr_t ids) {
-    const spec::TreeArrays arrays{at<int64_t>(tree[0]), at<int64_t>(tree[1]), at<int64_t>(tree[2]), at<float>(tree[3]),
-                                  at<float>(tree[4]),   at<uint64_t>(tree[5]), words};
-    const int64_t before = *at<int32_t>(size), given = count(live, room);
-    const bool fits = before + given <= capacity;
-    const int64_t added = fits ? given : 0;
-    if (!fits) *at<int32_t>(overflow) = 1;
-    if (!spec::append_nodes(arrays, before, added, at<const int64_t>(parents), at<const int64_t>(tokens),
-                            at<const float>(log_probs)))
-      return false;
-    for (int64_t i = 0; i < room; ++i) at<int64_t>(ids)[i] = i < added ? before + i : 0;
-    *at<int32_t>(size) = static_cast<int32_t>(before + added);
-    return true;
+    return append(tree, capacity, words, at<int32_t>(size), count(live, room), room, at<const int64_t>(parents),
+                  at<const int64_t>(tokens), at<const float>(log_probs), at<int32_t>(overflow), at<int64_t>(ids));
+  });
+  module.def("append_children", [](const std::vector<uintptr_t>& tree, int64_t capacity, int64_t words, uintptr_t size,
+                                   uintptr_t nodes, uintptr_t live, int64_t rows, int64_t children, uintptr_t tokens,
+                                   uintptr_t log_probs, uintptr_t chosen, int64_t most, uintptr_t limit,
+                                   uintptr_t overflow, uintptr_t ids, uintptr_t found) {
+    const int64_t wanted = std::clamp<int64_t>(number<int32_t>(limit, INT32_MAX), 0, most);
+    const auto given = spec::chosen_children(at<const int64_t>(nodes), count(live, rows), children,
+                                             at<const int64_t>(tokens), at<const float>(log_probs),
+                                             at<const uint8_t>(chosen), wanted);
+    const auto entries = static_cast<int64_t>(given.parents.size());
+    *at<int32_t>(found) = static_cast<int32_t>(entries);
+    return append(tree, capacity, words, at<int32_t>(size), entries, most, given.parents.data(), given.tokens.data(),
+                  given.log_probs.data(), at<int32_t>(overflow), at<int64_t>(ids));
   });
   module.def("subtree", [](uintptr_t parents, int64_t size, uintptr_t nodes, uintptr_t live, int64_t room,
                            uintptr_t new_parents, uintptr_t ancestors) {

@@ -39,12 +39,13 @@ class TokenTree:
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         if capacity < 1:
             raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
-        self.tokens, self.parents, self.depths = torch.zeros(3, capacity, dtype=torch.int64, device=device)
-        self.log_probs, self.path_log_probs = torch.zeros(2, capacity, device=device)
+        self.tokens, self.parents, self.depths = torch.zeros(3, capacity, dtype=torch.int64, device=device).unbind()
+        self.log_probs, self.path_log_probs = torch.zeros(2, capacity, device=device).unbind()
         self.ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
         self.parents[:1].fill_(-1)
         self.ancestors[:1, :1].fill_(1)
-        self.size, self.passes, self.overflow = torch.tensor([[1], [0], [0]], dtype=torch.int32, device=device)
+        self.size, self.passes, self.overflow = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
+        self.size.fill_(1)
 
     @classmethod
     def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> TokenTree:
@@ -94,18 +95,41 @@ class TokenTree:
         """
         if count is None:
             count = torch.full_like(self.size, parents.shape[0])
-        arrays = self.tokens, self.parents, self.depths, self.log_probs, self.path_log_probs, self.ancestors
-        ids = ops.append_nodes(arrays, self.size, parents, tokens, log_probs, count, self.overflow)
-        if not ops.is_free(self.overflow):
-            return Nodes(ids, count * (self.overflow == 0))
-        if int(self.overflow):
+        ids = ops.append_nodes(self._arrays, self.size, parents, tokens, log_probs, count, self.overflow)
+        return self._added(Nodes(ids, count))
+
+    def add_children(
+        self,
+        frontier: Nodes,
+        tokens: Tensor,
+        log_probs: Tensor,
+        chosen: Tensor | None = None,
+        most: int | None = None,
+        limit: Tensor | None = None,
+    ) -> Nodes:
+        """Hang children under each frontier node, all or those that are chosen; see ops.append_children.
+
+        Returns the new nodes, in creation order; where the capacity is exceeded as `add`.
+        """
+        given = self._arrays, self.size, frontier, tokens, log_probs, self.overflow
+        return self._added(ops.append_children(*given, chosen=chosen, most=most, limit=limit))
+
+    @property
+    def _arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.tokens, self.parents, self.depths, self.log_probs, self.path_log_probs, self.ancestors
+
+    def _added(self, nodes: Nodes) -> Nodes:
+        overflow = ops.number(self.overflow)
+        if isinstance(overflow, Tensor):
+            return Nodes(nodes.ids, nodes.live * (overflow == 0))
+        if overflow:
             self.overflow.zero_()
-            raise overfull(self.capacity, len(self), int(count))
-        return Nodes(ids, count)
+            raise overfull(self.capacity, len(self), int(nodes.live))
+        return nodes
 
     def scores(self, nodes: Nodes) -> Tensor:
         """float32 [width]: the nodes' path log-probabilities, -inf for padding."""
-        return self.path_log_probs.index_select(0, nodes.ids).masked_fill(nodes.padding(), -math.inf)
+        return nodes.masked(self.path_log_probs.index_select(0, nodes.ids), -math.inf)
 
     def best(self, nodes: Nodes, most: int) -> Nodes:
         """The `most` of these nodes with the largest path log-probabilities, in the order in which they are given."""
@@ -123,8 +147,9 @@ class TokenTree:
         """
         tree = TokenTree.__new__(TokenTree)
         tree.parents, tree.ancestors = ops.subtree(self.parents, self.ancestors, *nodes)
-        for name in ("tokens", "depths", "log_probs", "path_log_probs"):
-            setattr(tree, name, getattr(self, name).index_select(0, nodes.ids))
+        tree.tokens, tree.depths = self.tokens.index_select(0, nodes.ids), self.depths.index_select(0, nodes.ids)
+        tree.log_probs = self.log_probs.index_select(0, nodes.ids)
+        tree.path_log_probs = self.path_log_probs.index_select(0, nodes.ids)
         tree.size, tree.passes, tree.overflow = nodes.live, self.passes, self.overflow
         return tree
 
@@ -134,8 +159,8 @@ class TokenTree:
         if size == self.capacity:
             return self
         tree = TokenTree.__new__(TokenTree)
-        for name in ("tokens", "parents", "depths", "log_probs", "path_log_probs"):
-            setattr(tree, name, getattr(self, name)[:size])
+        tree.tokens, tree.parents, tree.depths = self.tokens[:size], self.parents[:size], self.depths[:size]
+        tree.log_probs, tree.path_log_probs = self.log_probs[:size], self.path_log_probs[:size]
         tree.ancestors = self.ancestors[:size]
         tree.size, tree.passes, tree.overflow = self.size, self.passes, self.overflow
         return tree
@@ -172,6 +197,6 @@ def overfull(capacity: int, size: int, more: int | None = None) -> ValueError:
     return ValueError(f"tree of capacity {capacity} cannot take {nodes} than {size}")
 
 
-def is_down(flag: Tensor) -> bool:
-    """Whether a flag, bool [1], is known to be down without waiting, as it is on a CPU: then work may be left out."""
-    return ops.is_free(flag) and not bool(flag)
+def is_down(flag: ops.Flag) -> bool:
+    """Whether a flag is known to be down without waiting, as it is on a CPU: then work may be left out."""
+    return (not isinstance(flag, Tensor) or ops.is_free(flag)) and not flag

@@ -60,6 +60,28 @@ inline bool append_nodes(const TreeArrays& tree, int64_t size, int64_t count, co
   return true;
 }
 
+struct Children {
+  std::vector<int64_t> parents, tokens;
+  std::vector<float> log_probs;
+};
+
+// The first `most` entries of [rows, children], row by row, or of those that are chosen; chosen may be null.
+inline Children chosen_children(const int64_t* nodes, int64_t rows, int64_t children, const int64_t* tokens,
+                                const float* log_probs, const uint8_t* chosen, int64_t most) {
+  Children found;
+  const auto room = static_cast<size_t>(std::min(most, rows * children));
+  found.parents.reserve(room);
+  found.tokens.reserve(room);
+  found.log_probs.reserve(room);
+  for (int64_t i = 0; i < rows * children && found.parents.size() < room; ++i) {
+    if (chosen && !chosen[i]) continue;
+    found.parents.push_back(nodes[i / children]);
+    found.tokens.push_back(tokens[i]);
+    found.log_probs.push_back(log_probs[i]);
+  }
+  return found;
+}
+
 // The tree of `count` nodes alone, renumbered in their order; parents: [size]. Writes new_parents [room], -1 behind the
 // nodes, and ancestors [room, words_for(room)], 0 there. False unless nodes ascend from the root and hold every node's
 // parent; outputs are undefined then.

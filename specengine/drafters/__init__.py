@@ -59,9 +59,9 @@ class Step:
         frontier: Nodes,
         most: int,
         *,
-        limit: Tensor | None = None,
-        log_gate: Tensor | None = None,
-        bound: Tensor | None = None,
+        limit: ops.Number | None = None,
+        log_gate: ops.Number | None = None,
+        bound: ops.Number | None = None,
     ) -> Candidates:
         """The `most` best continuations of all frontier nodes together; see ops.best_candidates."""
         scores = tree.path_log_probs.index_select(0, frontier.ids)
@@ -78,9 +78,8 @@ class Step:
 
     def row(self, index: Tensor) -> Step:
         """The step of one of the nodes alone; index: int64 [1]."""
-        index = index.to(self.logits.device)
-        hidden = None if self.hidden is None else self.hidden.index_select(0, index)
-        return Step(self.logits.index_select(0, index), self.token_ids, self.normalized, hidden)
+        hidden = None if self.hidden is None else ops.row_of(self.hidden, index)
+        return Step(ops.row_of(self.logits, index), self.token_ids, self.normalized, hidden)
 
     def entropy(self, top: int | None = None) -> Tensor:
         """Of each row's distribution, float32 [rows], in nats; over its `top` likeliest tokens where that is given."""
@@ -89,34 +88,9 @@ class Step:
     def add_best_children(self, tree: TokenTree, frontier: Nodes, count: int) -> Nodes:
         """Hang the `count` most likely children under each frontier node; the new nodes, in creation order."""
         log_probs, tokens = self.best_children(count)
-        if self.normalized:  # only such rows are sparse: a full softmax gives every column some probability
-            proposed = log_probs > -math.inf
-            if not ops.is_free(proposed) or not bool(proposed.all()):
-                return self.add_chosen(tree, frontier, log_probs, tokens, proposed)
-        parents = frontier.ids[:, None].expand_as(tokens).reshape(-1)
-        return tree.add(parents, tokens.reshape(-1), log_probs.reshape(-1), frontier.live * tokens.shape[1])
-
-    @staticmethod
-    def add_chosen(
-        tree: TokenTree,
-        frontier: Nodes,
-        log_probs: Tensor,
-        tokens: Tensor,
-        chosen: Tensor,
-        most: int | None = None,
-        limit: Tensor | None = None,
-    ) -> Nodes:
-        """Hang those children, of [rows, children] as `best_children` gives them, that are `chosen`, a bool for each.
-
-        Of these the first `most`, or the first `limit`, int32 [1], row by row; the new nodes, in that order.
-        """
-        children = tokens.shape[1]
-        flags = torch.zeros_like(log_probs).masked_fill(~chosen, -math.inf).reshape(-1)
-        most = flags.shape[0] if most is None else min(most, flags.shape[0])
-        found = ops.select_best(flags, frontier.live * children, most, limit)
-        parents = frontier.ids.index_select(0, found.ids // children)
-        tokens, log_probs = (part.reshape(-1).index_select(0, found.ids) for part in (tokens, log_probs))
-        return tree.add(parents, tokens, log_probs, found.live)
+        # only such rows are sparse: a full softmax gives every column some probability
+        proposed = log_probs > -math.inf if self.normalized else None
+        return tree.add_children(frontier, tokens, log_probs, proposed)
 
 
 Maker = Callable[[Any, Any], "Drafter"]  # of a target and its tokenizer, None where there is none

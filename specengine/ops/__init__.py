@@ -13,7 +13,22 @@ is padding. So the same ops serve who looks at a count and who captures them in 
 
 from __future__ import annotations
 
-from specengine.ops._registry import OPS, VARIABLE, Backend, backends, by_meaning, is_free, meaning
+from specengine.ops._registry import (
+    OPS,
+    VARIABLE,
+    Backend,
+    Flag,
+    Number,
+    at_most,
+    backends,
+    by_meaning,
+    held,
+    is_free,
+    meaning,
+    number,
+    row_of,
+    where,
+)
 from specengine.ops.attention import (
     Paths,
     cached_attention,
@@ -37,8 +52,24 @@ from specengine.ops.choose import (
 )
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
-from specengine.ops.select import LARGEST, Candidates, best_candidates, select_best, top_children, top_entropy
-from specengine.ops.tree import WORD_BITS, Nodes, ancestor_words, append_nodes, own_bits, subtree, tree_mask
+from specengine.ops.select import (
+    LARGEST,
+    Candidates,
+    append_children,
+    best_candidates,
+    select_best,
+    top_children,
+    top_entropy,
+)
+from specengine.ops.tree import (
+    WORD_BITS,
+    Nodes,
+    ancestor_words,
+    append_nodes,
+    own_bits,
+    subtree,
+    tree_mask,
+)
 
 __all__ = [
     "LARGEST",
@@ -49,14 +80,18 @@ __all__ = [
     "Backend",
     "Candidates",
     "Drawn",
+    "Flag",
     "Nodes",
+    "Number",
     "Paths",
     "Queues",
     "Search",
     "Walked",
     "Window",
     "ancestor_words",
+    "append_children",
     "append_nodes",
+    "at_most",
     "backends",
     "beam_observation",
     "best_action",
@@ -68,16 +103,19 @@ __all__ = [
     "classify_row",
     "compact_kv",
     "gather_rows",
+    "held",
     "is_free",
     "keyed_gumbel_argmax",
     "meaning",
     "mlp",
+    "number",
     "order_paths",
     "own_bits",
     "pack_mask",
     "philox4x32",
     "philox_uniform",
     "rope_store",
+    "row_of",
     "select_best",
     "step_queues",
     "strict_attention",
@@ -88,4 +126,5 @@ __all__ = [
     "tree_attention",
     "tree_mask",
     "walk",
+    "where",
 ]

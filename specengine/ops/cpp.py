@@ -24,12 +24,13 @@ from specengine.ops.select import HAS_NAN, Candidates
 from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Arrays, Nodes
 
 _expander: Any = importlib.import_module("specengine._expander")
-INTERFACE = 3  # as in csrc/expander.cpp
+INTERFACE = 4  # as in csrc/expander.cpp
 
 if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")
 
 _WHOLE = torch.int64
+_INDEX = torch.empty(0, dtype=_WHOLE)  # its new_empty takes two thirds of what torch.empty of a given dtype does
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
@@ -37,6 +38,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
     return {
         "ancestor_words": ancestor_words,
         "append_nodes": append_nodes,
+        "append_children": append_children,
         "subtree": subtree,
         "tree_mask": tree_mask,
         "select_best": select_best,
@@ -91,6 +93,40 @@ def append_nodes(
     return ids
 
 
+def append_children(
+    tree: Arrays,
+    size: Tensor,
+    frontier: Nodes,
+    tokens: Tensor,
+    log_probs: Tensor,
+    overflow: Tensor,
+    chosen: Tensor | None,
+    most: int,
+    limit: Tensor | None,
+) -> Nodes:
+    nodes, tokens, log_probs = frontier.ids.contiguous(), tokens.contiguous(), log_probs.contiguous()
+    chosen = None if chosen is None else chosen.contiguous()
+    made = Nodes(_INDEX.new_empty(most), torch.empty_like(size))
+    if not _expander.append_children(
+        [array.data_ptr() for array in tree],
+        *tree[-1].shape,
+        size.data_ptr(),
+        nodes.data_ptr(),
+        frontier.live.data_ptr(),
+        *tokens.shape,
+        tokens.data_ptr(),
+        log_probs.data_ptr(),
+        _at(chosen),
+        most,
+        _at(limit),
+        overflow.data_ptr(),
+        made.ids.data_ptr(),
+        made.live.data_ptr(),
+    ):
+        raise InputError(NOT_THERE)
+    return made
+
+
 def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
     size, room, parents, nodes = parents.shape[0], nodes.shape[0], parents.contiguous(), nodes.contiguous()
     new_parents = torch.empty(room, dtype=_WHOLE)
@@ -110,7 +146,7 @@ def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
 
 def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None) -> Nodes:
     scores = scores.contiguous()
-    found = Nodes(torch.empty(most, dtype=_WHOLE), torch.empty_like(live))
+    found = Nodes(_INDEX.new_empty(most), torch.empty_like(live))
     given = scores.data_ptr(), scores.shape[0], live.data_ptr(), most, _at(limit)
     if not _expander.select_best(*given, found.ids.data_ptr(), found.live.data_ptr()):
         raise InputError("scores: " + HAS_NAN)
@@ -120,7 +156,7 @@ def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None) -
 def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
     logits = _with_dense_rows(logits)
     rows = logits.shape[0]
-    log_probs, best = torch.empty(rows, k), torch.empty(rows, k, dtype=_WHOLE)
+    log_probs, best = torch.empty(rows, k), _INDEX.new_empty(rows, k)
     _expander.top_children(*_matrix(logits), k, normalized, log_probs.data_ptr(), best.data_ptr())
     return log_probs, best
 
@@ -136,17 +172,24 @@ def best_candidates(
     normalized: bool,
 ) -> Candidates:
     logits, scores = _with_dense_rows(logits), scores.contiguous()
-    found = Candidates(
-        torch.empty(most, dtype=_WHOLE),
-        torch.empty(most, dtype=_WHOLE),
-        torch.empty(most),
-        torch.empty(most),
-        torch.empty_like(live),
+    rows, columns = _INDEX.new_empty(most), _INDEX.new_empty(most)
+    log_probs, paths, count = torch.empty(most), torch.empty(most), torch.empty_like(live)
+    _expander.best_candidates(
+        *_matrix(logits),
+        scores.data_ptr(),
+        live.data_ptr(),
+        most,
+        _at(limit),
+        _at(log_gate),
+        _at(bound),
+        normalized,
+        rows.data_ptr(),
+        columns.data_ptr(),
+        log_probs.data_ptr(),
+        paths.data_ptr(),
+        count.data_ptr(),
     )
-    numbers = _at(limit), _at(log_gate), _at(bound)
-    given = scores.data_ptr(), live.data_ptr(), most, *numbers, normalized
-    _expander.best_candidates(*_matrix(logits), *given, *(part.data_ptr() for part in found))
-    return found
+    return Candidates(rows, columns, log_probs, paths, count)
 
 
 def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
@@ -204,19 +247,17 @@ def step_queues(
     search: Search,
 ) -> Drawn:
     budget = queues.scores.shape[0]
-    found = Candidates(*(part.contiguous() for part in found))
+    given = [part.contiguous() for part in found]
     nodes, depths = frontier.ids.contiguous(), depths.contiguous()
     token_ids = None if token_ids is None else token_ids.contiguous()
-    width = min(search.batch, budget)
-    parents, tokens, expand = (torch.empty(size, dtype=_WHOLE) for size in (budget, budget, width))
-    counts = torch.empty(2, dtype=torch.int32)
-    drawn = Drawn(parents, tokens, torch.empty(budget), counts[:1], Nodes(expand, counts[1:]))
-    outputs = drawn.parents, drawn.tokens, drawn.log_probs, drawn.live, expand, drawn.expand.live
+    parents, tokens, log_probs = _INDEX.new_empty(budget), _INDEX.new_empty(budget), torch.empty(budget)
+    expand = Nodes(_INDEX.new_empty(min(search.batch, budget)), torch.empty_like(passes))
+    outputs = [parents, tokens, log_probs, torch.empty_like(passes), *expand]
     if not _expander.step_queues(
         [part.data_ptr() for part in queues],
         budget,
-        [part.data_ptr() for part in found],
-        found.scores.shape[0],
+        [part.data_ptr() for part in given],
+        given[0].shape[0],
         [nodes.data_ptr(), frontier.live.data_ptr(), depths.data_ptr(), _at(token_ids), passes.data_ptr()],
         search.batch,
         search.max_depth,
@@ -225,7 +266,7 @@ def step_queues(
         [part.data_ptr() for part in outputs],
     ):
         raise InputError("scores: " + HAS_NAN)
-    return drawn
+    return Drawn(parents, tokens, log_probs, outputs[3], expand)
 
 
 def beam_observation(

@@ -152,7 +152,6 @@ def _one_line(*tensors: Tensor) -> bool:
 def _require_network(net: Sequence[Tensor], inputs: int) -> None:
     hidden = net[0].shape[0]
     shapes = [(hidden, inputs), (hidden,), (1, hidden), (1,)]
-    if [tuple(part.shape) for part in net] != shapes or any(
-        part.dtype is not torch.float32 or not part.is_contiguous() for part in net
-    ):
+    whole = [part.dtype is torch.float32 and part.is_contiguous() for part in net]
+    if [part.shape for part in net] != shapes or whole != [True] * 4:
         raise InputError(f"net: float32 {', '.join(map(str, shapes))} are needed, got {describe(*net)}")

@@ -82,15 +82,15 @@ def step_queues(
     1 the queues begin anew. Where the frontier is empty nothing changes and nothing is drawn. InputError on NaN scores
     (on a CUDA device an asynchronous assertion, or by the kernel they are passed over as -inf is).
     """
-    budget, shape = queues.scores.shape[0], found.scores.shape
-    kinds = torch.int64, torch.int64, torch.float32, torch.float32
-    of_kind = all(part.dtype is kind and part.shape == shape for part, kind in zip(found, kinds, strict=False))
-    if not of_kind or len(shape) != 1:
+    budget, (rows, columns, log_probs, scores, live) = queues.scores.shape[0], found
+    same = rows.shape == columns.shape == log_probs.shape == scores.shape and scores.dim() == 1
+    whole = rows.dtype is columns.dtype is torch.int64
+    if not same or not whole or not log_probs.dtype is scores.dtype is torch.float32:
         raise InputError(f"found: int64 [m] x 2, float32 [m] x 2 are needed, got {describe(*found[:4])}")
-    whole = frontier.ids, depths, *(() if token_ids is None else (token_ids,))
-    if any(part.dtype is not torch.int64 or part.dim() != 1 for part in whole):
-        raise InputError(f"frontier, depths, token_ids: int64 in one dimension is needed, got {describe(*whole)}")
-    if any(part.shape != (budget,) for part in queues[:6]) or not are_counts(found.live, frontier.live, passes):
+    lines = [frontier.ids, depths] if token_ids is None else [frontier.ids, depths, token_ids]
+    if [(part.dtype, part.dim()) for part in lines] != [(torch.int64, 1)] * len(lines):
+        raise InputError(f"frontier, depths, token_ids: int64 in one dimension is needed, got {describe(*lines)}")
+    if [part.shape for part in queues[:6]] != [(budget,)] * 6 or not are_counts(live, frontier.live, passes):
         given = describe(*queues, found.live, frontier.live, passes)
         raise InputError(f"queues, live, passes: [budget] x 6, float32 [1], int32 [1] x 3 are needed, got {given}")
     if search.batch < 1 or search.max_depth < 1:

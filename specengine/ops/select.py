@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine.errors import InputError
-from specengine.ops._registry import FLOATS, are_counts, attached, describe, insist, op
-from specengine.ops.tree import Nodes
+from specengine.ops._registry import FLOATS, Number, are_counts, attached, describe, held, insist, op
+from specengine.ops.tree import Arrays, Nodes, append_nodes
 
 LARGEST = 3e38  # what +inf counts as: finite in float32, so that differences of scores stay defined
 HAS_NAN = "contains NaN"
@@ -56,6 +56,52 @@ def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = 
 
 
 @op
+def append_children(
+    tree: Arrays,
+    size: Tensor,
+    frontier: Nodes,
+    tokens: Tensor,
+    log_probs: Tensor,
+    overflow: Tensor,
+    *,
+    chosen: Tensor | None = None,
+    most: int | None = None,
+    limit: Tensor | None = None,
+) -> Nodes:
+    """Hang children under some nodes as `append_nodes` does, parent by parent; the new nodes, ids [most].
+
+    tokens: int64 [rows, children], log_probs: float32 alike, a row for each frontier node. Of the entries that are
+    `chosen`, bool [rows, children], or of all, it is the first `most` (none: all), or `limit`, int32 [1], if that is
+    less. The count is that of the entries found, also where they overflow.
+    """
+    if tokens.dim() != 2 or tokens.shape != log_probs.shape or frontier.ids.shape != tokens.shape[:1]:
+        given = describe(frontier.ids, tokens, log_probs)
+        raise InputError(f"frontier, tokens, log_probs: [rows], [rows, children] x 2 are needed, got {given}")
+    if not frontier.ids.dtype is tokens.dtype is torch.int64 or log_probs.dtype is not torch.float32:
+        given = describe(frontier.ids, tokens, log_probs)
+        raise InputError(f"frontier, tokens, log_probs: int64, int64, float32 are needed, got {given}")
+    if not are_counts(size, frontier.live, overflow) or (limit is not None and not are_counts(limit)):
+        raise InputError(f"size, live, overflow, limit: int32 [1] is needed, got {describe(size, *frontier, overflow)}")
+    if chosen is not None and (chosen.dtype is not torch.bool or chosen.shape != tokens.shape):
+        raise InputError(f"chosen: bool {list(tokens.shape)} is needed, got {describe(chosen)}")
+    children, entries = tokens.shape[1], tokens.numel()
+    most = entries if most is None else min(most, entries)
+    if run := attached("append_children", size):
+        return run(tree, size, frontier, tokens, log_probs, overflow, chosen, most, limit)
+    live, tokens, log_probs = frontier.live * children, tokens.reshape(-1), log_probs.reshape(-1)
+    if chosen is None and limit is None and most == entries:
+        parents = frontier.ids[:, None].expand(-1, children).reshape(-1)
+        return Nodes(append_nodes(tree, size, parents, tokens, log_probs, live, overflow), live)
+    flags = torch.zeros_like(log_probs)
+    if chosen is not None:
+        flags = flags.masked_fill(~chosen.reshape(-1), -math.inf)
+    found = select_best(flags, live, most, limit)
+    parents = frontier.ids.index_select(0, found.ids // children)
+    tokens, log_probs = tokens.index_select(0, found.ids), log_probs.index_select(0, found.ids)
+    return Nodes(append_nodes(tree, size, parents, tokens, log_probs, found.live, overflow), found.live)
+
+
+@op
 def top_children(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tensor, Tensor]:
     """The k best columns of each row by (value descending, column ascending), with log-probabilities.
 
@@ -85,9 +131,9 @@ def best_candidates(
     live: Tensor,
     most: int,
     *,
-    limit: Tensor | None = None,
-    log_gate: Tensor | None = None,
-    bound: Tensor | None = None,
+    limit: Number | None = None,
+    log_gate: Number | None = None,
+    bound: Number | None = None,
     normalized: bool = False,
 ) -> Candidates:
     """The `most` best continuations of a whole layer, by path log-probability, as far as they pass gate and bound.
@@ -95,11 +141,19 @@ def best_candidates(
     logits: float32, bfloat16 or float16 [rows, V], read as in `top_children`, of which the first `live` rows count;
     scores: float32 [rows], the rows' own path log-probabilities; on the same device or on the host, and the results are
     where they are. A candidate's score is its row's plus its log-probability.
+    limit, log_gate, bound: as here, or numbers of Python, for logits on a CPU; results are no wider than such a limit.
     limit: int32 [1], fewer than `most`; nothing passes where it is 0 or less. log_gate: float32 [1], 0 or less; with m
     the layer's best score, only scores of m + log_gate and above pass. bound: float32 [1]; only scores above it pass.
     Ordered by (score descending, row ascending, log-probability descending, column ascending); -inf never passes.
     Sources: TALON Alg. 2 (gate); SALF Alg. 2 (bounded queue).
     """
+    if limit is not None and not isinstance(limit, Tensor):
+        most = max(1, min(most, int(limit)))
+        limit = held(limit)
+    if log_gate is not None:
+        log_gate = held(log_gate, torch.float32)
+    if bound is not None:
+        bound = held(bound, torch.float32)
     require_logits(logits)
     if scores.dtype is not torch.float32 or scores.shape != logits.shape[:1] or most < 1 or not logits.shape[1]:
         raise InputError(
@@ -108,9 +162,9 @@ def best_candidates(
         )
     if not are_counts(live) or (limit is not None and not are_counts(limit)):
         raise InputError(f"live, limit: int32 [1] is needed, got {describe(live)}")
-    for name, number in (("log_gate", log_gate), ("bound", bound)):
+    for number in (log_gate, bound):
         if number is not None and (number.dtype is not torch.float32 or number.shape != (1,)):
-            raise InputError(f"{name}: float32 [1] is needed, got {describe(number)}")
+            raise InputError(f"log_gate, bound: float32 [1] is needed, got {describe(number)}")
     if run := attached("best_candidates", logits):
         return run(logits, scores, live, most, limit, log_gate, bound, normalized)
     device, home = logits.device, scores.device

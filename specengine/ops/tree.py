@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine.errors import InputError
-from specengine.ops._registry import are_counts, attached, describe, insist, op
+from specengine.ops._registry import Flag, are_counts, attached, describe, insist, number, op
 
 WORD_BITS = 64
 WRONG_PARENTS = "parents: the root's must be -1, every other's an earlier node"
@@ -34,11 +34,27 @@ class Nodes(NamedTuple):
 
     def alive(self) -> Tensor:
         """int64 [live]; waits for a device."""
-        return self.ids[: int(self.live)]
+        live = int(self.live)
+        return self.ids if live == self.ids.shape[0] else self.ids[:live]
 
-    def where(self, flag: Tensor | bool) -> Nodes:
-        """These, or none where the flag, a bool or bool [1], is down."""
-        return Nodes(self.ids, self.live * flag)
+    def where(self, flag: Flag) -> Nodes:
+        """These, or none where the flag is down."""
+        if isinstance(flag, Tensor):
+            flag = number(flag)
+        if isinstance(flag, Tensor):
+            return Nodes(self.ids, self.live * flag)
+        return self if flag else Nodes(self.ids, torch.zeros_like(self.live))
+
+    def unless(self, flag: Flag) -> Nodes:
+        """These, or none where the flag is up."""
+        return self.where(~flag if isinstance(flag, Tensor) else not flag)
+
+    def masked(self, values: Tensor, filler: float) -> Tensor:
+        """These nodes' values, [width], with the filler for padding."""
+        live = number(self.live)
+        if not isinstance(live, Tensor) and live >= values.shape[0]:
+            return values
+        return values.masked_fill(self.padding(), filler)
 
     def padding(self) -> Tensor:
         """bool [width]"""

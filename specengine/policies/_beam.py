@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from specengine import ops
 from specengine.drafters import Step
-from specengine.ops import Nodes
+from specengine.ops import Flag, Nodes
 from specengine.policies import TreePolicy, require
 from specengine.tree import TokenTree, is_down
 
@@ -45,19 +44,19 @@ class Beam(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         nodes = step.add_best_children(tree, frontier, self.width)
-        goes_on = (tree.passes <= self.expansions) & (nodes.live > 0)
+        goes_on = (ops.number(tree.passes) <= self.expansions) & (ops.number(nodes.live) > 0)
         if is_down(goes_on):
             return nodes.where(goes_on)
         beam = tree.best(nodes, self.width)
-        return beam.where(goes_on & ~self.stops(tree, frontier, step, beam))
+        return beam.where(goes_on).unless(self.stops(tree, frontier, step, beam))
 
-    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
-        """Whether `beam`, the best nodes of the level just scored, is not drafted from any more: bool [1].
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
+        """Whether `beam`, the best nodes of the level just scored, is not drafted from any more: a bool, or bool [1].
 
         frontier: the nodes that `step` holds distributions for; beam: their best children, one at least where anything
         was proposed. `tree.passes - 1` expansions are complete.
         """
-        return tree.passes < 0
+        return False
 
     def keep(self, tree: TokenTree) -> Nodes:
         return tree.best_of_all(self.budget)

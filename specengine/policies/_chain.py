@@ -6,12 +6,11 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from specengine import ops
 from specengine.drafters import Step
-from specengine.ops import Nodes
+from specengine.ops import Nodes, Number
 from specengine.policies import TreePolicy, require
-from specengine.tree import TokenTree
+from specengine.tree import TokenTree, is_down
 
 
 @dataclass
@@ -38,14 +37,16 @@ class StoppedChain(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(1)
-        edge = log_probs[:, 0]
-        path = tree.path_log_probs.index_select(0, frontier.ids).double() + edge.double()
+        passes, edge = ops.number(tree.passes), ops.number(log_probs[0])
+        path = ops.number(tree.path_log_probs.index_select(0, frontier.ids)) + edge
         # logarithms are compared, as a probability's rounding would differ between devices
-        sure = self.score(edge.double(), path) >= (math.log(self.threshold) if self.threshold else -math.inf)
-        count = frontier.live * ((edge > -math.inf) & (sure | (tree.passes == 1)))
-        nodes = tree.add(frontier.ids, tokens[:, 0], edge, count)
-        return nodes.where(sure & (tree.passes < self.length))
+        sure = self.score(edge, path) >= (math.log(self.threshold) if self.threshold else -math.inf)
+        proposed = (edge > -math.inf) & (sure | (passes == 1))
+        if is_down(proposed):
+            return frontier.where(proposed)
+        nodes = tree.add_children(frontier.where(proposed), tokens, log_probs)
+        return nodes.where(sure & (passes < self.length))
 
     @abstractmethod
-    def score(self, edge: Tensor, path: Tensor) -> Tensor:
+    def score(self, edge: Number, path: Number) -> Number:
         """The newest token's score, from its log-probability and that of its path, float64; a log-probability too."""

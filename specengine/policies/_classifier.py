@@ -129,6 +129,7 @@ class Classifier:
     net: Any
     facts: Mapping[str, Any]
     _copies: dict[torch.device, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _parts: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, device: torch.device) -> Any:
         """The network on that device, where it is elsewhere as a copy; see PerDevice."""
@@ -137,6 +138,12 @@ class Classifier:
         if device not in self._copies:
             self._copies[device] = copy.deepcopy(self.net).to(device)
         return self._copies[device]
+
+    def parts(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The parts of such a network, of which a module takes long to say what they are."""
+        if device not in self._parts:
+            self._parts[device] = self.on(device).parts
+        return self._parts[device]
 
 
 def save(file: Path, kind: str, net: nn.Module, facts: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from specengine import ops
@@ -95,17 +94,18 @@ class C2t(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(self.children)
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
-        net, facts = self._learned.on(tree.device), self._learned.facts
-        depth = tree.passes + (facts["depth_base"] - 1)
-        confidence = ops.classify_paths(paths, step.entropy(self.entropy_over), depth, net.parts)
+        passes, parts = ops.number(tree.passes), self._learned.parts(tree.device)
+        depth = ops.held(passes + (self._learned.facts["depth_base"] - 1))
+        confidence = ops.classify_paths(paths, step.entropy(self.entropy_over), depth, parts)
         if step.normalized:  # only such rows are sparse, as in Step.add_best_children
             confidence = confidence.masked_fill(log_probs == -math.inf, -math.inf)
-        proposed, children = frontier.live * tokens.shape[1], tokens.shape[1]
-        kept = self.select(confidence.reshape(-1), proposed, tree.passes, self.hard_cap - tree.size)
+        children = tokens.shape[1]
+        proposed, room = ops.held(ops.number(frontier.live) * children), ops.held(self.hard_cap - ops.number(tree.size))
+        kept = self.select(confidence.reshape(-1), proposed, tree.passes, room)
         parents = frontier.ids.index_select(0, kept.ids // children)
         tokens, log_probs = (part.reshape(-1).index_select(0, kept.ids) for part in (tokens, log_probs))
         nodes = tree.add(parents, tokens, log_probs, kept.live)
-        return nodes.where((tree.passes < self.max_depth) & (tree.size < self.hard_cap))
+        return nodes.where((passes < self.max_depth) & (ops.number(tree.size) < self.hard_cap))
 
     def select(self, confidence: Tensor, proposed: Tensor, level: Tensor, room: Tensor) -> Nodes:
         """Which of the first `proposed` candidates of a layer stay, ascending; among equals the earlier ones.
@@ -116,8 +116,8 @@ class C2t(TreePolicy):
         most = min(self.rows, confidence.shape[0])
         sure = confidence.masked_fill(confidence < self.threshold, -math.inf)
         kept = ops.select_best(sure, proposed, most, room)
-        few = (level == 1) & (kept.live < self.min_level1)
+        few = (ops.number(level) == 1) & (ops.number(kept.live) < self.min_level1)
         if is_down(few):
             return kept
         least = ops.select_best(confidence, proposed, most, room.clamp(max=self.min_level1))
-        return Nodes(torch.where(few, least.ids, kept.ids), torch.where(few, least.live, kept.live))
+        return Nodes(ops.where(few, least.ids, kept.ids), ops.where(few, least.live, kept.live))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
@@ -31,4 +32,4 @@ class Chain(TreePolicy):
         return self.length
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        return step.add_best_children(tree, frontier, 1).where(tree.passes < self.length)
+        return step.add_best_children(tree, frontier, 1).where(ops.number(tree.passes) < self.length)

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
+from specengine import ops
 from specengine.drafters import Step
-from specengine.ops import Nodes
+from specengine.ops import Flag, Nodes
 from specengine.policies import require
 from specengine.policies._beam import Beam
 from specengine.tree import TokenTree, is_down
@@ -38,10 +37,10 @@ class Ddd(Beam):
         require("ddd", "checks", self.checks, "expansions of 0 or more", all(check >= 0 for check in self.checks))
         require("ddd", "threshold", self.threshold, "a number", not math.isnan(self.threshold))
 
-    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
-        asked = tree.passes < 0
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
+        passes, asked = ops.number(tree.passes), False
         for check in self.checks:
-            asked = asked | (tree.passes == check + 1)
+            asked = asked | (passes == check + 1)
         if is_down(asked):
             return asked
         return asked & (tree.scores(beam).double().logsumexp(0) < self.threshold)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from specengine import ops
 from specengine.drafters import Step
-from specengine.ops import Nodes
+from specengine.ops import Flag, Nodes
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
 from specengine.policies._classifier import Classifier
@@ -44,11 +42,11 @@ class Disco(Beam):
         require("disco", "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
         self._learned = _classifier.load("disco", self.classifier)
 
-    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         best = beam.ids.index_select(0, tree.scores(beam).argmax(0, keepdim=True))
         row = (frontier.ids == tree.parents.index_select(0, best)).int().argmax(0, keepdim=True)
-        logits = step.row(row).logits
-        net, facts = self._learned.on(logits.device), self._learned.facts
-        depth = (tree.passes + (facts["depth_base"] - 1)).to(logits.device)
-        sure = ops.classify_row(logits, facts["top"], depth, net.parts, step.normalized)
-        return (sure.double() < self.threshold).to(tree.device)
+        logits = ops.row_of(step.logits, row)
+        parts, facts = self._learned.parts(logits.device), self._learned.facts
+        depth = ops.held(ops.number(tree.passes) + (facts["depth_base"] - 1)).to(logits.device)
+        sure = ops.classify_row(logits, facts["top"], depth, parts, step.normalized)
+        return ops.number(sure.to(tree.device)) < self.threshold

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
+from specengine.ops import Number
 from specengine.policies._chain import StoppedChain
 
 
@@ -21,5 +20,5 @@ class DyMax(StoppedChain):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {"c2t-table7": {}}
 
-    def score(self, edge: Tensor, path: Tensor) -> Tensor:
+    def score(self, edge: Number, path: Number) -> Number:
         return edge

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.drafters import Step
-from specengine.ops import Nodes
+from specengine.ops import Flag, Nodes
 from specengine.policies import TreePolicy, require
 from specengine.policies._state import PerDevice
 from specengine.records import Cycle
-from specengine.tree import TokenTree
+from specengine.tree import TokenTree, is_down
 
 LEAST_HISTORY = 5  # cycles
 DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE = 2, (0.5, 0.95), (0.3, 0.8)  # where the history may move its three settings
@@ -74,8 +74,8 @@ class DynaTree(TreePolicy):
     _base_depth: float = field(init=False, repr=False, compare=False)
     _high: float = field(init=False, repr=False, compare=False)
     _deep: float = field(init=False, repr=False, compare=False)
-    # float32 [3], as the rule reads the three: the whole base depth, the logarithms of high and deep
-    _moved: PerDevice[Tensor] = field(init=False, repr=False, compare=False)
+    # float32 [] each, as the rule reads them: the whole base depth, the logarithms of high and deep
+    _moved: PerDevice[tuple[Tensor, ...]] = field(init=False, repr=False, compare=False)
     _rates: deque[float] = field(init=False, repr=False, compare=False)
     _since: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -83,7 +83,7 @@ class DynaTree(TreePolicy):
         self._check()
         self._base_depth, self._high, self._deep = float(self.base_depth), self.high, self.deep
         self._rates = deque(maxlen=self.window)
-        self._moved = PerDevice(lambda device: torch.tensor(self._settings, device=device))
+        self._moved = PerDevice(lambda device: torch.tensor(self._settings, device=device).unbind())
 
     def _check(self) -> None:
         depths = 1 <= self.base_depth < self.max_depth
@@ -121,15 +121,16 @@ class DynaTree(TreePolicy):
         base_depth, high, deep = self._moved.on(tree.device)
         log_probs, tokens = step.best_children(self.branch_max)
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
-        chosen = self._chosen(log_probs, paths, high, tree.passes == 1)
+        chosen = self._chosen(log_probs, paths, high, ops.number(tree.passes) == 1)
         # by parent, best first: the order of the paper's queue
-        nodes = step.add_chosen(tree, frontier, log_probs, tokens, chosen, self.nodes, self.capacity - tree.size)
+        room = ops.held(self.capacity - ops.number(tree.size))
+        nodes = tree.add_children(frontier, tokens, log_probs, chosen, self.nodes, room)
         depths, paths = (part.index_select(0, nodes.ids) for part in (tree.depths, tree.path_log_probs))
         shallow = (depths <= base_depth) | (paths >= deep)
         drafted = (depths <= self.max_depth) & (paths >= _log(self.lowest)) & shallow
-        found = ops.select_best(torch.zeros_like(paths).masked_fill(~drafted, -math.inf), nodes.live, self.rows)
+        found = ops.select_best(drafted.log(), nodes.live, self.rows)  # 0 or -inf
         ids = nodes.ids.index_select(0, found.ids) if len(nodes.ids) else found.ids
-        return Nodes(ids, found.live).where(tree.size < self.capacity)
+        return Nodes(ids, found.live).where(ops.number(tree.size) < self.capacity)
 
     def observe(self, cycle: Cycle) -> None:
         height = int(cycle.tree.depths.max())
@@ -146,18 +147,19 @@ class DynaTree(TreePolicy):
         """The path probability below which nothing is drafted from."""
         return max(self.stop, self.least) if self.prune == "expand" else self.stop
 
-    def _chosen(self, log_probs: Tensor, paths: Tensor, high: Tensor, first: Tensor) -> Tensor:
+    def _chosen(self, log_probs: Tensor, paths: Tensor, high: Tensor, first: Flag) -> Tensor:
         """Which of the best children become nodes, bool [rows, places], by the log-probabilities of their edges and
-        paths; high: the logarithm of its present value, []; first: whether the root is their parent, bool [1]."""
+        paths; high: the logarithm of its present value, []; first: whether the root is their parent."""
         place = torch.arange(log_probs.shape[1], device=log_probs.device)
         sure, unsure = log_probs[:, :1] >= high, log_probs[:, :1] < math.log(self.low)
         counts = torch.full_like(sure, self.branch_mid, dtype=torch.int64)
         counts = counts.masked_fill(sure, self.branch_min).masked_fill(unsure, self.branch_max)
         chosen = (place < counts) & (log_probs > -math.inf)
         if self.root == "paper":
-            chosen &= (place < 1) | ~first
+            chosen &= (place < 1) | (~first if isinstance(first, Tensor) else not first)
         if self.prune == "leaf":
-            chosen &= (paths >= _log(self.least)) | ((place < 1) & first)
+            probable = paths >= _log(self.least)
+            chosen &= probable if is_down(first) else probable | ((place < 1) & first)
         return chosen
 
     def _adjust(self, excess: float) -> None:
@@ -170,7 +172,8 @@ class DynaTree(TreePolicy):
         self._high = _clip(self._high - by_threshold, *HIGH_RANGE)
         self._deep = _clip(self._deep - by_threshold, *DEEP_RANGE)
         for moved in self._moved.copies():
-            moved.copy_(torch.tensor(self._settings))
+            for held, value in zip(moved, self._settings, strict=True):
+                held.fill_(value)
 
     @property
     def _settings(self) -> list[float]:

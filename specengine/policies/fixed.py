@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
@@ -48,10 +49,14 @@ class Fixed(TreePolicy):
         return [math.prod(self.branching[:depth]) for depth in range(len(self.branching) + 1)]
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        passes = ops.number(tree.passes)
+        level = ops.at_most(passes - 1, self.passes - 1)
+        if not isinstance(level, Tensor):
+            nodes = step.add_best_children(tree, frontier, self.branching[level])
+            return nodes.where(passes < self.passes)
         log_probs, tokens = step.best_children(max(self.branching))
-        level = (tree.passes - 1).clamp(max=self.passes - 1)
         wanted = self._wanted.on(tree.device).index_select(0, level)
         place = torch.arange(tokens.shape[1], device=tree.device)
         chosen = (place < wanted) & (log_probs > -math.inf)
-        nodes = step.add_chosen(tree, frontier, log_probs, tokens, chosen, max(self._sizes))
-        return nodes.where(tree.passes < self.passes)
+        nodes = tree.add_children(frontier, tokens, log_probs, chosen, max(self._sizes))
+        return nodes.where(passes < self.passes)

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from specengine import ops
 from specengine.drafters import Step
-from specengine.ops import Nodes
+from specengine.ops import Flag, Nodes
 from specengine.policies import require
 from specengine.policies._beam import Beam
 from specengine.policies._state import PerDevice
@@ -50,8 +51,8 @@ class Gammatune(Beam):
         self._mean, self._height = float(self.height), self.height
         self._heights = PerDevice(lambda device: torch.tensor([self._height], dtype=torch.int32, device=device))
 
-    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
-        return tree.passes >= self._heights.on(tree.device)
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
+        return ops.number(tree.passes) >= ops.number(self._heights.on(tree.device))
 
     def observe(self, cycle: Cycle) -> None:
         height = int(cycle.tree.depths.max())

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from specengine import ops
 from specengine.drafters import Step
-from specengine.ops import Nodes
+from specengine.ops import Flag, Nodes
 from specengine.policies import _ltd, require
 from specengine.policies._beam import Beam
 from specengine.policies._ltd import REPEATS, Networks, Shape
@@ -104,18 +104,19 @@ class Ltd(Beam):
         for context in self._context.copies():
             context.fill_(self._tokens)
 
-    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
-        done, shape = tree.passes - 1, self._shape
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
+        done, shape = ops.number(tree.passes) - 1, self._shape
         asked = (done >= shape.least) & (done < shape.expansions) & (done % shape.check_every == 0)
         asked = asked & (self.depth is None)
         if is_down(asked):
             return asked
-        return asked & ~self._decisions.on(tree.device).goes_on(self._observed("depth", tree, done), done)
+        expansions = ops.held(done)
+        return asked & ~self._decisions.on(tree.device).goes_on(self._observed("depth", tree, expansions), expansions)
 
     def keep(self, tree: TokenTree) -> Nodes:
         sizes = self._sizes.on(tree.device)
         if self.size is None:
-            observation = self._observed("size", tree, tree.passes - 1)
+            observation = self._observed("size", tree, ops.held(ops.number(tree.passes) - 1))
             sizes = sizes.index_select(0, self._decisions.on(tree.device).choose_size(observation))
         return tree.best_of_all(self.budget, sizes)
 

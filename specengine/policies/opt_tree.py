@@ -72,10 +72,10 @@ class OptTree(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         value = self._value.on(tree.device)
         layer = tree.add(*step.children(frontier, step.candidates(tree, frontier, self.nodes)))
-        before = value.masked_fill(tree.passes == 1 + self.lag, -math.inf)
-        value.copy_(self._expected(tree))
-        gain = value - before
-        return layer.where((tree.passes < self.max_depth) & ((tree.passes <= self.lag) | (gain > self.threshold)))
+        passes, expected = ops.number(tree.passes), self._expected(tree)
+        gain = ops.number(expected) - ops.where(passes == 1 + self.lag, -math.inf, ops.number(value))
+        value.copy_(expected)
+        return layer.where((passes < self.max_depth) & ((passes <= self.lag) | (gain > self.threshold)))
 
     def keep(self, tree: TokenTree) -> Nodes:
         scores = tree.path_log_probs

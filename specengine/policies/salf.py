@@ -76,7 +76,8 @@ class Salf(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         queues = self._queues.on(tree.device)
-        bound = queues.bound.masked_fill(tree.passes == 1, -math.inf)  # those of the tree before are still there
+        begins = ops.number(tree.passes) == 1
+        bound = ops.where(begins, -math.inf, queues.bound)  # those of the tree before are still there
         found = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
         search = ops.Search(self.batch, self.max_depth or self.budget, self.threshold, self.fill)
         drawn = ops.step_queues(queues, found, frontier, tree.depths, step.token_ids, tree.passes, search)

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from specengine import ops
 from specengine.drafters import Step
 from specengine.errors import InputError
-from specengine.ops import Nodes
+from specengine.ops import Flag, Nodes
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
 from specengine.policies._classifier import Classifier
@@ -56,19 +57,21 @@ class Specdecpp(Beam):
         self._learned = _classifier.load("specdecpp", self.classifier)
         self._reached = PerDevice(lambda device: torch.ones(self.capacity + 1, device=device))
 
-    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         states = self._require(step.hidden).to(tree.device)
         known = self._reached.on(tree.device)
         known[:1].fill_(1.0)  # the root is certain
-        below = tree.passes > 1
+        passes = ops.number(tree.passes)
+        below = passes > 1
         if is_down(below):
             return below
         above = known.index_select(0, tree.parents.index_select(0, frontier.ids).clamp(min=0))
-        reached = (above * self._learned.on(states.device)(states)).masked_fill(~below, 1.0)
-        padding = frontier.padding()
-        known.index_copy_(0, frontier.ids.masked_fill(padding, self.capacity), reached)
-        doubt = (1 - reached.masked_fill(padding, 0.0).amax(0, keepdim=True)).double()
-        return below & (tree.passes > self.minimum) & (doubt > self.threshold)
+        reached = above * self._learned.on(states.device)(states)
+        if isinstance(below, Tensor):
+            reached = reached.masked_fill(~below, 1.0)
+        known.index_copy_(0, frontier.masked(frontier.ids, self.capacity), reached)
+        doubt = (1 - frontier.masked(reached, 0.0).amax(0, keepdim=True)).double()
+        return below & (passes > self.minimum) & (doubt > self.threshold)
 
     def _require(self, states: Tensor | None) -> Tensor:
         """These states; InputError where the draft has none, or those of another draft's width."""

@@ -6,10 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from specengine.drafters import Step
-from specengine.ops import Nodes
+from specengine.ops import Flag, Nodes
 from specengine.policies import require
 from specengine.policies._beam import Beam
 from specengine.tree import TokenTree
@@ -37,6 +35,6 @@ class Svip(Beam):
         require("svip", "factor", self.factor, "above 0", 0 < self.factor < math.inf)
         require("svip", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf)
 
-    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Tensor:
+    def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         best = tree.scores(frontier).argmax(0, keepdim=True)
         return (self.factor * step.row(best).entropy().double().clamp(min=0.0)).sqrt() > self.threshold

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
+from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy, require
@@ -65,9 +64,10 @@ class Talon(TreePolicy):
         return max(min(self.budget - 1, self.max_depth or self.budget), 1)
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        robust, room = tree.passes <= self.robust_layers, self.budget - tree.size
-        limit = torch.where(robust, room.clamp(max=self.width), room)
-        gate = torch.full((1,), math.log(self.mu), device=tree.device).masked_fill(robust, -math.inf)
+        passes, room = ops.number(tree.passes), self.budget - ops.number(tree.size)
+        robust = passes <= self.robust_layers
+        limit = ops.where(robust, ops.at_most(room, self.width), room)
+        gate = ops.where(robust, -math.inf, math.log(self.mu))
         found = step.candidates(tree, frontier, self.rows, limit=limit, log_gate=gate)
         nodes = tree.add(*step.children(frontier, found))
-        return nodes.where((tree.size < self.budget) & (tree.passes < self.passes))
+        return nodes.where((ops.number(tree.size) < self.budget) & (passes < self.passes))

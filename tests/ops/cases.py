@@ -89,6 +89,18 @@ def append_nodes(draw: Draw) -> tuple:
     return (tree, count(size), *(poisoned(part, padding) for part in given), count(found), count(0)), {}
 
 
+def append_children(draw: Draw) -> tuple:
+    size, rows, padding, children = draw.between(1, 70), draw.between(0, 5), draw.between(0, 3), draw.between(1, 5)
+    tree, width = tree_of(draw, size, 80), (rows + padding) * children
+    edges = -torch.rand(rows, children, generator=draw.random)
+    given = (poisoned(part, padding) for part in (draw.whole(1000, rows, children), edges))
+    chosen = torch.rand(rows + padding, children, generator=draw.random) < 0.6
+    most = draw.between(0, width + 2)
+    options = {"chosen": draw.one_of([None, chosen]), "most": draw.one_of([None, most]), "limit": draw.limit(most)}
+    frontier = ops.Nodes(draw.whole(size, rows + padding), count(rows))
+    return (tree, count(size), frontier, *given, count(0)), options
+
+
 def subtree(draw: Draw) -> tuple:
     size, most = draw.between(1, 90), draw.between(1, 70)
     *_, paths, words = tree = tree_of(draw, size, 130)
@@ -192,6 +204,7 @@ def gather_rows(draw: Draw) -> tuple:
 CASES: dict[str, Callable[[Draw], tuple]] = {
     case.__name__: case
     for case in (
+        append_children,
         append_nodes,
         beam_observation,
         best_action,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from specengine import ops
 from specengine.errors import InputError
+from specengine.ops import Nodes
 from tests.ops.inputs import HUGE, NAN, ancestors_or_self, count, poisoned, quick, random_parents, thorough, trees
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -190,6 +191,49 @@ class TestAppendNodes:
             with pytest.raises(InputError, match="parents: must be among the nodes that are there"):
                 tree.append(torch.tensor([0, wrong]), torch.tensor([1, 2]), torch.zeros(2), 2)
             assert tree.state() == before
+
+
+class TestAppendChildren:
+    def hang(self, tree, frontier, **options):
+        """Two children each, of the tokens 10, 11, 12 and so on."""
+        tokens = 10 + torch.arange(2 * len(frontier.ids)).view(-1, 2)
+        found = ops.append_children(
+            tree.arrays, tree.size, frontier, tokens, -tokens.float() / 8, tree.overflow, **options
+        )
+        size = int(tree.size)
+        return found, list(zip(tree.arrays[1][1:size].tolist(), tree.arrays[0][1:size].tolist(), strict=True))
+
+    def test_parent_by_parent_and_of_the_chosen_the_first(self, backend):
+        frontier = Nodes(torch.tensor([0, 0, HUGE]), count(2))
+        chosen = torch.tensor([[False, True], [True, True], [True, True]])
+        for options, tokens in (
+            ({}, [10, 11, 12, 13]),
+            ({"chosen": chosen}, [11, 12, 13]),
+            ({"chosen": chosen, "most": 2}, [11, 12]),
+            ({"chosen": chosen, "limit": count(1)}, [11]),
+            ({"most": 3}, [10, 11, 12]),
+            ({"limit": count(-1)}, []),
+        ):
+            tree = Arrays.root(9)
+            found, nodes = self.hang(tree, frontier, **options)
+            assert nodes == [(0, token) for token in tokens]
+            assert found.ids.tolist() == [*range(1, 1 + len(tokens)), *[0] * (options.get("most", 6) - len(tokens))]
+            assert int(found.live) == len(tokens)
+            assert tree.arrays[3][1 : 1 + len(tokens)].tolist() == [-token / 8 for token in tokens]
+
+    def test_where_there_is_no_room_nothing_is_written_and_the_count_says_what_was_found(self, backend):
+        tree = Arrays.root(2)
+        found, nodes = self.hang(tree, Nodes.of(torch.zeros(1, dtype=torch.int64)))
+        assert (int(found.live), nodes, int(tree.overflow), int(tree.size)) == (2, [], 1, 1)
+
+    def test_refuses_parents_that_are_not_there_and_other_shapes(self, backend):
+        with pytest.raises(InputError, match="among the nodes"):
+            self.hang(Arrays.root(9), Nodes.of(torch.ones(1, dtype=torch.int64)))
+        tree, one = Arrays.root(9), torch.zeros(1, dtype=torch.int64)
+        with pytest.raises(InputError, match="rows, children"):
+            ops.append_children(tree.arrays, tree.size, Nodes.of(one), one, one.float(), tree.overflow)
+        with pytest.raises(InputError, match="chosen"):
+            self.hang(Arrays.root(9), Nodes.of(torch.zeros(1, dtype=torch.int64)), chosen=torch.ones(1, 3) > 0)
 
 
 class TestSubtree:
