@@ -67,7 +67,8 @@ class Compiling:
                 signature[parameter.name], constants[(index,)] = "constexpr", value
                 continue
             signature[parameter.name] = parameter.annotation_type or type_of(value)
-            if special and divisible(value):
+            placed = isinstance(value, torch.Tensor) and parameter.do_not_specialize_on_alignment
+            if special and not placed and divisible(value):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=TARGET, options=options)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -409,3 +411,33 @@ def test_gather_rows(width: int) -> None:
     )
     for found, wanted in zip(ops.gather_rows(*given), ops.by_meaning(ops.gather_rows, *given), strict=True):
         assert torch.equal(found, wanted)
+
+
+class OfDevice(Tensor):
+    """A tensor that says which of the devices it is on; its numbers are on the host."""
+
+    at = torch.device("cuda", 0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.at
+
+
+@pytest.mark.parametrize(("index", "current"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_kernels_run_on_the_device_of_their_tensors(index: int, current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton itself launches on the current device."""
+    entered: list[int] = []
+
+    @contextmanager
+    def device(at: torch.device) -> Iterator[None]:
+        entered.append(at.index)
+        yield
+
+    provider = importlib.import_module("specengine.ops.triton")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    given = torch.zeros(2).as_subclass(OfDevice)
+    given.at = torch.device("cuda", index)
+    for first in (given, (given, given)):
+        assert provider._on_its_device(lambda *parts: len(parts))(first, 3) == 2
+    assert entered == ([] if index == current else [index] * 2)
