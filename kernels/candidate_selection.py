@@ -114,7 +114,9 @@ def _edge(order, wanted, least, quarter, ROUNDS: tl.constexpr):
     """
     for _ in range(ROUNDS):
         one, two, three = least + quarter, least + 2 * quarter, least + 3 * quarter
-        reach = (order >= one).to(tl.int64) + ((order >= two).to(tl.int64) << 20) + ((order >= three).to(tl.int64) << 40)
+        reach = (
+            (order >= one).to(tl.int64) + ((order >= two).to(tl.int64) << 20) + ((order >= three).to(tl.int64) << 40)
+        )
         counts = tl.sum(reach, 0)
         enough = ((counts & 0xFFFFF) >= wanted).to(tl.int32)
         enough += (((counts >> 20) & 0xFFFFF) >= wanted).to(tl.int32) + ((counts >> 40) >= wanted).to(tl.int32)
@@ -398,7 +400,6 @@ def select_candidates(
     tile_peak, tile_sum, group_peak, row_peak, row_log_sum = workspace.floats.split(floats)
     path_keys, edge_keys = workspace.keys.split(capacity)
     grid = (cut.tiles, rows)
-    warps = max(4, cut.tile // 512)
     statistics = (tile_peak, tile_sum, group_peak, workspace.survivors)
     _stats[grid](
         logits,
@@ -409,7 +410,7 @@ def select_candidates(
         TILE=cut.tile,
         GROUP=cut.group,
         LARGEST=LARGEST,
-        num_warps=warps,
+        num_warps=max(4, cut.tile // 512),
     )
     wanted = most if budget is None else budget
     _filter[grid](
@@ -438,7 +439,7 @@ def select_candidates(
         BOUND_ON_DEVICE=isinstance(bound, Tensor),
         BUDGET_ON_DEVICE=isinstance(wanted, Tensor),
         LARGEST=LARGEST,
-        num_warps=warps,
+        num_warps=max(4, cut.tile // 256),  # with fewer, registers spill
     )
     _rank[(min(triton.cdiv(capacity, RANKED), MOST_RANKERS),)](
         path_keys,

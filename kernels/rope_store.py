@@ -46,9 +46,7 @@ def reference(
 # ---- kernel
 
 
-@triton.jit(
-    do_not_specialize=["heads", "kv_heads"], do_not_specialize_on_alignment=["positions", "slot", "live"]
-)
+@triton.jit(do_not_specialize=["heads", "kv_heads"], do_not_specialize_on_alignment=["positions", "slot", "live"])
 def _rope_store(
     query,
     key,

@@ -217,7 +217,11 @@ def _merge(
     MOST_SPLITS: tl.constexpr,
 ):
     sequence, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
-    row, dims, part = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, MOST_SPLITS)
+    row, dims, part = (
+        tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, MOST_SPLITS),
+    )
     inside = row < rows
     step = tl.num_programs(1).to(tl.int64) * rows  # from a split to the next
     partial_lse += tl.program_id(1).to(tl.int64) * rows + row

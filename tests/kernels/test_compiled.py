@@ -70,9 +70,9 @@ def compiled(cases: list[list[Any]], cache: Path) -> list[dict[str, Any]]:
     """What aot.py says, in a process of its own: this one interprets kernels, or has a device of another kind."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).with_name("aot.py")
-    command = [sys.executable, str(script), *(json.dumps(case) for case in cases)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.kernels.aot", *(json.dumps(case) for case in cases)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

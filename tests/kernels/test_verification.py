@@ -19,6 +19,7 @@ from specengine import cycle as verification
 from specengine import ops
 from specengine.generation.sampling import History, Sampler
 from tests import toy
+from tests.kernels.sizes import sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,7 +73,7 @@ def test_choices_are_the_samplers(columns: int, kind: torch.dtype, seed: int | N
 @settings(max_examples=10, deadline=None)
 @given(
     rows=st.integers(1, 6),
-    columns=st.integers(1, 3000),
+    columns=sizes(3000),
     seed=st.integers(0, 2**64 - 1),
     temperature=st.floats(0.05, 3.0),
     ties=st.booleans(),
