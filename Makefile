@@ -47,7 +47,7 @@ test-gpu-offline:  ## the same for kernels and graphs, with the packages that PY
 	ln -sfn $(CURDIR)/csrc $(OFFLINE)/specengine_csrc
 	-SPECENGINE_CUDA=1 $(PYTHON) setup.py build_ext --inplace
 	$(ON_PATH) $(PYTHON) -m pytest $(GPU_TESTS) --continue-on-collection-errors tests/kernels tests/cuda tests/graphs \
-	  $$($(PYTHON) -c 'import xdist' 2>/dev/null && echo -n $(GPU_WORKERS) --dist worksteal)
+	  $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(GPU_WORKERS) --dist worksteal')
 
 # each writes a record as soon as it has it, and what fails does not end the rest; kernels first
 bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, and kernels and graphs, into bench/results
