@@ -47,7 +47,7 @@ SERVED = {
     "frontier._gather": 1,
     "rope_store._rope_store": 1,
 }
-# of a thousand random trees on a device, where attention has three dtypes
+# of random trees, however many, in float32
 RANDOM = {
     "tree_attention._attend": 2,
     "tree_attention._merge": 1,
