@@ -21,7 +21,7 @@ from torch import Tensor
 
 LARGEST = 3e38  # what +inf counts as once logits are divided by the temperature
 TILE, WIDE_TILE, WIDE = 1024, 4096, 16384  # columns that a program reads at a time, and from where on of the wide ones
-DRAWN_TILE = 2048  # of wide rows, where they get noise
+LESS_WIDE = 2048  # of wide rows that get noise or are float32, for which registers would not suffice
 STAGES = 3  # tiles of logits that are on their way
 # float32 is nearer to the noise than 1e-4, and to a sum than a millionth of it
 NEAR, NEAR_RELATIVE = 1e-3, 2.0**-20
@@ -267,14 +267,14 @@ class Workspace(NamedTuple):
     columns: Tensor
 
 
-def tile_for(columns: int, sampled: bool) -> int:
-    """Columns of these rows that a program reads at a time."""
-    return TILE if columns < WIDE else DRAWN_TILE if sampled else WIDE_TILE
+def tile_for(columns: int, sampled: bool, whole: bool) -> int:
+    """Columns of these rows that a program reads at a time; whole: they are float32."""
+    return TILE if columns < WIDE else LESS_WIDE if sampled or whole else WIDE_TILE
 
 
 def slices_for(rows: int, columns: int) -> int:
     """How often each row is cut, so that few rows fill the device too."""
-    return max(1, min(ENOUGH_PROGRAMS // rows, triton.cdiv(columns, tile_for(columns, False)), MOST_SLICES))
+    return max(1, min(ENOUGH_PROGRAMS // rows, triton.cdiv(columns, tile_for(columns, False, False)), MOST_SLICES))
 
 
 def workspace_for(logits: Tensor) -> Workspace:
@@ -310,7 +310,8 @@ def choose_tokens(
     if slices > 1:
         values, firsts = workspace_for(logits) if workspace is None else workspace
     found = values, firsts, chosen, logits.stride(0), columns
-    tile, whole = tile_for(columns, seed is not None), slices == 1
+    tile = tile_for(columns, seed is not None, logits.dtype is torch.float32)
+    whole = slices == 1
     cut = {"TILE": tile, "STAGES": STAGES, "WHOLE": whole, "num_warps": 4 if tile == TILE else 8}
     if seed is None:
         _peak[(slices, rows)](logits, *found, **cut)

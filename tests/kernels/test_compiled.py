@@ -44,6 +44,7 @@ REST = [
     ["choice", 64, 128256, False, "bfloat16"],
     ["choice", 64, 128256, True, "bfloat16"],
     ["choice", 1, 49152, True, "float32"],
+    ["choice", 1, 49152, False, "float32"],
     ["walk", 64],
     ["walk", 1024],
     ["append", 60, 256],
