@@ -4,14 +4,17 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 # processes that share the tests, each with one thread and about 2 GB
 TEST_WORKERS ?= 2
+# processes that share a GPU; most of their time they compile
+GPU_WORKERS ?= 8
+GPU_TESTS := -m gpu --most-seconds 300
 PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.txt
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/cpu/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench test-gpu bench-gpu clean
+.PHONY: help demo test lint bench test-gpu test-gpu-offline bench-gpu clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(VENV)/.installed-run  ## generate with and without speculation, and compare
 	$(VENV)/bin/specengine demo
@@ -33,20 +36,35 @@ bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine'
 	$(RUN) -m bench.report build/results/policies.jsonl build/results/tree-construction.jsonl
 
 test-gpu: $(VENV)/.installed-gpu  ## the tests that need a CUDA device
-	$(RUN) -m pytest -m gpu
+	$(RUN) -m pytest $(GPU_TESTS) -n $(GPU_WORKERS) --dist worksteal
 
-# a policy that fails there stands in its file and in the report, and the rest goes on
+# for a machine without a network, whose Python has torch, triton, transformers and pytest: nothing is installed
+OFFLINE := build/offline
+ON_PATH := PYTHONPATH=$(CURDIR):$(CURDIR)/$(OFFLINE)
+test-gpu-offline:  ## the same for kernels and graphs, with the packages that PYTHON has
+	mkdir -p $(OFFLINE)
+	ln -sfn $(CURDIR)/kernels $(OFFLINE)/specengine_kernels
+	ln -sfn $(CURDIR)/csrc $(OFFLINE)/specengine_csrc
+	-SPECENGINE_CUDA=1 $(PYTHON) setup.py build_ext --inplace
+	$(ON_PATH) $(PYTHON) -m pytest $(GPU_TESTS) --continue-on-collection-errors tests/kernels tests/cuda tests/graphs \
+	  $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(GPU_WORKERS) --dist worksteal')
+
+# each writes a record as soon as it has it, and what fails does not end the rest; kernels first
 bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, and kernels and graphs, into bench/results
-	$(RUN) -m bench.overhead --device cuda --out bench/results/overhead-gpu.jsonl
-	$(RUN) -m bench.end_to_end --device cuda --out bench/results/end-to-end-gpu.jsonl
-	$(RUN) -m bench.exactness --device cuda --out bench/results/exactness-gpu.jsonl
-	$(RUN) -m bench.tree_construction --device cuda --out bench/results/tree-construction-gpu.jsonl
-	-$(RUN) -m bench.policies --device cuda --rounds 3 --out bench/results/policies-gpu.jsonl
-	$(RUN) -m bench.kernels --out bench/results/kernels-gpu.jsonl
+	-$(PIP_INSTALL) -e '.[peers]'
+	-$(RUN) -m bench.kernels --out bench/results/kernels-gpu.jsonl
 	-$(ON_KERNELS) $(RUN) -m bench.graphs --strict --out bench/results/graphs-gpu.jsonl
-	$(RUN) -m bench.inflate --shape 8b --out build/8b
-	-$(ON_KERNELS) $(RUN) -m bench.graphs --strict --model build/8b --draft build/8b/head --out bench/results/graphs-8b-gpu.jsonl
+	-$(RUN) -m bench.inflate --shape 8b --out build/8b
+	-$(ON_KERNELS) $(RUN) -m bench.graphs --model build/8b --draft build/8b/head $(FEW) --out bench/results/graphs-8b-gpu.jsonl
+	-$(RUN) -m bench.policies --device cuda --rounds 3 --out bench/results/policies-gpu.jsonl
+	-$(RUN) -m bench.tree_construction --device cuda --out bench/results/tree-construction-gpu.jsonl
+	-$(RUN) -m bench.overhead --device cuda --out bench/results/overhead-gpu.jsonl
+	-$(RUN) -m bench.end_to_end --device cuda --out bench/results/end-to-end-gpu.jsonl
+	-$(RUN) -m bench.exactness --device cuda --out bench/results/exactness-gpu.jsonl
 	$(RUN) -m bench.report --plot $(addprefix bench/results/,$(addsuffix -gpu.jsonl,kernels graphs graphs-8b policies tree-construction))
+
+# of an 8B model, which takes minutes a policy
+FEW := --policy eagle --policy talon --per-set 2 --rounds 2
 
 # trees stand on the host there, and are built by C++
 ON_KERNELS := SPECENGINE_BACKEND=triton,cpp

@@ -117,9 +117,14 @@ class OptionalBuildExt(build_ext):
 
 
 def extensions() -> list[Extension]:
-    from pybind11.setup_helpers import Pybind11Extension  # here, so that tests can read this file without it
-
     headers = sorted(glob("csrc/**/*.hpp", recursive=True))
+    cuda = [Extension(CUDA, sorted(glob("csrc/*.cu")), depends=headers, optional=True)] if cuda_is_wanted() else []
+    try:
+        from pybind11.setup_helpers import Pybind11Extension  # here, so that tests can read this file without it
+    except ImportError as error:  # never under pip, which brings it
+        for name in (EXPANDER, CPU):
+            print(NOT_BUILT[name].format(error=error), file=sys.stderr)
+        return cuda
     expander = Pybind11Extension(
         EXPANDER,
         ["csrc/expander.cpp"],
@@ -140,8 +145,7 @@ def extensions() -> list[Extension]:
         extra_link_args=["-pthread"],
         optional=True,
     )
-    cuda = Extension(CUDA, sorted(glob("csrc/*.cu")), depends=headers, optional=True)
-    return [expander, forward, cuda] if cuda_is_wanted() else [expander, forward]
+    return [expander, forward, *cuda]
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def main() -> None:
         ways[f"{first.drafter.name}, {shaped!r}"] = _engine(engine, args.max_new_tokens)  # type: ignore[union-attr]
     items = workloads.read(args.prompts, args.per_set)
     costs = [measure(first, items[0].text).record()] if args.tree else []
-    rows = [_measure(plain, ways, item, args.rounds) for item in items]
+    measured = (_measure(plain, ways, item, args.rounds) for item in items)
+    rows = list(provenance.kept(measured, args.out))
     result = [*costs, *_summaries(rows), *rows]
     for row in result:
         if row["record"] != "row":

@@ -49,7 +49,7 @@ def main() -> int:
     path = models.resolve(args.model)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype)).to(args.device)
     engines = _engines(model, args.draft_layers)
-    partial = args.out.with_suffix(".rows")
+    partial = args.out.with_suffix(provenance.ROWS)
     rows = [json.loads(line) for line in partial.read_text().splitlines()] if partial.exists() else []
     done = {_key(row) for row in rows}
     prompts = workloads.read(args.prompts, args.per_set)
@@ -61,8 +61,7 @@ def main() -> int:
                     rows.append(row)
                     log.write(json.dumps(row) + "\n")
                     log.flush()
-    provenance.write(args.out, [_summary(rows, args.dtype), *rows])
-    partial.unlink()
+    provenance.write(args.out, [_summary(rows, args.dtype), *rows])  # and the partial file goes
     print(json.dumps(_summary(rows, args.dtype), indent=1))
     return 1 if any(row["verdict"] == "mismatch" for row in rows) else 0
 

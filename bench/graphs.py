@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,10 +132,11 @@ def main(arguments: list[str] | None = None) -> int:
     prompts = [found.engines["plain"].stream(item.text, max_new_tokens=1).prompt for item in items]
     for name, way in list(found.ways.items()):
         found.attempt(name, lambda way=way: way(prompts[0]))  # type: ignore[misc]
-    rows = [
+    measured = (
         _measure(found, item, prompt, args.rounds) | {"set": item.set}
         for item, prompt in zip(items, prompts, strict=True)
-    ]
+    )
+    rows = [row for row in provenance.kept(chain([_setting(args)], measured), args.out) if row["record"] == "row"]
     summary = _summary(rows, list(found.ways))
     captures = []
     for name in list(found.ways):
@@ -220,8 +222,10 @@ def _measure(found: Field, item: workloads.Workload, prompt: list[int], rounds: 
     answers: dict[str, Answer] = {}
     for _ in range(rounds):
         for name, way in list(found.ways.items()):
+            _finish()  # a cycle of the way before, whose record nobody waits for, is not this one's time
             began = time.perf_counter()
             answer = found.attempt(name, lambda way=way: way(prompt))  # type: ignore[misc]
+            _finish()
             if answer is not None:
                 seconds[name].append(time.perf_counter() - began)
                 answers[name] = answer
@@ -252,6 +256,12 @@ def _measure(found: Field, item: workloads.Workload, prompt: list[int], rounds: 
     }
 
 
+def _finish() -> None:
+    """Wait for what a device, if there is one, still has to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def _last_looks(found: Field, name: str, prompt: list[int], device: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of one way: how often its host waits, and what its graphs hold; it is given up then, with the memory it holds."""
     way, engine = found.ways.pop(name), found.engines.pop(name, None)
@@ -274,14 +284,26 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+WAITING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
 def _host_waits(way: Way, prompt: list[int]) -> dict[str, int]:
-    """How often each call of the CUDA runtime on which the host waits was made for one answer."""
+    """How often each call of the CUDA runtime on which the host waits was made for one answer.
+
+    The profiler itself waits for the device at its start and its end: as often as where nothing is asked.
+    """
+    own = _waits_within(lambda: None)
+    calls = _waits_within(lambda: way(prompt))
+    return {name: count - own.get(name, 0) for name, count in calls.items() if count > own.get(name, 0)}
+
+
+def _waits_within(function: Callable[[], Any]) -> dict[str, int]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    _finish()
     with torch.profiler.profile(activities=activities) as profile:
-        way(prompt)
-        torch.cuda.synchronize()
-    waiting = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-    return {event.key: event.count for event in profile.key_averages() if event.key in waiting}
+        function()
+        _finish()  # what is still under way belongs to it
+    return {event.key: event.count for event in profile.key_averages() if event.key in WAITING}
 
 
 def _setting(args: argparse.Namespace) -> dict[str, Any]:

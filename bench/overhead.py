@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,19 @@ def main() -> None:
     if args.memory_of:
         print(_peak_memory(args))
         return
-    rows = [*_speed(args), *_host_share(args), *(_memory(args) if args.device == "cpu" else [])]
-    for row in rows:
-        print(json.dumps(row))
+    rows = []
+    for row in provenance.kept(_records(args), args.out):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
     if args.out:
         provenance.write(args.out, rows)
+
+
+def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield from _speed(args)
+    yield from _host_share(args)
+    if args.device == "cpu":
+        yield from _memory(args)
 
 
 def _load(args: argparse.Namespace) -> Any:
@@ -59,11 +67,10 @@ def _prompt(engine: Engine, length: int) -> list[int]:
     return (ids * (length // len(ids) + 1))[:length]
 
 
-def _speed(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = _load(args)
     plain = Engine.from_pretrained(model, policy="plain")
     tokens = args.max_new_tokens
-    rows = []
     for context in args.contexts:
         prompt = _prompt(plain, context)
         ids = torch.tensor([prompt], device=args.device)
@@ -82,48 +89,41 @@ def _speed(args: argparse.Namespace) -> list[dict[str, Any]]:
                     seconds[name].append(time.perf_counter() - began)
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         ratios = [a / b for a, b in zip(seconds["huggingface"], seconds["plain"], strict=True)]
-        rows.append(
-            {
-                "record": "plain against huggingface",
-                "context": context,
-                "new_tokens": tokens,
-                "dtype": args.dtype,
-                "tokens_per_second": {name: round(tokens / value, 2) for name, value in medians.items()},
-                "ratio": round(statistics.median(ratios), 3),
-                "ratios": [round(ratio, 3) for ratio in ratios],
-            }
-        )
-    return rows
+        yield {
+            "record": "plain against huggingface",
+            "context": context,
+            "new_tokens": tokens,
+            "dtype": args.dtype,
+            "tokens_per_second": {name: round(tokens / value, 2) for name, value in medians.items()},
+            "ratio": round(statistics.median(ratios), 3),
+            "ratios": [round(ratio, 3) for ratio in ratios],
+        }
 
 
-def _host_share(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _host_share(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = _load(args)
     drafts = {"ngram": lambda: "ngram", "small_model": lambda: first_layers(model, 4)}
     policies = ("chain", "fixed", "eagle", None)
     settings = [("plain", "none"), *((policy, draft) for draft in drafts for policy in policies)]
-    rows = []
     for policy, draft in settings:
         engine = Engine.from_pretrained(model, drafts[draft]() if draft != "none" else None, policy)
         for sampling in ({}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0}):
             result = engine.generate(PARAGRAPH, max_new_tokens=args.max_new_tokens, eos_token_id=[], **sampling)
             stats = result.stats
-            rows.append(
-                {
-                    "record": "time outside the models",
-                    "policy": stats.policy or "plain",
-                    "draft": draft,
-                    "sampling": bool(sampling),
-                    "dtype": args.dtype,
-                    "median_host_share": round(stats.median_host_share, 4),
-                    "ms_per_cycle": {
-                        part: round(1e3 * getattr(stats, f"time_{part}_s") / stats.num_spec_steps, 3)
-                        for part in ("draft", "policy", "verify", "walk", "commit", "model", "host")
-                    },
-                    "verified_nodes": round(stats.num_spec_tokens + 1, 2),
-                    "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
-                }
-            )
-    return rows
+            yield {
+                "record": "time outside the models",
+                "policy": stats.policy or "plain",
+                "draft": draft,
+                "sampling": bool(sampling),
+                "dtype": args.dtype,
+                "median_host_share": round(stats.median_host_share, 4),
+                "ms_per_cycle": {
+                    part: round(1e3 * getattr(stats, f"time_{part}_s") / stats.num_spec_steps, 3)
+                    for part in ("draft", "policy", "verify", "walk", "commit", "model", "host")
+                },
+                "verified_nodes": round(stats.num_spec_tokens + 1, 2),
+                "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
+            }
 
 
 def _memory(args: argparse.Namespace) -> list[dict[str, Any]]:

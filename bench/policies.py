@@ -13,7 +13,6 @@ FILE.rows, and the whole becomes FILE at the end; `python -m bench.report` makes
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -99,14 +98,12 @@ def main(argv: list[str] | None = None) -> int:
     items = workloads.read(args.prompts, args.per_set)
     settings = _settings(args, items, first)
     table = Table(first, args.ways, _options(args), settings)
-    partial = args.out.with_suffix(".rows") if args.out else None
-    records = list(_kept(table.run(items), partial))
+    records = list(provenance.kept(table.run(items), args.out))
     records += report.summaries(records)
     for rendered in report.tables(records):
         print(rendered.markdown(), end="\n\n")
     if args.out:
         provenance.write(args.out, records)
-        partial.unlink()  # type: ignore[union-attr]
     return int(table.faults > 0)
 
 
@@ -227,20 +224,6 @@ def _settings(args: argparse.Namespace, items: list[workloads.Workload], engine:
         "sets": list(dict.fromkeys(item.set for item in items)),
         "prompts": len(items),
     }
-
-
-def _kept(records: Iterator[dict[str, Any]], partial: Path | None) -> Iterator[dict[str, Any]]:
-    """The same records, each in the file `partial` before the next one is made."""
-    if partial is None:
-        yield from records
-        return
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("w") as log:
-        log.write(json.dumps(provenance.provenance()) + "\n")
-        for record in records:
-            log.write(json.dumps(record) + "\n")
-            log.flush()
-            yield record
 
 
 # ---------------------------------------------------------------------------------------------------- measuring

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import specengine
 from specengine import ops
 
 ROOT = Path(__file__).parent.parent
+ROWS = ".rows"  # the end of the name of a file that grows
 
 
 def provenance() -> dict[str, Any]:
@@ -39,12 +40,30 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def kept(rows: Iterable[dict[str, Any]], path: Path | None) -> Iterator[dict[str, Any]]:
+    """The same records, each in the file beside `path` that ends in .rows before the next one is made.
+
+    What a run that breaks off has measured stays there, and `bench.report` reads it; `write` removes it.
+    """
+    if path is None:
+        yield from rows
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(ROWS).open("w") as log:
+        log.write(json.dumps(provenance()) + "\n")
+        for row in rows:
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            yield row
+
+
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """A result file: provenance, then one record per line; it appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in [provenance(), *rows]))
     temporary.replace(path)
+    path.with_suffix(ROWS).unlink(missing_ok=True)
 
 
 def _module() -> str:

@@ -344,13 +344,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    rows = [_settings(device)]
-    for case in _cases(args):
-        rows.append(measure(case, device, args.warm_ups, args.repeats, args.seconds))
-        print(_line(rows[-1]), flush=True)
+    rows = []
+    for row in provenance.kept(_records(args, device), args.out):
+        rows.append(row)
+        if row["record"] == "case":
+            print(_line(row), flush=True)
     if args.out:
         provenance.write(args.out, rows)
     return 0
+
+
+def _records(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    yield _settings(device)
+    for case in _cases(args):
+        yield measure(case, device, args.warm_ups, args.repeats, args.seconds)
 
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:

@@ -107,12 +107,31 @@ def _key_index(key):
 
 
 @triton.jit
+def _edge(order, wanted, least, quarter, ROUNDS: tl.constexpr):
+    """The largest number that `wanted` of these reach, from `least` on, two bits of it in each round.
+
+    A round counts for three numbers at once, in 20 bits each: what it costs is its one reduction.
+    """
+    for _ in range(ROUNDS):
+        one, two, three = least + quarter, least + 2 * quarter, least + 3 * quarter
+        reach = (
+            (order >= one).to(tl.int64) + ((order >= two).to(tl.int64) << 20) + ((order >= three).to(tl.int64) << 40)
+        )
+        counts = tl.sum(reach, 0)
+        enough = ((counts & 0xFFFFF) >= wanted).to(tl.int32)
+        enough += (((counts >> 20) & 0xFFFFF) >= wanted).to(tl.int32) + ((counts >> 40) >= wanted).to(tl.int32)
+        least += enough * quarter
+        quarter = quarter >> 2
+    return least
+
+
+@triton.jit
 def _given(source, ON_DEVICE: tl.constexpr):
     """A device scalar, or a number of the host."""
     return tl.load(source) if ON_DEVICE else source
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["parents"])
 def _stats(
     logits,
     parents,
@@ -141,7 +160,10 @@ def _stats(
         tl.store(survivors, 0)  # counted by the next kernel
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["budget", "most", "rows"],
+    do_not_specialize_on_alignment=["parents", "anchor", "log_gate", "bound", "budget"],
+)
 def _filter(
     logits,
     parents,
@@ -191,12 +213,8 @@ def _filter(
     best = tl.max(tl.max(tops, 1), 0)
 
     # the `wanted`-th largest group maximum, its lower 16 bits dropped: that many candidates are at least as good
-    high = _order(tops) >> 16
-    least, over = tl.full([], -32768, tl.int32), tl.full([], 32768, tl.int32)
-    for _ in range(16):
-        middle = (least + over) >> 1
-        enough = tl.sum(tl.sum((high >= middle).to(tl.int32), 1), 0) >= wanted
-        least, over = tl.where(enough, middle, least), tl.where(enough, over, middle)
+    high = tl.reshape(_order(tops) >> 16, [BLOCK_W * BLOCK_G])
+    least = _edge(high, wanted, tl.full([], -32768, tl.int32), tl.full([], 1 << 14, tl.int32), 8)
 
     own = r == row
     own_peak = tl.sum(tl.where(own, finite_peak, 0.0), 0)
@@ -220,11 +238,8 @@ def _filter(
         order = _order(x)
         if found > wanted:
             # no more than `wanted` of one tile can be among the best; of equals the first columns
-            least, over = tl.full([], -0x80000000, tl.int32), tl.full([], 0x7FFFFFFF, tl.int32)
-            for _ in range(32):
-                middle = (least & over) + ((least ^ over) >> 1)
-                enough = tl.sum((keep & (order >= middle)).to(tl.int32), 0) >= wanted
-                least, over = tl.where(enough, middle, least), tl.where(enough, over, middle)
+            lowest = tl.full([], -0x80000000, tl.int32)
+            least = _edge(tl.where(keep, order, lowest), wanted, lowest, tl.full([], 1 << 30, tl.int32), 16)
             better = keep & (order > least)
             equal = (keep & (order == least)).to(tl.int32)
             room = wanted - tl.sum(better.to(tl.int32), 0)
@@ -235,7 +250,7 @@ def _filter(
         tl.store(edge_keys + place, _key(x, column), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["budget", "most"], do_not_specialize_on_alignment=["budget"])
 def _rank(
     path_keys,
     edge_keys,
@@ -323,14 +338,24 @@ class Workspace(NamedTuple):
     survivors: Tensor
 
 
+def aligned(entries: int) -> int:
+    """So many entries or a few more: what follows them in a workspace is at 16 bytes, and one program serves all."""
+    return -(-entries // 4) * 4
+
+
+def parts_of(rows: int, cut: Cut, most: int) -> tuple[list[int], int]:
+    """Entries of the float32 parts of a workspace, and of each of its two lists of keys."""
+    places, groups = aligned(rows * cut.tiles), cut.tile // cut.group
+    floats = [places, places, aligned(rows * cut.tiles * groups), aligned(rows), aligned(rows)]
+    return floats, aligned(rows * cut.tiles * min(most, cut.tile))
+
+
 def workspace_for(logits: Tensor, most: int) -> Workspace:
     """Scratch for `select_candidates` of up to `most` candidates of logits of this shape."""
-    rows, cut = logits.shape[0], cut_for(*logits.shape)
-    floats = rows * (cut.tiles * (2 + cut.tile // cut.group) + 2)
-    keys = 2 * rows * cut.tiles * min(most, cut.tile)
+    floats, keys = parts_of(logits.shape[0], cut_for(*logits.shape), most)
     return Workspace(
-        torch.empty(floats, dtype=torch.float32, device=logits.device),
-        torch.empty(keys, dtype=torch.int64, device=logits.device),
+        torch.empty(sum(floats), dtype=torch.float32, device=logits.device),
+        torch.empty(2 * keys, dtype=torch.int64, device=logits.device),
         torch.empty(1, dtype=torch.int32, device=logits.device),
     )
 
@@ -371,14 +396,10 @@ def select_candidates(
     cut = cut_for(rows, columns)
     out = selection_for(logits, most) if out is None else out
     workspace = workspace_for(logits, most) if workspace is None else workspace
-    groups, places = cut.tile // cut.group, rows * cut.tiles
-    tile_peak, tile_sum, group_peak, row_peak, row_log_sum = workspace.floats.split(
-        [places, places, places * groups, rows, rows]
-    )
-    capacity = places * min(most, cut.tile)
-    path_keys, edge_keys = workspace.keys.split([capacity, capacity])
+    groups, (floats, capacity) = cut.tile // cut.group, parts_of(rows, cut, most)
+    tile_peak, tile_sum, group_peak, row_peak, row_log_sum = workspace.floats.split(floats)
+    path_keys, edge_keys = workspace.keys.split(capacity)
     grid = (cut.tiles, rows)
-    warps = max(4, cut.tile // 512)
     statistics = (tile_peak, tile_sum, group_peak, workspace.survivors)
     _stats[grid](
         logits,
@@ -389,7 +410,7 @@ def select_candidates(
         TILE=cut.tile,
         GROUP=cut.group,
         LARGEST=LARGEST,
-        num_warps=warps,
+        num_warps=max(4, cut.tile // 512),
     )
     wanted = most if budget is None else budget
     _filter[grid](
@@ -418,7 +439,7 @@ def select_candidates(
         BOUND_ON_DEVICE=isinstance(bound, Tensor),
         BUDGET_ON_DEVICE=isinstance(wanted, Tensor),
         LARGEST=LARGEST,
-        num_warps=warps,
+        num_warps=max(4, cut.tile // 256),  # with fewer, registers spill
     )
     _rank[(min(triton.cdiv(capacity, RANKED), MOST_RANKERS),)](
         path_keys,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from specengine_kernels.candidate_selection import LARGEST, _read
+from specengine_kernels.candidate_selection import LARGEST, _read, aligned
 from torch import Tensor
 
 TILE = 4096  # columns per program; fewer where that leaves multiprocessors idle
@@ -123,7 +123,7 @@ def _count(
     tl.atomic_add(histogram + tl.program_id(1) * BINS + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top"])
 def _split(
     logits,
     tile_peak,
@@ -159,7 +159,7 @@ def _split(
         tl.store(kept + row.to(tl.int64) * columns + to, below, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "top", "tiles"])
 def _add_up(
     tile_peak,
     tile_sum,
@@ -270,7 +270,7 @@ def workspace_for(logits: Tensor, top: int) -> Workspace:
     """Scratch for `top_entropy` of logits of this shape."""
     (rows, columns), whole = logits.shape, top >= logits.shape[1]
     return Workspace(
-        torch.empty(4 * rows * cut_for(rows, columns).tiles, dtype=torch.float32, device=logits.device),
+        torch.empty(4 * aligned(rows * cut_for(rows, columns).tiles), dtype=torch.float32, device=logits.device),
         torch.empty(1 if whole else rows * (BINS + 1), dtype=torch.int32, device=logits.device),
         torch.empty(1 if whole else rows * columns, dtype=torch.float32, device=logits.device),
     )
@@ -292,7 +292,7 @@ def top_entropy(
     tile, tiles = cut_for(rows, columns)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device) if out is None else out
     workspace = workspace_for(logits, top) if workspace is None else workspace
-    tile_peak, tile_sum, best_sum, best_weighted = workspace.floats.split(rows * tiles)
+    tile_peak, tile_sum, best_sum, best_weighted = workspace.floats.split(aligned(rows * tiles))
     whole = top >= columns
     histogram, kept_counts = workspace.counts, workspace.counts[0 if whole else rows * BINS :]
     grid, warps, block_t = (tiles, rows), max(4, tile // 512), triton.next_power_of_2(tiles)

@@ -58,7 +58,10 @@ def reference(
 # ---- kernels
 
 
-@triton.jit
+GIVEN = ("size", "parents", "tokens", "log_probs", "count", "ids", "refused")
+
+
+@triton.jit(do_not_specialize=["capacity", "n_words", "most"], do_not_specialize_on_alignment=GIVEN)
 def _append(
     tree_tokens,
     tree_parents,
@@ -106,7 +109,7 @@ def _append(
         tl.store(refused, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "tokens"])
 def _gather(
     states,
     sources,

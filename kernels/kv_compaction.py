@@ -28,7 +28,7 @@ def reference(slab: Tensor, path: Tensor, count: Tensor, prefix_len: Tensor) -> 
 # ---- kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["path", "count", "prefix_len"])
 def _compact(
     slab,
     path,

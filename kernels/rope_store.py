@@ -46,7 +46,7 @@ def reference(
 # ---- kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "kv_heads"], do_not_specialize_on_alignment=["positions", "slot", "live"])
 def _rope_store(
     query,
     key,

@@ -40,7 +40,12 @@ def reference(*inputs: Tensor, scale: float | None = None) -> Tensor:
 # ---- kernels
 
 
-@triton.jit(do_not_specialize=["shared", "rows"])
+PLACES = ("counts", "prefix_len", "n_q", "peaks", "totals")  # read row by row
+
+
+@triton.jit(
+    do_not_specialize=["kv_heads", "rows", "columns", "shared"], do_not_specialize_on_alignment=["nodes", *PLACES]
+)
 def _attend(
     q,
     k,
@@ -129,7 +134,7 @@ def _attend(
         tl.store(sums_at, sums, mask=inside[:, None] & channels[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "rows"], do_not_specialize_on_alignment=PLACES)
 def _add_up(
     state,
     peaks,

@@ -16,11 +16,13 @@ from specengine_kernels.candidate_selection import (
     LARGEST,
     RANKED,
     RIVALS,
+    _edge,
     _key,
     _key_index,
     _key_value,
     _order,
     _read,
+    aligned,
 )
 from specengine_kernels.entropy import cut_for
 from torch import Tensor
@@ -72,7 +74,7 @@ def _outline(
         tl.store(kept_counts + row, 0)  # counted by the next kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "capacity"])
 def _pick(
     logits,
     group_peak,
@@ -93,11 +95,7 @@ def _pick(
     tops = tl.load(group_peak + row * groups + g, mask=g < groups, other=float("-inf"))
     # the k-th largest group maximum, its lower 16 bits dropped: k columns are at least as good
     high = tl.where(g < groups, _order(tops) >> 16, -32769)
-    least, over = tl.full([], -32768, tl.int32), tl.full([], 32768, tl.int32)
-    for _ in range(16):
-        middle = (least + over) >> 1
-        enough = tl.sum((high >= middle).to(tl.int32), 0) >= k
-        least, over = tl.where(enough, middle, least), tl.where(enough, over, middle)
+    least = _edge(high, k, tl.full([], -32768, tl.int32), tl.full([], 1 << 14, tl.int32), 8)
 
     column = tile * TILE + tl.arange(0, TILE)
     x = _read(logits + row.to(tl.int64) * row_stride, column, column < columns, LARGEST)
@@ -106,11 +104,8 @@ def _pick(
     found = tl.sum(keep.to(tl.int32), 0)
     if found > 0:
         if found > k:  # of equals the first columns
-            least, over = tl.full([], -0x80000000, tl.int32), tl.full([], 0x7FFFFFFF, tl.int32)
-            for _ in range(32):
-                middle = (least & over) + ((least ^ over) >> 1)
-                enough = tl.sum((keep & (order >= middle)).to(tl.int32), 0) >= k
-                least, over = tl.where(enough, middle, least), tl.where(enough, over, middle)
+            lowest = tl.full([], -0x80000000, tl.int32)
+            least = _edge(tl.where(keep, order, lowest), k, lowest, tl.full([], 1 << 30, tl.int32), 16)
             better = keep & (order > least)
             equal = (keep & (order == least)).to(tl.int32)
             keep = better | ((equal > 0) & (tl.cumsum(equal, 0) <= k - tl.sum(better.to(tl.int32), 0)))
@@ -119,7 +114,7 @@ def _pick(
         tl.store(keys + row.to(tl.int64) * capacity + place, _key(x, column), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "capacity", "tiles"])
 def _place(
     tile_peak,
     tile_sum,
@@ -174,10 +169,15 @@ def workspace_for(logits: Tensor, k: int) -> Workspace:
     """Scratch for `top_children` of logits of this shape."""
     rows, (tile, tiles) = logits.shape[0], cut_for(*logits.shape)
     return Workspace(
-        torch.empty(rows * tiles * (2 + _groups(tile, tiles)), dtype=torch.float32, device=logits.device),
+        torch.empty(sum(_parts(rows, tile, tiles)), dtype=torch.float32, device=logits.device),
         torch.empty(rows * tiles * min(k, tile), dtype=torch.int64, device=logits.device),
         torch.empty(rows, dtype=torch.int32, device=logits.device),
     )
+
+
+def _parts(rows: int, tile: int, tiles: int) -> list[int]:
+    """Entries of the float32 parts of a workspace."""
+    return [aligned(rows * tiles * _groups(tile, tiles)), aligned(rows * tiles), aligned(rows * tiles)]
 
 
 def _groups(tile: int, tiles: int) -> int:
@@ -207,8 +207,8 @@ def top_children(
         log_probs = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
         out = log_probs, torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     workspace = workspace_for(logits, k) if workspace is None else workspace
-    groups, places, capacity = _groups(tile, tiles), rows * tiles, tiles * min(k, tile)
-    group_peak, tile_peak, tile_sum = workspace.floats.split([places * groups, places, places])
+    groups, capacity = _groups(tile, tiles), tiles * min(k, tile)
+    group_peak, tile_peak, tile_sum = workspace.floats.split(_parts(rows, tile, tiles))
     grid, warps, block_t = (tiles, rows), max(4, tile // 512), triton.next_power_of_2(tiles)
     _outline[grid](
         logits,

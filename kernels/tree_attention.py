@@ -91,7 +91,13 @@ def _window(words, first, n_words, live):
     return ((low >> shift) & ((2 << kept) - 1)) | ((high << kept) << 1)
 
 
-@triton.jit
+NUMBERS = ("prefix_len", "n_q", "n_tree")  # one each: where they stand makes no other program
+
+
+@triton.jit(
+    do_not_specialize=["words_batch", "words_node", "kv_heads", "rows", "n_words"],
+    do_not_specialize_on_alignment=["words", *NUMBERS],
+)
 def _attend(
     q,
     k,
@@ -127,13 +133,14 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tl.static_assert(BLOCK_N <= 64, "a tile's columns must fit into one window of words")
-    sequence, kv_head, split = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads, tl.program_id(2)
+    sequence, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
+    split, splits = tl.program_id(2), tl.num_programs(2)
     length, live_nodes = tl.load(prefix_len + sequence), tl.minimum(tl.load(n_q + sequence), rows // GROUPS)
     end = length + tl.load(n_tree + sequence)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -158,13 +165,13 @@ def _attend(
     if tl.program_id(0) * BLOCK_M < live_nodes * GROUPS:
         # Splits are cut by the prefix length alone, so a row's sums are grouped alike in every tree.
         full = length // BLOCK_N
-        share = tl.cdiv(full, SPLITS)
+        share = tl.cdiv(full, splits)
         for tile in tl.range(split * share, tl.minimum((split + 1) * share, full), num_stages=STAGES):
             slots = tile * BLOCK_N + columns
             keys = _tile(k, slots, k_slot, end, dims, False, HEAD, UPCAST)
             values = _tile(v, slots, v_slot, end, dims, False, HEAD, UPCAST)
             peak, total, sums = _absorb(query, keys, values, None, peak, total, sums, scale, False, PRECISION)
-        if split == SPLITS - 1:
+        if split == splits - 1:
             # what is left of the prefix, and the nodes in the slots behind it
             for start in tl.range(full * BLOCK_N, end, BLOCK_N, num_stages=STAGES):
                 slots = start + columns
@@ -179,7 +186,7 @@ def _attend(
     result = tl.where(sees[:, None], sums / tl.where(sees, total, 1.0)[:, None], 0.0)
     log2_total = tl.where(sees, peak + tl.log2(tl.where(sees, total, 1.0)), float("-inf"))
     inside = (row < rows)[:, None] & (dims < HEAD)[None, :]
-    if SPLITS == 1:
+    if WHOLE:
         at = out + sequence * out_batch + (node * out_node + head * out_head)[:, None] + dims[None, :]
         tl.store(at, result.to(out.dtype.element_ty), mask=inside)
         if lse is not None:
@@ -191,7 +198,7 @@ def _attend(
         tl.store(partial + place[:, None] * HEAD + dims[None, :], result, mask=inside & sees[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "rows", "splits"], do_not_specialize_on_alignment=["partial_lse"])
 def _merge(
     partial,
     partial_lse,
@@ -202,32 +209,36 @@ def _merge(
     out_head,
     kv_heads,
     rows,
+    splits,
     GROUPS: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
 ):
     sequence, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
-    row, dims, splits = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    row, dims, part = (
+        tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, MOST_SPLITS),
+    )
     inside = row < rows
     step = tl.num_programs(1).to(tl.int64) * rows  # from a split to the next
     partial_lse += tl.program_id(1).to(tl.int64) * rows + row
     partial += (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * HEAD + dims[None, :]
     parts = tl.load(
-        partial_lse[None, :] + splits[:, None] * step,
-        mask=(splits < SPLITS)[:, None] & inside[None, :],
+        partial_lse[None, :] + part[:, None] * step,
+        mask=(part < splits)[:, None] & inside[None, :],
         other=float("-inf"),
     )
     peak = tl.max(parts, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     total = tl.sum(tl.exp2(parts - shift[None, :]), 0)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for split in tl.range(SPLITS):
-        part = tl.load(partial_lse + split * step, mask=inside, other=float("-inf"))
-        written = (part > float("-inf"))[:, None] & (dims < HEAD)[None, :]
-        sums += tl.exp2(part - shift)[:, None] * tl.load(partial + split * step * HEAD, mask=written, other=0.0)
+    for split in tl.range(splits):
+        own = tl.load(partial_lse + split * step, mask=inside, other=float("-inf"))
+        written = (own > float("-inf"))[:, None] & (dims < HEAD)[None, :]
+        sums += tl.exp2(own - shift)[:, None] * tl.load(partial + split * step * HEAD, mask=written, other=0.0)
     sees = total > 0
     divisor = tl.where(sees, total, 1.0)
     node, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
@@ -348,7 +359,7 @@ def tree_attention(
         BLOCK_D=block_d,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.slots,
-        SPLITS=splits,
+        WHOLE=splits == 1,
         STAGES=tiles.stages,
         UPCAST=upcast,
         PRECISION="ieee",
@@ -363,12 +374,12 @@ def tree_attention(
             *out.stride()[:3],
             kv_heads,
             rows,
+            splits,
             GROUPS=groups,
             HEAD=size,
             BLOCK_D=block_d,
             BLOCK_M=MERGED_ROWS,
-            SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits),
+            MOST_SPLITS=MOST_SPLITS,
             num_warps=4,
         )
     return out

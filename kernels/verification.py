@@ -1,10 +1,12 @@
 """Verification: the target's choice after every node, then the walk down the tree along these choices.
 
-`_draw` cuts each row of logits into slices and finds the best of each: the largest logit, or where a seed is given the
-largest sum of logit / temperature and Gumbel noise. The noise of a column is a pure function of (seed, position,
-column), so a tree draws what plain decoding draws. Tiles that no noise can lift to the best are not given any.
-`_merge` takes the best of the slices; `_walk` descends with one search over all nodes per accepted node. Ties go to the
-first column, whatever the slices.
+Rows of logits are cut into slices. `_peak` finds the largest logit of each, `_draw`, where a seed is given, the largest
+sum of logit / temperature and Gumbel noise. Either keeps the best of each lane, tile after tile, and compares lanes
+once, at the end. The noise of a column is a pure function of (seed, position, column), so a tree draws what plain
+decoding draws. It is float64, as everywhere else; `_draw` finds it in float32 first, and in float64 for what is best of
+its lane, unless a column that its lane passed over comes so near to the best that float32 does not decide: then it goes
+over the slice again, in float64. `_merge` takes the best of the slices; `_walk` descends with one search over all nodes
+per accepted node. Ties go to the first column, whatever the slices.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 LARGEST = 3e38  # what +inf counts as once logits are divided by the temperature
-MOST_NOISE = 22.875  # -log(-log(1 - 2**-33)) = 22.8738...
-TILE = 1024  # columns that a program reads at a time
+TILE, WIDE_TILE, WIDE = 1024, 4096, 16384  # columns that a program reads at a time, and from where on of the wide ones
+LESS_WIDE = 2048  # of wide rows that get noise or are float32, for which registers would not suffice
+STAGES = 3  # tiles of logits that are on their way
+# float32 is nearer to the noise than 1e-4, and to a sum than a millionth of it
+NEAR, NEAR_RELATIVE = 1e-3, 2.0**-20
 ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 MOST_SLICES = 64
 MOST_NODES = 1024  # of a walk
@@ -75,6 +80,89 @@ def reference_walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> tuple[lis
 
 
 @triton.jit
+def _finite(logits, column, columns):
+    x = tl.load(logits + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+    return tl.where((x == x) & (x < float("inf")), x, float("-inf"))
+
+
+@triton.jit
+def _first_of_best(score, column):
+    """The largest score and its first column; -1 where all are -inf."""
+    top = tl.max(score, 0)
+    first = tl.min(tl.where((score == top) & (score > float("-inf")), column, 0x7FFFFFFF), 0)
+    return top, tl.where(top > float("-inf"), first, -1)
+
+
+@triton.jit
+def _keep(values, columns_of_values, chosen, best, column, WHOLE: tl.constexpr):
+    """What a slice has found."""
+    row, part, slices = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    if WHOLE:
+        tl.store(chosen + row, column.to(tl.int64))
+    else:
+        tl.store(values + row * slices + part, best)
+        tl.store(columns_of_values + row * slices + part, column)
+
+
+SCALARS = ("positions", "seed", "temperature", "chosen")  # read or written one by one
+
+
+@triton.jit(do_not_specialize_on_alignment=["chosen"])
+def _peak(
+    logits,
+    values,
+    columns_of_values,
+    chosen,
+    row_stride,
+    columns,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    logits += tl.program_id(1).to(tl.int64) * row_stride
+    tiles = tl.cdiv(columns, TILE)
+    share = tl.cdiv(tiles, tl.num_programs(0))
+    first, lane = tl.program_id(0) * share, tl.arange(0, TILE)
+    best, column_of_best = tl.full([TILE], float("-inf"), tl.float32), tl.full([TILE], -1, tl.int32)
+    for tile in tl.range(first, tl.minimum(first + share, tiles), num_stages=STAGES):
+        column = tile * TILE + lane
+        x = _finite(logits, column, columns)
+        column_of_best = tl.where(x > best, column, column_of_best)
+        best = tl.maximum(best, x)
+    top, column = _first_of_best(best, column_of_best)
+    _keep(values, columns_of_values, chosen, top.to(tl.float64), column, WHOLE)
+
+
+@triton.jit
+def _bits(key, position, counter):
+    """32 bits for each of the four columns of a counter: uint32 [counters, 4]."""
+    zeros = tl.zeros_like(counter).to(tl.uint32)
+    low, high = (position & 0xFFFFFFFF).to(tl.uint32) + zeros, ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + zeros
+    r0, r1, r2, r3 = tl.philox(key, counter.to(tl.uint32), low, high, zeros)
+    word = tl.arange(0, 4)[None, :]
+    left = tl.where(word == 0, r0[:, None], r1[:, None])
+    right = tl.where(word == 2, r2[:, None], r3[:, None])
+    return tl.where(word < 2, left, right)
+
+
+@triton.jit
+def _noise(bits):
+    """-log(-log(u)), u = (bits + 0.5) / 2**32"""
+    uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _near_noise(bits):
+    """The same in float32; where u has no digits left of its distance to 1, -log(u) comes from that distance."""
+    uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    others = (-1 - bits.to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
+    rest = (others.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = rest * (1.0 + rest * (0.5 + rest * 0.33333334))
+    return -tl.log(tl.where(rest < 0.00390625, series, -tl.log(uniform)))
+
+
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _draw(
     logits,
     positions,
@@ -85,65 +173,70 @@ def _draw(
     chosen,
     row_stride,
     columns,
-    SLICES: tl.constexpr,
     TILE: tl.constexpr,
-    SAMPLED: tl.constexpr,
+    STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
     LARGEST: tl.constexpr,
-    MOST_NOISE: tl.constexpr,
+    NEAR: tl.constexpr,
+    NEAR_RELATIVE: tl.constexpr,
 ):
-    row, part = tl.program_id(1), tl.program_id(0)
+    QUADS: tl.constexpr = TILE // 4
+    row = tl.program_id(1)
     logits += row.to(tl.int64) * row_stride
-    quads, words = tl.arange(0, TILE // 4), tl.arange(0, 4)
     tiles = tl.cdiv(columns, TILE)
-    share = tl.cdiv(tiles, SLICES)
-    best = tl.full([], float("-inf"), tl.float64)
-    best_column = tl.full([], -1, tl.int32)
-    if SAMPLED:
-        position, key, divisor = tl.load(positions + row), tl.load(seed), tl.load(temperature)
-    for tile in range(part * share, tl.minimum((part + 1) * share, tiles)):
-        counter = tile * (TILE // 4) + quads
+    share = tl.cdiv(tiles, tl.num_programs(0))
+    first = tl.program_id(0) * share
+    end = tl.minimum(first + share, tiles)
+    quads, words = tl.arange(0, QUADS), tl.arange(0, 4)
+    position, key, divisor = tl.load(positions + row), tl.load(seed), tl.load(temperature)
+    nothing = tl.full([QUADS, 4], float("-inf"), tl.float32)
+    best, passed_over, x_of_best = nothing, nothing, nothing
+    column_of_best = tl.full([QUADS, 4], -1, tl.int32)
+    bits_of_best = tl.zeros([QUADS, 4], tl.uint32)
+    for tile in tl.range(first, end, num_stages=STAGES):
+        counter = tile * QUADS + quads
         column = counter[:, None] * 4 + words[None, :]
-        x = tl.load(logits + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-        x = tl.where((x == x) & (x < float("inf")), x, float("-inf"))
-        if SAMPLED:
+        x = _finite(logits, column, columns)
+        x = tl.minimum(tl.div_rn(x, tl.zeros_like(x) + divisor), LARGEST)
+        bits = _bits(key, position, counter)
+        score = x + _near_noise(bits)
+        passed_over = tl.maximum(passed_over, tl.minimum(score, best))
+        better = score > best
+        column_of_best = tl.where(better, column, column_of_best)
+        x_of_best = tl.where(better, x, x_of_best)
+        bits_of_best = tl.where(better, bits, bits_of_best)
+        best = tl.maximum(score, best)
+    exact = tl.where(column_of_best >= 0, x_of_best.to(tl.float64) + _noise(bits_of_best), float("-inf"))
+    top, column_of_top = _first_of_best(tl.reshape(exact, [TILE]), tl.reshape(column_of_best, [TILE]))
+    nearest = tl.max(tl.reshape(passed_over, [TILE]), 0).to(tl.float64)
+    margin = NEAR + NEAR_RELATIVE * tl.where(top > float("-inf"), tl.abs(top), 0.0)
+    if (nearest > float("-inf")) & (nearest + margin >= top):
+        for tile in range(first, end):
+            counter = tile * QUADS + quads
+            column = counter[:, None] * 4 + words[None, :]
+            x = _finite(logits, column, columns)
             x = tl.minimum(tl.div_rn(x, tl.zeros_like(x) + divisor), LARGEST)
-        peak = tl.max(tl.max(x, 1), 0)
-        most = peak.to(tl.float64)
-        if SAMPLED:
-            most += MOST_NOISE
-        if (peak > float("-inf")) & (most >= best):
-            score = x.to(tl.float64)
-            if SAMPLED:
-                low = (position & 0xFFFFFFFF).to(tl.uint32) + tl.zeros_like(counter).to(tl.uint32)
-                high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + tl.zeros_like(counter).to(tl.uint32)
-                r0, r1, r2, r3 = tl.philox(key, counter.to(tl.uint32), low, high, tl.zeros_like(low))
-                left = tl.where(words[None, :] == 0, r0[:, None], r1[:, None])
-                right = tl.where(words[None, :] == 2, r2[:, None], r3[:, None])
-                bits = tl.where(words[None, :] < 2, left, right)
-                uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-                score -= tl.log(-tl.log(uniform))
-            top = tl.max(tl.max(score, 1), 0)
-            first = tl.min(tl.min(tl.where((score == top) & (x > float("-inf")), column, 0x7FFFFFFF), 1), 0)
-            best_column = tl.where(top > best, first, best_column)
-            best = tl.maximum(top, best)
-    if SLICES == 1:
-        tl.store(chosen + row, best_column.to(tl.int64))
-    else:
-        tl.store(values + row * SLICES + part, best)
-        tl.store(columns_of_values + row * SLICES + part, best_column)
+            exact = x.to(tl.float64) + _noise(_bits(key, position, counter))
+            one, column_of_one = _first_of_best(tl.reshape(exact, [TILE]), tl.reshape(column, [TILE]))
+            sooner = (one == top) & (column_of_one < column_of_top)  # of what is equal; -1 is of nothing
+            column_of_top = tl.where((one > top) | (sooner & (column_of_one >= 0)), column_of_one, column_of_top)
+            top = tl.maximum(one, top)
+    _keep(values, columns_of_values, chosen, top, column_of_top, WHOLE)
 
 
-@triton.jit
-def _merge(values, columns_of_values, chosen, SLICES: tl.constexpr, BLOCK_S: tl.constexpr):
-    row, part = tl.program_id(0), tl.arange(0, BLOCK_S)
-    value = tl.load(values + row * SLICES + part, mask=part < SLICES, other=float("-inf"))
-    column = tl.load(columns_of_values + row * SLICES + part, mask=part < SLICES, other=-1)
-    best = tl.max(value, 0)
-    first = tl.min(tl.where((value == best) & (column >= 0), column, 0x7FFFFFFF), 0)
-    tl.store(chosen + row, tl.where(best > float("-inf"), first, -1).to(tl.int64))
+@triton.jit(do_not_specialize=["slices"], do_not_specialize_on_alignment=["chosen"])
+def _merge(values, columns_of_values, chosen, slices, MOST_SLICES: tl.constexpr):
+    row, part = tl.program_id(0), tl.arange(0, MOST_SLICES)
+    value = tl.load(values + row * slices + part, mask=part < slices, other=float("-inf"))
+    column = tl.load(columns_of_values + row * slices + part, mask=part < slices, other=-1)
+    _, first = _first_of_best(value, column)
+    tl.store(chosen + row, first.to(tl.int64))
 
 
-@triton.jit
+WALKED = ("tokens", "parents", "chosen", "size", "path", "count", "bonus")
+
+
+@triton.jit(do_not_specialize_on_alignment=WALKED)
 def _walk(tokens, parents, chosen, size, path, count, bonus, BLOCK: tl.constexpr):
     node = tl.arange(0, BLOCK)
     live = node < tl.load(size)
@@ -174,9 +267,14 @@ class Workspace(NamedTuple):
     columns: Tensor
 
 
+def tile_for(columns: int, sampled: bool, whole: bool) -> int:
+    """Columns of these rows that a program reads at a time; whole: they are float32."""
+    return TILE if columns < WIDE else LESS_WIDE if sampled or whole else WIDE_TILE
+
+
 def slices_for(rows: int, columns: int) -> int:
     """How often each row is cut, so that few rows fill the device too."""
-    return max(1, min(ENOUGH_PROGRAMS // rows, triton.cdiv(columns, TILE), MOST_SLICES))
+    return max(1, min(ENOUGH_PROGRAMS // rows, triton.cdiv(columns, tile_for(columns, False, False)), MOST_SLICES))
 
 
 def workspace_for(logits: Tensor) -> Workspace:
@@ -211,25 +309,17 @@ def choose_tokens(
     values = firsts = None
     if slices > 1:
         values, firsts = workspace_for(logits) if workspace is None else workspace
-    _draw[(slices, rows)](
-        logits,
-        positions,
-        seed,
-        temperature,
-        values,
-        firsts,
-        chosen,
-        logits.stride(0),
-        columns,
-        SLICES=slices,
-        TILE=TILE,
-        SAMPLED=seed is not None,
-        LARGEST=LARGEST,
-        MOST_NOISE=MOST_NOISE,
-        num_warps=4,
-    )
-    if slices > 1:
-        _merge[(rows,)](values, firsts, chosen, SLICES=slices, BLOCK_S=triton.next_power_of_2(slices), num_warps=1)
+    found = values, firsts, chosen, logits.stride(0), columns
+    tile = tile_for(columns, seed is not None, logits.dtype is torch.float32)
+    whole = slices == 1
+    cut = {"TILE": tile, "STAGES": STAGES, "WHOLE": whole, "num_warps": 4 if tile == TILE else 8}
+    if seed is None:
+        _peak[(slices, rows)](logits, *found, **cut)
+    else:
+        near = {"NEAR": NEAR, "NEAR_RELATIVE": NEAR_RELATIVE}
+        _draw[(slices, rows)](logits, positions, seed, temperature, *found, LARGEST=LARGEST, **near, **cut)
+    if not whole:
+        _merge[(rows,)](values, firsts, chosen, slices, MOST_SLICES=MOST_SLICES, num_warps=1)
     return chosen
 
 

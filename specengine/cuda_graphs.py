@@ -36,7 +36,9 @@ class _Captured:
 class Graphs:
     """Captured functions of one engine part; all share one pool of memory, so they run one after the other.
 
-    captures: how often each function was captured, by its name; seconds: spent on that; bytes: of device memory taken.
+    captures: how often each function was captured, by its name; seconds: spent on that; bytes: of device memory that
+    the graphs took. The workspace that cuBLAS keeps for a stream is made anew within each capture and forgotten behind
+    it: it stands in the pool, and neither a graph that is dropped nor whoever clears all workspaces frees it.
     """
 
     device: torch.device
@@ -92,7 +94,6 @@ class Graphs:
             return _Captured(signature, None)
         began = time.perf_counter()
         with torch.cuda.device(self.device):
-            before = torch.cuda.memory_reserved()
             if self._stream is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             try:
@@ -102,7 +103,6 @@ class Graphs:
                 raise UnsupportedModelError(
                     f"graphs: {name} cannot be captured ({reason}); load without graphs=True"
                 ) from error
-            self.bytes += max(0, torch.cuda.memory_reserved() - before)
         self.seconds += time.perf_counter() - began
         return _Captured(signature, outputs, graph)
 
@@ -114,9 +114,24 @@ class Graphs:
                 function()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph(keep_graph=keep)
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            outputs = function()
+        torch.cuda.synchronize()
+        clear_workspaces()
+        torch.cuda.empty_cache()  # so that what is reserved from here on is the graph's
+        before = torch.cuda.memory_reserved()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                outputs = function()
+        finally:
+            clear_workspaces()
+        self.bytes += max(0, torch.cuda.memory_reserved() - before)
         return graph, outputs
+
+
+def clear_workspaces() -> None:
+    """Let cuBLAS forget its workspaces, of all streams: each product makes its own again where there is none."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # missing in torch's builds for a CPU
+    if clear is not None:
+        clear()
 
 
 def _signature(reads: Sequence[Tensor]) -> tuple[Any, ...]:

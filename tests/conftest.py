@@ -1,6 +1,7 @@
 """What all tests share: the embedded default model, and how many threads torch may take."""
 
 import contextlib
+import faulthandler
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,27 @@ def pytest_configure() -> None:
         torch.set_num_threads(1)
     else:
         torch.set_num_threads(min(4, _usable_cores()))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--most-seconds",
+        type=float,
+        default=0,
+        help="a longer test ends its process, with a traceback; under -n it has then failed, and the others go on",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    most = item.config.getoption("--most-seconds")
+    if not most:
+        return (yield)
+    faulthandler.dump_traceback_later(most, exit=True)  # also where a kernel never ends and Python does not run
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

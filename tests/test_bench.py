@@ -379,3 +379,33 @@ def test_the_report_shows_losses_by_tree() -> None:
     assert table.rows == [["hass", "1.50 (2.00)", "1.60 (2.00)"], ["talf", "1.70 (2.00)", report.NOTHING]]
     widths = {len(line) for line in table.markdown().splitlines()[2:]}
     assert len(widths) == 1
+
+
+def test_what_a_run_that_breaks_off_has_measured_stays(tmp_path: Path) -> None:
+    def measured() -> Any:
+        for number in range(3):
+            if number == 2:
+                raise RuntimeError("the device is gone")
+            yield {"record": "case", "number": number}
+
+    out, seen = tmp_path / "results" / "x.jsonl", []
+    with pytest.raises(RuntimeError):
+        seen.extend(provenance.kept(measured(), out))
+    kept = [json.loads(line) for line in out.with_suffix(".rows").read_text().splitlines()]
+    assert [record["record"] for record in kept] == ["provenance", "case", "case"]
+    assert not out.exists()
+    rows = list(provenance.kept(iter(kept[1:]), out))
+    assert rows == kept[1:]
+    provenance.write(out, rows)
+    assert [file.name for file in out.parent.iterdir()] == ["x.jsonl"]
+
+
+def test_records_are_on_disk_before_the_next_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+
+    def measured() -> Any:
+        for number in range(3):
+            assert len(out.with_suffix(".rows").read_text().splitlines()) == number + (number > 0)
+            yield {"number": number}
+
+    assert len(list(provenance.kept(measured(), out))) == 3

@@ -1,6 +1,7 @@
 """The package as users install it: folder traps, light imports, and imports that point one way."""
 
 import ast
+import importlib
 import importlib.metadata
 import json
 import re
@@ -32,6 +33,23 @@ def python(code: str, *, cwd: Path, path: tuple[Path, ...] = ()) -> str:
     done = subprocess.run([sys.executable, "-c", script], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# ---- requirements
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_triton_of_torchs_wheels_for_a_cpu_and_for_cuda_can_be_installed(version: str) -> None:
+    """The tests interpret kernels with 3.6.0, and torch 2.13.0's CUDA wheel requires 3.7.1 exactly."""
+    requirements = pytest.importorskip("packaging.requirements")
+    tomllib = importlib.import_module("tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = [line for extra in ("dev", "kernels") for line in extras[extra]]
+    lines += [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    asked = [requirements.Requirement(line) for line in lines if line.startswith("triton")]
+    assert len(asked) == 3
+    assert all(requirement.specifier.contains(version) for requirement in asked)
 
 
 # ---- folders

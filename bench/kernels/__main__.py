@@ -66,17 +66,23 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("bench.kernels needs a CUDA device; --dry-run lists what it would run")
-    rows = [versions(), launch_floor()]
+    from bench import provenance  # here, as --dry-run should not load the engine
+
+    rows = []
+    for row in provenance.kept(records(args), args.out):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    if args.out:
+        provenance.write(args.out, rows)
+
+
+def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield versions()
+    yield launch_floor()
     for case, ways, warm in chosen(args):
-        for row in rows_of(case, ways, warm):
-            print(json.dumps(row), flush=True)
-            rows.append(row)
+        yield from rows_of(case, ways, warm)
         torch.cuda.empty_cache()
         torch.compiler.reset()  # flex compiles anew for each shape, and gives up after a few
-    if args.out:
-        from bench import provenance  # here, as --dry-run should not load the engine
-
-        provenance.write(args.out, rows)
 
 
 if __name__ == "__main__":

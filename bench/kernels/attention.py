@@ -51,11 +51,24 @@ def from_folded(case: Attention, out: Tensor) -> Tensor:
     )
 
 
+BLOCKS: tuple[dict[str, int], ...] = ({}, {"BLOCK_M": 64}, {"BLOCK_M": 64, "BLOCK_N": 32})  # its own choice first
+
+
 def flex(case: Attention, tree: Tree) -> Callable[[], Any]:
     """FlexAttention with the words read by its mask function; compilation and block mask are not timed."""
     compiled, mask = compiled_flex(case, tree.q.device)
     q = tree.q.transpose(1, 2).contiguous()
-    return lambda: compiled(q, tree.k, tree.v, block_mask=mask, enable_gqa=True)
+
+    def call(options: dict[str, int]) -> Callable[[], Any]:
+        return lambda: compiled(q, tree.k, tree.v, block_mask=mask, enable_gqa=True, kernel_options=options)
+
+    for options in BLOCKS[:-1]:
+        try:
+            call(options)()
+        except Exception:  # whatever a compiler says of tiles that do not fit
+            continue
+        return call(options)
+    return call(BLOCKS[-1])
 
 
 @lru_cache(maxsize=1)  # one for all copies of the inputs: each new mask function would be compiled anew

@@ -72,13 +72,14 @@ def copies_for(case: Case, warm: bool) -> int:
 
 def rows_of(case: Case, ways: list[Way], warm: bool) -> Iterator[dict[str, Any]]:
     device, kind = torch.device("cuda"), kind_of(case)
-    inputs = [INPUTS[kind](case, device) for _ in range(copies_for(case, warm))]
+    inputs: list[Any] = []
     for way in ways:
         row = {"record": kind, "way": way.name, "cache": "warm" if warm else "cold", **asdict(case), **floors(case)}
         if not installed(way):
             yield row | {"skipped": f"needs {way.needs}"}
             continue
         try:
+            inputs = inputs or [INPUTS[kind](case, device) for _ in range(copies_for(case, warm))]
             checked = INPUTS[kind](case, device)
             wanted = truth(case, checked)
             error = error_of(case, way.result(case, way.prepare(case, checked)()), wanted)

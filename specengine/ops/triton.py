@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -216,7 +216,7 @@ def _lengths(prefix: int, rows: int, behind: int, device: torch.device) -> tuple
 
 def implementations() -> dict[str, Callable[..., Any]]:
     """What `ops` finds here."""
-    return {
+    served: dict[str, Callable[..., Any]] = {
         "append_nodes": append_nodes,
         "best_candidates": best_candidates,
         "cached_attention": cached_attention,
@@ -232,3 +232,18 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "pack_mask": pack_mask,
         "tree_attention": tree_attention,
     }
+    return {name: _on_its_device(function) for name, function in served.items()}
+
+
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton compiles for and launches on the current device, whichever its tensors are on."""
+
+    @wraps(function)
+    def run(*given: Any) -> Any:
+        first = given[0][0] if isinstance(given[0], tuple) else given[0]
+        if first.device.type != "cuda" or first.device.index == torch.cuda.current_device():
+            return function(*given)
+        with torch.cuda.device(first.device):
+            return function(*given)
+
+    return run

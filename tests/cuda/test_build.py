@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -38,3 +39,14 @@ def test_unknown_wish_is_refused(setup_script: ModuleType, monkeypatch: pytest.M
     monkeypatch.setenv("SPECENGINE_CUDA", "yes")
     with pytest.raises(SystemExit, match="SPECENGINE_CUDA"):
         setup_script.cuda_is_wanted()
+
+
+def test_without_pybind11_the_library_alone_is_built(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine without a network `setup.py build_ext` runs with what is there."""
+    monkeypatch.setitem(sys.modules, "pybind11.setup_helpers", None)
+    for asked, names in (("1", [setup_script.CUDA]), ("0", [])):
+        monkeypatch.setenv("SPECENGINE_CUDA", asked)
+        assert [extension.name for extension in setup_script.extensions()] == names
+    assert "specengine._expander was not built" in capsys.readouterr().err

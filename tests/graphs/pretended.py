@@ -365,6 +365,7 @@ def cuda() -> Iterator[Device]:
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: device.capturing is not None,
         "memory_reserved": lambda *_: 0,
+        "empty_cache": lambda: None,
         "graph_pool_handle": lambda: (0, 0),
         "current_stream": lambda *_: Stream(),
         "stream": lambda _: nullcontext(),

@@ -156,3 +156,20 @@ def test_it_counts_answers_that_differ() -> None:
     ways = {name: (lambda prompt, token=token: bench.Answer([1, token])) for name, token in first.items()}
     item = bench.workloads.Workload("set", "id", "text")
     assert bench._measure(bench.Field(ways), item, [1], 1)["differs_from_plain"] == ["x", "z, strict"]  # type: ignore[arg-type]
+
+
+def test_a_way_is_not_charged_what_the_one_before_left_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(bench, "_finish", lambda: said.append("finish"))
+    ways = {name: (lambda prompt, name=name: said.append(name) or bench.Answer([1])) for name in ("plain", "x")}
+    bench._measure(bench.Field(ways), bench.workloads.Workload("set", "id", "text"), [1], 2)  # type: ignore[arg-type]
+    assert said == ["finish", "plain", "finish", "finish", "x", "finish"] * 2
+
+
+def test_waits_of_the_profiler_itself_are_not_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def within(function: Any) -> dict[str, int]:
+        own = {"cudaDeviceSynchronize": 2}
+        return own | {"cudaStreamSynchronize": 5} if function() else own
+
+    monkeypatch.setattr(bench, "_waits_within", within)
+    assert bench._host_waits(lambda prompt: bench.Answer(prompt), [1]) == {"cudaStreamSynchronize": 5}

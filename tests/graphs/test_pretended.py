@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from specengine import cuda_graphs as graphs
 from specengine.cuda_graphs import Graphs
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
+from specengine.errors import UnsupportedModelError
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs import pretended
@@ -141,6 +143,45 @@ def test_fresh_memory_is_garbage() -> None:
         run = graph_of(lambda: torch.empty(2, device=CUDA))
         run()
         assert run().view(torch.uint8).eq(pretended.GARBAGE).all()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_workspaces_of_products_are_made_within_each_capture(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the warm-ups stand in ordinary memory, and what another capture clears no graph may read."""
+    said: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: said.append("clear"), raising=False)
+    with pretended.cuda() as device:
+
+        def function() -> Tensor:
+            inside = device.capturing is not None
+            said.append("capture" if inside else "warm-up")
+            if inside and fails:
+                raise RuntimeError("not here")
+            return torch.zeros(1, device=CUDA)
+
+        run = graph_of(function)
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match="not here") if fails else nullcontext():
+                run()
+    once = [*["warm-up"] * graphs.WARM_UPS, "clear", "capture", "clear"]
+    assert said == (once * 2 if fails else once)
+
+
+def test_memory_of_a_graph_is_what_it_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the warm-ups leave in the cache is returned before, and so hides nothing."""
+    reserved = {"cached": 0, "graphs": 0}
+    with pretended.cuda() as device:
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: sum(reserved.values()))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reserved.update(cached=0))
+
+        def function() -> Tensor:
+            reserved["graphs" if device.capturing is not None else "cached"] += 100
+            return torch.zeros(1, device=CUDA)
+
+        part = Graphs(CUDA)
+        for name in range(3):
+            part.run(name, [], function)
+    assert part.bytes == 300
 
 
 @pytest.mark.parametrize(

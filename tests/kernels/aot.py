@@ -1,11 +1,13 @@
 """Compiles for sm_90, without a GPU, exactly what the launchers would launch, and reads the result.
 
 Run as `python -m tests.kernels.aot CASE...` in a process of its own (Triton must not be in its interpreter); prints one
-JSON object per launched kernel: what it needs and which instructions it has.
+JSON object per launched kernel: what it needs and which instructions it has. With --programs first it compiles nothing,
+and prints how many programs Triton would compile of each kernel for all the cases together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -33,6 +35,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from tests.kernels import all_kernels
+
 TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -57,6 +61,13 @@ class Compiling:
         return lambda *args, **kwargs: self.launched.append(self.compile(grid, *args, **kwargs))
 
     def compile(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        signature, constants, attributes, options = self.specialised(*args, **kwargs)
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=TARGET, options=options)
+        return {"kernel": self.kernel.__name__, "grid": grid, **options, **facts(compiled)}
+
+    def specialised(self, *args: Any, **kwargs: Any) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any], Any]:
+        """Types, constants, what is known of the rest, and options: these tell one program from another."""
         options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
         values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
         signature, constants, attributes = {}, {}, {}
@@ -67,11 +78,17 @@ class Compiling:
                 signature[parameter.name], constants[(index,)] = "constexpr", value
                 continue
             signature[parameter.name] = parameter.annotation_type or type_of(value)
-            if special and divisible(value):
+            placed = isinstance(value, torch.Tensor) and parameter.do_not_specialize_on_alignment
+            if special and not placed and divisible(value):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=TARGET, options=options)
-        return {"kernel": self.kernel.__name__, "grid": grid, **options, **facts(compiled)}
+        return signature, constants, attributes, options
+
+
+class Counting(Compiling):
+    """A launch only tells programs apart."""
+
+    def compile(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"program": repr(self.specialised(*args, **kwargs))}
 
 
 def type_of(value: Any) -> str:
@@ -119,11 +136,17 @@ def printed(tool: str, *arguments: str) -> str:
 
 
 def attention(
-    nodes: int, groups: int, size: int, dtype: str, splits: int | None = None, tiles: list[int] | None = None
+    nodes: int,
+    groups: int,
+    size: int,
+    dtype: str,
+    splits: int | None = None,
+    tiles: list[int] | None = None,
+    slots: int = 4352,
 ) -> None:
     kind, kv_heads = getattr(torch, dtype), 8
     q = torch.empty(1, nodes, groups * kv_heads, size, dtype=kind)
-    cache = torch.empty(1, kv_heads, 4352, size, dtype=kind)
+    cache = torch.empty(1, kv_heads, slots, size, dtype=kind)
     words, one = torch.empty(1, nodes, 4, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
     chosen = tree_attention.Tiles(*tiles) if tiles else None
     tree_attention.tree_attention(q, cache, cache, words, one, one, one, splits=splits, tiles=chosen)
@@ -205,23 +228,50 @@ MODULES = (
 )
 
 
-def main() -> None:
-    """Each argument is a JSON list: a name of CASES, then its arguments."""
+def random_trees(seeds: int) -> None:
+    """What all_kernels launches: its checks see results that nothing computed."""
+    for run in all_kernels.KERNELS.values():
+        for seed in range(seeds):
+            with contextlib.suppress(AssertionError):
+                run(seed, "cpu")
+
+
+CASES["random_trees"] = random_trees
+
+
+def stand_ins(kind: type[Compiling]) -> list[Compiling]:
+    """Put in the place of all kernels that are launched."""
     kernels = [
-        (module, name, Compiling(value))
+        (module, name, kind(value))
         for module in MODULES
         for name, value in vars(module).items()
         if isinstance(value, JITFunction) and f"{name}[" in Path(module.__file__).read_text()  # it is launched
     ]
-    for module, name, compiling in kernels:
-        setattr(module, name, compiling)
-    for argument in sys.argv[1:]:
+    for module, name, kernel in kernels:
+        setattr(module, name, kernel)
+    return [kernel for _, _, kernel in kernels]
+
+
+def main() -> None:
+    """Each argument is a JSON list: a name of CASES, then its arguments."""
+    arguments = sys.argv[1:]
+    if arguments[0] == "--programs":
+        kernels = stand_ins(Counting)
+        for argument in arguments[1:]:
+            case, *values = json.loads(argument)
+            CASES[case](*values)
+        names = [f"{Path(kernel.kernel.fn.__code__.co_filename).stem}.{kernel.kernel.__name__}" for kernel in kernels]
+        programs = [len({launched["program"] for launched in kernel.launched}) for kernel in kernels]
+        print(json.dumps({name: count for name, count in zip(names, programs, strict=True) if count}))
+        return
+    kernels = stand_ins(Compiling)
+    for argument in arguments:
         case, *values = json.loads(argument)
         CASES[case](*values)
-        for _, _, compiling in kernels:
-            for launched in compiling.launched:
+        for kernel in kernels:
+            for launched in kernel.launched:
                 print(json.dumps({"case": [case, *values], **launched}), flush=True)
-            compiling.launched.clear()
+            kernel.launched.clear()
 
 
 if __name__ == "__main__":

@@ -25,11 +25,15 @@ if INTERPRETED:
     _interpret()
 
 
+COMPILED_ANYWHERE = ("test_compiled.py", "test_programs.py")  # for a device that need not be there
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a device all tests of this folder are tests of the device."""
+    """On a device the tests of this folder are tests of the device."""
     for item in items:
-        if not INTERPRETED and Path(__file__).parent in item.path.parents:
+        here = Path(__file__).parent in item.path.parents and item.path.name not in COMPILED_ANYWHERE
+        if here and not INTERPRETED:
             item.add_marker(pytest.mark.gpu)
 
 

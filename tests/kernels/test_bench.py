@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from bench.kernels import WAYS
+from bench.kernels import WAYS, attention, timing
 from bench.kernels.__main__ import main
 from bench.kernels.cases import CASES, Attention, Case, Compaction, Search, Selection, floor_of, kind_of
 from bench.kernels.inputs import INPUTS
@@ -32,21 +32,21 @@ ON_CPU = [way for way in WAYS if way.needs in HERE and not any(word in way.name 
 @pytest.mark.parametrize("way", ON_CPU, ids=lambda way: f"{way.kind}: {way.name}")
 def test_baselines_are_right(way: Way) -> None:
     try:
-        check(way)
+        check(way, torch.device("cpu"))
     except Unavailable as reason:  # where the C++ extension is not built
         pytest.skip(str(reason))
 
 
 @pytest.mark.parametrize("kind", ["selection", "compaction"])  # the interpreter cannot multiply bfloat16
-def test_own_kernels_are_right(kind: str) -> None:
+def test_own_kernels_are_right(kind: str, device: torch.device) -> None:
     pytest.importorskip("triton")
-    check(next(way for way in WAYS if way.kind == kind and way.name == "specengine"))
+    check(next(way for way in WAYS if way.kind == kind and way.name == "specengine"), device)
 
 
-def check(way: Way) -> None:
+def check(way: Way, device: torch.device) -> None:
     for case in SMALL:
         if kind_of(case) == way.kind:
-            inputs = INPUTS[way.kind](case, torch.device("cpu"))
+            inputs = INPUTS[way.kind](case, device)
             wanted = truth(case, inputs)
             reached = way.result(case, way.prepare(case, inputs)())
             assert error_of(case, reached, wanted) <= MOST_ERROR[way.kind]
@@ -80,3 +80,30 @@ def test_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--quick", "--way", "specengine"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(row["median"] > 0 for row in rows)
+
+
+def test_inputs_that_cannot_be_made_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the largest cases they may not fit beside what others hold; the cases behind go on."""
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setitem(INPUTS, "selection", fail)
+    monkeypatch.setattr(timing, "floors", lambda _: {})
+    monkeypatch.setattr(timing, "installed", lambda _: True)
+    ways = [way for way in WAYS if way.kind == "selection"]
+    rows = list(timing.rows_of(Selection(1, 100), ways, True))
+    assert [row["way"] for row in rows] == [way.name for way in ways]
+    assert {row["skipped"] for row in rows} == {"OutOfMemoryError: too large"}
+
+
+@pytest.mark.parametrize("needed", attention.BLOCKS)
+def test_flex_attention_gets_tiles_that_fit(needed: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(*_: object, kernel_options: dict[str, int], **__: object) -> dict[str, int]:
+        if kernel_options != needed:
+            raise RuntimeError("no valid tiles")
+        return kernel_options
+
+    monkeypatch.setattr(attention, "compiled_flex", lambda *_: (compiled, None))
+    case = Attention(9, 40, 4, 2, 16)
+    assert attention.flex(case, INPUTS["attention"](case, torch.device("cpu")))() == needed

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 
 @pytest.mark.parametrize("way", choice.WAYS, ids=lambda way: way.name)
 @pytest.mark.parametrize("sampled", [False, True])
-def test_ways_are_right(way: Way, sampled: bool) -> None:
+def test_ways_are_right(way: Way, sampled: bool, device: torch.device) -> None:
     pytest.importorskip("triton")
     case = Choice(9, 1500, sampled)
-    inputs = INPUTS["choice"](case, torch.device("cpu"))
+    inputs = INPUTS["choice"](case, device)
     if sampled and way.name != "specengine":
         with pytest.raises(Unavailable):
             way.prepare(case, inputs)
@@ -27,4 +27,4 @@ def test_ways_are_right(way: Way, sampled: bool) -> None:
     wanted = truth(case, inputs)
     reached = way.result(case, way.prepare(case, inputs)())
     assert error_of(case, reached, wanted) == 0
-    assert error_of(case, reached + (torch.arange(9) == 4), wanted) == 1
+    assert error_of(case, reached + (torch.arange(9, device=device) == 4), wanted) == 1

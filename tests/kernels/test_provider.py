@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from specengine.ops import _registry, _trial
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree
 from tests import toy
+from tests.kernels.sizes import sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,7 +119,7 @@ def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(
     rows=st.integers(0, 5),
     padding=st.integers(0, 3),
-    columns=st.integers(1, 300),
+    columns=sizes(300),
     most=st.integers(1, 40),
     limit=st.sampled_from([None, -1, 0, 3, 50]),
     gate=st.sampled_from([None, math.log(0.1)]),
@@ -172,7 +175,7 @@ def test_candidates_of_strided_scores_and_of_too_many_rows() -> None:
 @settings(max_examples=12, deadline=None)
 @given(
     rows=st.integers(0, 5),
-    columns=st.integers(1, 300),
+    columns=sizes(300),
     top=st.integers(1, 320),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     normalized=st.booleans(),
@@ -190,7 +193,7 @@ def test_top_children(rows: int, columns: int, top: int, dtype: torch.dtype, nor
 @settings(max_examples=12, deadline=None)
 @given(
     rows=st.integers(0, 5),
-    columns=st.integers(1, 300),
+    columns=sizes(300),
     top=st.integers(1, 320),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     normalized=st.booleans(),
@@ -350,7 +353,7 @@ def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(monkeyp
 @settings(max_examples=12, deadline=None)
 @given(
     rows=st.integers(1, 5),
-    columns=st.integers(1, 2100),
+    columns=sizes(2100),
     seed=st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)),
     temperature=st.floats(0.1, 2.0),
     odd=st.booleans(),
@@ -409,3 +412,33 @@ def test_gather_rows(width: int) -> None:
     )
     for found, wanted in zip(ops.gather_rows(*given), ops.by_meaning(ops.gather_rows, *given), strict=True):
         assert torch.equal(found, wanted)
+
+
+class OfDevice(Tensor):
+    """A tensor that says which of the devices it is on; its numbers are on the host."""
+
+    at = torch.device("cuda", 0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.at
+
+
+@pytest.mark.parametrize(("index", "current"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_kernels_run_on_the_device_of_their_tensors(index: int, current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton itself launches on the current device."""
+    entered: list[int] = []
+
+    @contextmanager
+    def device(at: torch.device) -> Iterator[None]:
+        entered.append(at.index)
+        yield
+
+    provider = importlib.import_module("specengine.ops.triton")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    given = torch.zeros(2).as_subclass(OfDevice)
+    given.at = torch.device("cuda", index)
+    for first in (given, (given, given)):
+        assert provider._on_its_device(lambda *parts: len(parts))(first, 3) == 2
+    assert entered == ([] if index == current else [index] * 2)

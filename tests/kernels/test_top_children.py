@@ -15,6 +15,7 @@ from specengine_kernels import top_children as kernel
 from specengine_kernels.top_children import top_children
 
 from specengine import ops
+from tests.kernels.sizes import sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,7 +120,7 @@ def test_wrong_arguments_are_refused() -> None:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_rows(data: st.DataObject) -> None:
-    rows, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 300))
+    rows, columns = data.draw(st.integers(1, 4)), data.draw(sizes(300))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     logits = torch.randn(rows, columns, generator=generator) * data.draw(st.sampled_from([0.0, 1.0, 10.0]))
     if data.draw(st.booleans()):

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+import triton
+import triton.language as tl
 from specengine_kernels import verification as kernel
 from transformers.generation import TemperatureLogitsWarper
 
@@ -19,9 +21,20 @@ from specengine import cycle as verification
 from specengine import ops
 from specengine.generation.sampling import History, Sampler
 from tests import toy
+from tests.kernels.sizes import sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@triton.jit
+def both_noises(bits, near, exact, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    own = tl.load(bits + at).to(tl.uint32)
+    tl.store(near + at, kernel._near_noise(own).to(tl.float64))
+    tl.store(exact + at, kernel._noise(own))
+
+
 KINDS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -72,7 +85,7 @@ def test_choices_are_the_samplers(columns: int, kind: torch.dtype, seed: int | N
 @settings(max_examples=10, deadline=None)
 @given(
     rows=st.integers(1, 6),
-    columns=st.integers(1, 3000),
+    columns=sizes(3000),
     seed=st.integers(0, 2**64 - 1),
     temperature=st.floats(0.05, 3.0),
     ties=st.booleans(),
@@ -122,6 +135,63 @@ def test_skipped_tiles_cannot_win() -> None:
         logits[:, 0] += 12.0
         logits[1, 4000] = 25.0
         assert choose(logits, [3, 9], seed) == by_the_sampler(logits, [3, 9], seed, 1.0)
+
+
+def noise(seed: int, position: int, columns: int) -> Tensor:
+    uniform = kernel._uniform(seed, position, columns)
+    return -torch.log(-torch.log(uniform))
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-6, -1e-6, 3e-4, -3e-4, 0.5, -0.5])
+def test_columns_that_float32_does_not_tell_apart(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two columns of one lane, of which the later one is better by `gap`: the lane passes one of them over."""
+    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 1)
+    columns, first, later = 3000, 37, 37 + 2 * kernel.TILE
+    for seed in range(3):
+        g = noise(seed, 5, columns)
+        logits = torch.full((1, columns), -40.0)
+        logits[0, first] = 2.0
+        logits[0, later] = (2.0 + g[first] - g[later] + gap).float()
+        exact = logits[0].double() + g
+        wanted = first if exact[first] >= exact[later] else later
+        assert int(exact.argmax()) == wanted
+        assert kernel.slices_for(1, columns) == 1
+        assert choose(logits, [5], seed) == [wanted] == by_the_sampler(logits, [5], seed, 1.0)
+
+
+def test_noise_that_is_lost_beside_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sums are equal, and so the first column wins, though the noise of others is larger."""
+    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 1)
+    for scale in (1e30, 3e38):
+        assert choose(torch.full((1, 2500), scale), [3], 1, 0.5) == [0]
+        assert choose(torch.full((1, 2500), -scale), [3], 1, 1.0) == [0]
+    large = torch.full((1, 2500), 2.0**24)
+    assert choose(large, [3], 1) == by_the_sampler(large, [3], 1, 1.0)
+
+
+def test_noise_in_float32_is_as_near_as_is_counted_on() -> None:
+    edges = [
+        0,
+        1,
+        2,
+        2**8,
+        2**24,
+        2**31 - 1,
+        2**31,
+        2**32 - 2**24,
+        2**32 - 2**24 - 1,
+        2**32 - 300,
+        2**32 - 2,
+        2**32 - 1,
+    ]
+    drawn = torch.randint(0, 2**32, (4096 - 3 * len(edges),), generator=torch.Generator().manual_seed(0)).tolist()
+    near_one = [2**32 - 1 - 3**power % 2**32 for power in range(2 * len(edges))]
+    bits = torch.tensor([*edges, *near_one, *drawn])[:4096]
+    out = torch.empty(2, len(bits), device=DEVICE, dtype=torch.float64)
+    both_noises[(1,)](bits.to(DEVICE), out[0], out[1], SIZE=len(bits))
+    assert (out[0] - out[1]).abs().max() <= kernel.NEAR / 4
+    uniform = (bits.double() + 0.5) / 2.0**32
+    torch.testing.assert_close(out[1].cpu(), -torch.log(-torch.log(uniform)), atol=1e-12, rtol=1e-12)
 
 
 def test_rows_without_a_finite_logit_are_flagged() -> None:
