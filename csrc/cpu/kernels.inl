@@ -43,10 +43,28 @@ CPU_INLINE vf fused(vf a, vf b, vf c) {
 #endif
 }
 
-CPU_INLINE vf load_half(const uint16_t* from) {
+// Values of fewer bits as one vector of words. Written out, as GCC makes steps of several instructions of a conversion.
+#if CPU_LANES == 16
+CPU_INLINE vu widened(const uint16_t* from) { return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)); }
+CPU_INLINE vi widened(const uint8_t* from) { return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+#elif CPU_LANES == 8
+CPU_INLINE vu widened(const uint16_t* from) { return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)); }
+CPU_INLINE vi widened(const uint8_t* from) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+#else
+CPU_INLINE vu widened(const uint16_t* from) {
   vh half;
   __builtin_memcpy(&half, from, sizeof half);
-  return as_floats(__builtin_convertvector(half, vu) << 16);
+  return __builtin_convertvector(half, vu);
+}
+CPU_INLINE vi widened(const uint8_t* from) {
+  vb value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return __builtin_convertvector(value, vi);
+}
+#endif
+
+CPU_INLINE vf load_half(const uint16_t* from) {
+  return as_floats(widened(from) << 16);
 }
 
 // Rounded to bfloat16, to nearest even, in the upper half of each word; finite values only.
@@ -108,22 +126,19 @@ CPU_INLINE void nibbles(const uint8_t* block, int output, float factor, float te
   const uint8_t* words = block + output / 4 * 64;
   const int shift = output % 4 * 4;
   for (int k = 0; k < kDepth; k += W) {
-    vh word;
-    __builtin_memcpy(&word, words + 2 * k, sizeof word);
-    const vu q = __builtin_convertvector(word, vu) >> shift & 15u;
+    const vu q = widened(reinterpret_cast<const uint16_t*>(words) + k) >> shift & 15u;
     store(out + k, as_half(__builtin_convertvector((vi)q, vf) * factor + term));
   }
 }
 
 CPU_INLINE vf bytes(const uint8_t* from) {
-  vb value;
-  __builtin_memcpy(&value, from, sizeof value);
-  return __builtin_convertvector(__builtin_convertvector(value, vi), vf);
+  return __builtin_convertvector(widened(from), vf);
 }
 
-static void block_weights(const Matrix& m, int64_t panel, int64_t block, int output, float* out) {
+// kind: that of the matrix
+CPU_INLINE void block_weights_of(Kind kind, const Matrix& m, int64_t panel, int64_t block, int output, float* out) {
   const uint8_t* at = block_at(m, panel, block);
-  switch (m.kind) {
+  switch (kind) {
     case Kind::f32: __builtin_memcpy(out, at + output * 128, 128); return;
     case Kind::bf16:
       for (int k = 0; k < kDepth; k += W)
@@ -165,6 +180,10 @@ static void block_weights(const Matrix& m, int64_t panel, int64_t block, int out
   }
 }
 
+static void block_weights(const Matrix& m, int64_t panel, int64_t block, int output, float* out) {
+  block_weights_of(m.kind, m, panel, block, output, out);
+}
+
 static void weights(const Matrix& m, int64_t output, float* out) {
   const int64_t panel = output / kOutputs;
   for (int64_t b = 0; b < m.blocks; ++b) block_weights(m, panel, b, static_cast<int>(output % kOutputs), out + b * kDepth);
@@ -187,46 +206,91 @@ CPU_INLINE void finish(const Matrix& m, int64_t panel, float* sums) {
   }
 }
 
+CPU_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 CPU_INLINE int vectors_of(int64_t rows) { return rows >= kRows ? V : static_cast<int>((rows + W - 1) / W); }
 
+constexpr int64_t kAhead = 16384;  // bytes that are asked for ahead of their use
+
+CPU_INLINE void ask_for(const uint8_t* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+// Calls body(constant kind) for the kind of a matrix.
+template <typename Body>
+CPU_INLINE void by_kind(Kind kind, const Body& body) {
+  switch (kind) {
+    case Kind::bf16: return body(std::integral_constant<Kind, Kind::bf16>{});
+    case Kind::i8: return body(std::integral_constant<Kind, Kind::i8>{});
+    case Kind::q4_0: return body(std::integral_constant<Kind, Kind::q4_0>{});
+    case Kind::q4_1: return body(std::integral_constant<Kind, Kind::q4_1>{});
+    case Kind::q8_0: return body(std::integral_constant<Kind, Kind::q8_0>{});
+    case Kind::q4_k: return body(std::integral_constant<Kind, Kind::q4_k>{});
+    case Kind::q6_k: return body(std::integral_constant<Kind, Kind::q6_k>{});
+    case Kind::f32:
+      if (!CPU_PAIRS) body(std::integral_constant<Kind, Kind::f32>{});
+      return;
+  }
+}
+
 #if !CPU_PAIRS
-// sums of `Outputs` outputs by `Vectors` vectors of rows, gone on with for one block of inputs.
-template <int Outputs, int Vectors>
-CPU_INLINE void add_block(const float* weights, const float* inputs, float* sums) {
+constexpr int64_t kPart = 4;  // blocks whose weights are made floats at a time, which the first cache keeps
+
+// sums of `Outputs` outputs by `Vectors` vectors of rows, gone on with for some blocks of inputs; weights: [outputs][Stride].
+// `bytes` from `ask` on are asked for on the way, for each block.
+template <int64_t Stride, int Outputs, int Vectors>
+CPU_INLINE void add_part(const float* weights, const float* inputs, int64_t blocks, const uint8_t* ask, int64_t bytes,
+                         float* sums) {
   vf lanes[Outputs][Vectors];
   for (int o = 0; o < Outputs; ++o)
     for (int v = 0; v < Vectors; ++v) lanes[o][v] = load(sums + o * kRows + v * W);
-  for (int k = 0; k < kDepth; ++k) {
-    vf x[Vectors];
-    for (int v = 0; v < Vectors; ++v) x[v] = load(inputs + k * kRows + v * W);
-    for (int o = 0; o < Outputs; ++o)
-      for (int v = 0; v < Vectors; ++v) lanes[o][v] = x[v] * weights[o * kDepth + k] + lanes[o][v];
+  for (int64_t b = 0; b < blocks; ++b, ask += bytes, weights += kDepth, inputs += kDepth * kRows) {
+    ask_for(ask, bytes);
+    for (int64_t k = 0; k < kDepth; ++k) {
+      vf x[Vectors];
+      for (int v = 0; v < Vectors; ++v) x[v] = load(inputs + k * kRows + v * W);
+      for (int o = 0; o < Outputs; ++o)
+        for (int v = 0; v < Vectors; ++v) lanes[o][v] = x[v] * weights[o * Stride + k] + lanes[o][v];
+    }
   }
   for (int o = 0; o < Outputs; ++o)
     for (int v = 0; v < Vectors; ++v) store(sums + o * kRows + v * W, lanes[o][v]);
 }
 
-static void panel_products(const Matrix& m, int64_t panel, const Input& in, int64_t tiles, int64_t rows, float* sums,
-                           uint8_t*) {
+template <Kind kind>
+CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, const Input& in, int64_t tiles, int64_t rows, float* sums) {
+  constexpr int64_t kBlocks = kind == Kind::f32 ? 1 : kPart, kStride = kBlocks * kDepth;
   __builtin_memset(sums, 0, static_cast<size_t>(tiles * kOutputs * kRows) * sizeof(float));
-  alignas(64) float expanded[kOutputs * kDepth];
-  for (int64_t b = 0; b < m.blocks; ++b) {
+  alignas(64) float expanded[kOutputs * kStride];
+  for (int64_t first = 0; first < m.blocks; first += kBlocks) {
+    const int64_t blocks = least(kBlocks, m.blocks - first);
     const float* weights = expanded;
-    if (m.kind == Kind::f32)
-      weights = reinterpret_cast<const float*>(block_at(m, panel, b));
-    else
-      for (int o = 0; o < kOutputs; ++o) block_weights(m, panel, b, o, expanded + o * kDepth);
+    if (kind == Kind::f32) weights = reinterpret_cast<const float*>(block_at(m, panel, first));
+    for (int64_t b = 0; kind != Kind::f32 && b < blocks; ++b)
+      for (int o = 0; o < kOutputs; ++o)
+        block_weights_of(kind, m, panel, first + b, o, expanded + o * kStride + b * kDepth);
     for (int64_t t = 0; t < tiles; ++t) {
-      const float* x = in.floats(t) + b * kDepth * kRows;
+      const float* x = in.floats(t) + first * kDepth * kRows;
       float* to = sums + t * kOutputs * kRows;
       const int live = vectors_of(rows - t * kRows);
+      // the first tile's passes over the weights ask for what stands ahead
+      const int64_t bytes = t ? 0 : block_bytes(kind) / ((live + 1) / 2 * (live > 1 ? 4 : 2));
+      const uint8_t* ask = block_at(m, panel, first) + kAhead;
       int v = 0;
       for (; v + 2 <= live; v += 2)
-        for (int o = 0; o < kOutputs; o += 4) add_block<4, 2>(weights + o * kDepth, x + v * W, to + o * kRows + v * W);
+        for (int o = 0; o < kOutputs; o += 4, ask += blocks * bytes)
+          add_part<kStride, 4, 2>(weights + o * kStride, x + v * W, blocks, ask, bytes, to + o * kRows + v * W);
       for (; v < live; ++v)
-        for (int o = 0; o < kOutputs; o += 8) add_block<8, 1>(weights + o * kDepth, x + v * W, to + o * kRows + v * W);
+        for (int o = 0; o < kOutputs; o += 8, ask += blocks * bytes)
+          add_part<kStride, 8, 1>(weights + o * kStride, x + v * W, blocks, ask, bytes, to + o * kRows + v * W);
     }
   }
+}
+
+static void panel_products(const Matrix& m, int64_t panel, const Input& in, int64_t tiles, int64_t rows, float* sums,
+                           uint8_t*) {
+  by_kind(m.kind, [&](auto kind) __attribute__((always_inline)) {
+    products_of_kind<decltype(kind)::value>(m, panel, in, tiles, rows, sums);
+  });
 }
 #else
 // Single floats of the array are then broadcast by loads; compilers that know the vector it came from would rather
@@ -304,21 +368,6 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
     }
   }
 }
-
-// Calls body(constant kind) for the kind of a matrix.
-template <typename Body>
-CPU_INLINE void by_kind(Kind kind, const Body& body) {
-  switch (kind) {
-    case Kind::bf16: return body(std::integral_constant<Kind, Kind::bf16>{});
-    case Kind::i8: return body(std::integral_constant<Kind, Kind::i8>{});
-    case Kind::q4_0: return body(std::integral_constant<Kind, Kind::q4_0>{});
-    case Kind::q4_1: return body(std::integral_constant<Kind, Kind::q4_1>{});
-    case Kind::q8_0: return body(std::integral_constant<Kind, Kind::q8_0>{});
-    case Kind::q4_k: return body(std::integral_constant<Kind, Kind::q4_k>{});
-    case Kind::q6_k: return body(std::integral_constant<Kind, Kind::q6_k>{});
-    case Kind::f32: return;  // not by these kernels
-  }
-}
 #endif
 
 #if CPU_PAIRS && !CPU_AMX
@@ -346,6 +395,7 @@ CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, const Input& in
                                  uint8_t* scratch) {
   __builtin_memset(sums, 0, static_cast<size_t>(tiles * kOutputs * kRows) * sizeof(float));
   for (int64_t b = 0; b < m.blocks; ++b) {
+    ask_for(block_at(m, panel, b) + kAhead, block_bytes(kind));
     const uint8_t* w = half_block<kind>(m, panel, b, block_at(m, panel, b), scratch);
     for (int64_t t = 0; t < tiles; t += 2) {
       const uint32_t* x[2] = {in.pairs(t) + b * 256, t + 1 < tiles ? in.pairs(t + 1) + b * 256 : nullptr};
@@ -399,7 +449,6 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
 
 // A tile cannot be loaded from stores that are still under way, so weights are made some blocks before they are needed.
 constexpr int64_t kBefore = 4, kRing = 8;  // blocks
-constexpr int64_t kAhead = 16384;  // bytes that are asked for ahead of their use
 
 // The blocks of one panel as bfloat16: `make` is called kBefore blocks ahead of `at`.
 template <Kind kind>
@@ -862,7 +911,6 @@ CPU_INLINE void add_values(const float* values, const float* weights, const Step
   }
 }
 
-CPU_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Sums over slots in their order, in float.
 static void attend_in_order(const AttendTask& task) {
