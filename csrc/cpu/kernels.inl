@@ -64,7 +64,14 @@ CPU_INLINE vi widened(const uint8_t* from) {
 #endif
 
 CPU_INLINE vf load_half(const uint16_t* from) {
+#if CPU_LANES == 8
+  const __m256i places = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                                          -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+  const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)from));
+  return (vf)_mm256_shuffle_epi8(twice, places);  // one instruction where a FMA does not want the same unit
+#else
   return as_floats(widened(from) << 16);
+#endif
 }
 
 // Rounded to bfloat16, to nearest even, in the upper half of each word; finite values only.
@@ -273,12 +280,18 @@ CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, const Input& in
       float* to = sums + t * kOutputs * kRows;
       const int live = vectors_of(rows - t * kRows);
       // the first tile's passes over the weights ask for what stands ahead
-      const int64_t bytes = t ? 0 : block_bytes(kind) / ((live + 1) / 2 * (live > 1 ? 4 : 2));
+      const int64_t bytes = t ? 0 : block_bytes(kind) / ((live + 1) / 2 * (live > 1 ? 3 : 2));
       const uint8_t* ask = block_at(m, panel, first) + kAhead;
       int v = 0;
-      for (; v + 2 <= live; v += 2)
-        for (int o = 0; o < kOutputs; o += 4, ask += blocks * bytes)
-          add_part<kStride, 4, 2>(weights + o * kStride, x + v * W, blocks, ask, bytes, to + o * kRows + v * W);
+      for (; v + 2 <= live; v += 2) {
+        const auto add = [&](auto outputs, int o) __attribute__((always_inline)) {
+          add_part<kStride, decltype(outputs)::value, 2>(weights + o * kStride, x + v * W, blocks, ask, bytes, to + o * kRows + v * W);
+          ask += blocks * bytes;
+        };
+        add(std::integral_constant<int, 6>{}, 0);
+        add(std::integral_constant<int, 5>{}, 6);
+        add(std::integral_constant<int, 5>{}, 11);
+      }
       for (; v < live; ++v)
         for (int o = 0; o < kOutputs; o += 8, ask += blocks * bytes)
           add_part<kStride, 8, 1>(weights + o * kStride, x + v * W, blocks, ask, bytes, to + o * kRows + v * W);
