@@ -152,7 +152,7 @@ CPU_INLINE void block_weights_of(Kind kind, const Matrix& m, int64_t panel, int6
         store(out + k, load_half(reinterpret_cast<const uint16_t*>(at + output * 64) + k));
       return;
     case Kind::i8:
-      for (int k = 0; k < kDepth; k += W) store(out + k, bytes(at + output * 32 + k));
+      for (int k = 0; k < kDepth; k += W) store(out + k, bytes(at + output * 64 + k));
       return;
     case Kind::q4_0: {
       const float d = half_precision(at + 256, output);
@@ -360,8 +360,9 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
         _mm512_store_ps(factors, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + 512))));
       CPU_IN_MEMORY(factors);
       for (int o = 0; o < kOutputs; ++o) {
-        __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + o * 32))));
-        __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + o * 32 + 16))));
+        const auto* values = (const __m128i*)(from + o * (kind == Kind::i8 ? 64 : 32));
+        __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(values)));
+        __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(values + 1)));
         if (kind == Kind::q8_0) {
           const __m512 d = _mm512_set1_ps(factors[o]);
           first = _mm512_mul_ps(first, d), second = _mm512_mul_ps(second, d);
@@ -408,7 +409,7 @@ CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, const Input& in
                                  uint8_t* scratch) {
   __builtin_memset(sums, 0, static_cast<size_t>(tiles * kOutputs * kRows) * sizeof(float));
   for (int64_t b = 0; b < m.blocks; ++b) {
-    ask_for(block_at(m, panel, b) + kAhead, block_bytes(kind));
+    ask_for(block_at(m, panel, 0) + b * block_bytes(kind) + kAhead, block_bytes(kind));
     const uint8_t* w = half_block<kind>(m, panel, b, block_at(m, panel, b), scratch);
     for (int64_t t = 0; t < tiles; t += 2) {
       const uint32_t* x[2] = {in.pairs(t) + b * 256, t + 1 < tiles ? in.pairs(t + 1) + b * 256 : nullptr};
@@ -582,16 +583,119 @@ static void panel_products(const Matrix& m, int64_t panel, const Input& in, int6
     }
 }
 
+// int8 weights stay as they are, and rows become integers of 16 bits in two planes, the high byte with its sign and the low
+// byte without one. A row's step is a power of two, by its largest value: what is at least a 128th of that keeps all that
+// bfloat16 has of it. Sums are of integers and exact, so they are those of any order.
+//
+// Planes: [tiles][pairs of blocks][high, low][16 times 4 inputs][16 rows][4], then, by tile, the powers as [16 rows] floats,
+// NaN for a row with a value that is not finite.
+
+static void prepare(const Matrix& m, const Input& in, int64_t tiles, uint8_t* scratch) {
+  if (m.kind != Kind::i8) return;
+  const int64_t pairs = (m.blocks + 1) / 2, words = m.blocks * kDepth / 2;
+  uint8_t* planes = scratch + made_bytes(m.blocks);
+  float* powers = reinterpret_cast<float*>(planes + tiles * pairs * 2048);
+  const __m512i upper = _mm512_set1_epi32(-65536), size_of = _mm512_set1_epi16(0x7FFF);
+  const __m512i order = _mm512_set4_epi32(0x0F0D0E0C, 0x0B090A08, 0x07050604, 0x03010200);
+  const __mmask32 odd = 0xAAAAAAAA;
+  for (int64_t t = 0; t < tiles; ++t, planes += pairs * 2048, powers += kRows) {
+    const uint32_t* from = in.pairs(t);
+    __m512i peaks[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int64_t k = 0; k < words; k += 2)
+      for (int i = 0; i < 2; ++i)
+        peaks[i] = _mm512_max_epu16(peaks[i], _mm512_and_si512(_mm512_loadu_si512(from + (k + i) * kRows), size_of));
+    const __m512i both = _mm512_max_epu16(peaks[0], peaks[1]);
+    const __m512i peak = _mm512_max_epu32(_mm512_srli_epi32(both, 16), _mm512_and_si512(both, _mm512_set1_epi32(0xFFFF)));
+    const __mmask16 finite = _mm512_cmplt_epu32_mask(peak, _mm512_set1_epi32(0x7F80));
+    const __m512 power = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(peak, 7), _mm512_set1_epi32(127 + 14)));
+    const __m512 up = _mm512_sub_ps(_mm512_setzero_ps(), power);
+    _mm512_storeu_ps(powers, _mm512_mask_mov_ps(_mm512_set1_ps(__builtin_nanf("")), finite, power));
+    const auto steps = [&](__m512i value) __attribute__((always_inline)) {
+      return _mm512_cvtps_epi32(_mm512_scalef_ps((__m512)value, up));
+    };
+    // two inputs as [low of one, of the other, high of one, of the other]
+    const auto two = [&](__m512i pair) __attribute__((always_inline)) {
+      const __m512i first = steps(_mm512_slli_epi32(pair, 16)), second = steps(_mm512_and_si512(pair, upper));
+      return _mm512_shuffle_epi8(_mm512_mask_blend_epi16(odd, first, _mm512_slli_epi32(second, 16)), order);
+    };
+    for (int64_t k = 0; k < words; k += 2) {
+      const __m512i a = two(_mm512_loadu_si512(from + k * kRows)), b = two(_mm512_loadu_si512(from + (k + 1) * kRows));
+      uint8_t* to = planes + k / 32 * 2048 + k % 32 * 32;
+      _mm512_storeu_si512(to, _mm512_mask_blend_epi16(odd, _mm512_srli_epi32(a, 16), b));
+      _mm512_storeu_si512(to + 1024, _mm512_mask_blend_epi16(odd, a, _mm512_slli_epi32(b, 16)));
+    }
+    if (m.blocks % 2) {
+      __builtin_memset(planes + pairs * 2048 - 1536, 0, 512);
+      __builtin_memset(planes + pairs * 2048 - 512, 0, 512);
+    }
+  }
+  CPU_FENCE();
+}
+
+// Sums of a tile's high and low planes to floats.
+CPU_INLINE void join_planes(const Matrix& m, int64_t panel, const int32_t* high, const int32_t* low, const float* powers,
+                            float* sums) {
+  const __m512 power = _mm512_loadu_ps(powers), high_step = _mm512_set1_ps(256.0f);
+  for (int o = 0; o < kOutputs; ++o) {
+    const __m512 above = _mm512_cvtepi32_ps(_mm512_load_si512(high + o * kRows));
+    const __m512 below = _mm512_cvtepi32_ps(_mm512_load_si512(low + o * kRows));
+    const __m512 sum = _mm512_scalef_ps(_mm512_fmadd_ps(above, high_step, below), power);
+    const __m512 bias = _mm512_set1_ps(m.bias ? m.bias[panel * kOutputs + o] : 0.0f);
+    _mm512_storeu_ps(sums + o * kRows, _mm512_fmadd_ps(sum, _mm512_set1_ps(m.scales[panel * kOutputs + o]), bias));
+  }
+}
+
+template <int Panels>
+CPU_INLINE void by_planes(const Matrix* const* m, const int64_t* panels, int64_t tiles, float* const* sums,
+                          const uint8_t* planes) {
+  const int64_t pairs = (m[0]->blocks + 1) / 2;
+  const float* powers = reinterpret_cast<const float*>(planes + tiles * pairs * 2048);
+  const uint8_t *one = block_at(*m[0], panels[0], 0), *two = Panels > 1 ? block_at(*m[1], panels[1], 0) : one;
+  alignas(64) int32_t found[4 * 256];
+  for (int64_t t = 0; t < tiles; ++t, planes += pairs * 2048, powers += kRows) {
+    CPU_FENCE();
+    _tile_zero(0);
+    _tile_zero(1);
+    if (Panels > 1) _tile_zero(2);
+    if (Panels > 1) _tile_zero(3);
+    for (int64_t p = 0; p < pairs; ++p) {
+      if (t == 0) ask_for(one + p * 1024 + kAhead, 1024);
+      if (t == 0 && Panels > 1) ask_for(two + p * 1024 + kAhead, 1024);
+      _tile_loadd(4, planes + p * 2048, 64);
+      _tile_loadd(5, planes + p * 2048 + 1024, 64);
+      _tile_loadd(6, one + p * 1024, 64);
+      _tile_dpbssd(0, 6, 4);
+      _tile_dpbsud(1, 6, 5);
+      if (Panels > 1) {
+        _tile_loadd(7, two + p * 1024, 64);
+        _tile_dpbssd(2, 7, 4);
+        _tile_dpbsud(3, 7, 5);
+      }
+    }
+    CPU_STORE(0, found);
+    CPU_STORE(1, found + 256);
+    if (Panels > 1) CPU_STORE(2, found + 512);
+    if (Panels > 1) CPU_STORE(3, found + 768);
+    CPU_FENCE();
+    for (int i = 0; i < Panels; ++i)
+      join_planes(*m[i], panels[i], found + i * 512, found + i * 512 + 256, powers, sums[i] + t * 256);
+  }
+}
+
 static void products(const Matrix* const* matrices, const int64_t* panels, int count, const Input& in, int64_t tiles,
                      int64_t, float* const* sums, uint8_t* scratch) {
   // more than two tiles read weights twice, the second time from the cache: cheaper than inputs twice as often, but not than
   // making them again
   const int64_t most = matrices[0]->kind == Kind::bf16 ? 4 : 2;
-  const bool together = count == 2 && tiles <= most && matrices[0]->kind == matrices[1]->kind;
+  const bool alike = count == 2 && matrices[0]->kind == matrices[1]->kind, together = alike && tiles <= most;
+  if (alike && matrices[0]->kind == Kind::i8)
+    return by_planes<2>(matrices, panels, tiles, sums, scratch + made_bytes(matrices[0]->blocks));
   for (int i = 0; i < (together ? 1 : count); ++i)
     by_kind(matrices[i]->kind, [&](auto of) __attribute__((always_inline)) {
       constexpr Kind kind = decltype(of)::value;
-      if (!together)
+      if (kind == Kind::i8)
+        return;
+      else if (!together)
         panel_products<kind>(*matrices[i], panels[i], in, tiles, sums[i], scratch);
       else
         for (int64_t t = 0; t < tiles; t += 2)
@@ -601,7 +705,10 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
             two_panels<kind, 2>(matrices, panels, in, t, tiles > 2, sums, scratch);
     });
   for (int i = 0; i < count; ++i)
-    for (int64_t t = 0; t < tiles; ++t) finish(*matrices[i], panels[i], sums[i] + t * kOutputs * kRows);
+    if (matrices[i]->kind == Kind::i8)
+      by_planes<1>(matrices + i, panels + i, tiles, sums + i, scratch + made_bytes(matrices[i]->blocks));
+    else
+      for (int64_t t = 0; t < tiles; ++t) finish(*matrices[i], panels[i], sums[i] + t * kOutputs * kRows);
 }
 
 static void begin() {
@@ -621,6 +728,7 @@ static void end() {
 #endif
 
 #if !CPU_AMX
+static void prepare(const Matrix&, const Input&, int64_t, uint8_t*) {}
 static void begin() { flush_denormals(); }
 static void end() { restore_denormals(); }
 #endif
@@ -1262,5 +1370,5 @@ static void add(float* to, const float* from, int64_t count) {
 }
 
 static Kernels table(const char* name) {
-  return {name, CPU_PAIRS != 0, begin, end, products, weights, norm, copy, gate, rotate, attend, best, write, add};
+  return {name, CPU_PAIRS != 0, begin, end, prepare, products, weights, norm, copy, gate, rotate, attend, best, write, add};
 }

@@ -40,8 +40,9 @@ std::vector<std::vector<float>> products(const cpu::Kernels& kernels, const std:
     sums.emplace_back(inputs.tiles * cpu::kOutputs * cpu::kRows);
     to.push_back(sums.back().data());
   }
-  const Guarded<uint8_t> scratch(cpu::scratch_bytes(matrices[0]->blocks));
+  const Guarded<uint8_t> scratch(cpu::scratch_bytes(matrices[0]->blocks, inputs.tiles));
   Begun begun(kernels);
+  for (const cpu::Matrix* matrix : matrices) kernels.prepare(*matrix, inputs.in, inputs.tiles, scratch.data());
   kernels.products(matrices.data(), panels.data(), count, inputs.in, inputs.tiles, inputs.rows, to.data(),
                    scratch.data());
   std::vector<std::vector<float>> found;
