@@ -587,7 +587,7 @@ static void panel_products(const Matrix& m, int64_t panel, const Input& in, int6
 // byte without one. A row's step is a power of two, by its largest value: what is at least a 128th of that keeps all that
 // bfloat16 has of it. Sums are of integers and exact, so they are those of any order.
 //
-// Planes: [tiles][pairs of blocks][high, low][16 times 4 inputs][16 rows][4], then, by tile, the powers as [16 rows] floats,
+// Planes: [tiles][pairs of blocks][high, low][16 times 4 inputs][16 rows][4], then, by tile, the steps as [16 rows] floats,
 // NaN for a row with a value that is not finite.
 
 static void prepare(const Matrix& m, const Input& in, int64_t tiles, uint8_t* scratch) {
@@ -605,13 +605,15 @@ static void prepare(const Matrix& m, const Input& in, int64_t tiles, uint8_t* sc
       for (int i = 0; i < 2; ++i)
         peaks[i] = _mm512_max_epu16(peaks[i], _mm512_and_si512(_mm512_loadu_si512(from + (k + i) * kRows), size_of));
     const __m512i both = _mm512_max_epu16(peaks[0], peaks[1]);
-    const __m512i peak = _mm512_max_epu32(_mm512_srli_epi32(both, 16), _mm512_and_si512(both, _mm512_set1_epi32(0xFFFF)));
+    const __m512i peak = _mm512_max_epi32(_mm512_srli_epi32(both, 16), _mm512_and_si512(both, _mm512_set1_epi32(0xFFFF)));
     const __mmask16 finite = _mm512_cmplt_epu32_mask(peak, _mm512_set1_epi32(0x7F80));
-    const __m512 power = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(peak, 7), _mm512_set1_epi32(127 + 14)));
-    const __m512 up = _mm512_sub_ps(_mm512_setzero_ps(), power);
-    _mm512_storeu_ps(powers, _mm512_mask_mov_ps(_mm512_set1_ps(__builtin_nanf("")), finite, power));
+    // exponents of the steps, as floats have them: at least that of the smallest whose inverse is no denormal either
+    const __m512i step = _mm512_max_epi32(_mm512_sub_epi32(_mm512_srli_epi32(peak, 7), _mm512_set1_epi32(14)), _mm512_set1_epi32(1));
+    const __m512 up = (__m512)_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254), step), 23);
+    const __m512 not_a_number = _mm512_set1_ps(__builtin_nanf(""));
+    _mm512_storeu_ps(powers, _mm512_mask_mov_ps(not_a_number, finite, (__m512)_mm512_slli_epi32(step, 23)));
     const auto steps = [&](__m512i value) __attribute__((always_inline)) {
-      return _mm512_cvtps_epi32(_mm512_scalef_ps((__m512)value, up));
+      return _mm512_cvtps_epi32(_mm512_mul_ps((__m512)value, up));
     };
     // two inputs as [low of one, of the other, high of one, of the other]
     const auto two = [&](__m512i pair) __attribute__((always_inline)) {
@@ -639,7 +641,7 @@ CPU_INLINE void join_planes(const Matrix& m, int64_t panel, const int32_t* high,
   for (int o = 0; o < kOutputs; ++o) {
     const __m512 above = _mm512_cvtepi32_ps(_mm512_load_si512(high + o * kRows));
     const __m512 below = _mm512_cvtepi32_ps(_mm512_load_si512(low + o * kRows));
-    const __m512 sum = _mm512_scalef_ps(_mm512_fmadd_ps(above, high_step, below), power);
+    const __m512 sum = _mm512_mul_ps(_mm512_fmadd_ps(above, high_step, below), power);
     const __m512 bias = _mm512_set1_ps(m.bias ? m.bias[panel * kOutputs + o] : 0.0f);
     _mm512_storeu_ps(sums + o * kRows, _mm512_fmadd_ps(sum, _mm512_set1_ps(m.scales[panel * kOutputs + o]), bias));
   }

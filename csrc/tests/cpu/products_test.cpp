@@ -60,7 +60,11 @@ class Products {
   Products(const cpu::Kernels& kernels, const Packed& packed, const Packed& other)
       : kernels_(kernels), packed_(packed), other_(other), inputs_(packed.matrix.inputs) {
     x_ = normals(kMostRows * inputs_);
-    for (int64_t i = 0; i < inputs_; ++i) x_[static_cast<size_t>(3 * inputs_ + i)] *= 1e4f;  // one row is large
+    for (int64_t i = 0; i < inputs_; ++i) {  // one row is large, one small, one nothing
+      x_[static_cast<size_t>(3 * inputs_ + i)] *= 1e4f;
+      x_[static_cast<size_t>(6 * inputs_ + i)] *= 1e-30f;
+      x_[static_cast<size_t>(8 * inputs_ + i)] = 0.0f;
+    }
     for (const Packed* one : {&packed_, &other_})
       for (int64_t panel = 0; panel < one->matrix.panels; ++panel)
         for (int64_t r = 0; r < kMostRows; ++r) {
