@@ -285,7 +285,8 @@ CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, const Input& in
       int v = 0;
       for (; v + 2 <= live; v += 2) {
         const auto add = [&](auto outputs, int o) __attribute__((always_inline)) {
-          add_part<kStride, decltype(outputs)::value, 2>(weights + o * kStride, x + v * W, blocks, ask, bytes, to + o * kRows + v * W);
+          add_part<kStride, decltype(outputs)::value, 2>(weights + o * kStride, x + v * W, blocks, ask, bytes,
+                                                         to + o * kRows + v * W);
           ask += blocks * bytes;
         };
         add(std::integral_constant<int, 6>{}, 0);
@@ -608,7 +609,8 @@ static void prepare(const Matrix& m, const Input& in, int64_t tiles, uint8_t* sc
     const __m512i peak = _mm512_max_epi32(_mm512_srli_epi32(both, 16), _mm512_and_si512(both, _mm512_set1_epi32(0xFFFF)));
     const __mmask16 finite = _mm512_cmplt_epu32_mask(peak, _mm512_set1_epi32(0x7F80));
     // exponents of the steps, as floats have them: at least that of the smallest whose inverse is no denormal either
-    const __m512i step = _mm512_max_epi32(_mm512_sub_epi32(_mm512_srli_epi32(peak, 7), _mm512_set1_epi32(14)), _mm512_set1_epi32(1));
+    const __m512i wanted = _mm512_sub_epi32(_mm512_srli_epi32(peak, 7), _mm512_set1_epi32(14));
+    const __m512i step = _mm512_max_epi32(wanted, _mm512_set1_epi32(1));
     const __m512 up = (__m512)_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254), step), 23);
     const __m512 not_a_number = _mm512_set1_ps(__builtin_nanf(""));
     _mm512_storeu_ps(powers, _mm512_mask_mov_ps(not_a_number, finite, (__m512)_mm512_slli_epi32(step, 23)));
