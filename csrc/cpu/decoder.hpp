@@ -19,6 +19,7 @@ class Weights {
 
   // A matrix of so many outputs and inputs, kept as `kind`; `pack` fills it.
   void add_matrix(const std::string& name, Kind kind, int64_t outputs, int64_t inputs) {
+    if (kind == Kind::i8 && inputs > 65536) throw std::invalid_argument(name + ": integer sums hold 65536 inputs");
     Matrix m;
     m.kind = kind;
     m.outputs = outputs;

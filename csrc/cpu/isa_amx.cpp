@@ -22,7 +22,7 @@ namespace {
 // The CPU has them, and Linux lets this process use them: their state is large, so a process asks once.
 bool ask_for_tiles() {
   unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
@@ -39,7 +39,7 @@ bool supported() { return has_tiles() && avx512bf16_kernels() != nullptr; }
 
 }  // namespace
 
-CPU_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,amx-tile,amx-bf16")
+CPU_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,amx-tile,amx-bf16,amx-int8")
 namespace amx_set {
 #define CPU_LANES 16
 #define CPU_PAIRS 1

@@ -72,6 +72,8 @@ struct Kernels {
   bool pairs;
   void (*begin)();  // on each thread, before and after a forward
   void (*end)();
+  // What `products` of a matrix like this one need of an input, to scratch: once on each thread, before all of them.
+  void (*prepare)(const Matrix& matrix, const Input& in, int64_t tiles, uint8_t* scratch);
   // sums[i]: [tiles][16 outputs][16 rows] of matrices[i]'s panel panels[i], bias and scales applied; count is 1 or 2
   void (*products)(const Matrix* const* matrices, const int64_t* panels, int count, const Input& in, int64_t tiles,
                    int64_t rows, float* const* sums, uint8_t* scratch);
@@ -93,8 +95,11 @@ struct Kernels {
   void (*add)(float* to, const float* from, int64_t count);
 };
 
-// The bytes of `products`' scratch for a matrix of so many blocks.
-inline int64_t scratch_bytes(int64_t blocks) { return (blocks + 16) * 1024; }
+// The bytes of `products`' scratch for a matrix of so many blocks, and of them those in front of what `prepare` makes.
+inline int64_t made_bytes(int64_t blocks) { return (blocks + 16) * 1024; }
+inline int64_t scratch_bytes(int64_t blocks, int64_t tiles) {
+  return made_bytes(blocks) + tiles * ((blocks + 1) / 2 * 2048 + 64);
+}
 
 // What AttendTask needs of memory.
 inline int64_t attend_floats(int64_t size, int64_t slots, int64_t steps) {

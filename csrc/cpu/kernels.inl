@@ -43,10 +43,35 @@ CPU_INLINE vf fused(vf a, vf b, vf c) {
 #endif
 }
 
-CPU_INLINE vf load_half(const uint16_t* from) {
+// Values of fewer bits as one vector of words. Written out, as GCC makes steps of several instructions of a conversion.
+#if CPU_LANES == 16
+CPU_INLINE vu widened(const uint16_t* from) { return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)); }
+CPU_INLINE vi widened(const uint8_t* from) { return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+#elif CPU_LANES == 8
+CPU_INLINE vu widened(const uint16_t* from) { return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)); }
+CPU_INLINE vi widened(const uint8_t* from) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+#else
+CPU_INLINE vu widened(const uint16_t* from) {
   vh half;
   __builtin_memcpy(&half, from, sizeof half);
-  return as_floats(__builtin_convertvector(half, vu) << 16);
+  return __builtin_convertvector(half, vu);
+}
+CPU_INLINE vi widened(const uint8_t* from) {
+  vb value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return __builtin_convertvector(value, vi);
+}
+#endif
+
+CPU_INLINE vf load_half(const uint16_t* from) {
+#if CPU_LANES == 8
+  const __m256i places = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                                          -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+  const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)from));
+  return (vf)_mm256_shuffle_epi8(twice, places);  // one instruction where a FMA does not want the same unit
+#else
+  return as_floats(widened(from) << 16);
+#endif
 }
 
 // Rounded to bfloat16, to nearest even, in the upper half of each word; finite values only.
@@ -108,29 +133,26 @@ CPU_INLINE void nibbles(const uint8_t* block, int output, float factor, float te
   const uint8_t* words = block + output / 4 * 64;
   const int shift = output % 4 * 4;
   for (int k = 0; k < kDepth; k += W) {
-    vh word;
-    __builtin_memcpy(&word, words + 2 * k, sizeof word);
-    const vu q = __builtin_convertvector(word, vu) >> shift & 15u;
+    const vu q = widened(reinterpret_cast<const uint16_t*>(words) + k) >> shift & 15u;
     store(out + k, as_half(__builtin_convertvector((vi)q, vf) * factor + term));
   }
 }
 
 CPU_INLINE vf bytes(const uint8_t* from) {
-  vb value;
-  __builtin_memcpy(&value, from, sizeof value);
-  return __builtin_convertvector(__builtin_convertvector(value, vi), vf);
+  return __builtin_convertvector(widened(from), vf);
 }
 
-static void block_weights(const Matrix& m, int64_t panel, int64_t block, int output, float* out) {
+// kind: that of the matrix
+CPU_INLINE void block_weights_of(Kind kind, const Matrix& m, int64_t panel, int64_t block, int output, float* out) {
   const uint8_t* at = block_at(m, panel, block);
-  switch (m.kind) {
+  switch (kind) {
     case Kind::f32: __builtin_memcpy(out, at + output * 128, 128); return;
     case Kind::bf16:
       for (int k = 0; k < kDepth; k += W)
         store(out + k, load_half(reinterpret_cast<const uint16_t*>(at + output * 64) + k));
       return;
     case Kind::i8:
-      for (int k = 0; k < kDepth; k += W) store(out + k, bytes(at + output * 32 + k));
+      for (int k = 0; k < kDepth; k += W) store(out + k, bytes(at + output * 64 + k));
       return;
     case Kind::q4_0: {
       const float d = half_precision(at + 256, output);
@@ -165,6 +187,10 @@ static void block_weights(const Matrix& m, int64_t panel, int64_t block, int out
   }
 }
 
+static void block_weights(const Matrix& m, int64_t panel, int64_t block, int output, float* out) {
+  block_weights_of(m.kind, m, panel, block, output, out);
+}
+
 static void weights(const Matrix& m, int64_t output, float* out) {
   const int64_t panel = output / kOutputs;
   for (int64_t b = 0; b < m.blocks; ++b) block_weights(m, panel, b, static_cast<int>(output % kOutputs), out + b * kDepth);
@@ -187,46 +213,98 @@ CPU_INLINE void finish(const Matrix& m, int64_t panel, float* sums) {
   }
 }
 
+CPU_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 CPU_INLINE int vectors_of(int64_t rows) { return rows >= kRows ? V : static_cast<int>((rows + W - 1) / W); }
 
+constexpr int64_t kAhead = 16384;  // bytes that are asked for ahead of their use
+
+CPU_INLINE void ask_for(const uint8_t* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+// Calls body(constant kind) for the kind of a matrix.
+template <typename Body>
+CPU_INLINE void by_kind(Kind kind, const Body& body) {
+  switch (kind) {
+    case Kind::bf16: return body(std::integral_constant<Kind, Kind::bf16>{});
+    case Kind::i8: return body(std::integral_constant<Kind, Kind::i8>{});
+    case Kind::q4_0: return body(std::integral_constant<Kind, Kind::q4_0>{});
+    case Kind::q4_1: return body(std::integral_constant<Kind, Kind::q4_1>{});
+    case Kind::q8_0: return body(std::integral_constant<Kind, Kind::q8_0>{});
+    case Kind::q4_k: return body(std::integral_constant<Kind, Kind::q4_k>{});
+    case Kind::q6_k: return body(std::integral_constant<Kind, Kind::q6_k>{});
+    case Kind::f32:
+      if (!CPU_PAIRS) body(std::integral_constant<Kind, Kind::f32>{});
+      return;
+  }
+}
+
 #if !CPU_PAIRS
-// sums of `Outputs` outputs by `Vectors` vectors of rows, gone on with for one block of inputs.
-template <int Outputs, int Vectors>
-CPU_INLINE void add_block(const float* weights, const float* inputs, float* sums) {
+constexpr int64_t kPart = 4;  // blocks whose weights are made floats at a time, which the first cache keeps
+
+// sums of `Outputs` outputs by `Vectors` vectors of rows, gone on with for some blocks of inputs; weights: [outputs][Stride].
+// `bytes` from `ask` on are asked for on the way, for each block.
+template <int64_t Stride, int Outputs, int Vectors>
+CPU_INLINE void add_part(const float* weights, const float* inputs, int64_t blocks, const uint8_t* ask, int64_t bytes,
+                         float* sums) {
   vf lanes[Outputs][Vectors];
   for (int o = 0; o < Outputs; ++o)
     for (int v = 0; v < Vectors; ++v) lanes[o][v] = load(sums + o * kRows + v * W);
-  for (int k = 0; k < kDepth; ++k) {
-    vf x[Vectors];
-    for (int v = 0; v < Vectors; ++v) x[v] = load(inputs + k * kRows + v * W);
-    for (int o = 0; o < Outputs; ++o)
-      for (int v = 0; v < Vectors; ++v) lanes[o][v] = x[v] * weights[o * kDepth + k] + lanes[o][v];
+  for (int64_t b = 0; b < blocks; ++b, ask += bytes, weights += kDepth, inputs += kDepth * kRows) {
+    ask_for(ask, bytes);
+    for (int64_t k = 0; k < kDepth; ++k) {
+      vf x[Vectors];
+      for (int v = 0; v < Vectors; ++v) x[v] = load(inputs + k * kRows + v * W);
+      for (int o = 0; o < Outputs; ++o)
+        for (int v = 0; v < Vectors; ++v) lanes[o][v] = x[v] * weights[o * Stride + k] + lanes[o][v];
+    }
   }
   for (int o = 0; o < Outputs; ++o)
     for (int v = 0; v < Vectors; ++v) store(sums + o * kRows + v * W, lanes[o][v]);
 }
 
-static void panel_products(const Matrix& m, int64_t panel, const Input& in, int64_t tiles, int64_t rows, float* sums,
-                           uint8_t*) {
+template <Kind kind>
+CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, const Input& in, int64_t tiles, int64_t rows, float* sums) {
+  constexpr int64_t kBlocks = kind == Kind::f32 ? 1 : kPart, kStride = kBlocks * kDepth;
   __builtin_memset(sums, 0, static_cast<size_t>(tiles * kOutputs * kRows) * sizeof(float));
-  alignas(64) float expanded[kOutputs * kDepth];
-  for (int64_t b = 0; b < m.blocks; ++b) {
+  alignas(64) float expanded[kOutputs * kStride];
+  for (int64_t first = 0; first < m.blocks; first += kBlocks) {
+    const int64_t blocks = least(kBlocks, m.blocks - first);
     const float* weights = expanded;
-    if (m.kind == Kind::f32)
-      weights = reinterpret_cast<const float*>(block_at(m, panel, b));
-    else
-      for (int o = 0; o < kOutputs; ++o) block_weights(m, panel, b, o, expanded + o * kDepth);
+    if (kind == Kind::f32) weights = reinterpret_cast<const float*>(block_at(m, panel, first));
+    for (int64_t b = 0; kind != Kind::f32 && b < blocks; ++b)
+      for (int o = 0; o < kOutputs; ++o)
+        block_weights_of(kind, m, panel, first + b, o, expanded + o * kStride + b * kDepth);
     for (int64_t t = 0; t < tiles; ++t) {
-      const float* x = in.floats(t) + b * kDepth * kRows;
+      const float* x = in.floats(t) + first * kDepth * kRows;
       float* to = sums + t * kOutputs * kRows;
       const int live = vectors_of(rows - t * kRows);
+      // the first tile's passes over the weights ask for what stands ahead
+      const int64_t bytes = t ? 0 : block_bytes(kind) / ((live + 1) / 2 * (live > 1 ? 3 : 2));
+      const uint8_t* ask = block_at(m, panel, first) + kAhead;
       int v = 0;
-      for (; v + 2 <= live; v += 2)
-        for (int o = 0; o < kOutputs; o += 4) add_block<4, 2>(weights + o * kDepth, x + v * W, to + o * kRows + v * W);
+      for (; v + 2 <= live; v += 2) {
+        const auto add = [&](auto outputs, int o) __attribute__((always_inline)) {
+          add_part<kStride, decltype(outputs)::value, 2>(weights + o * kStride, x + v * W, blocks, ask, bytes,
+                                                         to + o * kRows + v * W);
+          ask += blocks * bytes;
+        };
+        add(std::integral_constant<int, 6>{}, 0);
+        add(std::integral_constant<int, 5>{}, 6);
+        add(std::integral_constant<int, 5>{}, 11);
+      }
       for (; v < live; ++v)
-        for (int o = 0; o < kOutputs; o += 8) add_block<8, 1>(weights + o * kDepth, x + v * W, to + o * kRows + v * W);
+        for (int o = 0; o < kOutputs; o += 8, ask += blocks * bytes)
+          add_part<kStride, 8, 1>(weights + o * kStride, x + v * W, blocks, ask, bytes, to + o * kRows + v * W);
     }
   }
+}
+
+static void panel_products(const Matrix& m, int64_t panel, const Input& in, int64_t tiles, int64_t rows, float* sums,
+                           uint8_t*) {
+  by_kind(m.kind, [&](auto kind) __attribute__((always_inline)) {
+    products_of_kind<decltype(kind)::value>(m, panel, in, tiles, rows, sums);
+  });
 }
 #else
 // Single floats of the array are then broadcast by loads; compilers that know the vector it came from would rather
@@ -283,8 +361,9 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
         _mm512_store_ps(factors, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + 512))));
       CPU_IN_MEMORY(factors);
       for (int o = 0; o < kOutputs; ++o) {
-        __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + o * 32))));
-        __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + o * 32 + 16))));
+        const auto* values = (const __m128i*)(from + o * (kind == Kind::i8 ? 64 : 32));
+        __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(values)));
+        __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(values + 1)));
         if (kind == Kind::q8_0) {
           const __m512 d = _mm512_set1_ps(factors[o]);
           first = _mm512_mul_ps(first, d), second = _mm512_mul_ps(second, d);
@@ -302,21 +381,6 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
       }
       return at;
     }
-  }
-}
-
-// Calls body(constant kind) for the kind of a matrix.
-template <typename Body>
-CPU_INLINE void by_kind(Kind kind, const Body& body) {
-  switch (kind) {
-    case Kind::bf16: return body(std::integral_constant<Kind, Kind::bf16>{});
-    case Kind::i8: return body(std::integral_constant<Kind, Kind::i8>{});
-    case Kind::q4_0: return body(std::integral_constant<Kind, Kind::q4_0>{});
-    case Kind::q4_1: return body(std::integral_constant<Kind, Kind::q4_1>{});
-    case Kind::q8_0: return body(std::integral_constant<Kind, Kind::q8_0>{});
-    case Kind::q4_k: return body(std::integral_constant<Kind, Kind::q4_k>{});
-    case Kind::q6_k: return body(std::integral_constant<Kind, Kind::q6_k>{});
-    case Kind::f32: return;  // not by these kernels
   }
 }
 #endif
@@ -346,6 +410,7 @@ CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, const Input& in
                                  uint8_t* scratch) {
   __builtin_memset(sums, 0, static_cast<size_t>(tiles * kOutputs * kRows) * sizeof(float));
   for (int64_t b = 0; b < m.blocks; ++b) {
+    ask_for(block_at(m, panel, 0) + b * block_bytes(kind) + kAhead, block_bytes(kind));
     const uint8_t* w = half_block<kind>(m, panel, b, block_at(m, panel, b), scratch);
     for (int64_t t = 0; t < tiles; t += 2) {
       const uint32_t* x[2] = {in.pairs(t) + b * 256, t + 1 < tiles ? in.pairs(t + 1) + b * 256 : nullptr};
@@ -399,7 +464,6 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
 
 // A tile cannot be loaded from stores that are still under way, so weights are made some blocks before they are needed.
 constexpr int64_t kBefore = 4, kRing = 8;  // blocks
-constexpr int64_t kAhead = 16384;  // bytes that are asked for ahead of their use
 
 // The blocks of one panel as bfloat16: `make` is called kBefore blocks ahead of `at`.
 template <Kind kind>
@@ -520,16 +584,122 @@ static void panel_products(const Matrix& m, int64_t panel, const Input& in, int6
     }
 }
 
+// int8 weights stay as they are, and rows become integers of 16 bits in two planes, the high byte with its sign and the low
+// byte without one. A row's step is a power of two, by its largest value: what is at least a 128th of that keeps all that
+// bfloat16 has of it. Sums are of integers and exact, so they are those of any order.
+//
+// Planes: [tiles][pairs of blocks][high, low][16 times 4 inputs][16 rows][4], then, by tile, the steps as [16 rows] floats,
+// NaN for a row with a value that is not finite.
+
+static void prepare(const Matrix& m, const Input& in, int64_t tiles, uint8_t* scratch) {
+  if (m.kind != Kind::i8) return;
+  const int64_t pairs = (m.blocks + 1) / 2, words = m.blocks * kDepth / 2;
+  uint8_t* planes = scratch + made_bytes(m.blocks);
+  float* powers = reinterpret_cast<float*>(planes + tiles * pairs * 2048);
+  const __m512i upper = _mm512_set1_epi32(-65536), size_of = _mm512_set1_epi16(0x7FFF);
+  const __m512i order = _mm512_set4_epi32(0x0F0D0E0C, 0x0B090A08, 0x07050604, 0x03010200);
+  const __mmask32 odd = 0xAAAAAAAA;
+  for (int64_t t = 0; t < tiles; ++t, planes += pairs * 2048, powers += kRows) {
+    const uint32_t* from = in.pairs(t);
+    __m512i peaks[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int64_t k = 0; k < words; k += 2)
+      for (int i = 0; i < 2; ++i)
+        peaks[i] = _mm512_max_epu16(peaks[i], _mm512_and_si512(_mm512_loadu_si512(from + (k + i) * kRows), size_of));
+    const __m512i both = _mm512_max_epu16(peaks[0], peaks[1]);
+    const __m512i peak = _mm512_max_epi32(_mm512_srli_epi32(both, 16), _mm512_and_si512(both, _mm512_set1_epi32(0xFFFF)));
+    const __mmask16 finite = _mm512_cmplt_epu32_mask(peak, _mm512_set1_epi32(0x7F80));
+    // exponents of the steps, as floats have them: at least that of the smallest whose inverse is no denormal either
+    const __m512i wanted = _mm512_sub_epi32(_mm512_srli_epi32(peak, 7), _mm512_set1_epi32(14));
+    const __m512i step = _mm512_max_epi32(wanted, _mm512_set1_epi32(1));
+    const __m512 up = (__m512)_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254), step), 23);
+    const __m512 not_a_number = _mm512_set1_ps(__builtin_nanf(""));
+    _mm512_storeu_ps(powers, _mm512_mask_mov_ps(not_a_number, finite, (__m512)_mm512_slli_epi32(step, 23)));
+    const auto steps = [&](__m512i value) __attribute__((always_inline)) {
+      return _mm512_cvtps_epi32(_mm512_mul_ps((__m512)value, up));
+    };
+    // two inputs as [low of one, of the other, high of one, of the other]
+    const auto two = [&](__m512i pair) __attribute__((always_inline)) {
+      const __m512i first = steps(_mm512_slli_epi32(pair, 16)), second = steps(_mm512_and_si512(pair, upper));
+      return _mm512_shuffle_epi8(_mm512_mask_blend_epi16(odd, first, _mm512_slli_epi32(second, 16)), order);
+    };
+    for (int64_t k = 0; k < words; k += 2) {
+      const __m512i a = two(_mm512_loadu_si512(from + k * kRows)), b = two(_mm512_loadu_si512(from + (k + 1) * kRows));
+      uint8_t* to = planes + k / 32 * 2048 + k % 32 * 32;
+      _mm512_storeu_si512(to, _mm512_mask_blend_epi16(odd, _mm512_srli_epi32(a, 16), b));
+      _mm512_storeu_si512(to + 1024, _mm512_mask_blend_epi16(odd, a, _mm512_slli_epi32(b, 16)));
+    }
+    if (m.blocks % 2) {
+      __builtin_memset(planes + pairs * 2048 - 1536, 0, 512);
+      __builtin_memset(planes + pairs * 2048 - 512, 0, 512);
+    }
+  }
+  CPU_FENCE();
+}
+
+// Sums of a tile's high and low planes to floats.
+CPU_INLINE void join_planes(const Matrix& m, int64_t panel, const int32_t* high, const int32_t* low, const float* powers,
+                            float* sums) {
+  const __m512 power = _mm512_loadu_ps(powers), high_step = _mm512_set1_ps(256.0f);
+  for (int o = 0; o < kOutputs; ++o) {
+    const __m512 above = _mm512_cvtepi32_ps(_mm512_load_si512(high + o * kRows));
+    const __m512 below = _mm512_cvtepi32_ps(_mm512_load_si512(low + o * kRows));
+    const __m512 sum = _mm512_mul_ps(_mm512_fmadd_ps(above, high_step, below), power);
+    const __m512 bias = _mm512_set1_ps(m.bias ? m.bias[panel * kOutputs + o] : 0.0f);
+    _mm512_storeu_ps(sums + o * kRows, _mm512_fmadd_ps(sum, _mm512_set1_ps(m.scales[panel * kOutputs + o]), bias));
+  }
+}
+
+template <int Panels>
+CPU_INLINE void by_planes(const Matrix* const* m, const int64_t* panels, int64_t tiles, float* const* sums,
+                          const uint8_t* planes) {
+  const int64_t pairs = (m[0]->blocks + 1) / 2;
+  const float* powers = reinterpret_cast<const float*>(planes + tiles * pairs * 2048);
+  const uint8_t *one = block_at(*m[0], panels[0], 0), *two = Panels > 1 ? block_at(*m[1], panels[1], 0) : one;
+  alignas(64) int32_t found[4 * 256];
+  for (int64_t t = 0; t < tiles; ++t, planes += pairs * 2048, powers += kRows) {
+    CPU_FENCE();
+    _tile_zero(0);
+    _tile_zero(1);
+    if (Panels > 1) _tile_zero(2);
+    if (Panels > 1) _tile_zero(3);
+    for (int64_t p = 0; p < pairs; ++p) {
+      if (t == 0) ask_for(one + p * 1024 + kAhead, 1024);
+      if (t == 0 && Panels > 1) ask_for(two + p * 1024 + kAhead, 1024);
+      _tile_loadd(4, planes + p * 2048, 64);
+      _tile_loadd(5, planes + p * 2048 + 1024, 64);
+      _tile_loadd(6, one + p * 1024, 64);
+      _tile_dpbssd(0, 6, 4);
+      _tile_dpbsud(1, 6, 5);
+      if (Panels > 1) {
+        _tile_loadd(7, two + p * 1024, 64);
+        _tile_dpbssd(2, 7, 4);
+        _tile_dpbsud(3, 7, 5);
+      }
+    }
+    CPU_STORE(0, found);
+    CPU_STORE(1, found + 256);
+    if (Panels > 1) CPU_STORE(2, found + 512);
+    if (Panels > 1) CPU_STORE(3, found + 768);
+    CPU_FENCE();
+    for (int i = 0; i < Panels; ++i)
+      join_planes(*m[i], panels[i], found + i * 512, found + i * 512 + 256, powers, sums[i] + t * 256);
+  }
+}
+
 static void products(const Matrix* const* matrices, const int64_t* panels, int count, const Input& in, int64_t tiles,
                      int64_t, float* const* sums, uint8_t* scratch) {
   // more than two tiles read weights twice, the second time from the cache: cheaper than inputs twice as often, but not than
   // making them again
   const int64_t most = matrices[0]->kind == Kind::bf16 ? 4 : 2;
-  const bool together = count == 2 && tiles <= most && matrices[0]->kind == matrices[1]->kind;
+  const bool alike = count == 2 && matrices[0]->kind == matrices[1]->kind, together = alike && tiles <= most;
+  if (alike && matrices[0]->kind == Kind::i8)
+    return by_planes<2>(matrices, panels, tiles, sums, scratch + made_bytes(matrices[0]->blocks));
   for (int i = 0; i < (together ? 1 : count); ++i)
     by_kind(matrices[i]->kind, [&](auto of) __attribute__((always_inline)) {
       constexpr Kind kind = decltype(of)::value;
-      if (!together)
+      if (kind == Kind::i8)
+        return;
+      else if (!together)
         panel_products<kind>(*matrices[i], panels[i], in, tiles, sums[i], scratch);
       else
         for (int64_t t = 0; t < tiles; t += 2)
@@ -539,7 +709,10 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
             two_panels<kind, 2>(matrices, panels, in, t, tiles > 2, sums, scratch);
     });
   for (int i = 0; i < count; ++i)
-    for (int64_t t = 0; t < tiles; ++t) finish(*matrices[i], panels[i], sums[i] + t * kOutputs * kRows);
+    if (matrices[i]->kind == Kind::i8)
+      by_planes<1>(matrices + i, panels + i, tiles, sums + i, scratch + made_bytes(matrices[i]->blocks));
+    else
+      for (int64_t t = 0; t < tiles; ++t) finish(*matrices[i], panels[i], sums[i] + t * kOutputs * kRows);
 }
 
 static void begin() {
@@ -559,6 +732,7 @@ static void end() {
 #endif
 
 #if !CPU_AMX
+static void prepare(const Matrix&, const Input&, int64_t, uint8_t*) {}
 static void begin() { flush_denormals(); }
 static void end() { restore_denormals(); }
 #endif
@@ -862,7 +1036,6 @@ CPU_INLINE void add_values(const float* values, const float* weights, const Step
   }
 }
 
-CPU_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Sums over slots in their order, in float.
 static void attend_in_order(const AttendTask& task) {
@@ -1201,5 +1374,5 @@ static void add(float* to, const float* from, int64_t count) {
 }
 
 static Kernels table(const char* name) {
-  return {name, CPU_PAIRS != 0, begin, end, products, weights, norm, copy, gate, rotate, attend, best, write, add};
+  return {name, CPU_PAIRS != 0, begin, end, prepare, products, weights, norm, copy, gate, rotate, attend, best, write, add};
 }

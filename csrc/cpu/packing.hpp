@@ -1,7 +1,8 @@
 // Packing: a model's rows of weights as panels of blocks, once, when it is loaded.
 //
 // A block holds 16 outputs by 32 inputs. What of it depends on the kind:
-//   f32, bf16, i8   [16][32] values
+//   f32, bf16       [16][32] values
+//   i8              [16][32] values, side by side with the next block's: [16][64] of both, as tiles read them
 //   q4_*            four groups of 4 outputs, each 32 words: nibble j of word k is output 4 g + j at input k
 //   q4_0, q4_1      nibbles, 16 half d (, 16 half m)        d * (q - 8), d * q + m
 //   q8_0            [16][32] int8, 16 half d                d * q
@@ -40,12 +41,14 @@ constexpr int64_t head_bytes(Kind kind) { return kind == Kind::q4_k ? 64 : kind 
 
 inline int64_t panel_bytes(Kind kind, int64_t blocks) {
   const int64_t heads = head_bytes(kind) == 0 ? 0 : (blocks + kSuper - 1) / kSuper;
+  if (kind == Kind::i8) blocks += blocks % 2;
   return blocks * block_bytes(kind) + heads * head_bytes(kind);
 }
 
 // Where a block of a panel begins; its head, where it has one, is at `super_head`.
 inline const uint8_t* block_at(const Matrix& m, int64_t panel, int64_t block) {
   const int64_t heads = head_bytes(m.kind) == 0 ? 0 : block / kSuper + 1;
+  if (m.kind == Kind::i8) return m.data + panel * panel_bytes(m.kind, m.blocks) + block / 2 * 1024 + block % 2 * 32;
   return m.data + panel * panel_bytes(m.kind, m.blocks) + block * block_bytes(m.kind) + heads * head_bytes(m.kind);
 }
 
@@ -167,7 +170,7 @@ inline void put_int8(Kind from, const uint8_t* const* rows, const Matrix& m, uin
     for (int64_t k = 0; k < m.inputs && peak > 0; ++k) {
       const float value = std::nearbyint(source(from, rows[o], k) / scales[o]);
       const auto rounded = static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, value)));
-      panel[k / kDepth * 512 + o * kDepth + k % kDepth] = static_cast<uint8_t>(rounded);
+      panel[k / 64 * 1024 + o * 64 + k % 64] = static_cast<uint8_t>(rounded);
     }
   }
 }

@@ -40,8 +40,9 @@ std::vector<std::vector<float>> products(const cpu::Kernels& kernels, const std:
     sums.emplace_back(inputs.tiles * cpu::kOutputs * cpu::kRows);
     to.push_back(sums.back().data());
   }
-  const Guarded<uint8_t> scratch(cpu::scratch_bytes(matrices[0]->blocks));
+  const Guarded<uint8_t> scratch(cpu::scratch_bytes(matrices[0]->blocks, inputs.tiles));
   Begun begun(kernels);
+  for (const cpu::Matrix* matrix : matrices) kernels.prepare(*matrix, inputs.in, inputs.tiles, scratch.data());
   kernels.products(matrices.data(), panels.data(), count, inputs.in, inputs.tiles, inputs.rows, to.data(),
                    scratch.data());
   std::vector<std::vector<float>> found;
@@ -59,7 +60,11 @@ class Products {
   Products(const cpu::Kernels& kernels, const Packed& packed, const Packed& other)
       : kernels_(kernels), packed_(packed), other_(other), inputs_(packed.matrix.inputs) {
     x_ = normals(kMostRows * inputs_);
-    for (int64_t i = 0; i < inputs_; ++i) x_[static_cast<size_t>(3 * inputs_ + i)] *= 1e4f;  // one row is large
+    for (int64_t i = 0; i < inputs_; ++i) {  // one row is large, one small, one nothing
+      x_[static_cast<size_t>(3 * inputs_ + i)] *= 1e4f;
+      x_[static_cast<size_t>(6 * inputs_ + i)] *= 1e-30f;
+      x_[static_cast<size_t>(8 * inputs_ + i)] = 0.0f;
+    }
     for (const Packed* one : {&packed_, &other_})
       for (int64_t panel = 0; panel < one->matrix.panels; ++panel)
         for (int64_t r = 0; r < kMostRows; ++r) {

@@ -102,7 +102,7 @@ bool reads_too_far(const cpu::Kernels& kernels) {
   const Guarded<uint32_t> inputs(3 * cpu::kDepth * cpu::kRows);
   const cpu::Input in{inputs.data(), inputs.size()};
   const Guarded<float> sums(cpu::kOutputs * cpu::kRows);
-  const Guarded<uint8_t> scratch(cpu::scratch_bytes(3));
+  const Guarded<uint8_t> scratch(cpu::scratch_bytes(3, 1));
   const cpu::Matrix* matrix = &longer;
   const int64_t panel = 0;
   float* to = sums.data();
