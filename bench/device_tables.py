@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from bench.table import NOTHING, Record, Table, number
 
 OURS = "specengine"  # of the kernels' ways; those whose names only begin with it are ours too, and no baselines
-PLAIN = "plain, graphs, read"
+PLAIN = "plain, graphs"
 PARTS = ("draft", "policy", "verify", "walk", "commit", "total")
 
 # ---------------------------------------------------------------------------------------------------- kernels

@@ -1,9 +1,8 @@
 """Captured against eager: plain decoding and policies with CUDA graphs and without, beside transformers' own decoding.
 
 Ways: transformers' `generate`, the same with a static cache (which transformers compiles on a CUDA device), plain
-decoding here, and each policy, the last two eagerly and as graphs, with the loops that the policy can run in (see
-specengine/captured.py). On a CUDA device all policies take part, those of POLICIES with every loop, the others with
-`host` and `read`. A way that is refused or fails is listed with the reason, and the others go on.
+decoding here, and each policy, the last two eagerly and as graphs. On a CUDA device all policies take part. A way that
+is refused or fails is listed with the reason, and the others go on.
 
 Every way answers the first prompt once before anything is timed: kernels are compiled and graphs captured then. After
 that every way answers every prompt once per round, in turn; a prompt's figure is the median over rounds. Answers are
@@ -37,13 +36,13 @@ from bench import provenance, workloads
 from specengine import Engine, ops, policies
 from specengine import captured as captured_driver
 from specengine import checkpoints as models
+from specengine.drafters.eagle import Eagle
 from specengine.errors import SpecEngineError
-from specengine.ops import cuda
 
 T = TypeVar("T")
 POLICIES = ("eagle", "talon", "salf", "chain")
 STRICT = ", strict"
-NEEDED = ("transformers", "plain", "plain, graphs, read")  # what the others are told against
+NEEDED = ("transformers", "plain", "plain, graphs")  # what the others are told against
 PARTS = ("draft", "policy", "verify", "walk", "commit")
 
 
@@ -97,13 +96,13 @@ class Field:
 
     def _share_head(self, engine: Engine) -> None:
         """On a device all engines read one copy of the head's weights: an 8B model's has 0.75 GB, and they are many."""
-        head = getattr(engine.drafter, "head", None)
-        if head is None or engine.target.device.type == "cpu":  # there weights are packed already
+        if not isinstance(engine.drafter, Eagle) or engine.target.device.type == "cpu":  # there weights are packed
             return
-        heads = (getattr(other.drafter, "head", None) for other in self.engines.values())
-        first = next((other for other in heads if other is not None), head)
-        for own, shared in zip(head.parameters(), first.parameters(), strict=True):
-            own.data = shared.data
+        drafters = [other.drafter for other in self.engines.values()]
+        first = next((other for other in drafters if isinstance(other, Eagle)), engine.drafter)
+        for head, known in zip(engine.drafter.weights, first.weights, strict=True):
+            for own, shared in zip(head.parameters(), known.parameters(), strict=True):
+                own.data = shared.data
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,9 +113,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--policy",
         action="append",
         help=f"repeatable; default: all on a CUDA device, elsewhere {', '.join(POLICIES)}",
-    )
-    parser.add_argument(
-        "--loop", action="append", help="read, ahead or while; repeatable; default: all that a policy can"
     )
     parser.add_argument("--strict", action="store_true", help="graphs with strict verification as well")
     parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
@@ -160,15 +156,11 @@ def _ways(args: argparse.Namespace) -> Field:
     found.ways["transformers"] = _transformers(untouched, length)
     found.ways["transformers, static cache"] = _transformers(untouched, length, cache_implementation="static")
     found.add("plain", length, model, policy="plain")
-    for loop in ("host", "read"):
-        found.add(f"plain, graphs, {loop}", length, model, policy="plain", graphs=True, loop=loop)
+    found.add("plain, graphs", length, model, policy="plain", graphs=True)
     for policy in _policies(args):
         parts = (length, model, args.draft, policy)
         found.add(policy, *parts, lookup=False)
-        captured = found.add(f"{policy}, graphs, host", *parts, graphs=True, loop="host")
-        every = bool(args.policy) or policy in POLICIES
-        for loop in args.loop or (_loops(captured, args.device, every) if captured else []):
-            found.add(f"{policy}, graphs, {loop}", *parts, graphs=True, loop=loop)
+        found.add(f"{policy}, graphs", *parts, graphs=True)
     if args.strict:
         for policy in ("plain", *_policies(args)):
             draft = None if policy == "plain" else args.draft
@@ -180,17 +172,6 @@ def _policies(args: argparse.Namespace) -> list[str]:
     if args.policy or not args.device.startswith("cuda"):
         return args.policy or list(POLICIES)
     return [*POLICIES, *(name for name in policies.names() if name not in (*POLICIES, "plain"))]
-
-
-def _loops(engine: Engine, device: str, every: bool = True) -> list[str]:
-    """The loops on the device that these parts can run in, or the first of them alone; where trees never end early, two
-    of them are the same."""
-    if captured_driver.why_not(engine.target, engine.drafter, engine.policy):
-        return []
-    if not every:
-        return ["read"]
-    one_graph = device.startswith("cuda") and not cuda.why_not_built()
-    return ["read", *(["ahead"] if engine.policy.ends_early else []), *(["while"] if one_graph else [])]
 
 
 def _transformers(model: Any, length: int, **options: Any) -> Way:
@@ -333,7 +314,7 @@ def _summary(rows: list[dict[str, Any]], ways: list[str]) -> dict[str, Any]:
         },
         "speedup_over_transformers": {way: mean_ratio(way, "transformers") for way in ways},
         "speedup_over_static_cache": {way: mean_ratio(way, static) for way in ways if static in ways},
-        "speedup_over_plain_graphs": {way: mean_ratio(way, "plain, graphs, read") for way in ways},
+        "speedup_over_plain_graphs": {way: mean_ratio(way, "plain, graphs") for way in ways},
         "answers_that_differ_from_plain": {way: sum(way in row["differs_from_plain"] for row in rows) for way in ways},
         "host_waits": {},
     }

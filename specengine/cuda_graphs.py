@@ -72,11 +72,6 @@ class Graphs:
         known = self._captured.get(name)
         return known is not None and known.signature == _signature(reads)
 
-    def capture(self, name: Hashable, function: Callable[[], Any]) -> Any:
-        """The graph of `function` alone, to be put into another one; on CUDA only. Nothing of it is kept here."""
-        self.captures[name] = self.captures.get(name, 0) + 1
-        return self._capture(name, (), function, keep=True).graph
-
     def require_same(self, *models: torch.nn.Module) -> bool:
         """Drop all captures if a weight of these models, which they read, has moved since the last call; whether so."""
         addresses = [parameter.data_ptr() for model in models for parameter in model.parameters()]
@@ -86,9 +81,7 @@ class Graphs:
             self._weights = addresses
         return moved
 
-    def _capture(
-        self, name: Hashable, signature: tuple[Any, ...], function: Callable[[], Any], *, keep: bool = False
-    ) -> _Captured:
+    def _capture(self, name: Hashable, signature: tuple[Any, ...], function: Callable[[], Any]) -> _Captured:
         if self.device.type != "cuda":
             function()  # a run before, as there: what is made on first use is not part of a graph
             return _Captured(signature, None)
@@ -97,7 +90,7 @@ class Graphs:
             if self._stream is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             try:
-                graph, outputs = self._record(function, keep)
+                graph, outputs = self._record(function)
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[0]
                 raise UnsupportedModelError(
@@ -106,14 +99,14 @@ class Graphs:
         self.seconds += time.perf_counter() - began
         return _Captured(signature, outputs, graph)
 
-    def _record(self, function: Callable[[], Any], keep: bool) -> tuple[Any, Any]:
+    def _record(self, function: Callable[[], Any]) -> tuple[Any, Any]:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
                 function()
         current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph(keep_graph=keep)
+        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         clear_workspaces()
         torch.cuda.empty_cache()  # so that what is reserved from here on is the graph's

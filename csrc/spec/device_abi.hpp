@@ -1,11 +1,10 @@
 // What specengine/_cuda.so exports. Every pointer is one of device memory unless it says otherwise; `stream` is a
-// cudaStream_t, a graph a cudaGraph_t. Functions return 0 or a CUDA error code, do not wait, allocate nothing (but for
-// spec_loop_create) and can be captured. Shapes are fixed; how much of an array is used is read from the device.
+// cudaStream_t. Functions return 0 or a CUDA error code, do not wait, allocate nothing and can be captured. Shapes are fixed; how much of an array is used is read from the device.
 #pragma once
 
 #include <cstdint>
 
-#define SPEC_ABI_VERSION 2  // as in specengine/ops/cuda.py
+#define SPEC_ABI_VERSION 3  // as in specengine/ops/cuda.py
 
 #if defined(__GNUC__)
 #define SPEC_EXPORT extern "C" __attribute__((visibility("default")))
@@ -33,13 +32,3 @@ SPEC_EXPORT int spec_queues_step(float* accepted, float* scores, float* log_prob
                                  float* drawn_log_probs, int32_t* drawn_live, int64_t* expand, int32_t* expand_live,
                                  void* stream);
 
-// ---- captured loop
-
-// before; while (*flag != 0 and *rounds < limit) { body; ++*rounds }; after. *rounds is set to 0 after `before`. The
-// graphs are copied; before and after may be null. The body may hold kernels, copies, memsets, child graphs and
-// conditional nodes only.
-// loop (host): for spec_loop_launch, until spec_loop_destroy. Needs a driver of CUDA 12.4 or later.
-SPEC_EXPORT int spec_loop_create(void* before, void* body, void* after, const int32_t* flag, int32_t* rounds, int limit,
-                                 void** loop);
-SPEC_EXPORT int spec_loop_launch(void* loop, void* stream);
-SPEC_EXPORT int spec_loop_destroy(void* loop);

@@ -63,7 +63,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--graphs",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="run target and draft as CUDA graphs, captured once per padded size (default: on a CUDA device, where "
+        help="run target and draft as CUDA graphs, captured once (default: on a CUDA device, where "
         "model and draft can)",
     )
     group.add_argument(

@@ -40,7 +40,7 @@ class LoadOptions:
                        bfloat16, other rounding
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
-    graphs             run target and draft as CUDA graphs, captured once per padded size (Engine.warmup captures all at
+    graphs             run target and draft as CUDA graphs, captured on first use (Engine.warmup captures all at
                        once); None is True on a CUDA device where model and draft can, and False elsewhere;
                        without a CUDA device the same padded forwards run uncaptured, which only tests have a use for
     compile_blocks     with graphs: the target's norms and feed-forward layers through torch.compile, on first use

@@ -1,4 +1,4 @@
-"""The kernels of csrc/*.cu: SALF's queue for CUDA tensors, and loops of captured graphs.
+"""The kernels of csrc/*.cu: SALF's queue for CUDA tensors.
 
 They stand in specengine/_cuda.so, a plain shared library behind a C interface (csrc/spec/device_abi.hpp), which is
 loaded on first use; where it was not built, NVRTC compiles the queue's kernel (_nvrtc.py). BackendError where it is
@@ -35,9 +35,6 @@ _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 SIGNATURES: dict[str, tuple[Any, ...]] = {  # of functions that return 0 or a CUDA error code
     "spec_driver_version": (_P,),
     "spec_queues_step": (*(_P,) * 7, _I, *(_P,) * 5, _I, *(_P,) * 5, _L, _L, _D, _I, *(_P,) * 7),
-    "spec_loop_create": (_P, _P, _P, _P, _P, _I, _P),
-    "spec_loop_launch": (_P, _P),
-    "spec_loop_destroy": (_P,),
 }
 
 
@@ -91,7 +88,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
 
 
 def why_not_built() -> str:
-    """Why the library, which alone has `Loop`, cannot be used; empty where it can."""
+    """Why the library cannot be used; empty where it can."""
     try:
         library()
     except BackendError as error:
@@ -155,42 +152,3 @@ def step_queues(
         )
         _nvrtc.launch(step, live, device)
     return drawn
-
-
-# ---- captured loop
-
-
-class Loop:
-    """One launch: `before`; then `body` while `flag` is not 0, at most `limit` times; then `after`.
-
-    The graphs are captured with torch.cuda.CUDAGraph(keep_graph=True), hold no host function and no random numbers of
-    torch, and are kept alive here, as they own the memory that their kernels use. flag, rounds: int32 [1] on the
-    device; `before` or a round sets the flag, `rounds` says afterwards how many there were. Needs a driver of CUDA 12.4
-    or later.
-    """
-
-    def __init__(
-        self,
-        body: torch.cuda.CUDAGraph,
-        flag: Tensor,
-        rounds: Tensor,
-        limit: int,
-        before: torch.cuda.CUDAGraph | None = None,
-        after: torch.cuda.CUDAGraph | None = None,
-    ) -> None:
-        if limit < 1:
-            raise InputError(f"limit: got {limit}, accepted 1 or more")
-        addresses = _address("flag", flag, torch.int32), _address("rounds", rounds, torch.int32)
-        self._kept = body, flag, rounds, before, after
-        self._device = flag.device
-        self._loop = ctypes.c_void_p()
-        graphs = [graph and graph.raw_cuda_graph() for graph in (before, body, after)]
-        with torch.cuda.device(self._device):
-            check(library().spec_loop_create(*graphs, *addresses, limit, ctypes.byref(self._loop)))
-
-    def launch(self) -> None:
-        _run("spec_loop_launch", self._device, self._loop)
-
-    def __del__(self) -> None:
-        if getattr(self, "_loop", None):  # none where the construction failed
-            library().spec_loop_destroy(self._loop)

@@ -180,23 +180,3 @@ def test_a_step_captured_once() -> None:
             into.copy_(values)
         graph.replay()
         same(drawn, meant(wanted, given, nodes, depths, None, passes.cpu(), search))
-
-
-@pytest.mark.gpu
-def test_loop_runs_while_the_flag_is_set() -> None:
-    flag, rounds, total = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(3))
-
-    def captured(*work: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph):
-            for step in work:
-                step()
-        return graph
-
-    before = captured(lambda: flag.fill_(5), lambda: total.zero_())
-    body, after = captured(lambda: flag.sub_(1), lambda: total.add_(1)), captured(lambda: total.mul_(10))
-    for limit, passes in ((100, 5), (3, 3)):
-        loop = cuda.Loop(body, flag, rounds, limit, before, after)
-        for _ in range(2):
-            loop.launch()
-            assert (int(rounds), int(total)) == (passes, 10 * passes)

@@ -14,7 +14,9 @@ import torch
 from bench import graphs as bench
 from bench import report
 from specengine import policies
+from specengine.drafters.eagle import Eagle
 from specengine.errors import InputError
+from specengine.modeling.causal_lm import CausalLM
 from tests import toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,15 +32,15 @@ def test_it_measures_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     bench.main([*arguments, *sizes, "--strict", "--out", str(tmp_path / "out.jsonl")])
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     kinds = [row["record"] for row in rows]
-    assert kinds == ["provenance", "settings", *["captures"] * 5, "summary", "row"]
-    captured = ["plain, graphs, host", "plain, graphs, read", "chain", "chain, graphs, host"]
+    assert kinds == ["provenance", "settings", *["captures"] * 4, "summary", "row"]
+    captured = ["plain, graphs", "chain", "chain, graphs"]
     captured += ["plain, graphs, strict", "chain, graphs, strict"]
     ways = ["transformers", "transformers, static cache", "plain", *captured]
     assert list(rows[-1]["tokens_per_second"]) == ways
     assert all(rate > 0 for rate in rows[-1]["tokens_per_second"].values())
     assert rows[-1]["differs_from_plain"] == []
-    assert rows[2]["captured"] == ["verification of 1 rows"]
-    assert rows[-1]["cycle_ms"]["chain, graphs, host"]["verify"] > 0
+    assert rows[2]["captured"] == ["finish greedy", "finish sampled", "verify"]
+    assert rows[-1]["cycle_ms"]["chain, graphs"]["verify"] > 0
     assert rows[-2]["host_waits"] == {}  # counted on a CUDA device
 
 
@@ -63,19 +65,14 @@ def test_what_is_refused_is_listed_and_the_rest_runs(tiny_model: list[str], monk
         raise InputError("states of another size")
 
     monkeypatch.setattr(policies.find("specdecpp"), "grow", refuse)
-    status, records = records_of(tiny_model, "--policy", "chain", "--policy", "specdecpp", "--loop", "ahead")
+    status, records = records_of(tiny_model, "--policy", "chain", "--policy", "specdecpp")
     dropped = {record["way"]: record["reason"] for record in records if record["record"] == "not run"}
     assert status == 0  # no fault
     assert not any(record["fault"] for record in records if record["record"] == "not run")
-    assert list(dropped) == [
-        "chain, graphs, ahead",
-        "specdecpp, graphs, ahead",  # these two when they are made, those two in their first cycle
-        "specdecpp",
-        "specdecpp, graphs, host",
-    ]
+    assert list(dropped) == ["specdecpp", "specdecpp, graphs"]
     assert all(reason.startswith("InputError: ") for reason in dropped.values())
     (summary,) = (record for record in records if record["record"] == "summary")
-    assert list(summary["tokens_per_second"])[-2:] == ["chain", "chain, graphs, host"]
+    assert list(summary["tokens_per_second"])[-2:] == ["chain", "chain, graphs"]
     assert sorted(table.kind for table in report.tables(records)) == ["graphs", "not-run"]
 
 
@@ -93,7 +90,7 @@ def test_a_fault_in_a_later_answer_is_told_by_the_status(
                 raise IndexError("out of reach")
             return way(prompt)
 
-        return run if engine.policy is not None and "Captured" not in type(engine.target).__name__ else way
+        return run if engine.policy is not None and not engine.target.captured else way
 
     monkeypatch.setattr(bench, "_engine", fails_third)
     status, records = records_of(tiny_model, "--policy", "chain")
@@ -103,7 +100,7 @@ def test_a_fault_in_a_later_answer_is_told_by_the_status(
     rows = [record for record in records if record["record"] == "row"]
     assert ["chain" in row["tokens_per_second"] for row in rows] == [True, False]
     (summary,) = (record for record in records if record["record"] == "summary")
-    assert list(summary["tokens_per_second"])[-1] == "chain, graphs, host"
+    assert list(summary["tokens_per_second"])[-1] == "chain, graphs"
     assert "chain failed: IndexError" in capsys.readouterr().err
 
 
@@ -112,7 +109,7 @@ def test_what_others_are_told_against_is_needed() -> None:
         raise InputError("no")
 
     with pytest.raises(InputError):
-        bench.Field().attempt("plain, graphs, read", fail)
+        bench.Field().attempt("plain, graphs", fail)
     with pytest.raises(InputError, match="nonsense"):
         bench.main(["--policy", "nonsense", "--model", "unread"])
 
@@ -127,19 +124,13 @@ def test_every_policy_by_default_on_a_device() -> None:
     assert default("cuda", "ltd") == ["ltd"]
 
 
-def test_which_loops_a_policy_runs_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SimpleNamespace(target=None, drafter=None, policy=policies.make("talon"))
-    monkeypatch.setattr(bench.captured_driver, "why_not", lambda *parts: "")
-    assert bench._loops(engine, "cpu") == ["read", "ahead"]  # type: ignore[arg-type]
-    assert bench._loops(engine, "cpu", every=False) == ["read"]  # type: ignore[arg-type]
-    monkeypatch.setattr(bench.captured_driver, "why_not", lambda *parts: "its trees grow on the host")
-    assert bench._loops(engine, "cpu") == []  # type: ignore[arg-type]
-
-
 def test_heads_on_a_device_share_their_weights() -> None:
+    model = toy.tiny("llama", num_hidden_layers=4)
+    lm = CausalLM(model)
+
     def engine(kind: str) -> Any:
-        target = SimpleNamespace(device=torch.device(kind))
-        return SimpleNamespace(drafter=SimpleNamespace(head=torch.nn.Linear(2, 3)), target=target)
+        head = toy.tiny_head(toy.head_config(3, model))
+        return SimpleNamespace(drafter=Eagle(head, lm), target=SimpleNamespace(device=torch.device(kind)))
 
     for kind, shared in (("cuda", True), ("cpu", False)):
         field, first, second = bench.Field(), engine(kind), engine(kind)
@@ -147,8 +138,9 @@ def test_heads_on_a_device_share_their_weights() -> None:
         for name, made in (("first", first), ("second", second)):
             field._share_head(made)
             field.engines[name] = made
-        pairs = zip(first.drafter.head.parameters(), second.drafter.head.parameters(), strict=True)
-        assert [one.data_ptr() == other.data_ptr() for one, other in pairs] == [shared] * 2
+        heads = [engine.drafter.head.module.parameters() for engine in (first, second)]
+        pairs = list(zip(*heads, strict=True))
+        assert [one.data_ptr() == other.data_ptr() for one, other in pairs] == [shared] * len(pairs)
 
 
 def test_it_counts_answers_that_differ() -> None:
