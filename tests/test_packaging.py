@@ -20,7 +20,7 @@ LAYERS = (
     {"ops"},
     {"tree", "records"},
     {"generation", "modeling", "checkpoints", "cuda_graphs", "policies", "drafters", "targets"},
-    {"cycle", "captured", "captured_cycle"},
+    {"cycle", "captured"},
     {"engine", "loading"},
     {"train", "serve", "integrations", "trace", "checking", "cli", "__main__"},
 )

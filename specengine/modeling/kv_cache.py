@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from specengine import ops
@@ -65,9 +67,15 @@ class KVCache:
 
         path: ascending offsets into the scratch, starting with 0.
         """
-        if not ops.is_free(path.live) or int(path.ids[-1]) >= path.ids.shape[0]:  # else all of them stand right
-            ops.compact_kv(self.slab, path.ids, path.live, self.filled)
+        ops.compact_kv(self.slab, path.ids, path.live, self.filled)
         self.filled += path.live
+
+    def commit(self, path: Sequence[int]) -> None:
+        """As `keep`, of a path that the host knows."""
+        if path[-1] >= len(path):
+            self.keep(Nodes.of(torch.tensor(path, device=self.slab.device)))
+        else:  # all of them stand right
+            self.filled += len(path)
 
 
 def _rounded(capacity: int) -> int:

@@ -27,7 +27,7 @@ from specengine.ops.tree import Nodes
 
 LIBRARY = Path(__file__).parents[1] / "_cuda.so"
 BUILD = "SPECENGINE_CUDA=1 pip install -e ."
-ABI_VERSION = 2  # as in csrc/spec/device_abi.hpp
+ABI_VERSION = 3  # as in csrc/spec/device_abi.hpp
 CAPACITY = 256  # largest budget of a best-first queue
 DEVICE = "cuda"  # whose addresses the library takes
 

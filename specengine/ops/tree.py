@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -181,7 +181,7 @@ def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
     return ((ancestors[:, column // WORD_BITS] >> (column % WORD_BITS)) & 1).bool()
 
 
-@lru_cache(maxsize=16)
+@cache  # for good: captured graphs read them
 def own_bits(capacity: int, device: torch.device) -> Tensor:
     """Word rows in which node i has bit i alone: int64 [capacity, ceil(capacity / 64)]."""
     node = torch.arange(capacity, device=device)

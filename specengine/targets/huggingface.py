@@ -117,7 +117,7 @@ class HuggingFaceTarget(Target):
         self.cache.keep(path)
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
-        self.keep(Nodes.of(torch.tensor(path, device=self.device)))
+        self.cache.commit(path)
         self.tokens.extend(tree.tokens[path].tolist())
 
     def reset(self) -> None:

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from specengine.modeling import threads
 from specengine.modeling.native import NativeLM
 from specengine.modeling.rows import Rows
-from specengine.ops import Nodes
 from specengine.targets import Target
 from specengine.tree import TokenTree
 
@@ -83,7 +82,7 @@ class NativeTarget(Target):
         return chosen.tolist(), features
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
-        self.cache.keep(Nodes.of(torch.tensor(path)))
+        self.cache.commit(path)
         self.tokens.extend(tree.tokens[path].tolist())
 
     def reset(self) -> None:

@@ -6,7 +6,6 @@ import ctypes
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest

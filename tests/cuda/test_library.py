@@ -10,10 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from specengine import ops
-from specengine.errors import BackendError, InputError
+from specengine.errors import BackendError
 from specengine.ops import cuda
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"

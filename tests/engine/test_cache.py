@@ -29,7 +29,12 @@ def test_compact_equals_gather(length: int, rest: set[int]) -> None:
     path = [0, *sorted(rest)]
     cache = random_cache(length, 81)
     before = cache.slab.clone()
-    cache.keep(nodes_of(path))
+    cache.commit(path)
+    moved = random_cache(length, 81)
+    moved.slab.copy_(before)
+    moved.keep(nodes_of([*path, *[0] * 3])._replace(live=torch.tensor([len(path)], dtype=torch.int32)))
+    assert torch.equal(moved.slab, cache.slab)
+    assert moved.length == cache.length
     assert cache.length == length + len(path)
     assert torch.equal(cache.slab[:, :, :, :length], before[:, :, :, :length])
     gathered = before[:, :, :, [length + node for node in path]]

@@ -1,8 +1,8 @@
 """python -m tests.graphs.launches [--write]: kernels that a captured cycle launches, counted on the pretended device.
 
 By policy the launches of root, level and the rest (verification, walk, commit) of a target of LAYERS layers behind an
-EAGLE-3 head, and what a further layer adds; views and uninitialised memory do not count. With kernels an op that Triton or
-CUDA serves counts as one, whatever is prepared for it, and its meaning runs in its place.
+EAGLE-3 head, and what a further layer adds; views and uninitialised memory do not count. With kernels an op that Triton
+or CUDA serves counts as one, whatever is prepared for it, and its meaning runs in its place.
 """
 
 from __future__ import annotations
