@@ -258,15 +258,16 @@ class CapturedDriver(EagerDriver):
 
     def _start(self, number: int) -> Any:
         """Launch a cycle; what will have arrived of its record."""
-        self._grow()
-        self._run("finish")
-        into = self._records[number % 2]
-        into.copy_(self._record, non_blocking=True)
-        if self._record.device.type != "cuda":
-            return into.clone(), None  # the device would have another memory
-        event = torch.cuda.Event()
-        event.record()
-        return into, event
+        with self.target.running():  # on its device, if there are several
+            self._grow()
+            self._run("finish")
+            into = self._records[number % 2]
+            into.copy_(self._record, non_blocking=True)
+            if self._record.device.type != "cuda":
+                return into.clone(), None  # the device would have another memory
+            event = torch.cuda.Event()
+            event.record()
+            return into, event
 
     def _read(self, values: Tensor) -> Record:
         """A record that has been copied to the host."""

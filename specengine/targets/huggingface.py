@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +81,9 @@ class HuggingFaceTarget(Target):
     @property
     def model_seconds(self) -> float:  # type: ignore[override]
         return self.lm.seconds
+
+    def running(self) -> AbstractContextManager[None]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def reserve(self, tokens: int, scratch: int) -> None:
         self.cache.reserve(tokens + scratch)
