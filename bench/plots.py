@@ -10,7 +10,7 @@ from bench.table import Record
 from specengine.checkpoints.files import atomic
 from specengine.trace.pictures import COLOURS, MARKERS
 
-LOOPS = ("eager", "static cache", "host", "read", "ahead", "while", "strict")
+DRIVEN = ("eager", "static cache", "graphs", "strict")
 BAR = 0.22  # inches
 
 
@@ -82,7 +82,7 @@ def _curves(figure: Any, rows: list[Record]) -> None:
 
 
 def _speeds(records: list[Record]) -> dict[str, dict[str, float]]:
-    """By policy and loop; `transformers` stands among the policies."""
+    """By policy and how it is driven; `transformers` stands among the policies."""
     found: dict[str, dict[str, float]] = {}
     for record in records:
         for way, speed in record.get("speedup_over_plain_graphs", {}).items():
@@ -92,17 +92,17 @@ def _speeds(records: list[Record]) -> dict[str, dict[str, float]]:
 
 
 def _bars(figure: Any, speeds: dict[str, dict[str, float]]) -> None:
-    bars = [(policy, loop) for policy in speeds for loop in LOOPS if loop in speeds[policy]]
+    bars = [(policy, way) for policy in speeds for way in DRIVEN if way in speeds[policy]]
     figure.set_size_inches(8.0, 1.2 + BAR * (len(bars) + len(speeds)))
     axes = figure.subplots()
     places, place = {}, 0.0
-    for number, (policy, loop) in enumerate(bars):
+    for number, (policy, way) in enumerate(bars):
         place += 2.0 if number and bars[number - 1][0] != policy else 1.0  # a gap before the next policy
-        places[policy, loop] = place
-    for loop, colour in zip(LOOPS, (*COLOURS, "0.5"), strict=True):
-        own = {places[bar]: speeds[bar[0]][loop] for bar in bars if bar[1] == loop}
+        places[policy, way] = place
+    for way, colour in zip(DRIVEN, COLOURS, strict=False):
+        own = {places[bar]: speeds[bar[0]][way] for bar in bars if bar[1] == way}
         if own:
-            drawn = axes.barh(list(own), list(own.values()), color=colour, label=loop)
+            drawn = axes.barh(list(own), list(own.values()), color=colour, label=way)
             axes.bar_label(drawn, fmt="%.2f", fontsize=7, padding=2)
     middles = [[place for (policy, _), place in places.items() if policy == name] for name in speeds]
     axes.set_yticks([sum(own) / len(own) for own in middles], list(speeds))
@@ -111,4 +111,4 @@ def _bars(figure: Any, speeds: dict[str, dict[str, float]]) -> None:
     axes.axvline(1.0, color="k", linewidth=0.8)
     axes.set(xlabel="tokens per second over captured plain decoding's")
     axes.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=len(LOOPS), fontsize=9, frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(DRIVEN), fontsize=9, frameon=False)

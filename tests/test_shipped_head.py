@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from specengine.drafters._head_draft import HeadDraft
 
 import specengine
 from specengine.checkpoints import embedded
 from specengine.checkpoints.eagle import load_head
+from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
 
 QUESTIONS = ("What is a rainbow?", "Write a Python function that adds two numbers.", "Name three uses of salt.")
@@ -51,7 +51,7 @@ def test_it_drafts_for_the_default_model_without_changing_its_answers(default_mo
     engine = specengine.Engine.from_pretrained(str(default_model_path), dtype="float32")
     plain = specengine.Engine(engine.target, None, None, engine.tokenizer)
     assert isinstance(engine.drafter, Lookup)
-    assert isinstance(engine.drafter.drafter, HeadDraft)
+    assert isinstance(engine.drafter.drafter, Eagle)
     alone = specengine.Engine(engine.target, engine.drafter.drafter, engine.policy, engine.tokenizer)
     tokens = cycles = 0
     for question in QUESTIONS:

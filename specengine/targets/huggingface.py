@@ -106,7 +106,7 @@ class HuggingFaceTarget(Target):
         if ops.is_free(tree.size):
             tree = tree.trimmed()
         if ops.is_free(self.cache.filled):
-            self.cache.reserve(self.cache.length + tree.capacity)
+            self.cache.reserve(self.cache.length + tree.capacity + self.strict_rows)
         rows = Rows.of(tree, self.cache.filled)
         if not self.strict_rows:
             return self.lm.forward(rows, self.cache, self._features)

@@ -120,7 +120,7 @@ def test_a_head_reads_the_hidden_states_on_the_device(tmp_path: Path) -> None:
     assert len(heights("eagle3", policy)) > 1
     without = captured("small_model", policy)
     for run in (lambda: without.generate(PROMPT), lambda: without.warmup(tokens=100)):
-        with pytest.raises(InputError, match="which only EAGLE heads give"):
+        with frozen(), pytest.raises(InputError, match="which only EAGLE heads give"):
             run()
 
 

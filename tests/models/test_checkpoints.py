@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from specengine.drafters._head_draft import CPU_POLICY
 from torch import Tensor
 
 from specengine import Engine, policies
 from specengine.checkpoints import eagle as checkpoints
 from specengine.checkpoints.eagle import load_head, save_head
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import CPU_POLICY, Eagle
 from specengine.errors import CheckpointError, InputError
 from specengine.modeling.eagle_head import EagleConfig, causal, head_from
 from tests.models.layouts import LAYER_IDS, official, same

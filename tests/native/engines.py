@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from specengine.drafters._native_eagle import NativeEagle
 from transformers import PreTrainedModel
 
 from specengine import Engine
@@ -19,6 +18,7 @@ from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.modeling import native
 from specengine.modeling.eagle_head import head_from
+from specengine.modeling.eagle_native import NativeHead
 from specengine.modeling.native import VARIABLE, NativeLM, from_model
 from specengine.targets.native import NativeTarget
 from tests.heads import deep
@@ -77,7 +77,7 @@ def drafter_of(draft: str, lm: NativeLM, family: str, instructions: str | None) 
     config = head_config(3 if draft == "eagle-3" else 1, lm.model)
     state = random_state(config)
     if draft == "eagle-3":
-        return NativeEagle(config, state, lm)
+        return Eagle(NativeHead(config, state, lm), lm)
     return Eagle(head_from(config, state, lm.dtype, CPU), lm)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from specengine.drafters._native_eagle import NativeEagle
 
 from specengine import Engine, policies
 from specengine.drafters.eagle import Eagle
 from specengine.modeling import native
 from specengine.modeling.eagle_head import head_from
+from specengine.modeling.eagle_native import NativeHead
 from specengine.modeling.native import WITH_PAIRS, NativeLM
 from specengine.targets.native import NativeTarget
 from tests.engine.engines import DependsOnThePath, InPlace
@@ -181,7 +181,7 @@ def test_heads_draft_as_torch_does(version: int) -> None:
     """On a native target's features; EAGLE-3 by the native forward, whose float32 sums stand in another order."""
     lm = lm_of("llama", None, torch.float32)
     ours = drafter_of(f"eagle-{version}", lm, "llama", None)
-    assert isinstance(ours, NativeEagle) == (version == 3)
+    assert isinstance(ours.head, NativeHead) == (version == 3)
     runs = []
     for drafter in (ours, torch_head(lm, version)):
         engine = Engine(NativeTarget(lm), drafter, policies.make("eagle", width=4, expansions=4, budget=20))
