@@ -159,13 +159,13 @@ def test_what_is_not_finite_is_no_number(
 
 
 def damage(cls: type, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = cls.forward  # type: ignore[attr-defined]
+    real = cls.extend  # type: ignore[attr-defined]
 
     def damaged(self: Any, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
         logits, states = real(self, *arguments, **options)
         return change(logits), states
 
-    monkeypatch.setattr(cls, "forward", damaged)
+    monkeypatch.setattr(cls, "extend", damaged)
 
 
 # ---------------------------------------------------------------------------------------------------- input
