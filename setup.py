@@ -158,7 +158,7 @@ if __name__ == "__main__":
             "specengine_kernels": ["README.md"],
             "specengine_csrc": ["best_first.cu", "spec/*.hpp"],
         },
-        exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "tests/*", "tests/cpu/*"]},
+        exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "tests/*", "tests/*/*"]},
         ext_modules=extensions(),
         cmdclass={"build_ext": OptionalBuildExt},
     )

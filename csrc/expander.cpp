@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "spec/strict_attention.hpp"
 #include "spec/best_first.hpp"
 #include "spec/candidates.hpp"
 #include "spec/classifier.hpp"
@@ -15,6 +14,7 @@
 #include "spec/decisions.hpp"
 #include "spec/entropy.hpp"
 #include "spec/gumbel.hpp"
+#include "spec/strict_attention.hpp"
 #include "spec/top_children.hpp"
 #include "spec/tree.hpp"
 
@@ -72,23 +72,10 @@ spec::Network network(const std::vector<uintptr_t>& parameters, int64_t inputs, 
           *at<const float>(parameters[3]), inputs, hidden};
 }
 
-// shape: that of spec::AttentionShape, in its order.
-void attend(bool bfloat16, const std::vector<int64_t>& shape, float scale, uintptr_t query, uintptr_t keys,
-            uintptr_t values, const spec::VisibleSlots& visible, uintptr_t out) {
-  const spec::AttentionShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4],
-                                   shape[5], shape[6], shape[7], shape[8], scale};
-  if (bfloat16)
-    spec::strict_attention(sizes, at<const uint16_t>(query), at<const uint16_t>(keys), at<const uint16_t>(values),
-                           visible, at<uint16_t>(out));
-  else
-    spec::strict_attention(sizes, at<const float>(query), at<const float>(keys), at<const float>(values), visible,
-                           at<float>(out));
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_expander, module) {
-  module.attr("INTERFACE") = 4;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 5;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
   module.def("ancestor_words", [](uintptr_t parents, int64_t nodes, uintptr_t out) {
     return spec::ancestor_words(at<const int64_t>(parents), nodes, spec::words_for(nodes), at<uint64_t>(out));
   });
@@ -214,21 +201,22 @@ PYBIND11_MODULE(_expander, module) {
     return spec::step_queues(arrays, given, *at<const int32_t>(of[1]) > 0, *at<const int32_t>(of[4]) == 1, search,
                              drawn);
   });
-  module.def("strict_attention", [](bool bfloat16, const std::vector<int64_t>& shape, float scale, uintptr_t query,
-                                    uintptr_t keys, uintptr_t values, uintptr_t mask, uintptr_t out) {
-    py::gil_scoped_release release;
-    const auto visible = spec::visible_by_mask(shape[2], shape[3], at<const uint8_t>(mask));
-    attend(bfloat16, shape, scale, query, keys, values, visible, out);
-  });
+  // shape: that of spec::AttentionShape, in its order.
   module.def("strict_cached_attention",
              [](bool bfloat16, const std::vector<int64_t>& shape, float scale, uintptr_t query, uintptr_t keys,
                 uintptr_t values, int64_t columns, uintptr_t nodes, uintptr_t counts, uintptr_t prefix, uintptr_t live,
                 uintptr_t out) {
                py::gil_scoped_release release;
-               const auto visible =
-                   spec::visible_by_paths(shape[2], columns, at<const int32_t>(nodes), at<const int32_t>(counts),
-                                          *at<const int32_t>(prefix), *at<const int32_t>(live));
-               attend(bfloat16, shape, scale, query, keys, values, visible, out);
+               const spec::AttentionShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4],
+                                                shape[5], shape[6], shape[7], scale};
+               const spec::RowPaths paths{columns, *at<const int32_t>(prefix), *at<const int32_t>(live),
+                                          at<const int32_t>(nodes), at<const int32_t>(counts)};
+               if (bfloat16)
+                 spec::strict_attention(sizes, at<const uint16_t>(query), at<const uint16_t>(keys),
+                                        at<const uint16_t>(values), paths, at<uint16_t>(out));
+               else
+                 spec::strict_attention(sizes, at<const float>(query), at<const float>(keys), at<const float>(values),
+                                        paths, at<float>(out));
              });
   module.def("beam_observation", [](const std::vector<int64_t>& shape, const std::vector<double>& numbers,
                                     uintptr_t scores, uintptr_t depths, uintptr_t live, uintptr_t expansions,

@@ -1,4 +1,4 @@
-"""csrc/spec on its own: built with the sanitizers and compared with brute force by csrc/tests/self_test.cpp."""
+"""csrc/spec on its own: built with the sanitizers and compared with brute force by csrc/tests/spec_test.cpp."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ CSRC = Path(__file__).parents[1] / "csrc"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
-def build_and_run(source: Path, program: Path) -> subprocess.CompletedProcess:
+def build_and_run(program: Path, *sources: Path) -> subprocess.CompletedProcess:
     flags = [
         "-std=c++17",
         "-O1",
@@ -21,7 +21,7 @@ def build_and_run(source: Path, program: Path) -> subprocess.CompletedProcess:
         "-fno-sanitize-recover",
     ]
     built = subprocess.run(
-        [COMPILER, *flags, f"-I{CSRC}", str(source), "-o", str(program)], capture_output=True, text=True
+        [COMPILER, *flags, f"-I{CSRC}", *map(str, sources), "-o", str(program)], capture_output=True, text=True
     )
     assert built.returncode == 0, built.stderr
     return subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
@@ -30,7 +30,8 @@ def build_and_run(source: Path, program: Path) -> subprocess.CompletedProcess:
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++) on the path")
 class TestSelfTest:
     def test_passes(self, tmp_path):
-        run = build_and_run(CSRC / "tests" / "self_test.cpp", tmp_path / "self_test")
+        parts = sorted((CSRC / "tests" / "spec").glob("*.cpp"))
+        run = build_and_run(tmp_path / "spec_test", CSRC / "tests" / "spec_test.cpp", *parts)
         assert run.returncode == 0, run.stdout + run.stderr
         assert "all checks passed" in run.stdout
 
@@ -45,6 +46,6 @@ class TestSelfTest:
             "  spec::select_best(values.data(), 3, 3, out.data());\n"
             "}\n"
         )
-        run = build_and_run(source, tmp_path / "short_buffer")
+        run = build_and_run(tmp_path / "short_buffer", source)
         assert run.returncode != 0
         assert "AddressSanitizer" in run.stderr

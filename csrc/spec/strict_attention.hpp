@@ -14,9 +14,16 @@ constexpr int kKeys = 64;      // keys whose scores are made side by side
 constexpr int kChannels = 64;  // channels of the output that are summed side by side
 
 struct AttentionShape {
-  int64_t heads, groups, rows, slots, size;  // key-value heads, query heads of each, rows, cache slots, head size
+  int64_t heads, groups, rows, size;  // key-value heads, query heads of each, rows, head size
   int64_t key_head, key_row, value_head, value_row;  // strides in elements
   float scale;
+};
+
+// What the rows see: the slots before `prefix` and, behind these, the nodes of their paths.
+struct RowPaths {
+  int64_t columns, prefix, live;  // rows from `live` on are padding: they see nothing and give 0
+  const int32_t* nodes;           // [rows, columns]: slots from `prefix` on, ascending
+  const int32_t* counts;          // [rows]: how many of them a row sees
 };
 
 SPEC_INLINE void store(float* out, float value) { *out = value; }
@@ -71,8 +78,8 @@ class StrictHead {
   StrictHead(int64_t slots, int64_t size)
       : slots_(slots), size_(size), wide_((size + kChannels - 1) / kChannels * kChannels),
         keys_(static_cast<size_t>((slots + kKeys - 1) / kKeys * kKeys * size)),
-        values_(static_cast<size_t>(slots * wide_)), scores_(static_cast<size_t>(slots + 2 * kKeys)), query_(static_cast<size_t>(size)),
-        sums_(static_cast<size_t>(wide_)) {}
+        values_(static_cast<size_t>(slots * wide_)), scores_(static_cast<size_t>(slots + 2 * kKeys)),
+        query_(static_cast<size_t>(size)), sums_(static_cast<size_t>(wide_)) {}
 
   template <typename T>
   void read(const T* keys, int64_t key_row, const T* values, int64_t value_row) {
@@ -85,15 +92,12 @@ class StrictHead {
     }
   }
 
-  // The row that is attended next. visible: the slots that it sees, ascending; the first `shared` are slots 0, 1, ...
-  void look(const std::vector<int64_t>& visible, int64_t shared) {
-    visible_ = visible.data();
-    count_ = static_cast<int64_t>(visible.size());
-    shared_ = shared;
-    const int64_t own = (count_ - shared + kKeys - 1) / kKeys * kKeys;
-    own_keys_.assign(static_cast<size_t>(own * size_), 0.0f);
-    for (int64_t i = 0; i < count_ - shared; ++i) {
-      const int64_t slot = visible_[shared + i];
+  // The row that is attended next: it sees `prefix` slots and `count` nodes behind them.
+  void look(int64_t prefix, const int32_t* nodes, int64_t count) {
+    prefix_ = prefix, nodes_ = nodes, count_ = prefix + count;
+    own_keys_.assign(static_cast<size_t>((count + kKeys - 1) / kKeys * kKeys * size_), 0.0f);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t slot = prefix + nodes[i];
       const float* from = keys_.data() + slot / kKeys * kKeys * size_ + slot % kKeys;
       float* to = own_keys_.data() + i / kKeys * kKeys * size_ + i % kKeys;
       for (int64_t d = 0; d < size_; ++d) to[d * kKeys] = from[d * kKeys];
@@ -110,10 +114,10 @@ class StrictHead {
     for (int64_t d = 0; d < size_; ++d) query_[static_cast<size_t>(d)] = load(query, d) * scale;
     float* scores = scores_.data();
     // A block may end in slots that the row does not see: the scores of its own keys take their places.
-    for (int64_t first = 0; first < shared_; first += kKeys)
+    for (int64_t first = 0; first < prefix_; first += kKeys)
       block_scores(query_.data(), keys_.data() + first * size_, size_, scores + first);
-    for (int64_t first = 0; first < count_ - shared_; first += kKeys)
-      block_scores(query_.data(), own_keys_.data() + first * size_, size_, scores + shared_ + first);
+    for (int64_t first = 0; first < count_ - prefix_; first += kKeys)
+      block_scores(query_.data(), own_keys_.data() + first * size_, size_, scores + prefix_ + first);
     const float peak = *std::max_element(scores, scores + count_);
     const float sum = softmax_weights(scores, count_, peak);
     for (int64_t first = 0; first < wide_; first += kChannels) sum_values(first);
@@ -124,61 +128,34 @@ class StrictHead {
   void sum_values(int64_t first) {
     float* sums = sums_.data() + first;
     std::fill(sums, sums + kChannels, 0.0f);
-    add_values(scores_.data(), values_.data() + first, shared_, wide_, sums);
-    for (int64_t j = shared_; j < count_; ++j)
-      add_values(scores_.data() + j, values_.data() + visible_[j] * wide_ + first, 1, wide_, sums);
+    add_values(scores_.data(), values_.data() + first, prefix_, wide_, sums);
+    for (int64_t j = prefix_; j < count_; ++j)
+      add_values(scores_.data() + j, values_.data() + (prefix_ + nodes_[j - prefix_]) * wide_ + first, 1, wide_, sums);
   }
 
-  const int64_t* visible_ = nullptr;
-  int64_t count_ = 0, shared_ = 0;
+  const int32_t* nodes_ = nullptr;
+  int64_t prefix_ = 0, count_ = 0;
   int64_t slots_, size_, wide_;
   std::vector<float> keys_, values_, own_keys_, scores_, query_, sums_;
 };
 
-// The slots that each row sees, ascending; a row without any gives 0.
-using VisibleSlots = std::vector<std::vector<int64_t>>;
-
-// mask: [rows, slots] of 0 or 1, or null where every row sees every slot.
-inline VisibleSlots visible_by_mask(int64_t rows, int64_t slots, const uint8_t* mask) {
-  VisibleSlots visible(static_cast<size_t>(rows));
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t slot = 0; slot < slots; ++slot)
-      if (mask == nullptr || mask[row * slots + slot]) visible[static_cast<size_t>(row)].push_back(slot);
-  return visible;
-}
-
-// Of each of the first `live` rows: the slots before `prefix`, then prefix + nodes[j] for j < counts.
-// nodes: [rows, columns], ascending.
-inline VisibleSlots visible_by_paths(int64_t rows, int64_t columns, const int32_t* nodes, const int32_t* counts,
-                                     int64_t prefix, int64_t live) {
-  VisibleSlots visible(static_cast<size_t>(rows));
-  for (int64_t row = 0; row < std::min(rows, live); ++row) {
-    auto& slots = visible[static_cast<size_t>(row)];
-    for (int64_t slot = 0; slot < prefix; ++slot) slots.push_back(slot);
-    for (int64_t j = 0; j < counts[row]; ++j) slots.push_back(prefix + nodes[row * columns + j]);
-  }
-  return visible;
-}
-
-// query, out: [heads * groups, rows, size].
+// query, out: [heads * groups, rows, size]. Slots behind the last that a row sees are not read.
 template <typename T>
-void strict_attention(AttentionShape shape, const T* query, const T* keys, const T* values,
-                      const VisibleSlots& visible, T* out) {
-  int64_t shared = shape.slots, end = 0;
-  for (const auto& slots : visible) {
-    if (slots.empty()) continue;
-    int64_t leading = 0;
-    while (leading < static_cast<int64_t>(slots.size()) && slots[static_cast<size_t>(leading)] == leading) ++leading;
-    shared = std::min(shared, leading);
-    end = std::max(end, slots.back() + 1);
-  }
-  shape.slots = end;  // what stands behind is not read
-  StrictHead head(shape.slots, shape.size);
+void strict_attention(const AttentionShape& shape, const T* query, const T* keys, const T* values,
+                      const RowPaths& paths, T* out) {
+  const int64_t live = std::min(shape.rows, paths.live);
+  int64_t slots = live > 0 ? paths.prefix : 0;
+  for (int64_t row = 0; row < live; ++row)
+    if (const int64_t count = paths.counts[row])
+      slots = std::max(slots, paths.prefix + paths.nodes[row * paths.columns + count - 1] + 1);
+  StrictHead head(slots, shape.size);
   for (int64_t h = 0; h < shape.heads; ++h) {
     head.read(keys + h * shape.key_head, shape.key_row, values + h * shape.value_head, shape.value_row);
     for (int64_t row = 0; row < shape.rows; ++row) {
-      const auto& slots = visible[static_cast<size_t>(row)];
-      head.look(slots, std::min(shared, static_cast<int64_t>(slots.size())));
+      if (row < live)
+        head.look(paths.prefix, paths.nodes + row * paths.columns, paths.counts[row]);
+      else
+        head.look(0, nullptr, 0);
       for (int64_t g = 0; g < shape.groups; ++g) {
         const int64_t place = ((h * shape.groups + g) * shape.rows + row) * shape.size;
         head.attend(query + place, shape.scale, out + place);

@@ -36,7 +36,6 @@ from specengine.ops.attention import (
     order_paths,
     pack_mask,
     rope_store,
-    strict_attention,
     strict_cached_attention,
     tree_attention,
 )
@@ -118,7 +117,6 @@ __all__ = [
     "row_of",
     "select_best",
     "step_queues",
-    "strict_attention",
     "strict_cached_attention",
     "subtree",
     "top_children",

@@ -179,33 +179,6 @@ def rope_store(
 
 
 @op
-def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """As `tree_attention`, but a row's result depends on nothing except the keys and values that it sees, in their
-    order: not on other rows, nor on slots that it does not see. So a tree node's bits are those of plain decoding.
-
-    mask: bool [n, L], or None where every row sees every slot.
-    """
-    heads, rows, _ = query.shape
-    if key.shape != value.shape or heads % key.shape[0] or not query.dtype is key.dtype is value.dtype:
-        raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}")
-    if mask is not None and (mask.dtype is not torch.bool or mask.shape != (rows, key.shape[1])):
-        raise InputError(f"mask: bool [{rows}, {key.shape[1]}] is needed, got {describe(mask)}")
-    if run := attached("strict_attention", query):
-        return run(query, key, value, mask, scale)
-    # Row by row over what it sees alone: every call has the shape that it has when the row is decoded by itself.
-    heads, rows, size = query.shape
-    out = torch.zeros_like(query)
-    for row in range(rows):
-        seen = slice(None) if mask is None else mask[row]
-        keys, values = key[:, seen].float(), value[:, seen].float()
-        if keys.shape[1]:
-            grouped = query[:, row].float().view(key.shape[0], -1, size) * scale
-            weights = (grouped[:, :, None] * keys[:, None]).sum(-1).softmax(-1)
-            out[:, row] = (weights[..., None] * values[:, None]).sum(2).view(heads, size).to(query.dtype)
-    return out
-
-
-@op
 def order_paths(words: Tensor) -> Paths:
     """The nodes that each row's words name, in the order of their bits; made once per forward.
 
@@ -228,8 +201,9 @@ def order_paths(words: Tensor) -> Paths:
 def strict_cached_attention(
     query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
 ) -> Tensor:
-    """As `cached_attention`, with what `strict_attention` promises: sums go over fixed chunks of absolute positions,
-    the j-th node of a row's path having position prefix + j, so that the tree around a row changes no bit of it.
+    """As `cached_attention`, but a row's result depends on nothing except the keys and values that it sees, in their
+    order: not on other rows, on slots between those, or on the size of the cache. So a tree node's bits are those of
+    plain decoding.
 
     paths: of the rows, by `order_paths`; prefix, live: int32 [1] on the device. No host read, so it can be captured.
     """
@@ -242,7 +216,8 @@ def strict_cached_attention(
         raise InputError(f"prefix, live: int32 [1] each is needed, got {describe(prefix, live)}")
     if run := attached("strict_cached_attention", query):
         return run(query, key, value, paths, prefix, live, scale)
-    # By chunks of absolute positions, so that neither the tree nor the size of the cache changes the order of sums.
+    # By whole chunks of absolute positions, of which the j-th node of a path has prefix + j, so that neither the tree
+    # nor the size of the cache changes the order of sums.
     (heads, rows, size), (kv_heads, capacity, _) = query.shape, key.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = (query.to(wide) * scale).view(kv_heads, -1, rows, 1, size)
@@ -250,7 +225,7 @@ def strict_cached_attention(
     peak = torch.full(grouped.shape[:3], -math.inf, dtype=wide, device=key.device)
     total, sums = torch.zeros_like(peak), torch.zeros_like(query, dtype=wide).view(*peak.shape, size)
     for start in range(0, capacity, CHUNK):
-        positions = torch.arange(start, min(start + CHUNK, capacity), device=key.device)
+        positions = torch.arange(start, start + CHUNK, device=key.device)
         place = (positions - prefix).clamp(0, paths.nodes.shape[1] - 1).expand(rows, -1)
         slots = torch.where(positions < prefix, positions, prefix + paths.nodes.gather(1, place))
         seen = positions < ends[:, None]

@@ -24,7 +24,7 @@ from specengine.ops.select import HAS_NAN, Candidates
 from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Arrays, Nodes
 
 _expander: Any = importlib.import_module("specengine._expander")
-INTERFACE = 4  # as in csrc/expander.cpp
+INTERFACE = 5  # as in csrc/expander.cpp
 
 if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")
@@ -54,7 +54,6 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
         "walk": walk,
         "compact_kv": compact_kv,
-        "strict_attention": strict_attention,
         "strict_cached_attention": strict_cached_attention,
     }
 
@@ -289,35 +288,30 @@ def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) 
     return out
 
 
-def strict_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    if query.dtype is torch.float16:
-        whole = strict_attention(query.float(), key.float(), value.float(), mask, scale)
-        return whole.to(torch.float16)
-    mask = None if mask is None else mask.contiguous()
-    return _attended(_expander.strict_attention, query, key, value, scale, 0 if mask is None else mask.data_ptr())
-
-
 def strict_cached_attention(
     query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
 ) -> Tensor:
     if query.dtype is torch.float16:
         whole = strict_cached_attention(query.float(), key.float(), value.float(), paths, prefix, live, scale)
         return whole.to(torch.float16)
-    nodes, counts = (part.contiguous() for part in paths)
-    numbers = nodes.data_ptr(), counts.data_ptr(), prefix.data_ptr(), live.data_ptr()
-    return _attended(_expander.strict_cached_attention, query, key, value, scale, nodes.shape[1], *numbers)
-
-
-def _attended(run: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, *seen: int) -> Tensor:
     if key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
-    query = query.contiguous()
-    heads, rows, size = query.shape
-    sizes = [key.shape[0], heads // key.shape[0], rows, key.shape[1], size]
-    strides = [key.stride(0), key.stride(1), value.stride(0), value.stride(1)]
-    out = torch.empty_like(query)
-    given = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    run(query.dtype is torch.bfloat16, sizes + strides, scale, *given, *seen, out.data_ptr())
+    query, nodes, counts = query.contiguous(), paths.nodes.contiguous(), paths.counts.contiguous()
+    (heads, rows, size), out = query.shape, torch.empty_like(query)
+    _expander.strict_cached_attention(
+        query.dtype is torch.bfloat16,
+        [key.shape[0], heads // key.shape[0], rows, size, *key.stride()[:2], *value.stride()[:2]],
+        scale,
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        nodes.shape[1],
+        nodes.data_ptr(),
+        counts.data_ptr(),
+        prefix.data_ptr(),
+        live.data_ptr(),
+        out.data_ptr(),
+    )
     return out
 
 

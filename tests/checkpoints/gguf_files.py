@@ -10,6 +10,9 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from specengine.checkpoints.gguf import GGUFFile, read
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
 HIDDEN, INNER, HEADS, KEY_HEADS, HEAD, LAYERS, CONTEXT = 64, 96, 4, 2, 16, 2, 128
 
 # ---- tensors
@@ -146,6 +149,10 @@ def write_model(
     return finish(writer, path)
 
 
+def opened(folder: Path, architecture: str = "llama", **changes: Any) -> GGUFFile:
+    return read(write_model(folder / "model.gguf", architecture, **changes))
+
+
 def finish(writer: GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -188,3 +195,9 @@ def encode(
     entries, infos = list(entries), list(infos)
     head = b"GGUF" + struct.pack("<IQQ", version, len(infos), len(entries)) + b"".join([*entries, *infos])
     return head + bytes(-len(head) % alignment + data)
+
+
+def written(folder: Path, raw: bytes) -> Path:
+    path = folder / "model.gguf"
+    path.write_bytes(raw)
+    return path

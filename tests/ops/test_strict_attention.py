@@ -1,4 +1,8 @@
-"""strict_attention: a row is computed as it would be alone, whatever stands beside it."""
+"""strict_cached_attention: a row is computed as it would be alone, whatever stands beside it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,124 +12,92 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.errors import InputError
+from specengine.ops import Paths
 from tests import toy
+from tests.ops.inputs import INF, NAN, count
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-attentions = st.fixed_dictionaries(
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+UNREAD = 2**31 - 1  # of what no row sees
+cases = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 10**6),
         "shape": st.tuples(st.sampled_from([1, 3]), st.sampled_from([1, 3]), st.sampled_from([4, 20, 64, 96])),
-        "rows": st.integers(1, 9),
-        "prefix": st.sampled_from([0, 1, 5, 63, 64, 65, 130]),
-        "dtype": st.sampled_from(DTYPES),
-    }
-)
-
-
-def inputs(seed: int, shape: tuple[int, int, int], rows: int, prefix: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    heads, groups, size = shape
-    draw = torch.Generator().manual_seed(seed)
-    query = torch.randn(heads * groups, rows, size, generator=draw).to(dtype)
-    keys, values = torch.randn(2, heads, prefix + rows, size, generator=draw).to(dtype)
-    mask = torch.rand(rows, prefix + rows, generator=draw) > 0.5
-    mask[:, :prefix] = True
-    return query, keys, values, mask
-
-
-@pytest.mark.usefixtures("backend")
-@settings(deadline=None, max_examples=150)
-@given(case=attentions)
-def test_a_row_is_what_it_would_be_alone(case: dict) -> None:
-    query, keys, values, mask = inputs(**case)
-    out = ops.strict_attention(query, keys, values, mask, 0.3)
-    for row in range(query.shape[1]):
-        seen = mask[row]
-        alone = ops.strict_attention(query[:, row : row + 1], keys[:, seen], values[:, seen], None, 0.3)
-        assert torch.equal(out[:, row : row + 1], alone)
-
-
-@settings(deadline=None, max_examples=200)
-@given(case=attentions)
-def test_it_is_attention(case: dict) -> None:
-    query, keys, values, mask = inputs(**case)
-    heads = keys.shape[0]
-    scores = torch.einsum("hgnd,hld->hgnl", query.double().view(heads, -1, *query.shape[1:]), keys.double()) * 0.3
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).nan_to_num(0.0)
-    expected = torch.einsum("hgnl,hld->hgnd", weights, values.double()).reshape(query.shape)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[query.dtype]
-    for found in (
-        ops.strict_attention(query, keys, values, mask, 0.3),
-        ops.by_meaning(ops.strict_attention, query, keys, values, mask, 0.3),
-    ):
-        assert found.dtype is query.dtype
-        assert float((found.double() - expected).abs().max()) <= tolerance * max(1.0, float(expected.abs().max()))
-
-
-def test_what_a_row_does_not_see_cannot_reach_it(backend: str) -> None:
-    query, keys, values, mask = inputs(1, (2, 2, 64), 3, 70, torch.float32)
-    clean = ops.strict_attention(query, keys, values, mask, 0.1)
-    hidden = ~mask.any(0)
-    hidden[71] = True
-    mask[:, 71] = False
-    clean = ops.strict_attention(query, keys, values, mask, 0.1)
-    keys[:, hidden], values[:, hidden] = float("nan"), float("inf")
-    assert torch.equal(ops.strict_attention(query, keys, values, mask, 0.1), clean)
-
-
-def test_a_row_that_sees_nothing_gives_zero(backend: str) -> None:
-    query, keys, values, mask = inputs(1, (1, 2, 8), 2, 0, torch.float32)
-    mask[:] = False
-    assert not ops.strict_attention(query, keys, values, mask, 0.1).any()
-
-
-def test_strided_inputs(backend: str) -> None:
-    query, keys, values, mask = inputs(4, (3, 1, 20), 5, 9, torch.bfloat16)
-    slab = torch.full((3, 40, 20), float("nan"), dtype=torch.bfloat16)
-    slab[:, :14] = keys
-    turned = values.transpose(1, 2).contiguous().transpose(1, 2)
-    found = ops.strict_attention(query.transpose(0, 1).contiguous().transpose(0, 1), slab[:, :14], turned, mask, 0.2)
-    assert torch.equal(found, ops.strict_attention(query, keys, values, mask, 0.2))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda q, k, v, m: (q, k, v[:, 1:], m), "query"),
-        (lambda q, k, v, m: (q, k.double(), v, m), "query"),
-        (lambda q, k, v, m: (q, k, v, m.float()), "mask: bool"),
-        (lambda q, k, v, m: (q, k, v, m[:, 1:]), "mask: bool"),
-    ],
-)
-def test_wrong_inputs(change, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ops.strict_attention(*change(*inputs(0, (1, 1, 4), 2, 3, torch.float32)), 1.0)
-
-
-cached = st.fixed_dictionaries(
-    {
-        "seed": st.integers(0, 10**6),
-        "shape": st.tuples(st.sampled_from([1, 3]), st.sampled_from([1, 3]), st.sampled_from([4, 20, 64])),
-        "nodes": st.integers(1, 70),
+        "nodes": st.one_of(st.integers(1, 9), st.integers(1, 70)),
         "prefix": st.sampled_from([0, 1, 5, 63, 64, 65, 130]),
         "padding": st.integers(0, 3),
+        "behind": st.sampled_from([0, 1, 70]),
+        "tree": st.booleans(),
         "dtype": st.sampled_from(DTYPES),
     }
 )
 
 
-def tree_in_cache(
-    seed: int, shape: tuple[int, int, int], nodes: int, prefix: int, padding: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values, words, prefix, live; NaN stands in the slots behind the tree."""
-    heads, groups, size = shape
-    rows, draw = nodes + padding, torch.Generator().manual_seed(seed)
+class Case(NamedTuple):
+    """Inputs of the op; NaN stands in the slots behind the nodes, and UNREAD behind each path."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    paths: Paths
+    prefix: Tensor
+    live: Tensor
+
+    def run(self, **changes: Tensor | Paths) -> Tensor:
+        return ops.strict_cached_attention(**(self._asdict() | changes), scale=0.3)
+
+    def slots(self, row: int) -> list[int]:
+        """What a row sees."""
+        before = int(self.prefix)
+        own = self.paths.nodes[row, : int(self.paths.counts[row])].tolist() if row < int(self.live) else None
+        return [] if own is None else [*range(before), *(before + node for node in own)]
+
+    def mask(self) -> Tensor:
+        mask = torch.zeros(self.query.shape[1], self.key.shape[1], dtype=torch.bool)
+        for row in range(len(mask)):
+            mask[row, self.slots(row)] = True
+        return mask
+
+
+def drawn(
+    *,
+    seed: int = 0,
+    shape: tuple[int, int, int] = (2, 2, 20),
+    nodes: int = 5,
+    prefix: int = 9,
+    padding: int = 0,
+    behind: int = 0,
+    tree: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Rows of a tree, or rows of which each sees any of the nodes; at times none."""
+    (heads, groups, size), rows = shape, nodes + padding
+    draw = torch.Generator().manual_seed(seed)
     words = torch.zeros(rows, -(-rows // 64), dtype=torch.int64)
-    ancestors = toy.random_tree(seed, nodes, 500).ancestors
-    words[:nodes, : ancestors.shape[1]] = ancestors  # padding may need more words than the tree
+    if tree:
+        ancestors = toy.random_tree(seed, nodes, 500).ancestors
+        words[:nodes, : ancestors.shape[1]] = ancestors  # padding may need more words than the tree
+    else:
+        chosen = torch.rand(nodes, nodes, generator=draw) < torch.rand(nodes, 1, generator=draw)
+        for row, node in chosen.nonzero().tolist():
+            words[row, node // 64] |= torch.tensor(1) << node % 64
+    paths = ops.order_paths(words)
+    paths.nodes[torch.arange(paths.nodes.shape[1]) >= paths.counts[:, None]] = UNREAD
+    paths.nodes[nodes:], paths.counts[nodes:] = UNREAD, UNREAD  # padding
     query = torch.randn(heads * groups, rows, size, generator=draw).to(dtype)
-    keys, values = torch.randn(2, heads, prefix + rows + 70, size, generator=draw).to(dtype)
-    keys[:, prefix + nodes :], values[:, prefix + nodes :] = float("nan"), float("nan")
-    return query, keys, values, words, *(torch.tensor([n], dtype=torch.int32) for n in (prefix, nodes))
+    keys, values = torch.randn(2, heads, prefix + rows + behind, size, generator=draw).to(dtype)
+    keys[:, prefix + nodes :], values[:, prefix + nodes :] = NAN, NAN
+    return Case(query, keys, values, paths, count(prefix), count(nodes))
+
+
+def attention(case: Case) -> Tensor:
+    """In float64, under a mask."""
+    query, key, value = (part.double() for part in (case.query, case.key.nan_to_num(), case.value.nan_to_num()))
+    scores = torch.einsum("hgnd,hld->hgnl", query.view(key.shape[0], -1, *query.shape[1:]), key) * 0.3
+    weights = scores.masked_fill(~case.mask(), -INF).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hgnl,hld->hgnd", weights, value).reshape(query.shape)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 200))
@@ -140,44 +112,121 @@ def test_paths_are_the_ancestors_in_their_order(seed: int, nodes: int) -> None:
 
 
 @pytest.mark.usefixtures("backend")
-@settings(deadline=None, max_examples=60)
-@given(case=cached)
-def test_a_node_in_a_cache_is_what_its_path_gives_alone(case: dict) -> None:
-    """The path committed before it, in a cache of another size: the same bits; and it is attention."""
-    query, keys, values, words, prefix, live = tree_in_cache(**case)
-    paths, length = ops.order_paths(words), case["prefix"]
-    out = ops.strict_cached_attention(query, keys, values, paths, prefix, live, 0.3)
-    assert not out[:, case["nodes"] :].any()
-    mask = torch.zeros(query.shape[1], keys.shape[1], dtype=torch.bool)
-    for row in range(case["nodes"]):
-        mask[row, [*range(length), *(length + node for node in paths.nodes[row, : paths.counts[row]].tolist())]] = True
-    usual = ops.strict_attention(query, keys.nan_to_num(), values.nan_to_num(), mask, 0.3)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[query.dtype]
-    torch.testing.assert_close(out, usual, rtol=tolerance, atol=tolerance)
-    for row in {0, case["nodes"] // 2, case["nodes"] - 1}:
-        slots = mask[row].nonzero()[:, 0]
-        alone = [torch.full((keys.shape[0], len(slots) + 99, keys.shape[2]), float("nan"), dtype=keys.dtype)] * 2
-        alone = [torch.cat([cache[:, slots], rest], 1) for cache, rest in zip((keys, values), alone, strict=True)]
-        moved = query.clone()
-        moved[:, 0] = query[:, row]
-        numbers = (torch.tensor([n], dtype=torch.int32) for n in (len(slots) - 1, 1))
-        only = torch.zeros_like(words)
-        only[0, 0] = 1
-        again = ops.strict_cached_attention(moved, *alone, ops.order_paths(only), *numbers, 0.3)
-        assert torch.equal(again[:, 0], out[:, row])
+@settings(deadline=None, max_examples=150)
+@given(drawing=cases, cut=st.floats(0, 1), room=st.sampled_from([0, 1, 99]))
+def test_a_row_is_what_it_would_be_alone(drawing: dict, cut: float, room: int) -> None:
+    """What it sees in a cache of another size, some of it committed and some a path, by itself or before padding."""
+    case = drawn(**drawing)
+    out, rows = case.run(), case.query.shape[1]
+    for row in range(rows) if rows < 10 else (0, rows // 2, int(case.live) - 1):
+        slots = case.slots(row)
+        if not slots:
+            assert not out[:, row].any()
+            continue
+        rest = case.key.new_full((case.key.shape[0], room, case.key.shape[2]), NAN)
+        key, value = (torch.cat([cache[:, slots], rest], 1) for cache in (case.key, case.value))
+        for padding, prefix in ((0, round(cut * len(slots))), (rows - 1, len(slots) - 1)):
+            own = len(slots) - prefix
+            nodes = torch.full((1 + padding, max(own, 64)), UNREAD, dtype=torch.int32)
+            nodes[0, :own] = torch.arange(own)
+            paths = Paths(nodes, torch.tensor([own, *[UNREAD] * padding], dtype=torch.int32))
+            query = torch.cat([case.query[:, row : row + 1], case.query[:, :padding]], 1)
+            alone = Case(query, key, value, paths, count(prefix), count(1)).run()
+            assert torch.equal(alone[:, 0], out[:, row])
 
 
-def test_a_cache_is_checked() -> None:
-    query, keys, values, words, prefix, live = tree_in_cache(0, (1, 1, 4), 3, 5, 0, torch.float32)
-    paths = ops.order_paths(words)
-    for wrong, message in (
-        ({"key": keys[:, 1:]}, "query"),
-        ({"paths": ops.Paths(paths.nodes.long(), paths.counts)}, "paths: int32"),
-        ({"paths": ops.Paths(paths.nodes[1:], paths.counts)}, "paths: int32"),
-        ({"live": live.long()}, "prefix, live: int32"),
+@pytest.mark.usefixtures("backend")
+@settings(deadline=None, max_examples=200)
+@given(drawing=cases)
+def test_it_is_attention(drawing: dict) -> None:
+    case = drawn(**drawing)
+    found, expected = case.run(), attention(case)
+    assert found.dtype is case.query.dtype
+    assert found.shape == case.query.shape
+    assert not found[:, int(case.live) :].any()
+    limit = TOLERANCE[found.dtype] * max(1.0, float(expected.abs().max()))
+    assert float((found.double() - expected).abs().max()) <= limit
+
+
+def test_the_limit_sees_one_wrong_slot(backend: str) -> None:
+    case = drawn(nodes=9, prefix=60, shape=(1, 2, 64))
+    wrong = case.paths.nodes.clone()
+    wrong[8, 0] = 1 if wrong[8, 1] != 1 else 7
+    found = case.run(paths=Paths(wrong, case.paths.counts))
+    assert float((found.double() - attention(case)).abs().max()) > 1e-3
+
+
+@settings(deadline=None, max_examples=100)
+@given(drawing=cases)
+def test_it_gives_what_it_means(drawing: dict) -> None:
+    case = drawn(**drawing)
+    meant = ops.by_meaning(case.run)
+    limit = 2 * TOLERANCE[meant.dtype]
+    torch.testing.assert_close(case.run(), meant, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("tree", [True, False], ids=["tree", "any nodes"])
+@pytest.mark.parametrize("prefix", [0, 61, 70])
+def test_what_a_row_does_not_see_cannot_reach_it(backend: str, prefix: int, tree: bool) -> None:
+    case = drawn(seed=3, nodes=12, prefix=prefix, padding=2, behind=3, tree=tree, shape=(2, 2, 64))
+    clean, mask = case.run(), case.mask()
+    assert clean.isfinite().all()
+    for slot in range(prefix, case.key.shape[1]):
+        key, value = case.key.clone(), case.value.clone()
+        key[:, slot], value[:, slot] = NAN, INF
+        found, unseen = case.run(key=key, value=value), ~mask[:, slot]
+        assert torch.equal(found[:, unseen], clean[:, unseen])
+        assert not found[:, ~unseen].isfinite().any()
+
+
+def test_a_row_that_sees_nothing_gives_zero(backend: str) -> None:
+    case = drawn(nodes=3, prefix=0, padding=1)
+    counts = case.paths.counts * torch.tensor([1, 0, 1, 1], dtype=torch.int32)
+    found = case.run(paths=Paths(case.paths.nodes, counts))
+    assert not found[:, [1, 3]].any()
+    assert torch.equal(found[:, [0, 2]], case.run()[:, [0, 2]])
+    assert found[:, [0, 2]].any()
+    assert not case.run(live=count(0)).any()
+    assert not drawn(nodes=3, prefix=9).run(live=count(0)).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_inputs(backend: str, dtype: torch.dtype) -> None:
+    case = drawn(seed=4, shape=(3, 2, 20), behind=2, dtype=dtype)
+    slots, expected = case.key.shape[1], case.run()
+    slab = torch.full((2, 5, 3, 40, 20), NAN, dtype=dtype)  # layers behind keys and values: another stride of heads
+    slab[0, 2, :, :slots], slab[1, 2, :, :slots] = case.key, case.value
+    for key, value in (
+        (slab[0, 2], slab[1, 2]),  # a cache of more slots
+        (slab[0, 2, :, :slots], slab[1, 2, :, :slots]),
+        (case.key, slab[1, 2, :, :slots]),
+        (case.key, case.value.transpose(1, 2).contiguous().transpose(1, 2)),  # strided channels
     ):
-        given = {"query": query, "key": keys, "value": values, "paths": paths, "prefix": prefix, "live": live}
+        assert torch.equal(case.run(key=key, value=value), expected)
+    turned = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    nodes, counts = (torch.stack([part, torch.full_like(part, UNREAD)], -1)[..., 0] for part in case.paths)
+    assert torch.equal(case.run(query=turned, paths=Paths(nodes, counts)), expected)
+
+
+def test_wrong_inputs() -> None:
+    case = drawn(nodes=3, prefix=5, shape=(2, 1, 4))
+    nodes, counts = case.paths
+    for wrong, message in (
+        ({"key": case.key[:, 1:]}, "query"),
+        ({"value": case.value[:, 1:]}, "query"),
+        ({"key": case.key.double()}, "query"),
+        ({"query": case.query.double()}, "query"),
+        ({"query": torch.cat([case.query, case.query])[:3]}, "query"),
+        ({"paths": Paths(nodes.long(), counts)}, "paths: int32"),
+        ({"paths": Paths(nodes, counts.long())}, "paths: int32"),
+        ({"paths": Paths(nodes[1:], counts)}, "paths: int32"),
+        ({"paths": Paths(nodes, counts[1:])}, "paths: int32"),
+        ({"paths": Paths(nodes[:, 0], counts)}, "paths: int32"),
+        ({"live": case.live.long()}, "prefix, live: int32"),
+        ({"prefix": torch.zeros(2, dtype=torch.int32)}, "prefix, live: int32"),
+    ):
         with pytest.raises(InputError, match=message):
-            ops.strict_cached_attention(**given | wrong, scale=1.0)
-    with pytest.raises(InputError, match="words: int64"):
-        ops.order_paths(words.int())
+            case.run(**wrong)
+    for words in (torch.zeros(3, 1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)):
+        with pytest.raises(InputError, match="words: int64"):
+            ops.order_paths(words)
