@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -183,23 +184,24 @@ PYBIND11_MODULE(_expander, module) {
                           ? spec::classify_row(known, at<const uint16_t>(row), columns, top, normalized, at_depth)
                           : spec::classify_row(known, at<const float>(row), columns, top, normalized, at_depth);
   });
-  // found: rows, columns, log_probs, scores, live; of: nodes, how many, depths, token ids, passes.
-  module.def("step_queues", [](const std::vector<uintptr_t>& queues, int64_t budget,
-                               const std::vector<uintptr_t>& found, int64_t room, const std::vector<uintptr_t>& of,
-                               int64_t batch, int64_t max_depth, double threshold, bool fill,
-                               const std::vector<uintptr_t>& out) {
+  module.def("step_queues", [](const std::array<uintptr_t, 7>& queues, int64_t budget, uintptr_t rows,
+                               uintptr_t columns, uintptr_t found_log_probs, uintptr_t found_scores,
+                               uintptr_t found_live, int64_t room, uintptr_t nodes, uintptr_t frontier_live,
+                               uintptr_t depths, uintptr_t token_ids, uintptr_t passes, int64_t batch,
+                               int64_t max_depth, double threshold, bool fill, uintptr_t parents, uintptr_t tokens,
+                               uintptr_t log_probs, uintptr_t live, uintptr_t expand, uintptr_t expand_live) {
     const spec::QueueArrays arrays{at<float>(queues[0]),   at<float>(queues[1]),   at<float>(queues[2]),
                                    at<int64_t>(queues[3]), at<int64_t>(queues[4]), at<int64_t>(queues[5]),
                                    at<float>(queues[6]),   budget};
-    const spec::FoundArrays given{at<const int64_t>(found[0]), at<const int64_t>(found[1]),
-                                  at<const float>(found[2]),   at<const float>(found[3]),
-                                  count(found[4], room),       at<const int64_t>(of[0]),
-                                  at<const int64_t>(of[2]),    at<const int64_t>(of[3])};
+    const spec::FoundArrays given{at<const int64_t>(rows),          at<const int64_t>(columns),
+                                  at<const float>(found_log_probs), at<const float>(found_scores),
+                                  count(found_live, room),          at<const int64_t>(nodes),
+                                  at<const int64_t>(depths),        at<const int64_t>(token_ids)};
     const spec::Search search{batch, max_depth, threshold, fill};
-    const spec::DrawnArrays drawn{at<int64_t>(out[0]), at<int64_t>(out[1]), at<float>(out[2]),
-                                  at<int32_t>(out[3]), at<int64_t>(out[4]), at<int32_t>(out[5])};
-    return spec::step_queues(arrays, given, *at<const int32_t>(of[1]) > 0, *at<const int32_t>(of[4]) == 1, search,
-                             drawn);
+    const spec::DrawnArrays drawn{at<int64_t>(parents), at<int64_t>(tokens), at<float>(log_probs),
+                                  at<int32_t>(live),    at<int64_t>(expand), at<int32_t>(expand_live)};
+    return spec::step_queues(arrays, given, *at<const int32_t>(frontier_live) > 0, *at<const int32_t>(passes) == 1,
+                             search, drawn);
   });
   // shape: that of spec::AttentionShape, in its order.
   module.def("strict_cached_attention",

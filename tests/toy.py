@@ -332,9 +332,9 @@ def tiny(family: str = "llama", seed: int = 0, *, name: str | None = None, **cha
     return model
 
 
-def near_copy(family: str = "llama") -> PreTrainedModel:
-    """A draft that often agrees with `tiny(family)`: the same model with noise on its weights."""
-    model = tiny(family)
+def near_copy(family: str = "llama", **changes: Any) -> PreTrainedModel:
+    """A draft that often agrees with `tiny(family)`, of the same changes: that model with noise on its weights."""
+    model = tiny(family, **changes)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

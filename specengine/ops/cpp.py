@@ -245,27 +245,37 @@ def step_queues(
     passes: Tensor,
     search: Search,
 ) -> Drawn:
-    budget = queues.scores.shape[0]
-    given = [part.contiguous() for part in found]
+    budget, (rows, columns, edges, scores, live) = queues.scores.shape[0], found
+    rows, columns, edges, scores = rows.contiguous(), columns.contiguous(), edges.contiguous(), scores.contiguous()
     nodes, depths = frontier.ids.contiguous(), depths.contiguous()
     token_ids = None if token_ids is None else token_ids.contiguous()
     parents, tokens, log_probs = _INDEX.new_empty(budget), _INDEX.new_empty(budget), torch.empty(budget)
-    expand = Nodes(_INDEX.new_empty(min(search.batch, budget)), torch.empty_like(passes))
-    outputs = [parents, tokens, log_probs, torch.empty_like(passes), *expand]
+    drawn, expand = torch.empty_like(passes), torch.empty_like(passes)
+    places = _INDEX.new_empty(min(search.batch, budget))
     if not _expander.step_queues(
         [part.data_ptr() for part in queues],
         budget,
-        [part.data_ptr() for part in given],
-        given[0].shape[0],
-        [nodes.data_ptr(), frontier.live.data_ptr(), depths.data_ptr(), _at(token_ids), passes.data_ptr()],
-        search.batch,
-        search.max_depth,
-        search.threshold,
-        search.fill,
-        [part.data_ptr() for part in outputs],
+        rows.data_ptr(),
+        columns.data_ptr(),
+        edges.data_ptr(),
+        scores.data_ptr(),
+        live.data_ptr(),
+        scores.shape[0],
+        nodes.data_ptr(),
+        frontier.live.data_ptr(),
+        depths.data_ptr(),
+        _at(token_ids),
+        passes.data_ptr(),
+        *search,
+        parents.data_ptr(),
+        tokens.data_ptr(),
+        log_probs.data_ptr(),
+        drawn.data_ptr(),
+        places.data_ptr(),
+        expand.data_ptr(),
     ):
         raise InputError("scores: " + HAS_NAN)
-    return Drawn(parents, tokens, log_probs, outputs[3], expand)
+    return Drawn(parents, tokens, log_probs, drawn, Nodes(places, expand))
 
 
 def beam_observation(

@@ -82,15 +82,19 @@ def step_queues(
     1 the queues begin anew. Where the frontier is empty nothing changes and nothing is drawn. InputError on NaN scores
     (on a CUDA device an asynchronous assertion, or by the kernel they are passed over as -inf is).
     """
-    budget, (rows, columns, log_probs, scores, live) = queues.scores.shape[0], found
+    rows, columns, log_probs, scores, live = found
     same = rows.shape == columns.shape == log_probs.shape == scores.shape and scores.dim() == 1
     whole = rows.dtype is columns.dtype is torch.int64
     if not same or not whole or not log_probs.dtype is scores.dtype is torch.float32:
         raise InputError(f"found: int64 [m] x 2, float32 [m] x 2 are needed, got {describe(*found[:4])}")
-    lines = [frontier.ids, depths] if token_ids is None else [frontier.ids, depths, token_ids]
-    if [(part.dtype, part.dim()) for part in lines] != [(torch.int64, 1)] * len(lines):
-        raise InputError(f"frontier, depths, token_ids: int64 in one dimension is needed, got {describe(*lines)}")
-    if [part.shape for part in queues[:6]] != [(budget,)] * 6 or not are_counts(live, frontier.live, passes):
+    nodes, ids = frontier.ids, depths if token_ids is None else token_ids
+    if not (nodes.dtype is depths.dtype is ids.dtype is torch.int64 and nodes.dim() == depths.dim() == ids.dim() == 1):
+        raise InputError(
+            f"frontier, depths, token_ids: int64 in one dimension is needed, got {describe(nodes, depths, ids)}"
+        )
+    accepted, waiting, edges, parents, levels, tokens, _ = queues
+    alike = accepted.shape == waiting.shape == edges.shape == parents.shape == levels.shape == tokens.shape
+    if not alike or waiting.dim() != 1 or not are_counts(live, frontier.live, passes):
         given = describe(*queues, found.live, frontier.live, passes)
         raise InputError(f"queues, live, passes: [budget] x 6, float32 [1], int32 [1] x 3 are needed, got {given}")
     if search.batch < 1 or search.max_depth < 1:
@@ -98,7 +102,7 @@ def step_queues(
     if run := attached("step_queues", passes):
         return run(queues, found, frontier, depths, token_ids, passes, search)
     going, begins = frontier.live > 0, passes == 1
-    fresh = Queues.start(budget, passes.device)
+    fresh = Queues.start(waiting.shape[0], passes.device)
     known = Queues(*(torch.where(begins, new, old) for new, old in zip(fresh, queues, strict=True)))
     pushed = _push(known, found, frontier.ids, depths, token_ids)
     after, drawn = _draw(pushed, search, going)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,9 @@ from specengine.ops import _nvrtc, cuda
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import Candidates
 from specengine.ops.tree import Nodes
-from tests.test_native import COMPILER, build_and_run
+from tests.cuda import host
+from tests.test_native import COMPILER, CSRC, build_and_run
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
 NODES, COLUMNS = 30, 20
 
 
@@ -32,14 +30,7 @@ def test_logic_of_the_lanes_under_the_sanitizers(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if COMPILER is None or not sys.platform.startswith("linux"):
-        pytest.skip("needs Linux and a C++ compiler (g++ or clang++) on the path")
-    library = tmp_path_factory.mktemp("host") / "_cuda.so"
-    source = CSRC / "tests" / "host_device_library.cpp"
-    command = [COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{CSRC}", str(source), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return library
+    return host.built(tmp_path_factory.mktemp("host"))
 
 
 @pytest.fixture(params=["host", "host, by NVRTC", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -56,8 +47,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setattr(_nvrtc, "_driver", lambda: driver)
         monkeypatch.setattr(_nvrtc, "launch", lambda step, counts, _: _nvrtc.start(None, step, counts, 0))
         return "cpu"
-    monkeypatch.setattr(cuda, "LIBRARY", library)
-    monkeypatch.setattr(cuda, "_run", lambda name, _, *given: cuda.check(getattr(cuda.library(), name)(*given, None)))
+    host.take(library, monkeypatch)
     return "cpu"
 
 

@@ -112,7 +112,7 @@ def held(tree: Any) -> Any:
     return mapped(lambda part: part.held if isinstance(part, OnDevice) else part, tree)
 
 
-def of_class(kind: type, tree: Any) -> list[Any]:
+def of_class(kind: Any, tree: Any) -> list[Any]:
     return [part for part in leaves(tree) if isinstance(part, kind)]
 
 
@@ -341,7 +341,10 @@ def cuda() -> Iterator[Device]:
             if not of_class(OnDevice, given):
                 return function(*given)
             with _normal():
-                return device.run(f"kernel {name}", alone, given, {}, True, opaque=True)
+                found = device.run(f"kernel {name}", alone, given, {}, True, opaque=True)
+            if of_class(int | float, found):
+                device.wait(f"a number from {name}")
+            return found
 
         return run
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,22 +13,16 @@ from torch import Tensor
 from specengine import Engine, ops
 from specengine import cuda_graphs as graphs
 from specengine.cuda_graphs import Graphs
-from specengine.drafters.eagle import Eagle
-from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
-from specengine.targets.huggingface import HuggingFaceTarget
-from tests import toy
+from specengine.ops import _registry
 from tests.graphs import pretended
 from tests.graphs.pretended import CUDA, Refused
+from tests.graphs.replays import DRAFTS, POLICIES, check, on_the_device
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
 ]
-PROMPT = [*range(40, 56), *range(40, 50)]
-WAYS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5}]
-POLICIES = [name for name in toy.POLICIES if name != "random"]  # what that does depends on its own past
-COUNT = 7
 
 
 @pytest.fixture(autouse=True)
@@ -38,65 +31,20 @@ def _meanings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
 
 
-def parts_of(draft: str) -> tuple[Any, Any]:
-    """New modules of a target and of its draft."""
-    model = toy.tiny("llama", num_hidden_layers=2 if draft == "small_model" else 4)
-    return model, toy.near_copy() if draft == "small_model" else toy.tiny_head(toy.head_config(3, model))
-
-
-@cache
-def on_the_device(draft: str) -> tuple[Any, Any]:
-    model, other = parts_of(draft)
-    return pretended.moved(model), pretended.moved(other)
-
-
-@cache
-def on_the_host(draft: str) -> tuple[Any, Any]:
-    return parts_of(draft)
-
-
-def engine_of(draft: str, policy: str, *, captured: bool) -> Engine:
-    model, other = on_the_device(draft) if captured else on_the_host(draft)
-    target = HuggingFaceTarget(model, captured=captured)
-    drafter = SmallModel(other, target.vocab_size) if draft == "small_model" else Eagle(other, target.lm)
-    return Engine(target, drafter, toy.policy_for(policy, 3))
-
-
-def answer(engine: Engine, options: dict[str, Any]) -> Any:
-    """Tokens, each cycle's tree and path, and the counters."""
-    stream = engine.stream(PROMPT, max_new_tokens=COUNT, **options)
-    cycles = [piece.cycle for piece in stream]
-    trees = [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens) for cycle in cycles]
-    stats = stream.result.stats
-    counters = stats.num_draft_tokens, stats.num_draft_passes, stats.acceptance_histogram, stats.reached_histogram
-    return stream.result.token_ids, trees, counters, [cycle.drafted for cycle in cycles]
-
-
-def check(draft: str, policy: str, ways: list[dict[str, Any]] = WAYS) -> None:
-    host = engine_of(draft, policy, captured=False)  # one engine here as well: a history outlives a generation
-    expected = [answer(host, way) for way in ways]
-    with pretended.cuda():
-        engine = engine_of(draft, policy, captured=True)
-        for way, wanted in zip(ways, expected, strict=True):
-            assert engine._captured is not None
-            assert answer(engine, way) == wanted
-            assert all(known.graph is not None for known in engine._captured.graphs._captured.values())
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replays_equal_the_eager_engine(policy: str) -> None:
     """Over two generations of one engine, whose first cycles run on the host; each draft meets every other policy."""
-    check(("small_model", "eagle3")[POLICIES.index(policy) % 2], policy)
+    check(DRAFTS[POLICIES.index(policy) % 2], policy)
 
 
-@pytest.mark.parametrize("draft", ["small_model", "eagle3"])
+@pytest.mark.parametrize("draft", DRAFTS)
 def test_where_the_host_walks(draft: str) -> None:
     check(draft, "talon", [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "top_k": 9}])
 
 
 def test_on_a_device_graphs_are_the_default() -> None:
     with pretended.cuda():
-        model, other = on_the_device("small_model")
+        model, other = on_the_device("small_model", False)
         engine = Engine.from_pretrained(model, other, "eagle")
         assert engine._captured is not None
         assert engine._captured.grows_there
@@ -203,3 +151,13 @@ def test_what_waits_for_the_host_cannot_be_captured(function: Callable[[Tensor],
         with pytest.raises(Refused), torch.cuda.graph(graph):
             function(given)
         assert device.capturing is None
+
+
+def test_a_number_from_a_kernel_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ops.VARIABLE, "triton")
+    monkeypatch.setattr(_registry, "_loaded", lambda _: {"keyed_gumbel_argmax": lambda *_: 3})
+    with pretended.cuda():
+        scores = torch.ones(4, device=CUDA)
+        assert ops.keyed_gumbel_argmax(scores, 1, 2) == 3
+        with pytest.raises(Refused, match="a number from"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ops.keyed_gumbel_argmax(scores, 1, 2)

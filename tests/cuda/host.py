@@ -1,0 +1,29 @@
+"""The library of csrc/*.cu on the host, where the lanes of a block run in lock step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specengine.ops import cuda
+from tests.test_native import COMPILER, CSRC
+
+
+def built(folder: Path) -> Path:
+    """The library, compiled into that folder; skips the test where it cannot be."""
+    if COMPILER is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs Linux and a C++ compiler (g++ or clang++) on the path")
+    library, source = folder / "_cuda.so", CSRC / "tests" / "host_device_library.cpp"
+    command = [COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{CSRC}", str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+def take(library: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let the ops of the library run by this one, on tensors of the host."""
+    patch.setattr(cuda, "LIBRARY", library)
+    patch.setattr(cuda, "_run", lambda name, _, *given: cuda.check(getattr(cuda.library(), name)(*given, None)))
