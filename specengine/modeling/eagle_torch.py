@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.modeling import causal_lm
-from specengine.modeling.attention import attend, lower_right
+from specengine.modeling.attention import Prompt, attend
 from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.eagle_head import EagleHead, RotatingAttend, causal, embed_for
 from specengine.modeling.kv_cache import KVCache
@@ -91,7 +91,7 @@ class _PromptAttention:
         keys[:, self.before :], values[:, self.before :] = key[0], value[0]
         if not self.before:
             return causal(query, key, value)
-        mask = lower_right(rows, self.before, query.device)
+        mask = Prompt(self.before).packed_mask(rows, query.shape[1] // key.shape[1], query)
         return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
 
 

@@ -23,7 +23,7 @@ NODES, COLUMNS = 30, 20
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++) on the path")
 def test_logic_of_the_lanes_under_the_sanitizers(tmp_path: Path) -> None:
-    run = build_and_run(CSRC / "tests" / "device_logic_test.cpp", tmp_path / "device_logic_test")
+    run = build_and_run(tmp_path / "device_logic_test", CSRC / "tests" / "device_logic_test.cpp")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "all checks passed" in run.stdout
 
