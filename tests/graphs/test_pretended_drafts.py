@@ -1,0 +1,58 @@
+"""Every kind of draft on the pretended CUDA device, without graphs and with them: trees stand where the draft does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specengine import Engine, ops
+from specengine import cuda_graphs as graphs
+from specengine.drafters import Drafter
+from specengine.drafters.eagle import Eagle
+from specengine.drafters.lookup import Lookup
+from specengine.drafters.ngram import NGram
+from specengine.drafters.small_model import SmallModel
+from specengine.targets.huggingface import HuggingFaceTarget
+from tests import toy
+from tests.graphs import pretended
+from tests.graphs.replays import Way, answer
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+]
+DRAFTS: dict[str, Callable[[Any, HuggingFaceTarget], Drafter | None]] = {
+    "eagle3": lambda head, target: Eagle(head, target.lm),
+    "small_model": lambda model, target: SmallModel(model, target.vocab_size),
+    "lookup": lambda model, target: Lookup(SmallModel(model, target.vocab_size)),
+    "ngram": lambda _, target: NGram(longest=3, shortest=1),
+    "none": lambda _, target: None,
+}
+WAYS: dict[str, Way] = {"greedy": {}, "penalised": {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3}}
+
+
+def engine_of(draft: str, *, there: bool, captured: bool) -> Engine:
+    """there: on the device, where `pretended.cuda` is entered."""
+    model = toy.tiny("llama", num_hidden_layers=4)
+    other = toy.tiny_head(toy.head_config(3, model)) if draft == "eagle3" else toy.near_copy(num_hidden_layers=4)
+    if there:
+        model, other = pretended.moved(model), pretended.moved(other)  # type: ignore[assignment]
+    target = HuggingFaceTarget(model, captured=captured)
+    drafter = DRAFTS[draft](other, target)
+    return Engine(target, drafter, None if drafter is None else toy.policy_for("talon", 3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_answers_and_trees_are_those_of_the_host(
+    draft: str, captured: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ops.VARIABLE, "reference")
+    monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
+    wanted = answer(engine_of(draft, there=False, captured=False), WAYS[way])
+    with pretended.cuda():
+        assert answer(engine_of(draft, there=True, captured=captured), WAYS[way]) == wanted
