@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -91,6 +93,11 @@ class Engine:
         self.tokenizer = tokenizer
         self._busy = threading.Lock()
 
+    def __repr__(self) -> str:
+        drafter = None if self.drafter is None else self.drafter.name
+        model = self.target.name or type(self.target).__name__
+        return f"Engine({model}, {self.target.backend}, draft={drafter}, policy={self.policy!r})"
+
     @property
     def policy(self) -> TreePolicy | None:
         """How trees grow; another one can take its place between generations."""
@@ -106,8 +113,8 @@ class Engine:
     @classmethod
     def from_pretrained(
         cls,
-        model: str | PreTrainedModel | None = None,
-        draft: str | PreTrainedModel | Drafter | None = None,
+        model: str | os.PathLike[str] | PreTrainedModel | None = None,
+        draft: str | os.PathLike[str] | PreTrainedModel | Drafter | None = None,
         policy: str | TreePolicy | None = None,
         **options: Any,
     ) -> Engine:
@@ -124,6 +131,7 @@ class Engine:
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
         """
         chosen = LoadOptions.of(options)
+        model, draft = (os.fspath(given) if isinstance(given, os.PathLike) else given for given in (model, draft))
         parts = loading.load(model, draft, policy, chosen)
         return cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
 
@@ -325,6 +333,7 @@ class TextGeneration:
         self._tokens: list[int] = []
         self._sent = 0
         self._started = False
+        self._streams = False  # whether a streamer waits for the end
         self._stopper = self.options.stopper(self._decode)
         sampler = self.options.sampler(len(self.prompt), target.device)
         self._cycles = engine.cycles(self.prompt, sampler, self._stopper, self.stats, reuse_cache=reuse_cache)
@@ -335,13 +344,24 @@ class TextGeneration:
     def __next__(self) -> StreamPiece:
         try:
             return self._advance()
-        except BaseException:  # also from a streamer or a tokenizer: a traceback may keep this object for long
-            self.close()
+        except StopIteration:
             raise
+        except BaseException:  # also from a streamer or a tokenizer: a traceback may keep this object for long
+            self._cycles.close()
+            with contextlib.suppress(Exception):  # the error that is under way says more
+                self._end_streamer()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _advance(self) -> StreamPiece:
         streamer = self.options.streamer
         if streamer is not None and not self._started:
+            self._streams = True
             streamer.put(torch.tensor([self.prompt]))
         self._started = True
         cycle = next(self._cycles)
@@ -352,8 +372,7 @@ class TextGeneration:
         if self._stopper.last_reason is not None:
             text = self._finish(self._stopper.last_reason)[self._sent :]
             next(self._cycles, None)  # runs the generator to its end, which frees the engine
-            if streamer is not None:
-                streamer.end()
+            self._end_streamer()
         self._sent += len(text)
         return StreamPiece(text, cycle)
 
@@ -372,8 +391,14 @@ class TextGeneration:
         return SpeculativeOutput(sequences=sequences, **fields)
 
     def close(self) -> None:
-        """Stop generating and free the engine; what was streamed stays valid."""
+        """Stop generating and free the engine; what was streamed stays valid, and a streamer is told the end."""
         self._cycles.close()
+        self._end_streamer()
+
+    def _end_streamer(self) -> None:
+        if self._streams:
+            self._streams = False
+            self.options.streamer.end()
 
     def _finish(self, reason: str) -> str:
         text = cut_after_stop(self._decode(self._tokens), self.options.stops)

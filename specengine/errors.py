@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -58,6 +59,13 @@ class BackendError(SpecEngineError, RuntimeError):
 
 class MissingExtraError(SpecEngineError, ImportError):
     """A package is missing that an extra of specengine brings; the message holds the command that installs it."""
+
+
+def why_not_loaded(error: Exception) -> str:
+    """Why torch.load refused a file, in a line, without torch's advice to run what stands in it."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "it holds more than tensors, and what a pickle would run is not run"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 # ---- what a value must hold

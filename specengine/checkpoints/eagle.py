@@ -30,7 +30,7 @@ from specengine.checkpoints.dialects import (
     with_prefix,
 )
 from specengine.checkpoints.files import atomic
-from specengine.errors import CheckpointError
+from specengine.errors import CheckpointError, why_not_loaded
 from specengine.modeling.eagle_head import EagleConfig, make_head
 
 State = dict[str, Tensor]  # names as of EagleHead.state_dict()
@@ -182,8 +182,7 @@ def _read_tensors(folder: Path) -> State:
         try:
             found = load_file(file) if file.suffix != ".bin" else torch.load(file, "cpu", weights_only=True)
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"{file}: cannot be read as weights ({reason})") from error
+            raise CheckpointError(f"{file}: cannot be read as weights ({why_not_loaded(error)})") from error
         if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
             raise CheckpointError(f"{file}: holds something else than named tensors")
         if twice := sorted(tensors.keys() & found.keys()):

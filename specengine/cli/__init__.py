@@ -1,6 +1,7 @@
 """The command `specengine`: answers go to standard output, everything else to standard error.
 
-Exit status: 0, or 1 where `check` found a mismatch, 2 for an error in what was asked, 130 after Ctrl-C.
+Exit status: 0, or 1 where `check` found a mismatch, 2 for an error in what was asked, 70 for one that nobody
+expected, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has gone. What Python still wants to flush at its exit goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:
+        if parsed.debug:
+            raise
+        say(
+            f"specengine: error: {type(error).__name__}: {' '.join(str(error).split())} (--debug before the command "
+            "shows where)"
+        )
+        return 70
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="specengine", description="Lossless tree speculative decoding for Hugging Face causal language models."
     )
     parser.add_argument("--version", action="version", version=f"specengine {specengine.__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error that nobody expected")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)

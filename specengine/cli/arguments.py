@@ -206,7 +206,10 @@ def as_prompt(before: list[dict[str, str]], text: str, *, raw: bool) -> Prompt:
 def read_prompt(given: str | None) -> str:
     """The prompt on the command line; `-`, or none with something piped in, reads standard input."""
     if given == "-" or (given is None and not sys.stdin.isatty()):
-        return sys.stdin.read().removesuffix("\n")
+        try:
+            return sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise InputError(f"prompt: standard input is not UTF-8 ({error.reason} at byte {error.start})") from error
     if given is None:
         raise InputError("prompt: none was given; pass one, or - to read it from standard input")
     return given

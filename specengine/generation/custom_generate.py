@@ -47,12 +47,14 @@ class CustomGenerate:
         tokens: list[int] = []
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
-        for cycle in self.engine.cycles(prompt, Sampler(logits_processor or (), seed), stopper, self.stats):
-            tokens += cycle.tokens
+        try:
+            for cycle in self.engine.cycles(prompt, Sampler(logits_processor or (), seed), stopper, self.stats):
+                tokens += cycle.tokens
+                if self.streamer is not None:
+                    self.streamer.put(torch.tensor(cycle.tokens))
+        finally:
             if self.streamer is not None:
-                self.streamer.put(torch.tensor(cycle.tokens))
-        if self.streamer is not None:
-            self.streamer.end()
+                self.streamer.end()  # whoever reads it waits for that, after a failure too
         sequences = torch.cat([input_ids, input_ids.new_tensor([tokens])], dim=1)
         if not config.return_dict_in_generate:
             return sequences

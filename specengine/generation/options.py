@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from specengine.generation.sampling import PresenceFrequencyPenalty, Processor, 
 from specengine.generation.stopping import Stopper
 
 DEFAULT_MAX_NEW_TOKENS = 256
+MOST = 1e30  # of any number: transformers would carry on with an infinite one
 
 # Fields of a GenerationConfig that say nothing about which tokens come out, or that are read elsewhere.
 _WITHOUT_EFFECT = {
@@ -131,6 +132,7 @@ class GenerationOptions:
             if name not in known:
                 raise InputError(f"unknown option {name!r}, known are {', '.join(known)}")
         self = cls(**options)
+        self._check_kinds()
         if self.do_sample is None:
             self._imply_sampling()
         max_lengths = []
@@ -139,12 +141,15 @@ class GenerationOptions:
                 self._fill_from(config)
                 max_lengths.append(config.max_length)
         self._check()
+        self._check_processors(prompt_length)
         if self.samples and self.seed is None:
             self.seed = int(torch.randint(1 << 62, ()))
         if self.max_new_tokens is None:
             max_length = next((length for length in max_lengths if length is not None), None)
             self.max_new_tokens = DEFAULT_MAX_NEW_TOKENS if max_length is None else max_length - prompt_length
             _whole("generation_config.max_length", max_length, prompt_length + 1)
+        if (self.min_new_tokens or 0) > self.max_new_tokens:
+            raise InputError(f"min_new_tokens: got {self.min_new_tokens}, accepted up to {self.max_new_tokens}")
         self.max_new_tokens = min(self.max_new_tokens, max_context - prompt_length)
         return self
 
@@ -218,6 +223,34 @@ class GenerationOptions:
             elif value is not None and name not in _WITHOUT_EFFECT and value != _NEUTRAL.get(name, False):
                 raise InputError(f"generation_config.{name}: {value!r} is not supported by speculative decoding here")
 
+    def _check_kinds(self) -> None:
+        """Refuse what is of another type than its reader expects."""
+        strings = self.stop_strings
+        if not isinstance(strings, str | list | tuple | None):
+            raise InputError(f"stop_strings: got {strings!r}, accepted a string or a list of strings")
+        if not isinstance(self.eos_token_id, int | list | tuple | None):
+            raise InputError(f"eos_token_id: got {self.eos_token_id!r}, accepted a token id or a list of them")
+        if not isinstance(self.generation_config, GenerationConfig | None):
+            kind = type(self.generation_config).__name__
+            raise InputError(f"generation_config: got {kind}, accepted a transformers.GenerationConfig")
+        for name in ("put", "end"):
+            if self.streamer is not None and not callable(getattr(self.streamer, name, None)):
+                raise InputError(f"streamer: got {self.streamer!r}, accepted one of transformers' streamers")
+        for name in ("logits_processor", "stopping_criteria"):
+            if not isinstance(given := getattr(self, name), Iterable | None):
+                raise InputError(f"{name}: got {given!r}, accepted a list of callables as in transformers")
+
+    def _check_processors(self, prompt_length: int) -> None:
+        """Refuse what transformers' processors refuse, by the name of the option."""
+        named = ("sequence_bias", "bad_words_ids", "suppress_tokens")
+        for name in (name for name in named if getattr(self, name) is not None):
+            alone = GenerationOptions(**{name: getattr(self, name)})
+            try:
+                alone.sampler(prompt_length, "cpu")
+            except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+                given = repr(getattr(self, name))
+                raise InputError(f"{name}: got {given[:80]}, which is not as in transformers ({error})") from error
+
     def _check(self) -> None:
         number, whole = _number, _whole
         whole("max_new_tokens", self.max_new_tokens, 1)
@@ -247,7 +280,7 @@ class GenerationOptions:
 def _number(name: str, value: float | None, low: float, high: float, accepted: str, *, open_low: bool = False) -> None:
     if value is None:
         return
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    real = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST
     if not real or not math.isfinite(value) or not (low < value if open_low else low <= value) or value > high:
         raise InputError(f"{name}: got {value!r}, accepted {accepted}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from specengine.errors import InputError
 
 MOST_HELD_BACK = 8
+ACCEPTED = "accepted are a string, a list of chat messages (role, content) or a list of token ids"
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor
 
@@ -41,16 +42,19 @@ def _encode(prompt: Prompt, tokenizer: Any, raw: bool) -> list[int]:
         if not prompt:
             raise InputError("prompt: it is empty, at least one token is needed")
         _require(tokenizer, "a string prompt")
+        _require_unicode("prompt", prompt)
         if raw or not getattr(tokenizer, "chat_template", None):
             return list(tokenizer(prompt)["input_ids"])
         return _from_messages([{"role": "user", "content": prompt}], tokenizer)
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | Mapping):
+        raise InputError(f"prompt: got {type(prompt).__name__}, {ACCEPTED}")
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         _require(tokenizer, "chat messages")
         return _from_messages(items, tokenizer)  # type: ignore[arg-type]
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return items  # type: ignore[return-value]
-    raise InputError("prompt: accepted are a string, a list of chat messages (role, content) or a list of token ids")
+    raise InputError(f"prompt: {ACCEPTED}")
 
 
 def _from_tensor(prompt: torch.Tensor) -> list[int]:
@@ -69,8 +73,34 @@ def _from_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> lis
     for message in messages:
         if not {"role", "content"} <= message.keys():
             raise InputError(f"prompt: each message needs role and content, got {sorted(message)}")
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    texts = [{**message, "content": _text_of(message["content"])} for message in messages]
+    encoded = tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=True, return_dict=True)
     return list(encoded["input_ids"])
+
+
+def _text_of(content: Any) -> str:
+    """The text of a message: a string, or OpenAI's content parts of type text."""
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise InputError(f"prompt: a content part of type {kind!r}, accepted are parts of type 'text'")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise InputError(
+            f"prompt: a message's content is {type(content).__name__}, accepted are a string or a list of text parts"
+        )
+    _require_unicode("prompt", content)
+    return content
+
+
+def _require_unicode(field: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{field}: character {error.start} is no Unicode text ({text[error.start]!r}); was it read as UTF-8?"
+        ) from error
 
 
 def _require(tokenizer: Any, what: str) -> None:

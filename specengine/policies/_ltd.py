@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from specengine import ops
 from specengine.checkpoints.files import atomic
-from specengine.errors import InputError
+from specengine.errors import InputError, why_not_loaded
 from specengine.policies import require
 from specengine.policies._classifier import METADATA, check_state
 
@@ -244,7 +244,7 @@ def _actor(file: Path, name: str) -> dict[str, Tensor]:
         if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
             raise ValueError("it holds other things than tensors")
     except (OSError, zipfile.BadZipFile, UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise InputError(f"{where} is no policy that Stable-Baselines3 saved ({error!r})") from error
+        raise InputError(f"{where} is no policy that Stable-Baselines3 saved ({why_not_loaded(error)})") from error
     return actor_of(state)
 
 

@@ -50,6 +50,29 @@ def test_malformed_arguments(capsys: Any, given: list[str]) -> None:
     assert stop.value.code == 2
 
 
+def test_text_that_is_no_unicode_is_one_line(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    for given, message in ((["-"], "standard input is not UTF-8"), (["caf\udce9"], "no Unicode text")):
+        assert main(["generate", *given, "--model", folder, "--raw"]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert message in err
+
+
+def test_what_nobody_expected_is_one_line_and_a_traceback_on_demand(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("of another\nworld")
+
+    monkeypatch.setattr(engine, "walk", broken)
+    assert main(["generate", PROMPT, "--model", folder]) == 70
+    err = capsys.readouterr().err
+    assert err.startswith("specengine: error: KeyError: ")
+    assert err.count("\n") == 1
+    assert "--debug" in err
+    with pytest.raises(KeyError):
+        main(["--debug", "generate", PROMPT, "--model", folder])
+
+
 def test_ctrl_c_exits_with_130(folder: str, monkeypatch: Any) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -35,6 +35,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         (torch.ones(1, 2, 3, dtype=torch.int64), r"prompt: got torch.int64 \(1, 2, 3\), accepted int64"),
         (torch.ones(3), r"prompt: got torch.float32 \(3,\), accepted int64"),
         ([{"role": "user"}], r"prompt: each message needs role and content, got \['role'\]"),
+        (None, "prompt: got NoneType, accepted are a string"),
+        (5, "prompt: got int, accepted are a string"),
+        (b"hi", "prompt: got bytes, accepted are a string"),
+        ({"role": "user", "content": "hi"}, "prompt: got dict, accepted are a string"),
+        ("caf\udce9", r"prompt: character 3 is no Unicode text \('\\udce9'\)"),
+        ([{"role": "user", "content": "caf\udce9"}], "prompt: character 3 is no Unicode text"),
+        ([{"role": "user", "content": None}], "prompt: a message's content is NoneType, accepted are a string"),
+        (
+            [{"role": "user", "content": ["hi"]}],
+            "prompt: a content part of type 'str', accepted are parts of type",
+        ),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "prompt: a content part of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "prompt: a content part of type 'text'"),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value)[:20],
 )
@@ -42,6 +55,78 @@ def test_wrong_prompts(prompt: Any, message: str) -> None:
     engine = engine_of(tokenizer=byte_tokenizer())
     with pytest.raises(InputError, match=message):
         engine.generate(prompt)
+
+
+def test_content_parts_of_text_are_a_message() -> None:
+    engine = engine_of(tokenizer=byte_tokenizer())
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    whole, split = ([{"role": "user", "content": content}] for content in ("Hello", parts))
+    assert engine.generate(whole, max_new_tokens=4).token_ids == engine.generate(split, max_new_tokens=4).token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_strings": 3}, "stop_strings: got 3, accepted a string or a list of strings"),
+        ({"eos_token_id": "x"}, "eos_token_id: got 'x', accepted a token id or a list of them"),
+        ({"logits_processor": lambda ids, rows: rows}, "logits_processor: got .*, accepted a list of callables"),
+        ({"stopping_criteria": lambda ids, rows: True}, "stopping_criteria: got .*, accepted a list of callables"),
+        ({"generation_config": {"a": 1}}, "generation_config: got dict, accepted a transformers.GenerationConfig"),
+        ({"streamer": 5}, "streamer: got 5, accepted one of transformers' streamers"),
+        ({"sequence_bias": [1]}, r"sequence_bias: got \[1\], which is not as in transformers"),
+        ({"suppress_tokens": ["a"]}, r"suppress_tokens: got \['a'\], which is not as in transformers"),
+        ({"bad_words_ids": "x"}, "bad_words_ids: got 'x', which is not as in transformers"),
+        ({"temperature": 10**400}, "temperature: got 1000"),
+        ({"repetition_penalty": 1e300}, r"repetition_penalty: got 1e\+300, accepted above 0"),
+        ({"min_new_tokens": 9, "max_new_tokens": 4}, "min_new_tokens: got 9, accepted up to 4"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_options_of_other_types_are_named(options: dict[str, Any], message: str) -> None:
+    engine = engine_of(tokenizer=byte_tokenizer())
+    with pytest.raises(InputError, match=message):
+        engine.generate(PROMPT, **options)
+    check_usable(engine)
+
+
+class Listening:
+    """A streamer that fails when it is given the n-th piece."""
+
+    def __init__(self, fails: int) -> None:
+        self.left, self.ends = fails, 0
+
+    def put(self, tokens: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError("the pipe is gone")
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("fails", [0, 1, 3])
+def test_a_streamer_is_told_the_end_once_whatever_happens(fails: int) -> None:
+    engine, streamer = engine_of(), Listening(fails)
+    if fails:
+        with pytest.raises(OSError, match="the pipe is gone"):
+            engine.generate(PROMPT, max_new_tokens=8, streamer=streamer)
+    else:
+        engine.generate(PROMPT, max_new_tokens=8, streamer=streamer)
+    assert streamer.ends == 1
+    check_usable(engine)
+
+
+def test_a_stream_left_early_tells_its_streamer_and_frees_the_engine() -> None:
+    engine, streamer = engine_of(), Listening(0)
+    with engine.stream(PROMPT, max_new_tokens=8, streamer=streamer) as stream:
+        next(stream)
+    assert streamer.ends == 1
+    check_usable(engine)
+
+
+def test_an_engine_says_what_it_is() -> None:
+    assert repr(engine_of()).startswith("Engine(")
+    assert "draft=None, policy=None" in repr(Engine(engine_of().target, None, None))
 
 
 def test_text_needs_a_tokenizer_and_messages_a_template() -> None:

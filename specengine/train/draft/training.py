@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specengine.checkpoints.eagle import save_head
 from specengine.checkpoints.files import atomic
-from specengine.errors import InputError
+from specengine.errors import InputError, why_not_loaded
 from specengine.modeling.eagle_head import require_fit
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.train.draft.curve import plot
@@ -202,7 +202,7 @@ class _Run:
         try:
             return torch.load(file, weights_only=True, map_location="cpu")
         except Exception as error:
-            raise InputError(f"out: {file} is damaged ({error}); delete it to begin anew") from error
+            raise InputError(f"out: {file} is damaged ({why_not_loaded(error)}); delete it to begin anew") from error
 
     def _require_same(self, saved: dict[str, Any], *names: str) -> None:
         for field in names or self.begun_as:
