@@ -29,7 +29,8 @@ def test_models_load_from_paths_by_name_and_in_one_call(saved: Path) -> None:
     prompt = "abcabcabc"
     expected = plainly("llama", tokenizer()(prompt)["input_ids"], 12)
     for draft, policy in ((None, None), ("ngram", "chain"), (saved, None), ("none", None), (None, "plain")):
-        engine = Engine.from_pretrained(saved if draft else str(saved), draft, policy, offline=True, dtype="float32", device="cpu")
+        given = saved if draft else str(saved)
+        engine = Engine.from_pretrained(given, draft, policy, offline=True, dtype="float32", device="cpu")
         assert engine.generate(prompt, **options).token_ids == expected
     answer = specengine.generate(prompt, str(saved), "ngram", "fixed", offline=True, dtype=torch.float32, **options)
     assert answer.token_ids == expected
