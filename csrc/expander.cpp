@@ -18,6 +18,7 @@
 #include "spec/strict_attention.hpp"
 #include "spec/top_children.hpp"
 #include "spec/tree.hpp"
+#include "spec/worth.hpp"
 
 namespace py = pybind11;
 
@@ -76,7 +77,7 @@ spec::Network network(const std::vector<uintptr_t>& parameters, int64_t inputs, 
 }  // namespace
 
 PYBIND11_MODULE(_expander, module) {
-  module.attr("INTERFACE") = 5;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 6;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
   module.def("ancestor_words", [](uintptr_t parents, int64_t nodes, uintptr_t out) {
     return spec::ancestor_words(at<const int64_t>(parents), nodes, spec::words_for(nodes), at<uint64_t>(out));
   });
@@ -238,6 +239,22 @@ PYBIND11_MODULE(_expander, module) {
     std::vector<const float*> addresses;
     for (const uintptr_t address : parameters) addresses.push_back(at<const float>(address));
     *at<int64_t>(out) = spec::best_action(sizes, addresses, tanh, at<const float>(observation));
+  });
+  module.def("chances", [](uintptr_t log_probs, uintptr_t cells, int64_t count, uintptr_t table, int64_t knots,
+                           uintptr_t out) {
+    spec::chances(at<const float>(log_probs), at<const int64_t>(cells), count, at<const float>(table), knots,
+                  at<float>(out));
+  });
+  module.def("next_pass", [](uintptr_t paths, uintptr_t depths, uintptr_t waiting, uintptr_t size, int64_t room,
+                             uintptr_t profile, int64_t levels, int64_t places, const std::vector<uintptr_t>& prices,
+                             const std::vector<int64_t>& sizes, int64_t rounds, uintptr_t ids, uintptr_t live) {
+    const spec::SearchPrices asked{at<const float>(prices[0]), at<const float>(prices[1]), sizes[0], sizes[1],
+                                   at<const int64_t>(prices[2]), sizes[2]};
+    const auto found = spec::next_pass(at<const float>(paths), at<const int64_t>(depths), at<const bool>(waiting),
+                                       count(size, room), {at<const float>(profile), levels, places}, asked, rounds);
+    std::fill_n(std::copy(found.begin(), found.end(), at<int64_t>(ids)), sizes[1] - static_cast<int64_t>(found.size()),
+                int64_t{0});
+    *at<int32_t>(live) = static_cast<int32_t>(found.size());
   });
   module.def("keyed_gumbel_argmax", [](uintptr_t scores, int64_t size, uint64_t seed, uint64_t position) {
     py::gil_scoped_release release;

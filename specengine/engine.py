@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specengine import captured, loading
 from specengine.captured import CapturedDriver
 from specengine.cuda_graphs import Graphs
-from specengine.cycle import EagerDriver, walk
+from specengine.cycle import Draft, EagerDriver, walk
 from specengine.drafters import Drafter
 from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.generation.custom_generate import CustomGenerate
@@ -27,6 +27,7 @@ from specengine.generation.sampling import History, Sampler
 from specengine.generation.stopping import Stopper, cut_after_stop
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.load_options import LoadOptions
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds, Stats
 from specengine.targets import Target
@@ -254,7 +255,7 @@ class Engine:
         if self.drafter is not None:
             self.drafter.begin(known, features)
         if self.policy is not None:
-            self.policy.begin(len(prompt))
+            self.policy.begin(len(prompt), sampler.seed is not None)
         driver.prepare(sampler)
         return run
 
@@ -290,6 +291,7 @@ class Engine:
         cycle = Cycle(tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept)
         if self.drafter is not None and self.policy is not None:
             self.drafter.observe(cycle)
+            self._learn(draft, cycle)
             self.policy.observe(cycle)
         run.root = tokens[-1]
         now = time.perf_counter()
@@ -297,6 +299,13 @@ class Engine:
         seconds.model = self._model_seconds - model_before
         self._count(run, cycle)
         return cycle
+
+    def _learn(self, draft: Draft, cycle: Cycle) -> None:
+        """The policy sees where, in the tree that it grew, the target went."""
+        path = torch.tensor(cycle.path, device=draft.grown.device)
+        path = path if draft.kept is None else draft.kept.index_select(0, path)
+        chosen = torch.tensor(cycle.tokens[: len(path)], device=path.device)
+        cast(TreePolicy, self.policy).learn(draft.grown, Nodes.of(path[: len(chosen)]), chosen)
 
     def _count(self, run: _Run, cycle: Cycle) -> None:
         stats, elapsed = run.stats, time.perf_counter() - run.began

@@ -127,7 +127,7 @@ class Drafter(ABC):
         return lambda target, tokenizer: made
 
     def reserve(self, tokens: int, nodes: int, longest: int) -> None:
-        """Expect up to `tokens` committed tokens, trees of up to `nodes` nodes, paths of up to `longest`."""
+        """Expect up to `tokens` committed tokens, trees of up to `nodes` nodes, up to `longest` tokens between passes."""
         del tokens, nodes, longest  # a draft may make room as it goes
 
     def cached(self, tokens: list[int]) -> int:

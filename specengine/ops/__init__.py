@@ -69,10 +69,12 @@ from specengine.ops.tree import (
     subtree,
     tree_mask,
 )
+from specengine.ops.worth import ODDS, Prices, chances, knot_of, next_pass
 
 __all__ = [
     "LARGEST",
     "MASK64",
+    "ODDS",
     "OPS",
     "VARIABLE",
     "WORD_BITS",
@@ -83,6 +85,7 @@ __all__ = [
     "Nodes",
     "Number",
     "Paths",
+    "Prices",
     "Queues",
     "Search",
     "Walked",
@@ -97,6 +100,7 @@ __all__ = [
     "best_candidates",
     "by_meaning",
     "cached_attention",
+    "chances",
     "choose_tokens",
     "classify_paths",
     "classify_row",
@@ -105,8 +109,10 @@ __all__ = [
     "held",
     "is_free",
     "keyed_gumbel_argmax",
+    "knot_of",
     "meaning",
     "mlp",
+    "next_pass",
     "number",
     "order_paths",
     "own_bits",

@@ -22,9 +22,10 @@ from specengine.ops.networks import LOWEST, Window
 from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import HAS_NAN, Candidates
 from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Arrays, Nodes
+from specengine.ops.worth import Prices
 
 _expander: Any = importlib.import_module("specengine._expander")
-INTERFACE = 5  # as in csrc/expander.cpp
+INTERFACE = 6  # as in csrc/expander.cpp
 
 if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")
@@ -50,6 +51,8 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "classify_row": classify_row,
         "beam_observation": beam_observation,
         "best_action": best_action,
+        "chances": chances,
+        "next_pass": next_pass,
         "step_queues": step_queues,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
         "walk": walk,
@@ -296,6 +299,38 @@ def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) 
     addresses = [part.data_ptr() for part in layers]
     _expander.best_action(sizes, addresses, activation == "tanh", observation.data_ptr(), out.data_ptr())
     return out
+
+
+def chances(log_probs: Tensor, cells: Tensor, table: Tensor) -> Tensor:
+    log_probs, cells, table = log_probs.contiguous(), cells.contiguous(), table.contiguous()
+    out = torch.empty_like(log_probs)
+    given = log_probs.data_ptr(), cells.data_ptr(), len(cells), table.data_ptr(), table.shape[1]
+    _expander.chances(*given, out.data_ptr())
+    return out
+
+
+def next_pass(
+    paths: Tensor, depths: Tensor, waiting: Tensor, size: Tensor, profile: Tensor, prices: Prices, rounds: int
+) -> Nodes:
+    paths, depths, waiting, profile = (part.contiguous() for part in (paths, depths, waiting, profile))
+    verify, draft, widths = (part.contiguous() for part in prices)
+    most = draft.shape[0] - 1
+    found = Nodes(_INDEX.new_empty(most), torch.empty_like(size))
+    _expander.next_pass(
+        paths.data_ptr(),
+        depths.data_ptr(),
+        waiting.data_ptr(),
+        size.data_ptr(),
+        paths.shape[0],
+        profile.data_ptr(),
+        *profile.shape,
+        [verify.data_ptr(), draft.data_ptr(), widths.data_ptr()],
+        [verify.shape[0] - 1, most, widths.shape[0]],
+        rounds,
+        found.ids.data_ptr(),
+        found.live.data_ptr(),
+    )
+    return found
 
 
 def strict_cached_attention(

@@ -166,6 +166,30 @@ def best_action(draw: Draw) -> tuple:
     return (draw.strided(draw.normal(inputs)), layers, draw.one_of(["relu", "tanh"])), {}
 
 
+def chances(draw: Draw) -> tuple:
+    size, cells, knots = draw.between(0, 20), draw.between(1, 6), draw.between(2, 15)
+    log_probs = -draw.normal(size).exp() * draw.one_of([0.01, 1.0, 10.0])
+    log_probs = log_probs.masked_fill(draw.normal(size) > 1, -math.inf).masked_fill(draw.normal(size) > 1, 0.0)
+    table = torch.rand(cells, knots, generator=draw.random) * 0.9 + 0.05
+    return (draw.strided(log_probs), draw.whole(cells, size), table), {}
+
+
+def next_pass(draw: Draw) -> tuple:
+    size, padding = draw.between(1, 30), draw.between(0, 9)
+    tree = toy.random_tree(draw.between(0, 10**6), size, 60)
+    waiting = torch.rand(size, generator=draw.random) < 0.5
+    rounded = draw.between(0, 1)  # then chances tie
+    paths = tree.path_log_probs.round() if rounded else tree.path_log_probs
+    paths = paths.masked_fill(draw.normal(size) > 1.5, -math.inf)
+    profile = torch.rand(draw.between(1, 3), draw.between(1, 4), generator=draw.random).sort(1, descending=True).values
+    width, nodes = draw.between(1, 6), draw.between(1, 20)
+    prices = [draw.one_of([0.0, 0.02, 0.2]) * torch.rand(n + 1, generator=draw.random) for n in (nodes, width)]
+    widths = torch.tensor(sorted({*(draw.between(1, width) for _ in range(3)), width}))
+    given = (poisoned(part, padding) for part in (paths, tree.depths))
+    waiting = torch.cat([waiting, torch.ones(padding, dtype=torch.bool)])
+    return (*given, waiting, count(size), profile, ops.Prices(*prices, widths), draw.between(1, 3)), {}
+
+
 def choose_tokens(draw: Draw) -> tuple:
     rows, kind = draw.between(2, 5), draw.one_of(FLOATS)
     logits = (draw.normal(rows, draw.between(3, 70)) * 3).round(decimals=1).to(kind)
@@ -209,11 +233,13 @@ CASES: dict[str, Callable[[Draw], tuple]] = {
         beam_observation,
         best_action,
         best_candidates,
+        chances,
         choose_tokens,
         classify_paths,
         classify_row,
         gather_rows,
         compact_kv,
+        next_pass,
         select_best,
         step_queues,
         subtree,
