@@ -18,7 +18,7 @@ Points = dict[int, float]  # by count
 
 
 class CostTables(NamedTuple):
-    """Costs by count behind one context, in the unit of their Costs; entry 0 is 0.
+    """Costs by count behind one context, on the CPU, in the unit of their Costs; entry 0 is 0.
 
     verify  float32 [nodes + 1], a verification of so many nodes, the root included
     draft   float32 [width + 1], a draft pass of so many nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -52,7 +52,9 @@ class MadeUpCycles:
         self._prompt: list[int] = []
         self._root = self._tokens(1)[0]
         self._branching = min(CHILDREN, target.vocab_size)
-        self._verified, self._drafted = cache(self._tree_of), cache(self._star_of)
+        self._verified: dict[int, TokenTree] = {}  # made once, as captures read them
+        self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
+        self.end()  # what a generation before has left
         target.want_features(() if drafter is None else drafter.features)
         self._reserve(longest)
 
@@ -66,7 +68,9 @@ class MadeUpCycles:
         """Draft from the root and from `width` nodes, verify `nodes` nodes, commit a path."""
         if len(self.target.tokens) + LONGEST > min(len(self._prompt) + DRIFT, self.target.max_context):
             self._rewind()
-        tree = self._verified(nodes)
+        if nodes not in self._verified:
+            self._verified[nodes] = self._tree_of(nodes)
+        tree = self._verified[nodes]
         root, step = self._draft(width)
         verify, (_, features) = self._timed(self._verification(tree))
         commit, _ = self._timed(lambda: self._commit(tree, features))
@@ -83,7 +87,9 @@ class MadeUpCycles:
         drafter = self.drafter
         if drafter is None:
             return 0.0, 0.0
-        tree, frontier = self._drafted(min(width, self.target.vocab_size))
+        if width not in self._drafted:
+            self._drafted[width] = self._star_of(min(width, self.target.vocab_size))
+        tree, frontier = self._drafted[width]
 
         def root() -> object:
             return drafter.root(tree)
@@ -134,6 +140,7 @@ class MadeUpCycles:
     # ---- trees, caches, clocks
 
     def _tree_of(self, nodes: int) -> TokenTree:
+        """Of so many nodes, every one with the same number of children, as far as they go."""
         ids, branching = torch.arange(nodes), self._branching
         parents = torch.div(ids - 1, branching, rounding_mode="floor")
         depths = [0]
@@ -148,11 +155,11 @@ class MadeUpCycles:
         return TokenTree.of(tokens, parents, levels, edges, paths)
 
     def _star_of(self, width: int) -> tuple[TokenTree, Nodes]:
+        """So many children under a root, and they as a frontier."""
         device = torch.device("cpu") if self.drafter is None else self.drafter.device
         tree = TokenTree.root(self._root, width + 1, device)
         tokens = (self._root + torch.arange(width, device=device)) % self.target.vocab_size
-        children = tree.add(torch.zeros_like(tokens), tokens, torch.full_like(tokens, -1.0, dtype=torch.float32))
-        return tree, Nodes(children.ids, children.live.clone())
+        return tree, tree.add(torch.zeros_like(tokens), tokens, -torch.ones(width, device=device))
 
     def _tokens(self, count: int) -> list[int]:
         return torch.randint(self.target.vocab_size, (max(0, count),), generator=self._random).tolist()
