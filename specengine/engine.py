@@ -13,7 +13,7 @@ from typing import Any, Self, cast
 import torch
 from transformers import PreTrainedModel
 
-from specengine import captured, loading
+from specengine import calibration, captured, loading
 from specengine.captured import CapturedDriver
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import Draft, EagerDriver, walk
@@ -236,6 +236,8 @@ class Engine:
 
     @torch.inference_mode()
     def _begin(self, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, reuse_cache: bool) -> _Run:
+        if self.policy is not None and self.policy.reads_costs:
+            self.policy.price(calibration.find(self.target, self.drafter))
         if not reuse_cache:
             self.reset()
         stats.num_prompt_tokens = len(prompt)

@@ -8,27 +8,141 @@
 #include <vector>
 
 #include "spec/lowest.hpp"
+#include "spec/tree.hpp"
 
 namespace spec {
 
-constexpr float kOdds = 7.0f;      // the greatest log-odds that a table of chances tells apart
-constexpr double kWorth = 1e-9;    // tokens: by so little rounding can make equal values differ
+constexpr double kWorth = 1e-9;  // tokens: by so little rounding can make equal values differ
+constexpr float kOdds = 7.0f;    // the greatest log-odds that a table of chances tells apart
+constexpr int64_t kSources = 8, kDepths = 4, kRanks = 5, kKnots = 15, kPlaces = 6, kLevels = 8;
+constexpr float kFewest = 1e-4f, kMost = 0.999f;    // chances
+constexpr float kWindow = 150.0f, kPasses = 60.0f;  // tries that a knot remembers, nodes that a level of a profile does
 
-// Log-chances by a table [cells, knots], linear between its knots.
-inline void chances(const float* log_probs, const int64_t* cells, int64_t count, const float* table, int64_t knots,
-                    float* out) {
-  const float steps = static_cast<float>(knots - 1) / (2 * kOdds);
-  for (int64_t i = 0; i < count; ++i) {
-    if (!(log_probs[i] > kLowest)) {
-      out[i] = log_probs[i];
-      continue;
+// Where on the knots of a table a log-probability stands: `part` of the way from knot `low` to the next.
+struct Knot {
+  int64_t low;
+  float part;
+};
+
+inline Knot knot_of(float log_prob, int64_t knots) {
+  const float odds = log_prob - std::log1p(-std::exp(log_prob));
+  const float at = (std::clamp(odds, -kOdds, kOdds) + kOdds) * (static_cast<float>(knots - 1) / (2 * kOdds));
+  const int64_t low = std::min(static_cast<int64_t>(at), knots - 2);
+  return {low, at - static_cast<float>(low)};
+}
+
+// The log-chance of a stated log-probability by its cell's row of a table.
+inline float log_chance(float stated, const float* row, int64_t knots) {
+  if (!(stated > kLowest)) return stated;
+  const Knot at = knot_of(stated, knots);
+  return std::log(row[at.low] + at.part * (row[at.low + 1] - row[at.low]));
+}
+
+// Of a node by group, source, depth and place among its siblings.
+inline int64_t cell_of(int64_t group, int64_t source, int64_t depth, int64_t place) {
+  const int64_t deep = std::clamp<int64_t>(depth - 1, 0, kDepths - 1);
+  return ((group * kSources + source) * kDepths + deep) * kRanks + place - (place > 3);
+}
+
+// [cells, kKnots] x 3, [kLevels, kPlaces], [kLevels], [kLevels, kPlaces]; what became of drafted tokens.
+struct OutcomeCounts {
+  float *hits, *tries, *table, *gains, *passes, *profile;
+  int64_t group;
+};
+
+// By node, and in the entry behind the last one what padding writes.
+struct SearchNotes {
+  float* stated;
+  int64_t *cells, *places;
+  bool *waiting, *drafted;
+};
+
+struct LikelyChild {
+  float path, edge;
+  int64_t entry, cell;
+};
+
+// The `most` likeliest children, in the order of their entries; tokens, stated, sources: [rows, places] of `nodes`.
+inline std::vector<LikelyChild> likely_children(const TreeArrays& tree, const int64_t* nodes, int64_t rows,
+                                                int64_t places, const float* stated, const uint8_t* sources,
+                                                const OutcomeCounts& counts, double least, int64_t most) {
+  std::vector<LikelyChild> found;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t place = 0; place < places; ++place) {
+      const int64_t entry = row * places + place, depth = tree.depths[nodes[row]] + 1;
+      const int64_t cell = cell_of(counts.group, sources ? sources[entry] : 0, depth, place);
+      const float edge = log_chance(stated[entry], counts.table + cell * kKnots, kKnots);
+      const float path = tree.path_log_probs[nodes[row]] + edge;
+      if (path > kLowest && static_cast<double>(path) >= least) found.push_back({path, edge, entry, cell});
     }
-    const float odds = log_probs[i] - std::log1p(-std::exp(log_probs[i]));
-    const float at = (std::clamp(odds, -kOdds, kOdds) + kOdds) * steps;
-    const int64_t low = std::min(static_cast<int64_t>(at), knots - 2);
-    const float *row = table + cells[i] * knots + low, part = at - static_cast<float>(low);
-    out[i] = std::log(row[0] + part * (row[1] - row[0]));
+  if (const auto kept = static_cast<size_t>(most); found.size() > kept) {
+    std::nth_element(found.begin(), found.begin() + most, found.end(), [](const LikelyChild& a, const LikelyChild& b) {
+      return a.path > b.path || (a.path == b.path && a.entry < b.entry);
+    });
+    found.resize(kept);
+    std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.entry < b.entry; });
   }
+  return found;
+}
+
+inline void count_outcome(const OutcomeCounts& counts, int64_t cell, const Knot& at, bool hit) {
+  for (int64_t side = 0; side < 2; ++side) {
+    const int64_t knot = cell * kKnots + at.low + side;
+    const float weight = side ? at.part : 1 - at.part;
+    counts.tries[knot] += weight;
+    if (hit) counts.hits[knot] += weight;
+  }
+}
+
+inline void forget_and_divide(const OutcomeCounts& counts, int64_t knot) {
+  const float kept = std::min(kWindow / counts.tries[knot], 1.0f);
+  counts.tries[knot] *= kept;
+  counts.hits[knot] *= kept;
+  counts.table[knot] = std::clamp(counts.hits[knot] / counts.tries[knot], kFewest, kMost);
+}
+
+// The target went down `path` through a tree of `size` nodes, choosing a token after each node.
+inline void count_outcomes(const TreeArrays& tree, int64_t size, const int64_t* path, const int64_t* chosen,
+                           int64_t length, const OutcomeCounts& counts, const SearchNotes& notes) {
+  std::vector<int64_t> wanted(static_cast<size_t>(size), -1);
+  for (int64_t i = 0; i < length; ++i) wanted[static_cast<size_t>(path[i])] = chosen[i];
+  std::vector<int64_t> touched;
+  for (int64_t node = 1; node < size; ++node) {
+    const int64_t target = wanted[static_cast<size_t>(tree.parents[node])];
+    if (target < 0) continue;
+    const Knot at = knot_of(notes.stated[node], kKnots);
+    count_outcome(counts, notes.cells[node], at, target == tree.tokens[node]);
+    for (int64_t side = 0; side < 2; ++side) touched.push_back(notes.cells[node] * kKnots + at.low + side);
+  }
+  for (const int64_t knot : touched) forget_and_divide(counts, knot);
+  const auto level_of = [&](int64_t node) { return std::clamp<int64_t>(tree.depths[node], 0, kLevels - 1); };
+  for (int64_t node = 0; node < size; ++node) {
+    if (notes.drafted[node]) counts.passes[level_of(node)] += 1;
+    if (node == 0 || !notes.drafted[tree.parents[node]]) continue;
+    counts.gains[level_of(tree.parents[node]) * kPlaces + notes.places[node]] += std::exp(tree.log_probs[node]);
+  }
+  for (int64_t level = 0; level < kLevels; ++level) {
+    const float kept = std::min(kPasses / counts.passes[level], 1.0f);
+    counts.passes[level] *= kept;
+    for (int64_t at = level * kPlaces; at < (level + 1) * kPlaces; ++at) {
+      counts.gains[at] *= kept;
+      counts.profile[at] = counts.gains[at] / counts.passes[level];
+    }
+  }
+}
+
+// For how many of the likeliest nodes the summed chances exceed their price, [nodes + 1], the most; at least 1.
+inline int64_t worth_most(const float* paths, int64_t size, const float* price, int64_t most) {
+  std::vector<float> best(paths, paths + size);
+  const auto considered = std::min(most, size);
+  std::partial_sort(best.begin(), best.begin() + considered, best.end(), std::greater<float>());
+  std::vector<double> worth;
+  double sum = 0;
+  for (int64_t n = 0; n < considered && best[static_cast<size_t>(n)] > kLowest; ++n)
+    worth.push_back((sum += std::exp(static_cast<double>(best[static_cast<size_t>(n)]))) - price[n + 1]);
+  if (worth.empty()) return 1;
+  const double least = *std::max_element(worth.begin(), worth.end()) - kWorth;
+  return 1 + (std::find_if(worth.begin(), worth.end(), [&](double value) { return value >= least; }) - worth.begin());
 }
 
 struct SearchPrices {

@@ -12,12 +12,12 @@ from specengine.cli import arguments as shared
 from specengine.cli.prompt_files import FORMATS, read_prompts
 from specengine.cli.terminal import say
 from specengine.cli.training_engine import load_engine, question
+from specengine.costs import PUBLISHED, Costs, find_costs
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.registry import build
 from specengine.train.classifier.trees import questions
 from specengine.train.ltd.candidates import CandidateOptions, CandidateTrees, log_candidates
-from specengine.train.ltd.costs import PUBLISHED, Costs, find_costs
 from specengine.train.ltd.curve import plot
 from specengine.train.ltd.options import RECIPES, PolicyOptions, find_recipe
 from specengine.train.ltd.outcomes import evenly, hold_back, split

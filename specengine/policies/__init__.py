@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specengine import errors, registry
+from specengine.costs import Costs
 from specengine.errors import InputError
 from specengine.ops import Nodes
 from specengine.records import Cycle
@@ -33,6 +34,7 @@ class TreePolicy:
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     ends_early: ClassVar[bool] = True  # whether a tree may end before its last pass
     reads_hidden: ClassVar[bool] = False  # whether it reads Step.hidden
+    reads_costs: bool = False  # whether the engine's measured costs are asked for
     patience: ClassVar[int] = 0  # so many cycles in a row may go without a draft pass
     plain_reason: ClassVar[str] = "nothing was proposed"  # where a tree is its root alone
 
@@ -51,6 +53,9 @@ class TreePolicy:
     @property
     def passes(self) -> int:
         raise NotImplementedError("a policy states its passes to be captured")
+
+    def price(self, costs: Costs) -> None:
+        """What cycles of the engine cost, for policies with `reads_costs`; before every generation."""
 
     def first(self, tree: TokenTree, drafter: Drafter) -> Nodes:
         """Whom a cycle drafts from first: the root of this tree, or none; more than `patience` times it is the root.
