@@ -171,9 +171,10 @@ def test_the_choice_of_a_node_is_the_largest_finite_logit() -> None:
     target.prefill(PROMPT)
     target.want_features((1, 6))
     logits, states = target.verify(tree)
-    chosen, features = target.choose(tree)
-    assert chosen == logits.argmax(-1).tolist()
-    assert torch.equal(states, features)
+    chosen = target.choose(tree)
+    assert chosen.tokens == logits.argmax(-1).tolist()
+    assert torch.equal(states, chosen.features)
+    assert chosen.successors is None
 
 
 @pytest.mark.parametrize("version", [1, 3])
