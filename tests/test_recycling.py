@@ -1,4 +1,4 @@
-"""Token recycling: what it keeps of the verified trees, what it proposes, and that answers stay those of plain decoding."""
+"""Token recycling: what it keeps of verified trees, what it proposes, and that answers stay those of plain decoding."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ def test_cycles_carry_the_targets_successors_of_each_node(backend: str, options:
             cycle = piece.cycle
             assert cycle.successors is not None
             assert cycle.successors.tokens.shape == cycle.successors.logits.shape == (len(cycle.tree), 5)
-            plain_target.prefill(context[:-1])
             with torch.inference_mode():
+                plain_target.prefill(context[:-1])
                 logits, _ = plain_target.verify(cycle.tree)
             values, tokens = logits.topk(5, dim=1)
             assert torch.allclose(cycle.successors.logits, values, atol=1e-4)
