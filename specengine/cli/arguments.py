@@ -84,8 +84,8 @@ def add_draft_arguments(parser: argparse.ArgumentParser, *, several_policies: bo
     group = parser.add_argument_group("draft and policy")
     group.add_argument(
         "--draft",
-        help="ngram, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer (default: the "
-        "shipped head for the default model, else ngram)",
+        help="ngram, recycling, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer "
+        "(default: the shipped head for the default model, else ngram)",
     )
     add_draft_option(group)
     group.add_argument(
