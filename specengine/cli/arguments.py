@@ -103,7 +103,7 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
     """Which draft, without a policy."""
     parser.add_argument(
         "--draft",
-        help="ngram, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer (default: the "
+        help="ngram, recycling, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer (default: the "
         "shipped head for the default model, else ngram)",
     )
     add_draft_option(parser)

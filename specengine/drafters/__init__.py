@@ -139,6 +139,7 @@ class Drafter(ABC):
     device: torch.device = torch.device("cpu")  # where the trees stand that it drafts
     model_seconds: float = 0.0  # spent in model forwards, ever
     features: tuple[int, ...] = ()  # the target's hidden states that it reads, numbered as in transformers
+    successors: int = 0  # of the target's likeliest tokens after each verified node, how many it reads
 
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:

@@ -55,7 +55,7 @@ class Lookup(Drafter):
         self.drafter = drafter
         self.device = drafter.device
         self.name = f"{drafter.name} with lookup"
-        self.features = drafter.features
+        self.features, self.successors = drafter.features, drafter.successors
         self.default_policy = drafter.default_policy  # type: ignore[misc]
         self._seen = Suffixes(1, len(PRIOR_HITS))
         self._hits: list[float] = []
