@@ -311,12 +311,12 @@ PYBIND11_MODULE(_expander, module) {
     *at<int32_t>(live) = static_cast<int32_t>(found);
     return true;
   });
-  module.def("next_pass", [](uintptr_t paths, uintptr_t depths, uintptr_t waiting, uintptr_t size, int64_t room,
+  module.def("next_pass", [](uintptr_t paths, uintptr_t edges, uintptr_t waiting, uintptr_t size, int64_t room,
                              uintptr_t profile, int64_t levels, int64_t places, const std::vector<uintptr_t>& prices,
                              const std::vector<int64_t>& sizes, int64_t rounds, uintptr_t ids, uintptr_t live) {
     const spec::SearchPrices asked{at<const float>(prices[0]), at<const float>(prices[1]), sizes[0], sizes[1],
                                    at<const int64_t>(prices[2]), sizes[2]};
-    const auto found = spec::next_pass(at<const float>(paths), at<const int64_t>(depths), at<const bool>(waiting),
+    const auto found = spec::next_pass(at<const float>(paths), at<const float>(edges), at<const bool>(waiting),
                                        count(size, room), {at<const float>(profile), levels, places}, asked, rounds);
     std::fill_n(std::copy(found.begin(), found.end(), at<int64_t>(ids)), sizes[1] - static_cast<int64_t>(found.size()),
                 int64_t{0});

@@ -44,6 +44,11 @@ inline int64_t cell_of(int64_t group, int64_t source, int64_t depth, int64_t pla
   return ((group * kSources + source) * kDepths + deep) * kRanks + place - (place > 3);
 }
 
+// Where in a profile of so many levels a node stands whose edge has this chance, 0 to 1; the root has level 0.
+inline int64_t level_of(float chance, int64_t levels) {
+  return levels < 2 ? 0 : std::min(static_cast<int64_t>(chance * static_cast<float>(levels - 1)), levels - 2) + 1;
+}
+
 // [cells, kKnots] x 3, [kLevels, kPlaces], [kLevels], [kLevels, kPlaces]; what became of drafted tokens.
 struct OutcomeCounts {
   float *hits, *tries, *table, *gains, *passes, *profile;
@@ -115,18 +120,18 @@ inline void count_outcomes(const TreeArrays& tree, int64_t size, const int64_t* 
     for (int64_t side = 0; side < 2; ++side) touched.push_back(notes.cells[node] * kKnots + at.low + side);
   }
   for (const int64_t knot : touched) forget_and_divide(counts, knot);
-  const auto level_of = [&](int64_t node) { return std::clamp<int64_t>(tree.depths[node], 0, kLevels - 1); };
+  const auto level = [&](int64_t node) { return node ? level_of(std::exp(tree.log_probs[node]), kLevels) : 0; };
   for (int64_t node = 0; node < size; ++node) {
-    if (notes.drafted[node]) counts.passes[level_of(node)] += 1;
+    if (notes.drafted[node]) counts.passes[level(node)] += 1;
     if (node == 0 || !notes.drafted[tree.parents[node]]) continue;
-    counts.gains[level_of(tree.parents[node]) * kPlaces + notes.places[node]] += std::exp(tree.log_probs[node]);
+    counts.gains[level(tree.parents[node]) * kPlaces + notes.places[node]] += std::exp(tree.log_probs[node]);
   }
-  for (int64_t level = 0; level < kLevels; ++level) {
-    const float kept = std::min(kPasses / counts.passes[level], 1.0f);
-    counts.passes[level] *= kept;
-    for (int64_t at = level * kPlaces; at < (level + 1) * kPlaces; ++at) {
+  for (int64_t row = 0; row < kLevels; ++row) {
+    const float kept = std::min(kPasses / counts.passes[row], 1.0f);
+    counts.passes[row] *= kept;
+    for (int64_t at = row * kPlaces; at < (row + 1) * kPlaces; ++at) {
       counts.gains[at] *= kept;
-      counts.profile[at] = counts.gains[at] / counts.passes[level];
+      counts.profile[at] = counts.gains[at] / counts.passes[row];
     }
   }
 }
@@ -156,12 +161,12 @@ struct Profile {
   const float* chances;  // [levels, places], best first
   int64_t levels, places;
 
-  const float* at(int64_t depth) const { return chances + std::clamp<int64_t>(depth, 0, levels - 1) * places; }
+  const float* at(int64_t level) const { return chances + level * places; }
 };
 
 struct WaitingNode {
   double chance;
-  int64_t depth, id;
+  int64_t level, id;
 };
 
 // A tree as a search plays it on: the chances of its likeliest nodes, descending, and the nodes to draft from.
@@ -196,12 +201,12 @@ class PlayedTree {
     const std::vector<WaitingNode> nodes(waiting_.begin(), waiting_.begin() + drawn);
     waiting_.erase(waiting_.begin(), waiting_.begin() + drawn);
     for (const WaitingNode& node : nodes) {
-      const float* children = profile.at(node.depth);
+      const float* children = profile.at(node.level);
       for (int64_t place = 0; place < profile.places; ++place, ++*ids) {
         const double chance = node.chance * children[place];
         if (!(chance > 0)) continue;
         chances_.push_back(chance);
-        if (left) waiting_.push_back({chance, node.depth + 1, *ids});
+        if (left) waiting_.push_back({chance, level_of(children[place], profile.levels), *ids});
       }
     }
     settle(std::max<int64_t>(left, 1));
@@ -233,13 +238,13 @@ inline double promise(PlayedTree tree, int64_t width, const Profile& profile, co
 }
 
 // The first pass of the best way to go on, ids ascending; empty where none pays.
-inline std::vector<int64_t> next_pass(const float* paths, const int64_t* depths, const bool* waiting, int64_t size,
+inline std::vector<int64_t> next_pass(const float* paths, const float* edges, const bool* waiting, int64_t size,
                                       const Profile& profile, const SearchPrices& prices, int64_t rounds) {
   PlayedTree tree(prices);
   for (int64_t i = 0; i < size; ++i) {
     const double chance = std::exp(static_cast<double>(paths[i]));
     if (chance > 0) tree.add(chance);
-    if (waiting[i]) tree.wait({chance, depths[i], i});
+    if (waiting[i]) tree.wait({chance, i ? level_of(std::exp(edges[i]), profile.levels) : 0, i});
   }
   tree.settle(rounds);
   std::vector<double> values;

@@ -117,7 +117,7 @@ class MadeUpCycles:
             if found is None:
                 tokens, features = chosen()
                 return tokens.tolist(), features
-            return found
+            return found.tokens, found.features
 
         if self.graphs is None or not isinstance(target, HuggingFaceTarget):
             return eager

@@ -376,15 +376,15 @@ def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes
 
 
 def next_pass(
-    paths: Tensor, depths: Tensor, waiting: Tensor, size: Tensor, profile: Tensor, prices: Prices, rounds: int
+    paths: Tensor, edges: Tensor, waiting: Tensor, size: Tensor, profile: Tensor, prices: Prices, rounds: int
 ) -> Nodes:
-    paths, depths, waiting, profile = (part.contiguous() for part in (paths, depths, waiting, profile))
+    paths, edges, waiting, profile = (part.contiguous() for part in (paths, edges, waiting, profile))
     verify, draft, widths = (part.contiguous() for part in prices)
     most = draft.shape[0] - 1
     found = Nodes(_INDEX.new_empty(most), torch.empty_like(size))
     _expander.next_pass(
         paths.data_ptr(),
-        depths.data_ptr(),
+        edges.data_ptr(),
         waiting.data_ptr(),
         size.data_ptr(),
         paths.shape[0],

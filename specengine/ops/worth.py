@@ -31,7 +31,8 @@ class Counts(NamedTuple):
 
     hits, tries, table      float32 [groups * SOURCES * DEPTHS * RANKS, KNOTS]; the table is their ratio
     gains, passes, profile  float32 [LEVELS, PLACES], [LEVELS], [LEVELS, PLACES]: summed chances of the children by
-                            place, of so many nodes drafted from at each depth (the deepest with all below), their ratio
+                            place, of so many nodes drafted from of each level, their ratio. Level 0 is the root, then
+                            nodes by the chance of their own edge, as the children of sure nodes are sure
     group                   int64 [1], the present one
     """
 
@@ -60,7 +61,7 @@ class Notes(NamedTuple):
 
 SOURCES, DEPTHS, RANKS, KNOTS = 8, 4, 5, 15  # of Step.marks; 1 to 3 and deeper; of places; of odds
 PLACES = 6  # children of a node that are looked at: of ranks 0, 1, 2, 3, 3, 4
-LEVELS = 8  # of a profile
+LEVELS = 8  # of a profile: of the root, then of chances in equal parts
 ODDS = 7.0  # the greatest log-odds that a table of chances tells apart, and the smallest, negative
 FEWEST, MOST = 1e-4, 0.999  # chances
 WINDOW, PASSES = 150.0, 60.0  # tries that a knot remembers, nodes drafted from that a level of a profile does
@@ -97,6 +98,11 @@ def cells_of(group: Tensor, sources: Tensor | None, depths: Tensor, places: Tens
     ranks = places - (places > 3).long()
     found = (group * SOURCES * DEPTHS + (depths - 1).clamp(0, DEPTHS - 1)) * RANKS + ranks
     return found if sources is None else found + sources.long() * (DEPTHS * RANKS)
+
+
+def level_of(chances: Tensor, levels: int) -> Tensor:
+    """int64: where in a profile of so many levels nodes stand whose edges have these chances, 0 to 1."""
+    return (chances * (levels - 1)).long().clamp(max=levels - 2) + 1 if levels > 1 else chances.long() * 0
 
 
 @op
@@ -175,7 +181,7 @@ def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, coun
     if run := attached("count_outcomes", size):
         run(tree, size, path, chosen, counts, notes)
         return
-    (tokens, parents, depths, edges, _, _), nodes = tree, tree[0].shape[0]
+    (tokens, parents, _, edges, _, _), nodes = tree, tree[0].shape[0]
     there = torch.arange(nodes, device=size.device)
     there = (there > 0) & (there < size)
     above = parents.masked_fill(~there, 0)
@@ -195,7 +201,8 @@ def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, coun
     torch.div(counts.hits, counts.tries, out=counts.table).clamp_(FEWEST, MOST)
     drafted = notes.drafted[:nodes] & (there | (torch.arange(nodes, device=size.device) == 0))
     shown = there & drafted.index_select(0, above)
-    levels = depths.masked_fill(~drafted, 0).clamp(0, LEVELS - 1)
+    levels = level_of(edges.exp().masked_fill(~there, 0.0), LEVELS)
+    levels = levels.masked_fill(~drafted, 0).index_fill(0, levels.new_zeros(1), 0)
     rows = levels.index_select(0, above) * PLACES + notes.places[:nodes].masked_fill(~shown, 0)
     counts.gains.view(-1).index_add_(0, rows, torch.where(shown, edges.exp(), 0.0))
     counts.passes.index_add_(0, levels, drafted.float())
@@ -230,7 +237,7 @@ def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes
 @op
 def next_pass(
     paths: Tensor,
-    depths: Tensor,
+    edges: Tensor,
     waiting: Tensor,
     size: Tensor,
     profile: Tensor,
@@ -239,25 +246,26 @@ def next_pass(
 ) -> Nodes:
     """The nodes whose draft pass promises the most, none where no pass promises more than it costs: ids [width].
 
-    paths: float32 [m], log-chances of the first `size` nodes, the root's is 0; depths: int64 [m]; waiting: bool [m],
-    not yet drafted from; profile: float32 [levels, places], the chances of the children of a node at depth level
-    (deeper ones as the last), best first.
+    paths, edges: float32 [m], log-chances of the first `size` nodes' paths and edges, the root's are 0; waiting: bool
+    [m], not yet drafted from; profile: float32 [levels, places], the chances of children, best first, as in Counts.
     A tree is worth the best, over n, of the summed chances of its n likeliest nodes less the price of verifying them.
     For each of prices.widths, `rounds` passes from that many of the likeliest waiting nodes (ties: the first) are
     played through, with children as the profile has them; a width is worth its tree's best after any of these passes,
     less their prices. Of the widths within WORTH of the best the narrowest is taken, and its first pass returned.
     """
-    require_search(paths, depths, waiting, size, profile, prices)
+    require_search(paths, edges, waiting, size, profile, prices)
     if rounds < 1:
         raise InputError(f"rounds: got {rounds}, at least 1 is needed")
     if run := attached("next_pass", paths):
-        return run(paths, depths, waiting, size, profile, prices, rounds)
-    levels, most, widths = profile.shape[0], prices.draft.shape[0] - 1, prices.widths[:, None]
+        return run(paths, edges, waiting, size, profile, prices, rounds)
+    most, widths = prices.draft.shape[0] - 1, prices.widths[:, None]
     place = torch.arange(paths.shape[0], device=paths.device)
     known = torch.where(place < size, paths.double().exp(), 0.0)
     played = _Played(
         known.expand(len(widths), -1),
-        depths.clamp(0, levels - 1).expand(len(widths), -1),
+        torch.where(place > 0, level_of(edges.masked_fill(place >= size, 0.0).exp(), len(profile)), 0).expand(
+            len(widths), -1
+        ),
         (waiting & (place < size)).expand(len(widths), -1),
         torch.zeros_like(widths, dtype=torch.float64),
     )
@@ -286,21 +294,21 @@ class _Played(NamedTuple):
     passes, float64 [widths, 1]."""
 
     chances: Tensor
-    depths: Tensor
+    levels: Tensor
     waiting: Tensor
     spent: Tensor
 
     def after(self, order: Tensor, drawn: Tensor, profile: Tensor, draft: Tensor) -> _Played:
         """One pass more, from the nodes `order`, [widths, nodes drafted from], as far as they are `drawn`."""
-        widths, places = len(order), profile.shape[1]
-        depths = self.depths.gather(1, order)
+        widths = len(order)
+        edges = profile[self.levels.gather(1, order)]
         scale = self.chances.gather(1, order) * drawn
-        children = (scale[..., None] * profile[depths]).reshape(widths, -1)
-        below = (depths + 1).clamp(max=len(profile) - 1)[..., None].expand(-1, -1, places).reshape(widths, -1)
+        children = (scale[..., None] * edges).reshape(widths, -1)
+        below = level_of(edges, len(profile)).reshape(widths, -1)
         left = self.waiting & ~torch.zeros_like(self.waiting).scatter(1, order, drawn)
         return _Played(
             torch.cat([self.chances, children], 1),
-            torch.cat([self.depths, below], 1),
+            torch.cat([self.levels, below], 1),
             torch.cat([left, children > 0], 1),
             self.spent + draft[drawn.sum(1, keepdim=True)],
         )
@@ -320,12 +328,12 @@ def _order(values: Tensor) -> Tensor:
 
 
 def require_search(
-    paths: Tensor, depths: Tensor, waiting: Tensor, size: Tensor, profile: Tensor, prices: Prices
+    paths: Tensor, edges: Tensor, waiting: Tensor, size: Tensor, profile: Tensor, prices: Prices
 ) -> None:
-    kinds = paths.dtype, depths.dtype, waiting.dtype
-    if kinds != (torch.float32, torch.int64, torch.bool) or not paths.shape == depths.shape == waiting.shape:
-        given = describe(paths, depths, waiting)
-        raise InputError(f"paths, depths, waiting: float32, int64, bool [m] are needed, got {given}")
+    kinds = paths.dtype, edges.dtype, waiting.dtype
+    if kinds != (torch.float32, torch.float32, torch.bool) or not paths.shape == edges.shape == waiting.shape:
+        given = describe(paths, edges, waiting)
+        raise InputError(f"paths, edges, waiting: float32 x 2, bool [m] are needed, got {given}")
     if not are_counts(size) or paths.dim() != 1 or not len(paths):
         raise InputError(f"paths, size: float32 [m], int32 [1] are needed, got {describe(paths, size)}")
     tables = profile, prices.verify, prices.draft

@@ -30,7 +30,7 @@ CORRECTION, REPRICED = 0.05, 16  # weight of a cycle's time against the measured
 
 
 DOUBT = 4.0  # tries that a prior counts for
-USUAL = (0.6, 0.15, 0.07, 0.04, 0.02, 0.01)  # chances of children by place, until they have been counted
+REST = (1.0, 0.3, 0.12, 0.06, 0.04, 0.03)  # of children by place, against the first, until they have been counted
 
 
 class _State:
@@ -72,7 +72,8 @@ def _counts(device: torch.device) -> Counts:
     """As a fresh engine has them: two groups, for greedy and sampled answers."""
     tries = torch.full((2 * SOURCES * DEPTHS * RANKS, KNOTS), DOUBT)
     table = torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().expand_as(tries).clamp(FEWEST, MOST)
-    passes, profile = torch.full((LEVELS,), DOUBT), torch.tensor(USUAL).expand(LEVELS, -1)
+    passes, firsts = torch.full((LEVELS,), DOUBT), torch.tensor([0.5, *torch.linspace(0.35, 0.85, LEVELS - 1)])
+    profile = firsts[:, None] * torch.tensor(REST)
     parts = tries * table, tries, table, passes[:, None] * profile, passes, profile, torch.zeros(1, dtype=torch.int64)
     return Counts(*(part.to(device, copy=True).contiguous() for part in parts))
 
@@ -245,7 +246,7 @@ class Auto(TreePolicy):
 
     def _next(self, tree: TokenTree, state: _State) -> Nodes:
         waiting = state.notes.waiting[: tree.capacity]  # without the spare entry
-        given = tree.path_log_probs, tree.depths, waiting, tree.size
+        given = tree.path_log_probs, tree.log_probs, waiting, tree.size
         return ops.next_pass(*given, state.counts.profile, state.prices, self.rounds)
 
     def _covered(self, tree: TokenTree, drafter: Drafter, state: _State) -> bool:

@@ -252,7 +252,7 @@ def next_pass(draw: Draw) -> tuple:
     width, nodes = draw.between(1, 6), draw.between(1, 20)
     prices = [draw.one_of([0.0, 0.02, 0.2]) * torch.rand(n + 1, generator=draw.random) for n in (nodes, width)]
     widths = torch.tensor(sorted({*(draw.between(1, width) for _ in range(3)), width}))
-    given = (poisoned(part, padding) for part in (paths, tree.depths))
+    given = (poisoned(part, padding) for part in (paths, tree.log_probs))
     waiting = torch.cat([waiting, torch.ones(padding, dtype=torch.bool)])
     return (*given, waiting, count(size), profile, ops.Prices(*prices, widths), draw.between(1, 3)), {}
 
