@@ -114,6 +114,32 @@ class TokenTree:
         given = self._arrays, self.size, frontier, tokens, log_probs, self.overflow
         return self._added(ops.append_children(*given, chosen=chosen, most=most, limit=limit))
 
+    def graft(self, parents: list[int], tokens: list[int], log_probs: list[float]) -> Nodes:
+        """As `add`, of entries on the host whose parents may be earlier ones: entry i becomes node len(self) + i.
+
+        ValueError when the capacity is exceeded, also on a device, which this waits for.
+        """
+        size, end = len(self), len(self) + len(tokens)
+        if end > self.capacity:
+            raise overfull(self.capacity, size, len(tokens))
+        depths, scores = self.depths[:size].tolist(), self.path_log_probs[:size].tolist()
+        for parent, log_prob in zip(parents, log_probs, strict=True):
+            depths.append(depths[parent] + 1)
+            scores.append(scores[parent] + log_prob)
+        for array, values in (
+            (self.tokens, tokens),
+            (self.parents, parents),
+            (self.depths, depths[size:]),
+            (self.log_probs, log_probs),
+            (self.path_log_probs, scores[size:]),
+        ):
+            array[size:end] = torch.tensor(values, dtype=array.dtype)
+        words = ops.ancestor_words(self.parents[:end])
+        self.ancestors[size:end] = 0
+        self.ancestors[size:end, : words.shape[1]] = words[size:]
+        self.size.fill_(end)
+        return Nodes.of(torch.arange(size, end, device=self.device))
+
     @property
     def _arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.tokens, self.parents, self.depths, self.log_probs, self.path_log_probs, self.ancestors

@@ -30,6 +30,12 @@ class Children(NamedTuple):
     live: Tensor
 
 
+# Bits of a mark: which other sources than the draft itself a continuation comes from.
+COPIED = 1  # from the text, or from the one that the caller expects
+RECYCLED = 2  # what the target said after the same token before
+FREE = 4  # proposed without a draft pass
+
+
 @dataclass(frozen=True)
 class Step:
     """Draft distributions of the nodes of a frontier.
@@ -40,12 +46,15 @@ class Step:
     normalized  the logits are log-probabilities already; their rows may sum to less than one, and -inf marks
                 a continuation that was not proposed
     hidden      [rows, hidden size], where a rule wants them
+    marks       uint8 [rows, draft vocabulary]: COPIED and RECYCLED where such a source has raised a continuation; None
+                where none has
     """
 
     logits: Tensor
     token_ids: Tensor | None = None
     normalized: bool = False
     hidden: Tensor | None = None
+    marks: Tensor | None = None
 
     def best_children(self, count: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row;
@@ -78,8 +87,8 @@ class Step:
 
     def row(self, index: Tensor) -> Step:
         """The step of one of the nodes alone; index: int64 [1]."""
-        hidden = None if self.hidden is None else ops.row_of(self.hidden, index)
-        return Step(ops.row_of(self.logits, index), self.token_ids, self.normalized, hidden)
+        hidden, marks = (None if part is None else ops.row_of(part, index) for part in (self.hidden, self.marks))
+        return Step(ops.row_of(self.logits, index), self.token_ids, self.normalized, hidden, marks)
 
     def entropy(self, top: int | None = None) -> Tensor:
         """Of each row's distribution, float32 [rows], in nats; over its `top` likeliest tokens where that is given."""
@@ -91,6 +100,23 @@ class Step:
         # only such rows are sparse: a full softmax gives every column some probability
         proposed = log_probs > -math.inf if self.normalized else None
         return tree.add_children(frontier, tokens, log_probs, proposed)
+
+
+class Free(NamedTuple):
+    """Nodes that cost no draft pass, on the host, the likeliest first; `TokenTree.graft` hangs them into their tree.
+
+    parents    of entry i, which becomes node len(tree) + i: a node of the tree or of an earlier entry
+    tokens     target ids, distinct among siblings
+    log_probs  of the edges, natural log
+    marks      FREE, and COPIED and RECYCLED where the node comes from there
+    ranks      place among the siblings of this kind, 0 is the likeliest
+    """
+
+    parents: list[int]
+    tokens: list[int]
+    log_probs: list[float]
+    marks: list[int]
+    ranks: list[int]
 
 
 Maker = Callable[[Any, Any], "Drafter"]  # of a target and its tokenizer, None where there is none
@@ -134,6 +160,14 @@ class Drafter(ABC):
         """Of how many of the first `tokens` it needs no features (again)."""
         return len(tokens)
 
+    def expect(self, tokens: list[int]) -> None:
+        """Tokens that the caller expects to follow the prompt of the next `begin`, as that holds it; [] is nothing.
+
+        InputError of a draft that has no use for them.
+        """
+        if tokens:
+            raise InputError(f"prediction: draft {self.name!r} copies nothing; accepted with ngram and with lookup")
+
     @abstractmethod
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         """Take in a prompt; state of an earlier one is reused as far as its tokens agree.
@@ -151,6 +185,13 @@ class Drafter(ABC):
 
         A node's ancestors have been stepped before it.
         """
+
+    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
+        """Up to `most` continuations below these nodes that need no draft pass; None where there are none.
+
+        least: the path log-probability below which nothing is proposed. Waits for a device.
+        """
+        return None
 
     @abstractmethod
     def observe(self, cycle: Cycle) -> None:
