@@ -131,7 +131,7 @@ def certify(
     if options.get("seed") is None:
         options["seed"] = int(torch.randint(1 << 62, ()))
     if reference is None:
-        reference = plain.generate(prompt, **options).token_ids
+        reference = plain.generate(prompt, **{**options, "prediction": None}).token_ids
     generation = speculative.stream(prompt, **options)
     answer = generation.run()
     limit = near_tie_logits(plain.target) if tolerance is None else tolerance

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -22,7 +22,7 @@ from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.generation.custom_generate import CustomGenerate
 from specengine.generation.options import GenerationOptions
 from specengine.generation.outputs import GenerationResult, SpeculativeOutput, StreamPiece, decoder
-from specengine.generation.prompts import Prompt, TextStream, token_ids
+from specengine.generation.prompts import Prompt, TextStream, predicted_ids, token_ids
 from specengine.generation.sampling import History, Sampler
 from specengine.generation.stopping import Stopper, cut_after_stop
 from specengine.modeling.kv_cache import KVCache
@@ -161,12 +161,20 @@ class Engine:
         return CustomGenerate(self, streamer, seed)
 
     def cycles(
-        self, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, *, reuse_cache: bool = False
+        self,
+        prompt: list[int],
+        sampler: Sampler,
+        stopper: Stopper,
+        stats: Stats,
+        *,
+        prediction: Sequence[int] = (),
+        reuse_cache: bool = False,
     ) -> Generator[Cycle, None, None]:
         """The cycles of one generation; everything else reads from these.
 
         prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way;
-        `reuse_cache` keeps what both caches hold of the prompt from the generation before.
+        prediction: token ids that the answer is expected to be like; `reuse_cache` keeps what both caches hold of the
+        prompt from the generation before.
         """
         if not self._busy.acquire(blocking=False):
             raise EngineBusyError(
@@ -177,6 +185,7 @@ class Engine:
             whole = self._captured is not None and self._captured.serves(sampler)
             driver = self._captured if self._captured is not None and not whole else self._eager
             with self.target.running():
+                self._expect(prompt, prediction)
                 run = self._begin(prompt, sampler, stopper, stats, reuse_cache)
             while run.reason is None:
                 with self.target.running():
@@ -200,7 +209,8 @@ class Engine:
         target = self.target
         asked = GenerationOptions.of(options, target.generation_config, len(prompt), target.max_context)
         sampler = sampler or asked.sampler(len(prompt), target.device)
-        return self.cycles(prompt, sampler, asked.stopper(lambda tokens: ""), Stats())
+        prediction = predicted_ids(asked.prediction, self.tokenizer, target.vocab_size)
+        return self.cycles(prompt, sampler, asked.stopper(lambda tokens: ""), Stats(), prediction=prediction)
 
     @torch.inference_mode()
     def warmup(self, tokens: int | None = None) -> WarmUp:
@@ -239,6 +249,12 @@ class Engine:
     @property
     def _model_seconds(self) -> float:
         return self.target.model_seconds + (self.drafter.model_seconds if self.drafter is not None else 0.0)
+
+    def _expect(self, prompt: list[int], prediction: Sequence[int]) -> None:
+        if self.drafter is not None:
+            self.drafter.expect([prompt[-1], *prediction] if prediction else [])
+        elif prediction:
+            raise InputError("prediction: this engine decodes without a draft; accepted with ngram and with lookup")
 
     @torch.inference_mode()
     def _begin(self, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, reuse_cache: bool) -> _Run:
@@ -355,7 +371,10 @@ class TextGeneration:
         self._streams = False  # whether a streamer waits for the end
         self._stopper = self.options.stopper(self._decode)
         sampler = self.options.sampler(len(self.prompt), target.device)
-        self._cycles = engine.cycles(self.prompt, sampler, self._stopper, self.stats, reuse_cache=reuse_cache)
+        prediction = predicted_ids(self.options.prediction, engine.tokenizer, target.vocab_size)
+        self._cycles = engine.cycles(
+            self.prompt, sampler, self._stopper, self.stats, prediction=prediction, reuse_cache=reuse_cache
+        )
 
     def __iter__(self) -> Iterator[StreamPiece]:
         return self

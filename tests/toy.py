@@ -370,7 +370,7 @@ class LetterTokenizer:
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         return "".join(chr(ord("a") + token) for token in tokens)
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) - ord("a") for letter in text]}
 
 

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from operator import itemgetter
 
 from specengine.errors import InputError
 from specengine.targets import common_prefix
 from specengine.tree import TokenTree
 
-Suffix = tuple[int, ...]
-Followers = dict[int, int]
+MOST_FOLLOWERS = 8  # of a match, the commonest ones
+
+# The last token, and what stands before it: the continuations of a text share it.
+Context = tuple[int, "Context"] | None
+
+
+class Followers(dict[int, int]):
+    """How often each token followed a run of tokens."""
+
+    __slots__ = ("_likeliest", "total")
+
+    def __init__(self, *tokens: int) -> None:
+        super().__init__()
+        self.total = 0
+        for token in tokens:
+            self.count(token)
+
+    def count(self, token: int) -> None:
+        self[token] = self.get(token, 0) + 1
+        self.total += 1
+        self._likeliest: list[tuple[int, float]] | None = None
+
+    def likeliest(self) -> list[tuple[int, float]]:
+        """The MOST_FOLLOWERS commonest tokens, each with its share of all that followed."""
+        if self._likeliest is None:
+            commonest = heapq.nlargest(MOST_FOLLOWERS, self.items(), key=itemgetter(1))
+            self._likeliest = [(token, count / self.total) for token, count in commonest]
+        return self._likeliest
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run of tokens that was seen more than once: its followers, and the runs that are a token longer, by their first
+    token; of one that was seen once only the place of what followed it."""
+
+    followers: Followers = field(default_factory=Followers)
+    longer: dict[int, _Run | int] = field(default_factory=dict)
 
 
 @dataclass
@@ -22,44 +57,110 @@ class Suffixes:
     shortest: int
     longest: int
     tokens: list[int] = field(default_factory=list, init=False)
-    _counts: dict[Suffix, Followers] = field(default_factory=dict, init=False)
+    _runs: dict[int, _Run | int] = field(default_factory=dict, init=False)
 
     def become(self, tokens: list[int]) -> None:
         """Hold this sequence; what is held already is kept where `tokens` goes on from it."""
         if common_prefix(self.tokens, tokens) < len(self.tokens):
-            self.clear()
+            self.restart()
         self.extend(tokens[len(self.tokens) :])
 
-    def clear(self) -> None:
-        self.tokens, self._counts = [], {}
+    def restart(self, before: Sequence[int] = ()) -> None:
+        """Forget everything; what comes next stands behind these tokens, whose own followers do not count."""
+        self.tokens, self._runs = list(before), {}
 
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            history = self.tokens
-            for length in range(self.shortest, min(self.longest, len(history)) + 1):
-                followers = self._counts.setdefault(tuple(history[-length:]), {})
-                followers[token] = followers.get(token, 0) + 1
-            history.append(token)
+            self.tokens.append(token)
+            self._note(len(self.tokens) - 1)
 
-    def matches(self, context: Sequence[int]) -> Iterator[tuple[int, Followers]]:
+    def matches(self, context: Context) -> list[tuple[int, Followers]]:
         """Length and followers of each suffix of `context` that was seen before, the longest first."""
-        for length in range(min(self.longest, len(context)), self.shortest - 1, -1):
-            followers = self._counts.get(tuple(context[-length:]))
-            if followers:
-                yield length, followers
+        return [match for match in self._matches(context) if match[0] >= self.shortest][::-1]
 
-    def contexts(self, tree: TokenTree, nodes: Tensor) -> list[list[int]]:
-        """The last `longest` tokens before the tree, and those from its root to each of `nodes` (int64 [rows])."""
-        tail = self.tokens[-self.longest :]
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        found = []
-        for node in nodes.tolist():
-            path: list[int] = []
-            while node >= 0:
-                path.append(tokens[node])
-                node = parents[node]
-            found.append([*tail, *reversed(path)])
-        return found
+    def longest_match(self, context: Context) -> tuple[int, Followers] | None:
+        """The first of `matches`."""
+        match = None
+        for longer in self._matches(context):
+            match = longer
+        return match if match and match[0] >= self.shortest else None
+
+    def context(self) -> Context:
+        """The last `longest` tokens."""
+        return extended(None, self.tokens[-self.longest :])
+
+    def _note(self, place: int) -> None:
+        """Count the token at `place` behind the runs before it."""
+        tokens, runs = self.tokens, self._runs
+        for first in range(place - 1, max(place - self.longest, 0) - 1, -1):
+            run = runs.get(tokens[first])
+            if run is None:
+                runs[tokens[first]] = place
+                return
+            if isinstance(run, int):
+                run = runs[tokens[first]] = self._seen_once(run, place - first)
+            run.followers.count(tokens[place])
+            runs = run.longer
+
+    def _seen_once(self, place: int, length: int) -> _Run:
+        """The run of so many tokens before `place`."""
+        run = _Run()
+        run.followers.count(self.tokens[place])
+        if length < min(self.longest, place):
+            run.longer[self.tokens[place - length - 1]] = place
+        return run
+
+    def _matches(self, context: Context) -> Iterator[tuple[int, Followers]]:
+        """As `matches`, of any length, the shortest first."""
+        runs = self._runs
+        for length in range(1, self.longest + 1):
+            if context is None or (run := runs.get(context[0])) is None:
+                return
+            context = context[1]
+            if isinstance(run, int):
+                followers = Followers(self.tokens[run])
+                yield length, followers
+                for longer in self._agreeing(run - length, context, self.longest - length):
+                    yield length + longer, followers
+                return
+            yield length, run.followers
+            runs = run.longer
+
+    def _agreeing(self, end: int, context: Context, most: int) -> Iterator[int]:
+        """1, 2, ... as far as the tokens before `end` are the last ones of `context`."""
+        for length, token in enumerate(reversed(self.tokens[max(end - most, 0) : end]), 1):
+            if context is None or context[0] != token:
+                return
+            context = context[1]
+            yield length
+
+
+def predicted(text: Suffixes, tokens: Sequence[int]) -> Suffixes:
+    """The memory of `tokens` alone, of which the first comes behind `text`."""
+    found = Suffixes(text.shortest, text.longest)
+    if tokens:
+        found.restart([*text.tokens[-text.longest :], tokens[0]])
+        found.extend(tokens[1:])
+    return found
+
+
+def extended(context: Context, tokens: Iterable[int]) -> Context:
+    """`context` with these tokens behind it."""
+    for token in tokens:
+        context = token, context
+    return context
+
+
+def contexts(before: Context, tree: TokenTree, nodes: Sequence[int]) -> list[Context]:
+    """What stands before the children of each of `nodes`: `before`, and the tokens from the root on."""
+    if not nodes:
+        return []
+    last = max(nodes) + 1
+    tokens, parents = tree.tokens[:last].tolist(), tree.parents[:last].tolist()
+    found: list[Context] = [(tokens[0], before)]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        found.append((token, found[parent]))
+    return [found[node] for node in nodes]
 
 
 def require_lengths(draft: str, shortest: int, longest: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from specengine.drafters import Drafter, Step
-from specengine.drafters._suffixes import Suffixes, require_lengths
+from specengine.drafters._suffixes import Context, Suffixes, contexts, predicted, require_lengths
 from specengine.ops import Nodes
 from specengine.records import Cycle
 from specengine.tree import TokenTree
@@ -24,7 +25,8 @@ class NGram(Drafter):
     The longest suffix of `longest` to `shortest` tokens that occurred earlier decides: a continuation seen c times
     among n has probability c / (n + 1). The remaining 1 / (n + 1) goes to the next shorter suffix, in the same
     way; what is left after the shortest belongs to tokens never seen here (escape method A of prediction by
-    partial matching, Cleary and Witten 1984).
+    partial matching, Cleary and Witten 1984). Of suffixes of one length, that in a text that the caller expects the
+    answer to be like decides before that in prompt and answer.
     """
 
     longest: int = 5
@@ -35,16 +37,24 @@ class NGram(Drafter):
     default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("eagle", {"width": 4, "expansions": 9, "budget": 12})
 
     _seen: Suffixes = field(init=False, repr=False)
+    _predicted: Suffixes = field(init=False, repr=False)
+    _expected: list[int] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_lengths("ngram", self.shortest, self.longest)
-        self._seen = Suffixes(self.shortest, self.longest)
+        self._seen, self._predicted = (Suffixes(self.shortest, self.longest) for _ in range(2))
+
+    def expect(self, tokens: list[int]) -> None:
+        self._expected = tokens
 
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         self._seen.become(prompt)
+        self._predicted = predicted(self._seen, self._expected)
+        self._expected = []
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        rows = [self._continuations(context) for context in self._seen.contexts(tree, frontier.alive())]
+        before = contexts(self._seen.context(), tree, frontier.alive().tolist())
+        rows = [self._continuations(context) for context in before]
         columns = {token: column for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))}
         log_probs = torch.full((len(rows), max(1, len(columns))), float("-inf"))
         for index, row in enumerate(rows):
@@ -58,14 +68,16 @@ class NGram(Drafter):
         self._seen.extend([int(cycle.tree.tokens[0]), *cycle.tokens[:-1]])
 
     def reset(self) -> None:
-        self._seen.clear()
+        self._seen.restart()
+        self._predicted.restart()
 
-    def _continuations(self, context: list[int]) -> dict[int, float]:
+    def _continuations(self, context: Context) -> dict[int, float]:
         """Probability of each token that followed a suffix of `context` before."""
         probabilities: dict[int, float] = defaultdict(float)
         left = 1.0
-        for _, followers in self._seen.matches(context):
-            total = sum(followers.values()) + 1
+        found = [*self._predicted.matches(context), *self._seen.matches(context)]
+        for _, followers in sorted(found, key=itemgetter(0), reverse=True):
+            total = followers.total + 1
             for token, count in followers.items():
                 probabilities[token] += left * count / total
             left /= total

@@ -94,6 +94,8 @@ class GenerationOptions:
     max_time              seconds after which the answer ends
     logits_processor, stopping_criteria, streamer, generation_config, return_dict_in_generate   transformers' own
     raw                   take a string prompt as it is, without the chat template
+    prediction            text, or token ids, that much of the answer is expected to be: what follows the same words in
+                          it is drafted. Never changes the answer; for the drafts that copy, ngram and any with lookup
     """
 
     max_new_tokens: int | None = None
@@ -121,6 +123,7 @@ class GenerationOptions:
     generation_config: GenerationConfig | None = None
     return_dict_in_generate: bool | None = None
     raw: bool = False
+    prediction: str | list[int] | None = None
 
     @classmethod
     def of(

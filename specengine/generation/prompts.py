@@ -24,15 +24,30 @@ def token_ids(prompt: Prompt, tokenizer: Any, *, raw: bool, vocab_size: int, max
     ids = _encode(prompt, tokenizer, raw)
     if not ids:
         raise InputError("prompt: it is empty, at least one token is needed")
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
-        raise InputError(f"prompt: token id {outside[0]} is out of range, accepted 0 to {vocab_size - 1}")
+    _require_known("prompt", ids, vocab_size)
     if len(ids) >= max_context:
         raise InputError(
             f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
             f"the model's context is {max_context} and an answer needs room"
         )
     return ids
+
+
+def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_size: int) -> list[int]:
+    """Ids of the text, or ids, that an answer is expected to be like, without special tokens; None is none.
+
+    InputError for anything else, ids outside the vocabulary and text without a tokenizer.
+    """
+    if prediction is None:
+        return []
+    if isinstance(prediction, str):
+        _require(tokenizer, "a string", "prediction")
+        _require_unicode("prediction", prediction)
+        return list(tokenizer(prediction, add_special_tokens=False)["input_ids"])
+    if not isinstance(prediction, list | tuple) or not all(type(token) is int for token in prediction):
+        raise InputError(f"prediction: got {prediction!r:.80}, accepted a string or a list of token ids")
+    _require_known("prediction", prediction, vocab_size)
+    return list(prediction)
 
 
 def _encode(prompt: Prompt, tokenizer: Any, raw: bool) -> list[int]:
@@ -103,9 +118,15 @@ def _require_unicode(field: str, text: str) -> None:
         ) from error
 
 
-def _require(tokenizer: Any, what: str) -> None:
+def _require_known(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise InputError(f"{field}: token id {outside} is out of range, accepted 0 to {vocab_size - 1}")
+
+
+def _require(tokenizer: Any, what: str, field: str = "prompt") -> None:
     if tokenizer is None:
-        raise InputError(f"prompt: {what} needs a tokenizer, pass tokenizer= or token ids")
+        raise InputError(f"{field}: {what} needs a tokenizer, pass tokenizer= or token ids")
 
 
 class TextStream:
