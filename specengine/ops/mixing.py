@@ -25,7 +25,7 @@ def mix_rows(
     probabilities: Sequence[float],
     normalized: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rows, `more` columns wider, in which the share `left` stays of the distribution and some columns gain probability.
+    """Rows, `more` columns wider, of whose distribution the share `left` stays, and where some columns gain.
 
     logits: float32, bfloat16 or float16 [rows, V]; `normalized` says that they are log-probabilities already, and so
     are the results; results for logits are logits, in which what was there stays as it is. left: above 0, at most 1,
@@ -41,7 +41,7 @@ def mix_rows(
         raise InputError(f"left, logits, places, probabilities, more: n, n, m, m, 0 or more are needed, got {given}")
     if run := attached("mix_rows", logits):
         return run(logits, more, left, places, probabilities, normalized)
-    (rows, columns), device = logits.shape, logits.device
+    columns, device = logits.shape[1], logits.device
     logs = torch.tensor([math.log(share) for share in left], device=device)[:, None]
     if normalized:
         levels, filler = torch.zeros_like(logs), torch.full_like(logs, -math.inf)
