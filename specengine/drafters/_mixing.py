@@ -33,7 +33,8 @@ class Columns:
 def mixed(step: Step, mixtures: Sequence[Mixture | None], columns: Places) -> Step:
     """`step` with a mixture in each row that has one: p becomes what is left of p, and what is copied is added.
 
-    Tokens without a column are given one behind the others. Logits stay logits, and log-probabilities stay that.
+    mixtures: of the rows that are not padding. Tokens without a column are given one behind the others. Logits stay
+    logits, and log-probabilities stay that.
     """
     width = step.logits.shape[1]
     copied = [mixture.copied if mixture is not None else {} for mixture in mixtures]
@@ -46,6 +47,7 @@ def mixed(step: Step, mixtures: Sequence[Mixture | None], columns: Places) -> St
     ]
     gains = [probability for row in copied for probability in row.values()]
     left = [1.0 if mixture is None else mixture.left for mixture in mixtures]
+    left += [1.0] * (step.logits.shape[0] - len(left))
     # what has gained is marked with 1, which is COPIED
     logits, marks = ops.mix_rows(step.logits, len(new), left, places, gains, step.normalized)
     return Step(logits, _ids_with(step, list(new)), step.normalized, step.hidden, marks)
