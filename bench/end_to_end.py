@@ -20,9 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from specengine import Engine, policies
+from specengine import Engine, calibration, policies
 from specengine import checkpoints as models
-from specengine.train.ltd.costs import measure
 
 Way = Callable[[list[int]], tuple[int, float]]  # prompt -> new tokens, mean acceptance length
 
@@ -66,7 +65,7 @@ def main() -> None:
         engine = Engine(plain.target, first.drafter, shaped, plain.tokenizer)
         ways[f"{first.drafter.name}, {shaped!r}"] = _engine(engine, args.max_new_tokens)  # type: ignore[union-attr]
     items = workloads.read(args.prompts, args.per_set)
-    costs = [measure(first, items[0].text).record()] if args.tree else []
+    costs = [calibration.measure(first.target, first.drafter).record()] if args.tree else []
     measured = (_measure(plain, ways, item, args.rounds) for item in items)
     rows = list(provenance.kept(measured, args.out))
     result = [*costs, *_summaries(rows), *rows]

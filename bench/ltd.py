@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM
 from bench import provenance, workloads
 from specengine import Engine
 from specengine import checkpoints as models
+from specengine.costs import find_costs
 from specengine.errors import InputError, SpecEngineError
 from specengine.policies import _ltd
 from specengine.policies._ltd import Networks
 from specengine.train.ltd.candidates import CandidateOptions, CandidateTrees, log_candidates
-from specengine.train.ltd.costs import find_costs
 from specengine.train.ltd.curve import plot
 from specengine.train.ltd.outcomes import Outcomes, Speed
 from specengine.train.ltd.training import PAIR, read_log

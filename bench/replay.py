@@ -33,6 +33,7 @@ from bench import provenance, workloads
 from bench.policies import parse
 from specengine import Engine, policies
 from specengine import checkpoints as models
+from specengine.costs import PUBLISHED, Costs, find_costs
 from specengine.cycle import draft_tree, walk
 from specengine.drafters import Drafter, Step
 from specengine.errors import InputError, SpecEngineError
@@ -40,7 +41,6 @@ from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds
 from specengine.train.classifier.trees import CollectOptions, Columns, LoggedTree, Trees, collect
-from specengine.train.ltd.costs import PUBLISHED, Costs, find_costs
 from specengine.tree import TokenTree
 
 CPU = torch.device("cpu")

@@ -61,6 +61,7 @@ struct Draft {
 }  // namespace
 
 PYBIND11_MODULE(_cpu, module) {
+  module.attr("INTERFACE") = 2;  // specengine/modeling/native.py asks for it: an extension may be left from other sources
   module.def("instruction_sets", [] {
     std::vector<std::string> names;
     for (const cpu::Kernels* kernels : cpu::available_kernels()) names.push_back(kernels->name);
@@ -90,13 +91,15 @@ PYBIND11_MODULE(_cpu, module) {
         return new Model{std::move(weights), cpu::Decoder(kernels_of(kernels), shape, given,
                                                           cpu::Rope(std::move(frequencies), factor))};
       }))
+      // chosen: (tokens, logits, count)
       .def("forward",
            [](Model& model, const std::vector<int64_t>& rows, uintptr_t tokens, uintptr_t slab, int64_t capacity,
               bool half, const std::vector<int64_t>& features, uintptr_t states, uintptr_t logits, int64_t first_logits,
-              uintptr_t chosen, int64_t layers, int threads) {
+              const std::vector<int64_t>& chosen, int64_t layers, int threads) {
              const cpu::Decoder::Call call{rows_of(rows), at<const int64_t>(tokens), at<void>(slab), capacity, half,
-                                           features, at<float>(states), at<float>(logits), first_logits,
-                                           at<int64_t>(chosen), layers};
+                                           features, at<float>(states), at<float>(logits), first_logits, chosen[2],
+                                           reinterpret_cast<int64_t*>(chosen[0]), reinterpret_cast<float*>(chosen[1]),
+                                           layers};
              py::gil_scoped_release release;
              model.decoder.forward(call, threads);
            })

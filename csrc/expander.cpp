@@ -19,6 +19,7 @@
 #include "spec/strict_attention.hpp"
 #include "spec/top_children.hpp"
 #include "spec/tree.hpp"
+#include "spec/worth.hpp"
 
 namespace py = pybind11;
 
@@ -52,12 +53,25 @@ void write(const std::vector<spec::Candidate>& found, size_t most, int64_t* rows
   }
 }
 
+spec::TreeArrays tree_arrays(const std::vector<uintptr_t>& tree, int64_t words) {
+  return {at<int64_t>(tree[0]), at<int64_t>(tree[1]), at<int64_t>(tree[2]), at<float>(tree[3]),
+          at<float>(tree[4]),   at<uint64_t>(tree[5]), words};
+}
+
+spec::OutcomeCounts outcome_counts(const std::vector<uintptr_t>& parts) {
+  return {at<float>(parts[0]), at<float>(parts[1]), at<float>(parts[2]),          at<float>(parts[3]),
+          at<float>(parts[4]), at<float>(parts[5]), *at<const int64_t>(parts[6])};
+}
+
+spec::SearchNotes search_notes(const std::vector<uintptr_t>& parts) {
+  return {at<float>(parts[0]), at<int64_t>(parts[1]), at<int64_t>(parts[2]), at<bool>(parts[3]), at<bool>(parts[4])};
+}
+
 // Hangs `given` nodes where they fit, else says that they do not; ids: [room], 0 behind those of the nodes.
 bool append(const std::vector<uintptr_t>& tree, int64_t capacity, int64_t words, int32_t* size, int64_t given,
             int64_t room, const int64_t* parents, const int64_t* tokens, const float* log_probs, int32_t* overflow,
             int64_t* ids) {
-  const spec::TreeArrays arrays{at<int64_t>(tree[0]), at<int64_t>(tree[1]), at<int64_t>(tree[2]), at<float>(tree[3]),
-                                at<float>(tree[4]),   at<uint64_t>(tree[5]), words};
+  const spec::TreeArrays arrays = tree_arrays(tree, words);
   const int64_t before = *size;
   const bool fits = before + given <= capacity;
   const int64_t added = fits ? given : 0;
@@ -255,6 +269,75 @@ PYBIND11_MODULE(_expander, module) {
     std::vector<const float*> addresses;
     for (const uintptr_t address : parameters) addresses.push_back(at<const float>(address));
     *at<int64_t>(out) = spec::best_action(sizes, addresses, tanh, at<const float>(observation));
+  });
+  module.def("chances", [](uintptr_t stated, uintptr_t cells, int64_t entries, uintptr_t table, int64_t knots,
+                           uintptr_t out) {
+    for (int64_t i = 0; i < entries; ++i)
+      at<float>(out)[i] = spec::log_chance(at<const float>(stated)[i],
+                                           at<const float>(table) + at<const int64_t>(cells)[i] * knots, knots);
+  });
+  module.def("hang_likely", [](const std::vector<uintptr_t>& tree, int64_t capacity, int64_t words, uintptr_t size,
+                               uintptr_t overflow, uintptr_t nodes, uintptr_t live, int64_t rows, int64_t places,
+                               uintptr_t tokens, uintptr_t stated, uintptr_t sources, const std::vector<uintptr_t>& counts,
+                               const std::vector<uintptr_t>& notes, double least, int64_t most, uintptr_t ids,
+                               uintptr_t found) {
+    const spec::SearchNotes noted = search_notes(notes);
+    const auto* frontier = at<const int64_t>(nodes);
+    const int64_t drafted = count(live, rows);
+    const auto likely = spec::likely_children(tree_arrays(tree, words), frontier, drafted, places,
+                                              at<const float>(stated), at<const uint8_t>(sources),
+                                              outcome_counts(counts), least, most);
+    spec::Children given;
+    for (const spec::LikelyChild& child : likely) {
+      given.parents.push_back(frontier[child.entry / places]);
+      given.tokens.push_back(at<const int64_t>(tokens)[child.entry]);
+      given.log_probs.push_back(child.edge);
+    }
+    for (int64_t row = 0; row < drafted; ++row) {
+      noted.waiting[frontier[row]] = false;
+      noted.drafted[frontier[row]] = true;
+    }
+    const auto entries = static_cast<int64_t>(likely.size());
+    const int64_t first = *at<const int32_t>(size);
+    *at<int32_t>(found) = static_cast<int32_t>(entries);
+    if (!append(tree, capacity, words, at<int32_t>(size), entries, most, given.parents.data(), given.tokens.data(),
+                given.log_probs.data(), at<int32_t>(overflow), at<int64_t>(ids)))
+      return false;
+    for (int64_t node = first; node < *at<const int32_t>(size); ++node) {
+      const spec::LikelyChild& child = likely[static_cast<size_t>(node - first)];
+      noted.stated[node] = at<const float>(stated)[child.entry];
+      noted.cells[node] = child.cell;
+      noted.places[node] = child.entry % places;
+      noted.waiting[node] = true;
+    }
+    return true;
+  });
+  module.def("count_outcomes", [](const std::vector<uintptr_t>& tree, int64_t capacity, int64_t words, uintptr_t size,
+                                  uintptr_t path, uintptr_t live, int64_t room, uintptr_t chosen,
+                                  const std::vector<uintptr_t>& counts, const std::vector<uintptr_t>& notes) {
+    spec::count_outcomes(tree_arrays(tree, words), count(size, capacity), at<const int64_t>(path),
+                         at<const int64_t>(chosen), count(live, room), outcome_counts(counts), search_notes(notes));
+  });
+  module.def("select_worth", [](uintptr_t paths, uintptr_t size, int64_t room, uintptr_t price, int64_t most,
+                                int64_t wanted, uintptr_t ids, uintptr_t live) {
+    const int64_t nodes = count(size, room);
+    const int64_t n = spec::worth_most(at<const float>(paths), nodes, at<const float>(price), most);
+    const int64_t found = spec::select_best(at<const float>(paths), nodes, n, at<int64_t>(ids));
+    if (found < 0) return false;
+    std::fill(at<int64_t>(ids) + found, at<int64_t>(ids) + wanted, int64_t{0});
+    *at<int32_t>(live) = static_cast<int32_t>(found);
+    return true;
+  });
+  module.def("next_pass", [](uintptr_t paths, uintptr_t edges, uintptr_t waiting, uintptr_t size, int64_t room,
+                             uintptr_t profile, int64_t levels, int64_t places, const std::vector<uintptr_t>& prices,
+                             const std::vector<int64_t>& sizes, int64_t rounds, uintptr_t ids, uintptr_t live) {
+    const spec::SearchPrices asked{at<const float>(prices[0]), at<const float>(prices[1]), sizes[0], sizes[1],
+                                   at<const int64_t>(prices[2]), sizes[2]};
+    const auto found = spec::next_pass(at<const float>(paths), at<const float>(edges), at<const bool>(waiting),
+                                       count(size, room), {at<const float>(profile), levels, places}, asked, rounds);
+    std::fill_n(std::copy(found.begin(), found.end(), at<int64_t>(ids)), sizes[1] - static_cast<int64_t>(found.size()),
+                int64_t{0});
+    *at<int32_t>(live) = static_cast<int32_t>(found.size());
   });
   module.def("keyed_gumbel_argmax", [](uintptr_t scores, int64_t size, uint64_t seed, uint64_t position) {
     py::gil_scoped_release release;

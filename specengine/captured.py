@@ -73,10 +73,16 @@ class CapturedDriver(EagerDriver):
 
     # ---- the functions of a cycle
 
+    def _first(self) -> None:
+        assert self.drafter is not None
+        assert self.policy is not None
+        self._go_on(cycle.first(self.drafter, self.policy, self.tree, Seconds()))
+
     def _root(self) -> None:
         assert self.drafter is not None
         assert self.policy is not None
-        self._go_on(cycle.root(self.drafter, self.policy, self.tree, Seconds()))
+        found = self.tree.root_alone()
+        self._go_on(cycle.root(self.drafter, self.policy, self.tree, found, Seconds()))
 
     def _level(self) -> None:
         assert self.drafter is not None
@@ -112,8 +118,9 @@ class CapturedDriver(EagerDriver):
         lists = (pad_to(array, self.budget) for array in arrays)
         self._record.copy_(torch.cat([counts, walked.bonus, tokens, path.ids, *lists]))
         self.target.keep(path)
-        if self.drafter is not None:
+        if self.drafter is not None and self.policy is not None:
             self.drafter.accept(walked_over, path, features)
+            self.policy.learn(tree, Nodes(kept.ids.index_select(0, path.ids), path.live), tokens)
         tree.tokens[:1].copy_(root)
         tree.restart()
 
@@ -125,9 +132,13 @@ class CapturedDriver(EagerDriver):
     # ---- a cycle, as the host starts it
 
     def _grow(self) -> None:
-        """The graphs of one tree; after each level that may be its last the host reads whether it was."""
+        """The graphs of one tree; after each part that may be its last the host reads whether it was."""
         if self.policy is None:
             return
+        if self.policy.patience:
+            self._run("first")
+            if not int(self.frontier.live):
+                return
         self._run("root")
         for _ in range(self.passes - 1):
             if self.policy.ends_early and not int(self.frontier.live):
@@ -145,7 +156,7 @@ class CapturedDriver(EagerDriver):
 
     def _capture(self, *names: str) -> None:
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
-        state = self.target.cache.filled, *(() if self.drafter is None else self.drafter.state)
+        state = self.target.cache.filled, *(part for owner in self._owners() for part in owner.state)
         kept = [tensor.clone() for tensor in state]
         for name in names:
             self._run(name)
@@ -153,12 +164,17 @@ class CapturedDriver(EagerDriver):
             tensor.copy_(before)
         self.tree.restart()
 
+    def _owners(self) -> Iterator[Drafter | TreePolicy]:
+        """Those whose state outlives a cycle."""
+        yield from (owner for owner in (self.drafter, self.policy) if owner is not None)
+
     def _missing(self, names: list[str]) -> list[str]:
         suffix = {"finish": " sampled" if self._sampled else " greedy"}
         return [name for name in names if not self.graphs.has(name + suffix.get(name, ""), self._reads())]
 
     def _growth(self) -> list[str]:
-        return ["root", "level"][: min(self.passes, 2)]
+        asks = ["first"] if self.policy is not None and self.policy.patience else []
+        return [*asks, *["root", "level"][: min(self.passes, 2)]]
 
     # ---- as the engine sees it
 
@@ -169,12 +185,12 @@ class CapturedDriver(EagerDriver):
 
     def reserve(self, tokens: int) -> None:
         """As EagerDriver, with room for the cycle that may run behind the last token, and for the runs of a capture."""
-        most = tokens + self.budget + (WARM_UPS + 2) * self.longest
+        most = tokens + self.budget + (WARM_UPS + 2) * self.unread
         padded = self.target.strict_rows  # of every forward
         self.target.reserve(room(most + self.budget + padded), 0)
         if self.drafter is not None and self.policy is not None:
             nodes = self.policy.capacity + len(self.frontier.ids)
-            self.drafter.reserve(room(most + nodes) - nodes - self.longest, self.policy.capacity, self.longest)
+            self.drafter.reserve(room(most + nodes) - nodes - self.unread, self.policy.capacity, self.unread)
 
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:

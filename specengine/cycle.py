@@ -1,6 +1,6 @@
 """A cycle: a tree is grown, verified, walked down and committed; and the driver that does so eagerly.
 
-`root` and `level` are written once. The eager driver calls them in a loop, the captured one (captured.py) replays them.
+Its parts are written once. The eager driver calls them in a loop, the captured one (captured.py) replays them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,17 @@ class Draft(NamedTuple):
         return len(self.grown) - 1
 
 
-def root(drafter: Drafter, policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
-    """The first draft pass of a tree that is its root alone, and the first level; whom to draft from next."""
-    return _grown(policy, tree, tree.root_alone(), lambda _: drafter.root(tree), seconds)
+def first(drafter: Drafter, policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
+    """Of a tree that is its root alone: whom to draft from, the root, or nobody."""
+    began = time.perf_counter()
+    frontier = policy.first(tree, drafter)
+    seconds.policy += time.perf_counter() - began
+    return frontier
+
+
+def root(drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes, seconds: Seconds) -> Nodes:
+    """The first draft pass, and the first level; whom to draft from next."""
+    return _grown(policy, tree, frontier, lambda _: drafter.root(tree), seconds)
 
 
 def level(drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes, seconds: Seconds) -> Nodes:
@@ -83,9 +91,14 @@ def draft_tree(
         alone = TokenTree.root(token, device=device)
         return Draft(alone, alone)
     tree = TokenTree.root(token, policy.capacity, device)
-    frontier = root(drafter, policy, tree, seconds)
+    frontier = first(drafter, policy, tree, seconds)
+    if int(frontier.live):
+        frontier = root(drafter, policy, tree, frontier, seconds)
     while int(frontier.live):
         frontier = level(drafter, policy, tree, frontier, seconds)
+    began = time.perf_counter()
+    policy.last(tree, drafter)
+    seconds.policy += time.perf_counter() - began
     return keep(policy, tree, seconds)
 
 
@@ -97,12 +110,13 @@ class EagerDriver:
         self.device = target.device if drafter is None else drafter.device
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
         self.longest = 1 if policy is None else longest_path(policy)
+        self.unread = self.longest + (0 if policy is None else policy.patience)  # tokens between draft passes
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens and the trees behind them."""
         self.target.reserve(tokens, self.budget)
         if self.drafter is not None and self.policy is not None:
-            self.drafter.reserve(tokens, self.policy.capacity, self.longest)
+            self.drafter.reserve(tokens, self.policy.capacity, self.unread)
 
     def draft(self, token: int, seconds: Seconds) -> Draft:
         """As `draft_tree`."""

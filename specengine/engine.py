@@ -13,10 +13,10 @@ from typing import Any, Self, cast
 import torch
 from transformers import PreTrainedModel
 
-from specengine import captured, loading
+from specengine import calibration, captured, loading
 from specengine.captured import CapturedDriver
 from specengine.cuda_graphs import Graphs
-from specengine.cycle import EagerDriver, walk
+from specengine.cycle import Draft, EagerDriver, walk
 from specengine.drafters import Drafter
 from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.generation.custom_generate import CustomGenerate
@@ -27,8 +27,9 @@ from specengine.generation.sampling import History, Sampler
 from specengine.generation.stopping import Stopper, cut_after_stop
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.load_options import LoadOptions
+from specengine.ops import Nodes
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Seconds, Stats
+from specengine.records import Cycle, Seconds, Stats, Successors
 from specengine.targets import Target
 
 DEFAULT_WARMUP_TOKENS = 2048
@@ -121,8 +122,8 @@ class Engine:
         """Load a target with its draft and policy.
 
         model   a Hugging Face id, a local path or a loaded model; None is the embedded default model
-        draft   `ngram`, `none`, the id or path of a smaller model or an EAGLE head, a loaded model or a Drafter; None
-                is the head that ships for the default model, and `ngram` for any other model
+        draft   `ngram`, `recycling`, `none`, the id or path of a smaller model or an EAGLE head, a loaded model or a
+                Drafter; None is the head that ships for the default model, and `ngram` for any other model
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
         options dtype, device, tokenizer, draft_options, policy_options, graphs, compile_blocks, lookup, strict,
@@ -226,7 +227,7 @@ class Engine:
         if not self._busy.acquire(blocking=False):
             raise EngineBusyError("this engine is generating; warm it up before, or after that stream has ended")
         try:
-            self.target.want_features(self.drafter.features if self.drafter is not None else ())
+            self._want()
             self._captured.warm_up(tokens)
         finally:
             self._busy.release()
@@ -238,6 +239,12 @@ class Engine:
         self.target.reset()
         if self.drafter is not None:
             self.drafter.reset()
+
+    def _want(self) -> None:
+        """Have the target give what the draft reads."""
+        drafter = self.drafter
+        self.target.want_features(drafter.features if drafter is not None else ())
+        self.target.want_successors(drafter.successors if drafter is not None else 0)
 
     @property
     def _model_seconds(self) -> float:
@@ -251,6 +258,8 @@ class Engine:
 
     @torch.inference_mode()
     def _begin(self, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, reuse_cache: bool) -> _Run:
+        if self.policy is not None and self.policy.reads_costs:
+            self.policy.price(calibration.find(self.target, self.drafter))
         if not reuse_cache:
             self.reset()
         stats.num_prompt_tokens = len(prompt)
@@ -263,14 +272,14 @@ class Engine:
         driver = self._eager if self._captured is None else self._captured
         driver.reserve(len(prompt) + stopper.left)
         known = prompt[:-1]
-        self.target.want_features(self.drafter.features if self.drafter is not None else ())
+        self._want()
         kept = min(self.target.cached(known), self.drafter.cached(known) if self.drafter is not None else len(known))
         stats.num_cached_prompt_tokens = kept
         features = self.target.prefill(known, kept)
         if self.drafter is not None:
             self.drafter.begin(known, features)
         if self.policy is not None:
-            self.policy.begin(len(prompt))
+            self.policy.begin(len(prompt), sampler.seed is not None)
         driver.prepare(sampler)
         return run
 
@@ -293,9 +302,11 @@ class Engine:
         clock = time.perf_counter()
         chosen = self.target.choose(tree) if run.sampler.takes_largest else None
         if chosen is not None:
-            choose, features = _of_list(chosen[0]), chosen[1]
+            choose, features, successors = _of_list(chosen.tokens), chosen.features, chosen.successors
         else:
             logits, features = driver.verify(tree)
+            wanted = self.target.successors
+            successors = Successors.of(logits, wanted) if wanted else None
             choose = run.sampler.chooser_of_tree(logits, run.history, tree.depths)
         seconds.verify = -clock + (clock := time.perf_counter())
         path, tokens = walk(tree, choose, run.commit)
@@ -303,9 +314,10 @@ class Engine:
         if not tokens:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")
         self.target.commit(tree, path)
-        cycle = Cycle(tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept)
+        cycle = Cycle(tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept, successors)
         if self.drafter is not None and self.policy is not None:
             self.drafter.observe(cycle)
+            self._learn(draft, cycle)
             self.policy.observe(cycle)
         run.root = tokens[-1]
         now = time.perf_counter()
@@ -313,6 +325,13 @@ class Engine:
         seconds.model = self._model_seconds - model_before
         self._count(run, cycle)
         return cycle
+
+    def _learn(self, draft: Draft, cycle: Cycle) -> None:
+        """The policy sees where, in the tree that it grew, the target went."""
+        path = torch.tensor(cycle.path, device=draft.grown.device)
+        path = path if draft.kept is None else draft.kept.index_select(0, path)
+        chosen = torch.tensor(cycle.tokens[: len(path)], device=path.device)
+        cast(TreePolicy, self.policy).learn(draft.grown, Nodes.of(path[: len(chosen)]), chosen)
 
     def _count(self, run: _Run, cycle: Cycle) -> None:
         stats, elapsed = run.stats, time.perf_counter() - run.began

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from specengine import ops
+from specengine.ops.select import LARGEST
 from specengine.tree import TokenTree
+
+
+class Successors(NamedTuple):
+    """The target's likeliest next tokens after some nodes, best first, the lower token first of equals.
+
+    tokens: int64 [nodes, count]; logits: float32 alike, before any processor. Where no logit is finite: -1 and -inf.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+
+    @classmethod
+    def room(cls, nodes: int, count: int) -> Successors:
+        """On the host, to be filled."""
+        return cls(torch.empty(nodes, count, dtype=torch.int64), torch.empty(nodes, count))
+
+    @classmethod
+    def of(cls, logits: Tensor, count: int) -> Successors:
+        """Of logits [nodes, vocabulary], on their device; +inf takes the place of an entry."""
+        values, tokens = ops.top_children(logits, count, normalized=True)
+        missing = (values == -math.inf) | (values >= LARGEST)
+        return cls(tokens.masked_fill(missing, -1), values.masked_fill(missing, -math.inf))
 
 
 @dataclass
@@ -44,6 +70,8 @@ class Cycle:
     features the target's hidden states of the tree's nodes, [nodes, features * hidden size], where the draft reads them
     grown    the tree before `keep`, with all `drafted` nodes; None where the cycle was not made by an engine
     kept     int64 [len(tree)], the nodes of `grown` that make up `tree`, in its order; None where those are all
+    successors  what the target would say after each of the tree's nodes, rejected ones included, where the draft reads
+                it and the cycle did not stay on a device
     """
 
     tree: TokenTree
@@ -54,6 +82,7 @@ class Cycle:
     features: Tensor | None = field(default=None, repr=False, compare=False)
     grown: TokenTree | None = field(default=None, repr=False, compare=False)
     kept: Tensor | None = field(default=None, repr=False, compare=False)
+    successors: Successors | None = field(default=None, repr=False, compare=False)
 
     @property
     def accepted(self) -> int:

@@ -55,6 +55,8 @@ def _convert(value: Any, wanted: Any, field: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None or value == "none":
             return None
+        if any(isinstance(value, argument) for argument in arguments):
+            return value
         wanted = next(argument for argument in arguments if argument is not type(None))
         return _convert(value, wanted, field)
     if origin is typing.Literal:

@@ -136,6 +136,25 @@ class TokenTree:
         self.size.fill_(end)
         return Nodes.of(torch.arange(size, end, device=self.device))
 
+    def add_likely(
+        self,
+        frontier: Nodes,
+        tokens: Tensor,
+        stated: Tensor,
+        sources: Tensor | None,
+        counts: ops.Counts,
+        notes: ops.Notes,
+        least: float,
+        most: int,
+    ) -> Nodes:
+        """Hang the likeliest children under the frontier, by counted chances; see ops.hang_likely."""
+        given = frontier, tokens, stated, sources, counts, notes, least, most
+        return self._added(ops.hang_likely(self._arrays, self.size, self.overflow, *given))
+
+    def count_outcomes(self, path: Nodes, chosen: Tensor, counts: ops.Counts, notes: ops.Notes) -> None:
+        """Count what became of these nodes; see ops.count_outcomes."""
+        ops.count_outcomes(self._arrays, self.size, path, chosen, counts, notes)
+
     @property
     def _arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.tokens, self.parents, self.depths, self.log_probs, self.path_log_probs, self.ancestors

@@ -93,7 +93,7 @@ def test_live_by_the_wall_clock_and_by_measured_costs(
         assert (costs == "wall clock") == ("reward=wallclock" in how)
     else:
         assert costs["source"] == "measured"
-        assert list(costs["verify_ms_by_nodes"])[:2] == ["1", "4"]
+        assert {"1", "16", "64"} <= costs["verify_ms_by_nodes"].keys()
     capsys.readouterr()
 
 

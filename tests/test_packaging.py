@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Each module may import its own layer and those above it in this list. A new module goes into one of them.
 LAYERS = (
-    {"errors", "registry", "_expander", "_cpu"},
+    {"errors", "registry", "costs", "_expander", "_cpu"},
     {"ops"},
     {"tree", "records"},
     {"generation", "modeling", "checkpoints", "cuda_graphs", "policies", "drafters", "targets"},
-    {"cycle", "captured"},
+    {"cycle", "captured", "calibration"},
     {"engine", "loading"},
     {"train", "serve", "integrations", "trace", "checking", "cli", "__main__"},
 )

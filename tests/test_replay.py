@@ -13,6 +13,7 @@ import torch
 from bench import replay as command
 from bench.replay import Replayed, path_log_probs, replay, speedup, summary
 from specengine import policies
+from specengine.costs import PUBLISHED, Costs, find_costs, interpolated
 from specengine.cycle import draft_tree, walk
 from specengine.drafters import Step
 from specengine.engine import Engine
@@ -21,7 +22,6 @@ from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Seconds
 from specengine.train.classifier.trees import CollectOptions, Trees, collect
-from specengine.train.ltd.costs import PUBLISHED, Costs, find_costs, interpolated
 from specengine.tree import TokenTree
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
 

@@ -130,8 +130,10 @@ class Decoder {
     float* states;                  // [rows][features * hidden]
     float* logits;                  // [rows - first_logits][vocabulary] or null
     int64_t first_logits;
-    int64_t* chosen;  // [rows] or null: the largest finite logit's token, the lowest of equals; -1 for none
-    int64_t layers;   // that are run
+    int64_t count;         // of the largest finite logits of each row that are wanted
+    int64_t* chosen;       // [rows][count]: their tokens, largest first, the lowest first of equals; -1 where there are fewer
+    float* chosen_logits;  // [rows][count], -inf where there are fewer
+    int64_t layers;        // that are run
   };
 
   void forward(const Call& call, int threads) {
@@ -140,10 +142,9 @@ class Decoder {
     const Input in = space_.input(space_.first, hidden);
     const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
     const Input gated = space_.input(space_.third, layers_.empty() ? 1 : layers_[0].gate.panels * kOutputs);
-    const bool reads = call.logits || call.chosen;
-    const int64_t lanes = space_.tiles * kRows;
-    float* best = call.chosen ? best_.reserve(static_cast<size_t>(threads * lanes)) : nullptr;
-    int32_t* at = call.chosen ? at_.reserve(static_cast<size_t>(threads * lanes)) : nullptr;
+    Leaders leaders{call.count};
+    leaders.most = most_.reserve(static_cast<size_t>(threads * leaders.size(space_.tiles)));
+    leaders.at = at_.reserve(static_cast<size_t>(threads * leaders.size(space_.tiles)));
     float* normed = normed_.reserve(static_cast<size_t>(space_.tiles * hidden * kRows));
     Pool::shared().run(threads, [&](Team& team, int index) {
       const Kernels& kernels = space_.kernels;
@@ -164,10 +165,10 @@ class Decoder {
         kernels.norm(space_.x + t * hidden * kRows, norm_, hidden, shape_.eps, &in, t, 0, normed + t * hidden * kRows);
       team.barrier();
       take_features(team, index, call, shape_.layers, normed);
-      if (reads) Readout(space_, head_, call.first_logits).run(team, index, in, call.logits, best, at);
+      if (call.logits || call.count) Readout(space_, head_, call.first_logits).run(team, index, in, call.logits, leaders);
       kernels.end();
     });
-    if (call.chosen) choose(threads, lanes, best, at, call.chosen);
+    if (call.count) choose(threads, leaders, call);
   }
 
   // Logits [rows][vocabulary] of states [rows][hidden] behind the final norm.
@@ -179,7 +180,7 @@ class Decoder {
       for (int64_t t = index; t < space_.tiles; t += team.count())
         space_.kernels.copy(space_.x + t * shape_.hidden * kRows, shape_.hidden, in, t, 0);
       team.barrier();
-      Readout(space_, head_, 0).run(team, index, in, logits, nullptr, nullptr);
+      Readout(space_, head_, 0).run(team, index, in, logits);
       space_.kernels.end();
     });
   }
@@ -225,12 +226,21 @@ class Decoder {
     }
   }
 
-  void choose(int threads, int64_t lanes, const float* best, const int32_t* at, int64_t* chosen) const {
+  // Merges what the threads found; their shares of the outputs ascend, so of equals the first thread's is the lowest.
+  void choose(int threads, const Leaders& leaders, const Call& call) const {
+    const int64_t size = leaders.size(space_.tiles), count = leaders.count;
+    std::vector<int64_t> next(static_cast<size_t>(threads));  // of each thread's list
     for (int64_t r = 0; r < space_.rows; ++r) {
-      chosen[r] = at[r];
-      float most = best[r];
-      for (int i = 1; i < threads; ++i)  // shares of outputs ascend with the thread, so the lowest of equals stays
-        if (best[i * lanes + r] > most) most = best[i * lanes + r], chosen[r] = at[i * lanes + r];
+      const int64_t row = leaders.size(r / kRows) + r % kRows;
+      for (int i = 0; i < threads; ++i) next[static_cast<size_t>(i)] = i * size + row;
+      for (int64_t rank = 0; rank < count; ++rank) {  // a list that is through has given all
+        int64_t* best = &next[0];
+        for (int64_t& other : next)
+          if (leaders.most[other] > leaders.most[*best]) best = &other;
+        call.chosen[r * count + rank] = leaders.at[*best];
+        call.chosen_logits[r * count + rank] = leaders.most[*best];
+        *best += kRows;
+      }
     }
   }
 
@@ -241,7 +251,7 @@ class Decoder {
   const float* norm_;
   std::vector<Layer> layers_;
   std::vector<const float*> norms_;
-  Buffer<float> best_, normed_;
+  Buffer<float> most_, normed_;
   Buffer<int32_t> at_;
 };
 

@@ -67,7 +67,7 @@ class Eagle {
       }
       team.barrier();
       give(team, index, shape_.norm_recurrent ? plain : space_.x, hidden, call.states);
-      if (call.logits) Readout(space_, head_, call.first_logits).run(team, index, normed, call.logits, nullptr, nullptr);
+      if (call.logits) Readout(space_, head_, call.first_logits).run(team, index, normed, call.logits);
       kernels.end();
     });
   }

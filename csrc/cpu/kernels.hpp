@@ -88,8 +88,9 @@ struct Kernels {
   // rotates a head [size][16] in place; cosines, sines: [size / 2][16]
   void (*rotate)(float* head, const float* cosines, const float* sines, int64_t size);
   void (*attend)(const AttendTask& task);
-  // keeps the largest finite of 16 rows and its output, the lowest of equals; sums: [outputs][16], the first is `first`
-  void (*best)(const float* sums, int32_t first, int32_t outputs, float* most, int32_t* at);
+  // keeps the `count` largest finite of 16 rows and their outputs, [count][16], largest first, the lowest first of equals;
+  // sums: [outputs][16], the first is `first`, and those of later calls are higher
+  void (*best)(const float* sums, int32_t first, int32_t outputs, int64_t count, float* most, int32_t* at);
   // rows of states [size][16], to where each stands `stride` values behind the one before, as float or bfloat16
   void (*write)(const float* states, int64_t size, int64_t rows, void* to, int64_t stride, bool half);
   void (*add)(float* to, const float* from, int64_t count);

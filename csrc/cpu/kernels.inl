@@ -836,19 +836,48 @@ static void rotate(float* head, const float* cosines, const float* sines, int64_
     }
 }
 
-static void best(const float* sums, int32_t first, int32_t outputs, float* most, int32_t* at) {
+CPU_INLINE bool any(vi holds) {
+#if CPU_LANES == 16
+  return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds) != 0;
+#elif CPU_LANES == 8
+  return _mm256_movemask_epi8((__m256i)holds) != 0;
+#else
+  return (holds[0] | holds[1] | holds[2] | holds[3]) != 0;
+#endif
+}
+
+// Puts `output` into each lane's list, [count][16], at its value's place; -inf has none.
+CPU_INLINE void insert(vf value, int32_t output, int64_t count, float* most, int32_t* at) {
+  vi moved = {}, from = vi{} + output;
+  for (int64_t i = 0; i < count; ++i) {
+    const vf held = load(most + i * kRows);
+    vi held_at;
+    __builtin_memcpy(&held_at, at + i * kRows, sizeof held_at);
+    moved |= value > held;  // behind the place all move on, equals too
+    store(most + i * kRows, moved ? value : held);
+    const vi kept = moved ? from : held_at;
+    __builtin_memcpy(at + i * kRows, &kept, sizeof kept);
+    value = moved ? held : value;
+    from = moved ? held_at : from;
+  }
+}
+
+static void best(const float* sums, int32_t first, int32_t outputs, int64_t count, float* most, int32_t* at) {
+  const vf infinity = set(__builtin_inff());
   for (int v = 0; v < V; ++v) {
-    vf peak = load(most + v * W);
-    vi found;
-    __builtin_memcpy(&found, at + v * W, sizeof found);
+    const float* last = most + (count - 1) * kRows + v * W;
+    const vf least = load(last);
+    vi some = {};
     for (int32_t o = 0; o < outputs; ++o) {
       const vf value = load(sums + o * kRows + v * W);
-      const vi better = (value > peak) & (value <= set(__FLT_MAX__));
-      peak = better ? value : peak;
-      found = better ? vi{} + (first + o) : found;
+      some |= (value > least) & (value < infinity);
     }
-    store(most + v * W, peak);
-    __builtin_memcpy(at + v * W, &found, sizeof found);
+    if (!any(some)) continue;  // as for nearly all panels
+    for (int32_t o = 0; o < outputs; ++o) {
+      const vf value = load(sums + o * kRows + v * W);
+      const vi better = (value > load(last)) & (value < infinity);
+      if (any(better)) insert(better ? value : -infinity, first + o, count, most + v * W, at + v * W);
+    }
   }
 }
 

@@ -377,25 +377,39 @@ class LayerRun {
   const float eps_;
 };
 
-// A vocabulary head over the workspace's rows: logits [rows - first][outputs], or the best finite one of each row.
+// The largest finite logits that each thread finds among its outputs, largest first, the lowest output first of equals.
+struct Leaders {
+  int64_t count = 0;      // of each row
+  float* most = nullptr;  // [threads][tiles][count][16]
+  int32_t* at = nullptr;  // their outputs, -1 where there are fewer
+
+  int64_t size(int64_t tiles) const { return tiles * count * kRows; }  // of a thread's
+
+  // Of one thread, empty.
+  void clear(int index, int64_t tiles) const {
+    std::fill_n(most + index * size(tiles), size(tiles), -std::numeric_limits<float>::infinity());
+    std::fill_n(at + index * size(tiles), size(tiles), -1);
+  }
+};
+
+// A vocabulary head over the workspace's rows: logits [rows - first][outputs], or the largest finite ones of each row.
 class Readout {
  public:
   Readout(Workspace& space, const Matrix& head, int64_t first) : space_(space), head_(head), first_(first) {}
 
-  // logits may be null; best and at: [team][tiles * 16], of this thread's outputs, or null.
-  void run(Team& team, int index, const Input& in, float* logits, float* best, int32_t* at) const {
-    const int64_t lanes = space_.tiles * kRows;
-    if (best) std::fill(best + index * lanes, best + (index + 1) * lanes, -std::numeric_limits<float>::infinity());
-    if (at) std::fill(at + index * lanes, at + (index + 1) * lanes, -1);
+  // logits may be null.
+  void run(Team& team, int index, const Input& in, float* logits, const Leaders& leaders = {}) const {
+    if (leaders.count) leaders.clear(index, space_.tiles);
     products_of(team, index, space_, {&head_}, in, [&](size_t, int64_t panel, float* sums) {
       const int64_t output = panel * kOutputs, live = std::min<int64_t>(kOutputs, head_.outputs - output);
       for (int64_t t = 0; t < space_.tiles; ++t) {
         const float* from = sums + t * kOutputs * kRows;
         const int64_t count = std::min<int64_t>(kRows, space_.rows - t * kRows);
         if (logits) give(from, live, count, t * kRows - first_, logits + output);
-        if (best) {
-          const int64_t to = index * lanes + t * kRows;
-          space_.kernels.best(from, static_cast<int32_t>(output), static_cast<int32_t>(live), best + to, at + to);
+        if (leaders.count) {
+          const int64_t to = index * leaders.size(space_.tiles) + leaders.size(t);
+          space_.kernels.best(from, static_cast<int32_t>(output), static_cast<int32_t>(live), leaders.count,
+                              leaders.most + to, leaders.at + to);
         }
       }
     });

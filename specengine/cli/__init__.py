@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from transformers.utils import logging
 
 import specengine
-from specengine.cli import chat, check, demo, generate, inspection, trace, train
+from specengine.cli import calibrate, chat, check, demo, generate, inspection, trace, train
 from specengine.cli.terminal import say
 from specengine.errors import SpecEngineError
 
@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": chat,
     "check": check,
     "inspect": inspection,
+    "calibrate": calibrate,
     "trace": trace,
     "demo": demo,
     "train": train,

@@ -82,18 +82,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_draft_arguments(parser: argparse.ArgumentParser, *, several_policies: bool = False) -> None:
     group = parser.add_argument_group("draft and policy")
-    group.add_argument(
-        "--draft",
-        help="ngram, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer (default: the "
-        "shipped head for the default model, else ngram)",
-    )
-    add_draft_option(group)
-    group.add_argument(
-        "--lookup",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="mix into the draft what followed the same words before in prompt and answer (default: on a CPU)",
-    )
+    add_draft(group)
     known = ", ".join(policies.names()) + ", or NAME/PRESET"
     if several_policies:
         group.add_argument("--policy", action="append", help=f"{known} (default: the draft's); repeatable")
@@ -107,6 +96,22 @@ def add_draft_arguments(parser: argparse.ArgumentParser, *, several_policies: bo
         default=[],
         metavar="KEY=VALUE",
         help="option of the policy named by --policy, repeatable; `specengine inspect` lists them",
+    )
+
+
+def add_draft(parser: argparse._ActionsContainer) -> None:
+    """Which draft, without a policy."""
+    parser.add_argument(
+        "--draft",
+        help="ngram, recycling, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer (default: the "
+        "shipped head for the default model, else ngram)",
+    )
+    add_draft_option(parser)
+    parser.add_argument(
+        "--lookup",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="mix into the draft what followed the same words before in prompt and answer (default: on a CPU)",
     )
 
 

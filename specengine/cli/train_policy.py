@@ -7,16 +7,17 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specengine import calibration
 from specengine.cli import arguments as shared
 from specengine.cli.prompt_files import FORMATS, read_prompts
 from specengine.cli.terminal import say
 from specengine.cli.training_engine import load_engine, question
+from specengine.costs import PUBLISHED, Costs, find_costs
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.registry import build
 from specengine.train.classifier.trees import questions
 from specengine.train.ltd.candidates import CandidateOptions, CandidateTrees, log_candidates
-from specengine.train.ltd.costs import PUBLISHED, Costs, find_costs, measure
 from specengine.train.ltd.curve import plot
 from specengine.train.ltd.options import RECIPES, PolicyOptions, find_recipe
 from specengine.train.ltd.outcomes import evenly, hold_back, split
@@ -111,7 +112,7 @@ def _with_engine(
 
     learnt, held = hold_back(prompts, options.held_back)
     if costs is None and options.reward != "wallclock":
-        costs = measure(engine, prompts[0])
+        costs = calibration.measure(engine.target, engine.drafter)
         say(f"costs: {costs.record()}")
     if live:
         table = None if options.reward == "wallclock" else costs

@@ -139,6 +139,7 @@ class Drafter(ABC):
     device: torch.device = torch.device("cpu")  # where the trees stand that it drafts
     model_seconds: float = 0.0  # spent in model forwards, ever
     features: tuple[int, ...] = ()  # the target's hidden states that it reads, numbered as in transformers
+    successors: int = 0  # of the target's likeliest tokens after each verified node, how many it reads
 
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
@@ -153,7 +154,7 @@ class Drafter(ABC):
         return lambda target, tokenizer: made
 
     def reserve(self, tokens: int, nodes: int, longest: int) -> None:
-        """Expect up to `tokens` committed tokens, trees of up to `nodes` nodes, paths of up to `longest`."""
+        """Expect up to `tokens` committed tokens, trees of up to `nodes` nodes, `longest` tokens between passes."""
         del tokens, nodes, longest  # a draft may make room as it goes
 
     def cached(self, tokens: list[int]) -> int:

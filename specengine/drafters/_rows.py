@@ -29,7 +29,8 @@ class RowDraft(Drafter):
 
     The cache holds one slot per committed token that was run, and behind them the scratch: one slot per node drafted
     from, seen by its descendants and itself, forgotten with the tree. A cycle's first pass runs the `taken` tokens
-    that were committed since the last one, the root last (`pending`), the next ones a level of the tree each.
+    that were committed since the last one, the root last (`pending`), the next ones a level of the tree each. Cycles
+    without a pass leave their tokens waiting.
 
     A subclass runs rows (`_run`), takes in prompts (`begin`) and what it keeps of accepted nodes (`accept`).
     """
@@ -39,7 +40,7 @@ class RowDraft(Drafter):
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.device = cache, cache.slab.device
         self.taken, self._used = torch.zeros_like(cache.filled), torch.zeros_like(cache.filled)
-        self.pending = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._held = torch.zeros(1, dtype=torch.int64, device=self.device)  # a root, and what waits behind it
         self._tokens: list[int] = []  # committed, the current root excluded
         self._nodes = 0  # that trees may have; as a node: the one that padding writes to
         self.reserve(0, 1, 1)
@@ -49,6 +50,11 @@ class RowDraft(Drafter):
         """Logits of the rows, or of the row `one`, int64 [1], alone; recurrent states of the same rows, if any."""
 
     @property
+    def pending(self) -> Tensor:
+        """int64 [most]: the tokens that the next pass runs, of which the last one's place is the root's."""
+        return self._held[1:]
+
+    @property
     def token_ids(self) -> Tensor | None:
         """The target's ids of the logits' columns; None where they are the columns."""
         return None
@@ -56,16 +62,16 @@ class RowDraft(Drafter):
     @property
     def state(self) -> tuple[Tensor, ...]:
         """What stays from one cycle to the next, but for the cache's slab."""
-        return self.cache.filled, self.taken, self.pending
+        return self.cache.filled, self.taken, self._held
 
     @property
     def reads(self) -> tuple[Tensor, ...]:
-        return self.cache.slab, self.pending, self._seen
+        return self.cache.slab, self._held, self._seen
 
     def reserve(self, tokens: int, nodes: int, longest: int) -> None:
         self.cache.reserve(tokens + nodes + longest)
         if longest > len(self.pending):
-            self.pending = torch.cat([self.pending, self.pending.new_zeros(longest - len(self.pending))])
+            self._held = torch.cat([self._held, self._held.new_zeros(longest - len(self.pending))])
             self._causal = causal_words(longest, self.device)
         if nodes > self._nodes:
             self._nodes = nodes
@@ -90,6 +96,7 @@ class RowDraft(Drafter):
         given = Given(place + (spare + 1), torch.where(place == last, 0, spare))
         logits, states = self._run(rows, given, one=last)
         filled += self.taken
+        self.taken.zero_()
         return Step(logits, self.token_ids, hidden=states)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
@@ -111,12 +118,18 @@ class RowDraft(Drafter):
         return Step(logits, self.token_ids, hidden=states)
 
     def accept(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
-        self.pending[: len(tokens)] = tokens.roll(-1)  # the next pass runs them, and the next root in the root's place
-        self.taken.copy_(path.live)
+        self._held.index_copy_(0, self._places(path), tokens)  # the root, then those that the next pass runs
+        self.taken += path.live
+
+    def _places(self, path: Nodes) -> Tensor:
+        """Where, among the rows that wait, those of the path that was accepted last come to stand."""
+        places = self.taken + torch.arange(len(path.ids), device=self.device)
+        return places.clamp(max=len(self.pending) - 1)  # warm-ups of a capture accept one path several times
 
     def observe(self, cycle: Cycle) -> None:
-        if len(cycle.path) > len(self.pending):
-            self.reserve(0, self._nodes, len(cycle.path))
+        waiting = int(self.taken) + len(cycle.path)
+        if waiting > len(self.pending):
+            self.reserve(0, self._nodes, waiting)
         tokens = [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
         self._tokens += tokens
         path = Nodes.of(torch.tensor(cycle.path, device=self.device))

@@ -25,10 +25,14 @@ from specengine.modeling.families import Shape, shape_of
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.rows import Rows
 from specengine.modeling.sources import ModelSource, Source, Weight, empty_model, layer_template, with_buffers
+from specengine.records import Successors
 
+INTERFACE = 2  # as in csrc/cpu_binding.cpp
 try:
     _extension: Any = importlib.import_module("specengine._cpu")
-except ImportError:  # no compiler was there at installation, or other sources were compiled
+except ImportError:  # no compiler was there at installation
+    _extension = None
+if getattr(_extension, "INTERFACE", 1) != INTERFACE:  # other sources were compiled
     _extension = None
 
 NOT_BUILT = "the extension specengine._cpu is not built: install a C++17 compiler, then `pip install -e .`"
@@ -177,14 +181,14 @@ class NativeLM:
         features: tuple[int, ...] = (),
         *,
         one: Tensor | None = None,
-        chosen: Tensor | None = None,
+        best: Successors | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As CausalLM.forward, with logits and features in float32; chosen: int64 [n], as in `run`, instead of logits.
+        """As CausalLM.forward, with logits and features in float32; best: as in `run`, instead of logits.
 
         The row `one` can be the last one alone.
         """
         live = int(rows.live)
-        logits = torch.empty(0 if chosen is not None else live if one is None else 1, self.vocab_size)
+        logits = torch.empty(0 if best is not None else live if one is None else 1, self.vocab_size)
         states = self.run(
             rows.tokens[:live],
             rows.positions[:live],
@@ -194,7 +198,7 @@ class NativeLM:
             words=rows.words[:live],
             features=features,
             logits=logits if len(logits) else None,
-            chosen=chosen,
+            best=best,
         )
         return logits, states
 
@@ -209,7 +213,7 @@ class NativeLM:
         words: Tensor | None = None,
         features: tuple[int, ...] = (),
         logits: Tensor | None = None,
-        chosen: Tensor | None = None,
+        best: Successors | None = None,
         layers: int | None = None,
     ) -> Tensor | None:
         """One forward; keys and values go to cache slots start to start + rows.
@@ -218,7 +222,7 @@ class NativeLM:
         prefix, words       slots before `prefix` are seen by all rows; bit j of a row's int64 words says whether it
                             sees slot prefix + j. Without words each row sees all slots up to its own
         logits              float32 [n, vocabulary], filled with those of the last n rows
-        chosen              int64 [rows], filled with the token of the largest finite logit, -1 where none is finite
+        best                [rows, count], filled with the largest finite logits and their tokens
         layers              how many are run; all by default
 
         Returns the hidden states `features`, numbered as in transformers, float32 [rows, features * hidden size].
@@ -240,7 +244,7 @@ class NativeLM:
                 _address(states),
                 _address(logits),
                 rows if logits is None else rows - logits.shape[0],
-                _address(chosen),
+                (0, 0, 0) if best is None else (best.tokens.data_ptr(), best.logits.data_ptr(), best.tokens.shape[1]),
                 self.layers if layers is None else layers,
                 threads.count(),
             )

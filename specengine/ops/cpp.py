@@ -22,6 +22,7 @@ from specengine.ops.networks import LOWEST, Window
 from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import HAS_NAN, Candidates
 from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Arrays, Nodes
+from specengine.ops.worth import Counts, Notes, Prices
 
 _expander: Any = importlib.import_module("specengine._expander")
 INTERFACE = 6  # as in csrc/expander.cpp
@@ -51,6 +52,11 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "classify_row": classify_row,
         "beam_observation": beam_observation,
         "best_action": best_action,
+        "chances": chances,
+        "hang_likely": hang_likely,
+        "count_outcomes": count_outcomes,
+        "select_worth": select_worth,
+        "next_pass": next_pass,
         "step_queues": step_queues,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
         "walk": walk,
@@ -316,6 +322,101 @@ def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) 
     addresses = [part.data_ptr() for part in layers]
     _expander.best_action(sizes, addresses, activation == "tanh", observation.data_ptr(), out.data_ptr())
     return out
+
+
+def chances(stated: Tensor, cells: Tensor, table: Tensor) -> Tensor:
+    stated, cells, table = stated.contiguous(), cells.contiguous(), table.contiguous()
+    out = torch.empty_like(stated)
+    given = stated.data_ptr(), cells.data_ptr(), len(cells), table.data_ptr(), table.shape[1]
+    _expander.chances(*given, out.data_ptr())
+    return out
+
+
+def hang_likely(
+    tree: Arrays,
+    size: Tensor,
+    overflow: Tensor,
+    frontier: Nodes,
+    tokens: Tensor,
+    stated: Tensor,
+    sources: Tensor | None,
+    counts: Counts,
+    notes: Notes,
+    least: float,
+    most: int,
+) -> Nodes:
+    nodes, tokens, stated = frontier.ids.contiguous(), tokens.contiguous(), stated.contiguous()
+    sources = None if sources is None else sources.contiguous()
+    made = Nodes(_INDEX.new_empty(most), torch.empty_like(size))
+    if not _expander.hang_likely(
+        [array.data_ptr() for array in tree],
+        *tree[-1].shape,
+        size.data_ptr(),
+        overflow.data_ptr(),
+        nodes.data_ptr(),
+        frontier.live.data_ptr(),
+        *tokens.shape,
+        tokens.data_ptr(),
+        stated.data_ptr(),
+        _at(sources),
+        [part.data_ptr() for part in counts],
+        [part.data_ptr() for part in notes],
+        least,
+        most,
+        made.ids.data_ptr(),
+        made.live.data_ptr(),
+    ):
+        raise InputError(NOT_THERE)
+    return made
+
+
+def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes) -> None:
+    nodes, chosen = path.ids.contiguous(), chosen.contiguous()
+    _expander.count_outcomes(
+        [array.data_ptr() for array in tree],
+        *tree[-1].shape,
+        size.data_ptr(),
+        nodes.data_ptr(),
+        path.live.data_ptr(),
+        nodes.shape[0],
+        chosen.data_ptr(),
+        [part.data_ptr() for part in counts],
+        [part.data_ptr() for part in notes],
+    )
+
+
+def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes:
+    paths, price = paths.contiguous(), price.contiguous()
+    found = Nodes(_INDEX.new_empty(most), torch.empty_like(size))
+    considered = min(most, len(price) - 1, len(paths))
+    given = paths.data_ptr(), size.data_ptr(), len(paths), price.data_ptr(), considered, most
+    if not _expander.select_worth(*given, found.ids.data_ptr(), found.live.data_ptr()):
+        raise InputError("scores: " + HAS_NAN)
+    return found
+
+
+def next_pass(
+    paths: Tensor, edges: Tensor, waiting: Tensor, size: Tensor, profile: Tensor, prices: Prices, rounds: int
+) -> Nodes:
+    paths, edges, waiting, profile = (part.contiguous() for part in (paths, edges, waiting, profile))
+    verify, draft, widths = (part.contiguous() for part in prices)
+    most = draft.shape[0] - 1
+    found = Nodes(_INDEX.new_empty(most), torch.empty_like(size))
+    _expander.next_pass(
+        paths.data_ptr(),
+        edges.data_ptr(),
+        waiting.data_ptr(),
+        size.data_ptr(),
+        paths.shape[0],
+        profile.data_ptr(),
+        *profile.shape,
+        [verify.data_ptr(), draft.data_ptr(), widths.data_ptr()],
+        [verify.shape[0] - 1, most, widths.shape[0]],
+        rounds,
+        found.ids.data_ptr(),
+        found.live.data_ptr(),
+    )
+    return found
 
 
 def strict_cached_attention(

@@ -6,15 +6,17 @@ import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from specengine import errors, registry
+from specengine.costs import Costs
 from specengine.errors import InputError
 from specengine.ops import Nodes
 from specengine.records import Cycle
 from specengine.tree import TokenTree
 
 if TYPE_CHECKING:
-    from specengine.drafters import Step
+    from specengine.drafters import Drafter, Step
 
 
 class TreePolicy:
@@ -32,6 +34,9 @@ class TreePolicy:
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     ends_early: ClassVar[bool] = True  # whether a tree may end before its last pass
     reads_hidden: ClassVar[bool] = False  # whether it reads Step.hidden
+    reads_costs: bool = False  # whether the engine's measured costs are asked for
+    patience: ClassVar[int] = 0  # so many cycles in a row may go without a draft pass
+    plain_reason: ClassVar[str] = "nothing was proposed"  # where a tree is its root alone
 
     @property
     def capacity(self) -> int:
@@ -49,6 +54,16 @@ class TreePolicy:
     def passes(self) -> int:
         raise NotImplementedError("a policy states its passes to be captured")
 
+    def price(self, costs: Costs) -> None:
+        """What cycles of the engine cost, for policies with `reads_costs`; before every generation."""
+
+    def first(self, tree: TokenTree, drafter: Drafter) -> Nodes:
+        """Whom a cycle drafts from first: the root of this tree, or none; more than `patience` times it is the root.
+
+        What the drafter has `free` may be hung under a root that is not drafted from.
+        """
+        return tree.root_alone()
+
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         """Hang children under the frontier; whom to draft from next, none to stop.
 
@@ -56,12 +71,29 @@ class TreePolicy:
         """
         raise NotImplementedError("a policy grows the tree")
 
+    def last(self, tree: TokenTree, drafter: Drafter) -> None:
+        """The last draft pass is done, where the host grows the tree: hang on what the drafter has `free`."""
+
     def keep(self, tree: TokenTree) -> Nodes:
         """The nodes that the target verifies: ascending, with the root, closed under parent."""
         return Nodes(torch.arange(tree.capacity, device=tree.device), tree.size)
 
-    def begin(self, tokens: int) -> None:
-        """A generation begins behind a prompt of so many tokens; for policies that read the context's length."""
+    def begin(self, tokens: int, sampled: bool = False) -> None:
+        """A generation begins behind a prompt of so many tokens; for policies that read the context's length.
+
+        sampled: the target draws its tokens, at a temperature above 0.
+        """
+
+    def learn(self, tree: TokenTree, path: Nodes, chosen: Tensor) -> None:
+        """See, captured too, what became of a grown tree: the target, reaching these nodes, chose these tokens.
+
+        path: the root first; chosen: int64 [width], its token after each of them, which not all are a child's.
+        """
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """Tensors that `first` and `learn` change and that outlive a cycle."""
+        return ()
 
     def observe(self, cycle: Cycle) -> None:
         """Look at what became of the tree; for policies with a history."""

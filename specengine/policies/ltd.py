@@ -92,7 +92,7 @@ class Ltd(Beam):
         most = shape.sizes[-1] if self.size is None else self.size
         self.budget = min(1 + most, self.capacity)
 
-    def begin(self, tokens: int) -> None:
+    def begin(self, tokens: int, sampled: bool = False) -> None:
         self._tokens = tokens
         self._tell()
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specengine.errors import UnsupportedModelError
+from specengine.records import Successors
 from specengine.tree import TokenTree
+
+
+class Chosen(NamedTuple):
+    """What greedy decoding needs of a verified tree. tokens: after every node, -1 where no logit is finite."""
+
+    tokens: list[int]
+    features: Tensor | None
+    successors: Successors | None
 
 
 class Target(ABC):
@@ -30,6 +39,7 @@ class Target(ABC):
     backend: str = ""  # what runs it, and why, for people
     captured: bool = False  # whether its cycles run as graphs, as captured.py does it
     generation_config: Any = None  # the model's own defaults
+    successors: int = 0  # how many of a node's likeliest next tokens are wanted
 
     @property
     def notes(self) -> list[str]:
@@ -53,6 +63,10 @@ class Target(ABC):
         if ids:
             raise UnsupportedModelError(f"{type(self).__name__}: gives no hidden states, and this draft reads them")
 
+    def want_successors(self, count: int) -> None:
+        """Give so many of the likeliest next tokens of every verified node from now on, fewer of a small vocabulary."""
+        self.successors = min(count, self.vocab_size)
+
     @abstractmethod
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         """Make the cache hold `tokens`; returns the features of those that were run.
@@ -65,11 +79,8 @@ class Target(ABC):
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         """Logits of every node given its own path, [nodes, vocabulary], and the nodes' features."""
 
-    def choose(self, tree: TokenTree) -> tuple[list[int], Tensor | None] | None:
-        """The greedy token after every node, -1 where no logit is finite, and the nodes' features.
-
-        None where this target has no cheaper way to them than `verify`.
-        """
+    def choose(self, tree: TokenTree) -> Chosen | None:
+        """As `verify`, without the logits; None where this target has no cheaper way than `verify`."""
         return None
 
     @abstractmethod

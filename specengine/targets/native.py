@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from specengine.modeling import threads
 from specengine.modeling.native import NativeLM
 from specengine.modeling.rows import Rows
-from specengine.targets import Target
+from specengine.records import Successors
+from specengine.targets import Chosen, Target
 from specengine.tree import TokenTree
 
 
@@ -75,11 +76,11 @@ class NativeTarget(Target):
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         return self.lm.forward(self._rows(tree), self.cache, self._features)
 
-    def choose(self, tree: TokenTree) -> tuple[list[int], Tensor | None]:
+    def choose(self, tree: TokenTree) -> Chosen:
         rows = self._rows(tree)
-        chosen = torch.empty(int(rows.live), dtype=torch.int64)
-        _, features = self.lm.forward(rows, self.cache, self._features, chosen=chosen)
-        return chosen.tolist(), features
+        best = Successors.room(int(rows.live), max(1, self.successors))
+        _, features = self.lm.forward(rows, self.cache, self._features, best=best)
+        return Chosen(best.tokens[:, 0].tolist(), features, best if self.successors else None)
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         self.cache.commit(path)

@@ -8,7 +8,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from specengine import Engine
+from specengine.drafters import Drafter
 from specengine.drafters.ngram import NGram
+from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from tests import toy
 from tests.backend import lm_of, target_of
@@ -53,8 +55,13 @@ def engine_of(
     target = target_of(model_of(family))
     if draft == "none":
         return Engine(target, None, None, tokenizer)
-    drafter = NGram(longest=3, shortest=1) if draft == "ngram" else SmallModel(lm_of(near_copy(family)))
-    return Engine(target, drafter, policy_for(policy, 3), tokenizer)
+    return Engine(target, _drafter_of(draft, family), policy_for(policy, 3), tokenizer)
+
+
+def _drafter_of(draft: str, family: str) -> Drafter:
+    if draft == "ngram":
+        return NGram(longest=3, shortest=1)
+    return Recycling() if draft == "recycling" else SmallModel(lm_of(near_copy(family)))
 
 
 class DependsOnThePath(LogitsProcessor):

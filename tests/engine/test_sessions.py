@@ -9,7 +9,7 @@ from tests.toy import POLICIES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "small_model"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "recycling", "small_model"])
 def test_a_session_reuses_its_caches_and_answers_as_a_fresh_engine_does(draft: str) -> None:
     session = engine_of("llama", draft, tokenizer=tokenizer()).session([{"role": "system", "content": "Be brief."}])
     for turn, text in enumerate(("Say it.", "Again, äöü €!", "And once more.")):

@@ -53,7 +53,7 @@ def test_stats_of_nothing_are_zero() -> None:
     assert "0 verifications" in stats.report()
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "small_model"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "recycling", "small_model"])
 def test_stats_of_a_generation_are_consistent(draft: str) -> None:
     engine = engine_of("llama", draft)
     stream = engine.stream(PROMPT, max_new_tokens=30)

@@ -109,6 +109,6 @@ def test_long_prompts_are_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
 def test_generation_fills_the_context_and_stops() -> None:
     prompt = (PROMPT * 10)[:240]
     expected = plainly("llama", prompt, 16)
-    for draft in ("none", "ngram", "small_model"):
+    for draft in ("none", "ngram", "recycling", "small_model"):
         result = engine_of("llama", draft).generate(prompt, max_new_tokens=1000)
         assert (result.token_ids, result.finish_reason) == (expected, "length")

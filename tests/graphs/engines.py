@@ -17,6 +17,7 @@ from specengine import cuda_graphs as graphs
 from specengine.cuda_graphs import Graphs
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
+from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.ops import _registry
 from specengine.policies import TreePolicy
@@ -25,7 +26,7 @@ from tests import toy
 
 PROMPT = [*range(40, 56), *range(40, 50)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DRAFTS = ("small_model", "eagle3", "eagle1", "ngram")
+DRAFTS = ("small_model", "eagle3", "eagle1", "ngram", "recycling")
 WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "item")  # the host would wait for the device
 SENT = (
     "scalar_tensor",
@@ -62,6 +63,8 @@ def engine_of(draft: str, policy: str | TreePolicy, *, captured: bool) -> Engine
         return Engine(target, None, None)
     if draft == "ngram":
         drafter: Any = NGram(longest=3, shortest=1)
+    elif draft == "recycling":
+        drafter = Recycling()
     elif draft == "small_model":
         drafter = SmallModel(near_copy(), target.vocab_size)
     else:

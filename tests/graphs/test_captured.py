@@ -67,7 +67,7 @@ def test_every_policy(draft: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["talon", "salf", "chain"])
-@pytest.mark.parametrize("draft", ["eagle1", "ngram"])
+@pytest.mark.parametrize("draft", ["eagle1", "ngram", "recycling"])
 def test_other_drafts(draft: str, policy: str) -> None:
     check(draft, policy, WAYS + WALKS)
 
@@ -238,6 +238,7 @@ def test_a_larger_cache_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> No
         ("eagle3", {"root", "level", "finish greedy", "finish sampled", "verify"}),
         ("small_model", {"root", "level", "finish greedy", "finish sampled", "verify"}),
         ("ngram", {"verify"}),
+        ("recycling", {"verify"}),
         ("none", {"finish greedy", "finish sampled", "verify"}),
     ],
 )
@@ -366,7 +367,7 @@ def test_where_the_host_walks_a_tree_without_room_is_an_error_too() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("draft", ["small_model", "eagle3", "eagle1", "ngram"])
+@pytest.mark.parametrize("draft", ["small_model", "eagle3", "eagle1", "ngram", "recycling"])
 @pytest.mark.parametrize("backend", ["auto", "triton,cpp"])
 def test_replays_equal_calls(draft: str, policy: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device: what is captured answers as the eager engine does."""

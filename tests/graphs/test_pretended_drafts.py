@@ -14,6 +14,7 @@ from specengine.drafters import Drafter
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
+from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
@@ -29,6 +30,8 @@ DRAFTS: dict[str, Callable[[Any, HuggingFaceTarget], Drafter | None]] = {
     "small_model": lambda model, target: SmallModel(model, target.vocab_size),
     "lookup": lambda model, target: Lookup(SmallModel(model, target.vocab_size)),
     "ngram": lambda _, target: NGram(longest=3, shortest=1),
+    "recycling": lambda _, target: Recycling(),
+    "recycling with lookup": lambda _, target: Lookup(Recycling()),
     "none": lambda _, target: None,
 }
 WAYS: dict[str, Way] = {"greedy": {}, "penalised": {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3}}

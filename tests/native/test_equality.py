@@ -18,6 +18,7 @@ from specengine.modeling import native
 from specengine.modeling.eagle_head import head_from
 from specengine.modeling.eagle_native import NativeHead
 from specengine.modeling.native import WITH_PAIRS, NativeLM
+from specengine.records import Successors
 from specengine.targets.native import NativeTarget
 from tests.engine.engines import DependsOnThePath, InPlace
 from tests.native.engines import (
@@ -171,9 +172,26 @@ def test_the_choice_of_a_node_is_the_largest_finite_logit() -> None:
     target.prefill(PROMPT)
     target.want_features((1, 6))
     logits, states = target.verify(tree)
-    chosen, features = target.choose(tree)
-    assert chosen == logits.argmax(-1).tolist()
-    assert torch.equal(states, features)
+    chosen = target.choose(tree)
+    assert chosen.tokens == logits.argmax(-1).tolist()
+    assert torch.equal(states, chosen.features)
+    assert chosen.successors is None
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+@pytest.mark.parametrize("nodes", [1, 16, 45])
+def test_the_successors_of_a_node_are_its_largest_logits(nodes: int, instructions: str) -> None:
+    target, tree = NativeTarget(lm_of("qwen3", instructions)), random_tree(1, nodes, VOCABULARY, root=3)
+    target.prefill(PROMPT)
+    logits, _ = target.verify(tree)
+    for count in (1, 8, VOCABULARY + 5):
+        target.want_successors(count)
+        chosen = target.choose(tree)
+        values, tokens = logits.topk(min(count, VOCABULARY), dim=1)
+        assert torch.equal(chosen.successors.logits, values)
+        assert torch.equal(chosen.successors.tokens, tokens)
+        assert chosen.tokens == tokens[:, 0].tolist()
+        assert all(map(torch.equal, chosen.successors, Successors.of(logits, min(count, VOCABULARY))))
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from specengine import ops
+from specengine.ops import worth
 from tests import toy
 from tests.ops.inputs import HUGE, NAN, count, poisoned
 
@@ -166,6 +167,96 @@ def best_action(draw: Draw) -> tuple:
     return (draw.strided(draw.normal(inputs)), layers, draw.one_of(["relu", "tanh"])), {}
 
 
+def chances(draw: Draw) -> tuple:
+    size, cells, knots = draw.between(0, 20), draw.between(1, 6), draw.between(2, 15)
+    log_probs = -draw.normal(size).exp() * draw.one_of([0.01, 1.0, 10.0])
+    log_probs = log_probs.masked_fill(draw.normal(size) > 1, -math.inf).masked_fill(draw.normal(size) > 1, 0.0)
+    table = torch.rand(cells, knots, generator=draw.random) * 0.9 + 0.05
+    return (draw.strided(log_probs), draw.whole(cells, size), table), {}
+
+
+def search_of(draw: Draw, tree: tuple, size: int) -> tuple:
+    """Counts that were counted, and notes of a tree's nodes, poisoned behind them."""
+    capacity, cells = tree[0].shape[0], 2 * worth.SOURCES * worth.DEPTHS * worth.RANKS
+    tries = torch.rand(cells, worth.KNOTS, generator=draw.random) * draw.one_of([5.0, worth.WINDOW - 0.5]) + 0.5
+    hits = tries * torch.rand(tries.shape, generator=draw.random)
+    passes = torch.rand(worth.LEVELS, generator=draw.random) * (worth.PASSES - 0.5) + 0.5
+    gains = passes[:, None] * torch.rand(worth.LEVELS, worth.PLACES, generator=draw.random)
+    table, profile = (hits / tries).clamp(worth.FEWEST, worth.MOST), gains / passes[:, None]
+    counts = ops.Counts(hits, tries, table, gains, passes, profile, draw.whole(2, 1))
+    stated = -draw.normal(size).exp()
+    waiting = torch.rand(size, generator=draw.random) < 0.5
+    noted = stated, draw.whole(cells, size), draw.whole(worth.PLACES, size), waiting, ~waiting
+    room = capacity + 1 - size
+    padding = [torch.zeros(room, dtype=torch.bool)] * 2
+    flags = (torch.cat([part, rest]) for part, rest in zip(noted[3:], padding, strict=True))
+    return counts, ops.Notes(*(poisoned(part, room) for part in noted[:3]), *flags)
+
+
+def hang_likely(draw: Draw) -> tuple:
+    size, rows, padding, places = draw.between(1, 40), draw.between(1, 5), draw.between(0, 3), draw.between(1, 6)
+    tree, most = tree_of(draw, size, 80), draw.between(1, 40)
+    stated = -draw.normal(rows, places).exp() * draw.one_of([0.1, 3.0])
+    stated = stated.masked_fill(draw.normal(rows, places) > 1, -math.inf)
+    sources = draw.one_of([None, draw.whole(worth.SOURCES, rows + padding, places).to(torch.uint8)])
+    frontier = ops.Nodes(torch.randperm(size, generator=draw.random)[:rows], count(0))
+    rows = len(frontier.ids)
+    ids = torch.cat([frontier.ids, draw.whole(size, padding)])
+    given = draw.whole(1000, rows, places), stated[:rows]
+    sources = None if sources is None else sources[: rows + padding]
+    marked = (poisoned(part, padding) for part in given)
+    least = draw.one_of([-1e9, -6.0, -2.0])
+    return (
+        tree,
+        count(size),
+        count(0),
+        ops.Nodes(ids, count(rows)),
+        *marked,
+        sources,
+        *search_of(draw, tree, size),
+        least,
+        most,
+    ), {}
+
+
+def count_outcomes(draw: Draw) -> tuple:
+    size, padding = draw.between(1, 70), draw.between(0, 4)
+    tree = tree_of(draw, size, 80)
+    path, chosen = [0], []
+    while True:
+        below = [node for node in range(1, size) if int(tree[1][node]) == path[-1]]
+        if not below or draw.between(0, 3) == 0:
+            chosen.append(draw.between(0, 999))
+            break
+        path.append(draw.one_of(below))
+        chosen.append(int(tree[0][path[-1]]))
+    nodes = ops.Nodes(torch.tensor(path + [0] * padding), count(len(path)))
+    return (tree, count(size), nodes, poisoned(torch.tensor(chosen), padding), *search_of(draw, tree, size)), {}
+
+
+def select_worth(draw: Draw) -> tuple:
+    live, most = draw.between(1, 40), draw.between(1, 12)
+    scores = -draw.scores(live).abs() if draw.between(0, 1) else -draw.normal(live).abs()
+    price = draw.one_of([0.0, 0.05, 0.5]) * torch.rand(draw.between(2, 20), generator=draw.random)
+    return (draw.strided(poisoned(scores, draw.between(0, 30))), count(live), price, most), {}
+
+
+def next_pass(draw: Draw) -> tuple:
+    size, padding = draw.between(1, 30), draw.between(0, 9)
+    tree = toy.random_tree(draw.between(0, 10**6), size, 60)
+    waiting = torch.rand(size, generator=draw.random) < 0.5
+    rounded = draw.between(0, 1)  # then chances tie
+    paths = tree.path_log_probs.round() if rounded else tree.path_log_probs
+    paths = paths.masked_fill(draw.normal(size) > 1.5, -math.inf)
+    profile = torch.rand(draw.between(1, 3), draw.between(1, 4), generator=draw.random).sort(1, descending=True).values
+    width, nodes = draw.between(1, 6), draw.between(1, 20)
+    prices = [draw.one_of([0.0, 0.02, 0.2]) * torch.rand(n + 1, generator=draw.random) for n in (nodes, width)]
+    widths = torch.tensor(sorted({*(draw.between(1, width) for _ in range(3)), width}))
+    given = (poisoned(part, padding) for part in (paths, tree.log_probs))
+    waiting = torch.cat([waiting, torch.ones(padding, dtype=torch.bool)])
+    return (*given, waiting, count(size), profile, ops.Prices(*prices, widths), draw.between(1, 3)), {}
+
+
 def choose_tokens(draw: Draw) -> tuple:
     rows, kind = draw.between(2, 5), draw.one_of(FLOATS)
     logits = (draw.normal(rows, draw.between(3, 70)) * 3).round(decimals=1).to(kind)
@@ -209,12 +300,17 @@ CASES: dict[str, Callable[[Draw], tuple]] = {
         beam_observation,
         best_action,
         best_candidates,
+        chances,
         choose_tokens,
         classify_paths,
         classify_row,
         gather_rows,
         compact_kv,
+        count_outcomes,
+        hang_likely,
+        next_pass,
         select_best,
+        select_worth,
         step_queues,
         subtree,
         walk,
@@ -251,6 +347,9 @@ def same(found: Any, means: Any) -> None:
         for name in means._fields:
             size = None if name in ("accepted", "scores", "bound") else waiting
             same(getattr(found, name)[:size], getattr(means, name)[:size])
+    elif isinstance(means, ops.Notes):
+        for ours, theirs in zip(found, means, strict=True):  # the last entry is what padding writes to
+            same(ours[:-1], theirs[:-1])
     elif isinstance(means, Tensor):
         assert found.dtype is means.dtype
         torch.testing.assert_close(found.cpu(), means, rtol=1e-5, atol=1e-5, equal_nan=True)

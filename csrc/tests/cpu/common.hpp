@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -77,6 +78,17 @@ inline std::vector<float> normals(int64_t count, double deviation = 1.0) {
 
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
+// Places of the `count` largest finite values, largest first, the lowest first of equals; -1 where there are fewer.
+inline std::vector<int64_t> best_of(const std::vector<float>& values, int64_t count) {
+  std::vector<int64_t> places;
+  for (size_t i = 0; i < values.size(); ++i)
+    if (std::isfinite(values[i])) places.push_back(static_cast<int64_t>(i));
+  const auto value = [&](int64_t place) { return values[static_cast<size_t>(place)]; };
+  std::stable_sort(places.begin(), places.end(), [&](int64_t a, int64_t b) { return value(a) > value(b); });
+  places.resize(static_cast<size_t>(count), -1);
+  return places;
 }
 
 inline bool all_nan(const std::vector<float>& values) {

@@ -6,15 +6,6 @@
 namespace cpu_test {
 namespace {
 
-// The largest finite logit's token, the lowest of equals.
-int64_t best_of(const std::vector<float>& logits) {
-  int64_t best = -1;
-  for (size_t i = 0; i < logits.size(); ++i)
-    if (std::isfinite(logits[i]) && (best < 0 || logits[i] > logits[static_cast<size_t>(best)]))
-      best = static_cast<int64_t>(i);
-  return best;
-}
-
 class DecoderTest {
  public:
   DecoderTest(const ToyDecoder& toy, int64_t prompt, int64_t nodes)
@@ -64,7 +55,7 @@ class DecoderTest {
         holds(distance(states, exact_.states[i][row]) <= limit, "hidden states", static_cast<int64_t>(i));
       }
       holds(distance(given.logits[r].data(), exact_.logits[row]) <= limit, "logits", static_cast<int64_t>(row));
-      holds(given.chosen[r] == best_of(given.logits[r]), "chosen tokens", static_cast<int64_t>(row));
+      holds(given.chosen_is_best(r), "chosen tokens", static_cast<int64_t>(row));
     }
   }
 
@@ -121,7 +112,7 @@ class DecoderTest {
     for (int64_t node = 0; node < tree_.nodes(); ++node) {
       const auto& row = given.logits[static_cast<size_t>(node)];
       if (tree_.is_above(1, node))
-        holds(given.chosen[static_cast<size_t>(node)] == -1 && all_nan(row), "no choice of NaN", node);
+        holds(given.chosen_is_best(static_cast<size_t>(node)) && all_nan(row), "no choice of NaN", node);
     }
   }
 
@@ -172,9 +163,13 @@ void test_chosen(const cpu::Kernels& kernels) {
     Network network(toy, kernels);
     for (const int threads : {1, 3}) {
       const Slab slab(slab_bytes(toy.shape, kLayers, 19));
-      const Given given = network.run(Ask::in_order(tokens, 0), slab, 19, threads);
-      for (size_t r = 0; r < 19; ++r)
-        expect(given.chosen[r] == best_of(given.logits[r]) && given.chosen[r] < bound, kernels, what, threads);
+      for (const int64_t count : {1, 3, 60}) {
+        Ask ask = Ask::in_order(tokens, 0);
+        ask.count = count;
+        const Given given = network.run(ask, slab, 19, threads);
+        for (size_t r = 0; r < 19; ++r)
+          expect(given.chosen_is_best(r) && given.chosen[r][0] < bound, kernels, what, threads);
+      }
     }
   };
   run("chosen is the lowest of equals", 26);

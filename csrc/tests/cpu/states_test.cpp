@@ -159,26 +159,27 @@ void test_add(const cpu::Kernels& kernels) {
   }
 }
 
-// Panel after panel, against a walk over all outputs of a row.
-void test_best(const cpu::Kernels& kernels) {
+// Panel after panel, against all outputs of a row in order.
+void test_best(const cpu::Kernels& kernels, int64_t count) {
   const int32_t outputs = 5 * cpu::kOutputs + 3;
   const float special[] = {NAN, INFINITY, -INFINITY};
-  Guarded<float> sums(cpu::rounded_up(outputs, cpu::kOutputs) * kLanes), most(kLanes);
-  Guarded<int32_t> at(kLanes);
+  Guarded<float> sums(cpu::rounded_up(outputs, cpu::kOutputs) * kLanes), most(count * kLanes);
+  Guarded<int32_t> at(count * kLanes);
   for (int64_t i = 0; i < sums.size(); ++i) sums[i] = below(4) ? std::round(normal(2.0)) : special[below(3)];
   for (int64_t o = 0; o < outputs; ++o) sums[o * kLanes + 3] = special[below(3)];
   most.fill(-INFINITY), at.fill(-1);
   for (int32_t first = 0; first < outputs; first += cpu::kOutputs)
-    kernels.best(sums.data() + first * kLanes, first, std::min<int32_t>(cpu::kOutputs, outputs - first), most.data(),
-                 at.data());
+    kernels.best(sums.data() + first * kLanes, first, std::min<int32_t>(cpu::kOutputs, outputs - first), count,
+                 most.data(), at.data());
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    int32_t wanted = -1;
-    for (int32_t o = 0; o < outputs; ++o) {
-      const float value = sums[o * kLanes + lane];
-      if (std::isfinite(value) && (wanted < 0 || value > sums[wanted * kLanes + lane])) wanted = o;
+    std::vector<float> values;
+    for (int32_t o = 0; o < outputs; ++o) values.push_back(sums[o * kLanes + lane]);
+    const std::vector<int64_t> wanted = best_of(values, count);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t output = wanted[static_cast<size_t>(i)];
+      const float value = output < 0 ? -INFINITY : values[static_cast<size_t>(output)];
+      expect(at[i * kLanes + lane] == output && most[i * kLanes + lane] == value, kernels, "best", count);
     }
-    const bool value = wanted < 0 || most[lane] == sums[wanted * kLanes + lane];
-    expect(at[lane] == wanted && value, kernels, "best", lane);
   }
 }
 
@@ -192,7 +193,7 @@ void test_states() {
     test_rotate(*kernels);
     test_write(*kernels);
     test_add(*kernels);
-    test_best(*kernels);
+    for (const int64_t count : {1, 2, 8, 90}) test_best(*kernels, count);
   }
 }
 

@@ -27,16 +27,18 @@ std::vector<int64_t> counting(int64_t first, int64_t count) {
   return found;
 }
 
-std::vector<std::vector<float>> in_rows(const Guarded<float>& all, int64_t rows) {
-  std::vector<std::vector<float>> found;
-  const int64_t width = rows ? all.size() / rows : 0;
-  for (int64_t r = 0; r < rows; ++r) found.emplace_back(all.data() + r * width, all.data() + (r + 1) * width);
-  return found;
-}
-
 bool Given::same_row(int64_t row, const Given& other, int64_t of) const {
   const auto a = static_cast<size_t>(row), b = static_cast<size_t>(of);
-  return same_bits(states[a], other.states[b]) && same_bits(logits[a], other.logits[b]) && chosen[a] == other.chosen[b];
+  return same_bits(states[a], other.states[b]) && same_bits(logits[a], other.logits[b]) &&
+         chosen[a] == other.chosen[b] && same_bits(chosen_logits[a], other.chosen_logits[b]);
+}
+
+bool Given::chosen_is_best(size_t row) const {
+  std::vector<float> wanted;
+  for (const int64_t token : chosen[row])
+    wanted.push_back(token < 0 ? -INFINITY : logits[row][static_cast<size_t>(token)]);
+  return chosen[row] == best_of(logits[row], static_cast<int64_t>(chosen[row].size())) &&
+         same_bits(chosen_logits[row], wanted);
 }
 
 bool Given::operator==(const Given& other) const {
@@ -103,8 +105,8 @@ Given Network::run(const Ask& ask, const Slab& slab, int64_t capacity, int threa
   const auto rows = static_cast<int64_t>(ask.tokens.size());
   const Guarded<float> states(rows * (kLayers + 1) * shape_.hidden),
       logits((rows - ask.first_logits) * shape_.vocabulary);
-  Given given;
-  given.chosen.assign(ask.tokens.size(), -7);
+  const Guarded<int64_t> chosen(rows * ask.count);
+  const Guarded<float> chosen_logits(rows * ask.count);
   cpu::Decoder::Call call{};
   call.rows.count = rows, call.rows.positions = ask.positions.data();
   call.rows.prefix = ask.prefix, call.rows.start = ask.start;
@@ -113,8 +115,11 @@ Given Network::run(const Ask& ask, const Slab& slab, int64_t capacity, int threa
   call.slab = slab.data(), call.capacity = capacity, call.half = shape_.half;
   call.features = counting(0, kLayers + 1), call.states = states.data();
   call.logits = logits.data(), call.first_logits = ask.first_logits;
-  call.chosen = given.chosen.data(), call.layers = kLayers;
+  call.count = ask.count, call.chosen = chosen.data(), call.chosen_logits = chosen_logits.data();
+  call.layers = kLayers;
   decoder_->forward(call, threads);
+  Given given;
+  given.chosen = in_rows(chosen, rows), given.chosen_logits = in_rows(chosen_logits, rows);
   given.states = in_rows(states, rows), given.logits = in_rows(logits, rows - ask.first_logits);
   return given;
 }

@@ -29,7 +29,14 @@ inline double tolerance(const cpu::Kernels& kernels, const ToyShape& shape) {
 
 std::vector<int64_t> random_tokens(int64_t count, int64_t vocabulary);
 std::vector<int64_t> counting(int64_t first, int64_t count);
-std::vector<std::vector<float>> in_rows(const Guarded<float>& all, int64_t rows);
+
+template <typename T>
+std::vector<std::vector<T>> in_rows(const Guarded<T>& all, int64_t rows) {
+  std::vector<std::vector<T>> found;
+  const int64_t width = rows ? all.size() / rows : 0;
+  for (int64_t r = 0; r < rows; ++r) found.emplace_back(all.data() + r * width, all.data() + (r + 1) * width);
+  return found;
+}
 
 // Which tokens a forward runs, and what they see.
 struct Ask {
@@ -37,6 +44,7 @@ struct Ask {
   int64_t start, prefix;
   const std::vector<uint64_t>* seen = nullptr;  // of the slots behind `prefix`; null: all slots up to the token's own
   int64_t first_logits = 0;
+  int64_t count = 3;  // of the largest logits
 
   // Tokens that stand and are seen in their order.
   static Ask in_order(const std::vector<int64_t>& tokens, int64_t start) {
@@ -47,8 +55,10 @@ struct Ask {
 // What a forward gives for each row.
 struct Given {
   std::vector<std::vector<float>> states, logits;  // [row]; states are all layers' side by side
-  std::vector<int64_t> chosen;
+  std::vector<std::vector<int64_t>> chosen;
+  std::vector<std::vector<float>> chosen_logits;
 
+  bool chosen_is_best(size_t row) const;
   bool same_row(int64_t row, const Given& other, int64_t of) const;
   bool operator==(const Given& other) const;
 };

@@ -267,8 +267,8 @@ class Recorder(TreePolicy):
         self._rows.append((frontier.alive(), *distribution_facts(step, self.options)))
         return self.policy.grow(tree, frontier, step)
 
-    def begin(self, tokens: int) -> None:
-        self.policy.begin(tokens)
+    def begin(self, tokens: int, sampled: bool = False) -> None:
+        self.policy.begin(tokens, sampled)
 
     def observe(self, cycle: Cycle) -> None:
         self.policy.observe(cycle)

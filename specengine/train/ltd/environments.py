@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from stable_baselines3.common.vec_env import VecEnv
 
+from specengine.costs import Costs
 from specengine.policies._ltd import GO_ON, Networks, Shape
 from specengine.policies.ltd import depth_observation, size_observation
 from specengine.records import Cycle
 from specengine.train.ltd.asked import AskedEngine, Question
-from specengine.train.ltd.costs import Costs
 from specengine.train.ltd.options import Stage
 from specengine.train.ltd.outcomes import Array, Outcomes, RewardName, reward
 

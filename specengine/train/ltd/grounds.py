@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from specengine.costs import Costs
 from specengine.engine import Engine
 from specengine.policies._ltd import Networks
 from specengine.policies.ltd import Ltd
 from specengine.records import Cycle
 from specengine.train.ltd.asked import AskedEngine, decision_seconds
-from specengine.train.ltd.costs import Costs
 from specengine.train.ltd.environments import WALLCLOCK_UNIT, LiveEnvironment, LoggedEnvironment, cycle_facts
 from specengine.train.ltd.options import PolicyOptions, Stage
 from specengine.train.ltd.outcomes import Outcomes, Speed

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specengine.costs import Costs
 from specengine.errors import InputError
 from specengine.policies._ltd import GO_ON, Networks, Shape
 from specengine.policies.ltd import depth_observation, laid_out, size_observation
 from specengine.train.ltd.candidates import Candidates, CandidateTrees
-from specengine.train.ltd.costs import Costs
 
 RewardName = Literal["table", "wallclock", "accept", "time"]
 Array = np.ndarray[Any, Any]

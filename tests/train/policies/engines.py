@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from specengine import policies
+from specengine.costs import Costs
 from specengine.engine import Engine
 from specengine.policies._ltd import Shape
 from specengine.train.ltd.asked import AskedEngine
 from specengine.train.ltd.candidates import CandidateOptions
-from specengine.train.ltd.costs import Costs
 from specengine.train.ltd.environments import LiveEnvironment
 from specengine.train.ltd.options import PolicyOptions
 from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget

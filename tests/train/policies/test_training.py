@@ -13,12 +13,12 @@ import torch
 from stable_baselines3.common.save_util import load_from_zip_file
 
 from specengine import policies
+from specengine.costs import Costs
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.policies import _ltd
 from specengine.train.ltd import training as training
 from specengine.train.ltd.candidates import CandidateTrees
-from specengine.train.ltd.costs import Costs
 from specengine.train.ltd.curve import plot
 from specengine.train.ltd.grounds import LiveGround, LoggedGround, speed_of
 from specengine.train.ltd.outcomes import split

@@ -1,0 +1,210 @@
+"""Cycles that are made up to be timed: random tokens, trees of a given size, paths that the target never chose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from specengine.cuda_graphs import Graphs, room
+from specengine.drafters import Drafter
+from specengine.ops import Nodes
+from specengine.records import Cycle, Seconds
+from specengine.targets import Target
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.tree import TokenTree
+
+T = TypeVar("T")
+
+MOST_NODES, MOST_WIDTH = 96, 16  # that are measured
+CHILDREN = 3  # of a node of a verified tree
+PATH = 3  # nodes that a cycle commits, of trees that are deep enough
+DRIFT = 32  # tokens by which cycles may lengthen the context that they stand for
+LONGEST = 8  # tokens that a cycle can add, or that a tree can be deep
+DRAFTED = 4 * (MOST_WIDTH + 1)  # slots of the draft's scratch: a capture runs a pass several times
+
+Verified = tuple[list[int], Tensor | None]
+
+
+class Sample(NamedTuple):
+    """Seconds of one cycle: the draft's first pass and a further one, verification, both commits."""
+
+    root: float
+    step: float
+    verify: float
+    commit: float
+
+
+class MadeUpCycles:
+    """Cycles of `target` and `drafter`, which may be None, behind a context of up to `longest` random tokens.
+
+    Nothing but the caches is touched; `end` clears those. Runs inside inference mode and `target.running()`.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, longest: int) -> None:
+        self.target, self.drafter = target, drafter
+        self.graphs = Graphs(target.device) if target.captured else None
+        self._random = torch.Generator().manual_seed(0)
+        self._prompt: list[int] = []
+        self._root = self._tokens(1)[0]
+        self._branching = min(CHILDREN, target.vocab_size)
+        self._verified: dict[int, TokenTree] = {}  # made once, as captures read them
+        self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
+        self.end()  # what a generation before has left
+        target.want_features(() if drafter is None else drafter.features)
+        self._reserve(longest)
+
+    def begin(self, context: int) -> float:
+        """Make both caches hold `context` tokens; the seconds that this took."""
+        self._prompt += self._tokens(context - len(self._prompt))
+        self._prompt = self._prompt[:context]
+        return self._timed(self._rewind)[0]
+
+    def cycle(self, nodes: int, width: int) -> Sample:
+        """Draft from the root and from `width` nodes, verify `nodes` nodes, commit a path."""
+        if len(self.target.tokens) + LONGEST > min(len(self._prompt) + DRIFT, self.target.max_context):
+            self._rewind()
+        if nodes not in self._verified:
+            self._verified[nodes] = self._tree_of(nodes)
+        tree = self._verified[nodes]
+        root, step = self._draft(width)
+        verify, (_, features) = self._timed(self._verification(tree))
+        commit, _ = self._timed(lambda: self._commit(tree, features))
+        return Sample(root, step, verify, commit)
+
+    def end(self) -> None:
+        self.target.reset()
+        if self.drafter is not None:
+            self.drafter.reset()
+
+    # ---- the parts of a cycle
+
+    def _draft(self, width: int) -> tuple[float, float]:
+        drafter = self.drafter
+        if drafter is None:
+            return 0.0, 0.0
+        if width not in self._drafted:
+            self._drafted[width] = self._star_of(min(width, self.target.vocab_size))
+        tree, frontier = self._drafted[width]
+
+        def root() -> object:
+            return drafter.root(tree)
+
+        def step() -> object:
+            return drafter.step(tree, frontier)
+
+        if self.graphs is None or not drafter.captures:
+            return self._timed(root)[0], self._timed(step)[0]
+        names = ("root", width), ("step", width)
+        self._capture(list(zip(names, (root, step), strict=True)), drafter.reads, drafter.state)
+        first = self._timed(partial(self._replay, names[0], drafter.reads, root))[0]
+        return first, self._timed(partial(self._replay, names[1], drafter.reads, step))[0]
+
+    def _verification(self, tree: TokenTree) -> Callable[[], Verified]:
+        """What verifies this tree and chooses greedily, as the engine does it."""
+        target = self.target
+
+        def chosen() -> tuple[Tensor, Tensor | None]:
+            logits, features = target.verify(tree)
+            return logits.argmax(-1), features
+
+        def eager() -> Verified:
+            found = target.choose(tree)
+            if found is None:
+                tokens, features = chosen()
+                return tokens.tolist(), features
+            return found.tokens, found.features
+
+        if self.graphs is None or not isinstance(target, HuggingFaceTarget):
+            return eager
+        name, reads = ("verify", tree.capacity), (target.cache.slab,)
+        self._capture([(name, chosen)], reads, (target.cache.filled,))
+
+        def replayed() -> Verified:
+            tokens, features = self._replay(name, reads, chosen)
+            return tokens.tolist(), features
+
+        return replayed
+
+    def _commit(self, tree: TokenTree, features: Tensor | None) -> None:
+        path = [0, 1, 1 + self._branching] if len(tree) > 1 + self._branching else [0]
+        self.target.commit(tree, path)
+        if self.drafter is not None:
+            tokens = [*tree.tokens[path[1:]].tolist(), self._root]
+            self.drafter.observe(Cycle(tree, path, tokens, Seconds(), len(tree) - 1, features))
+
+    # ---- trees, caches, clocks
+
+    def _tree_of(self, nodes: int) -> TokenTree:
+        """Of so many nodes, every one with the same number of children, as far as they go."""
+        ids, branching = torch.arange(nodes), self._branching
+        parents = torch.div(ids - 1, branching, rounding_mode="floor")
+        depths = [0]
+        for parent in parents[1:].tolist():
+            depths.append(depths[parent] + 1)
+        tokens = (self._root + 7 * parents + ids % branching) % self.target.vocab_size
+        tokens[0] = self._root
+        edges = -(ids > 0).float()
+        levels = torch.tensor(depths)
+        arrays = tokens, parents, levels, edges, -levels.float()
+        tokens, parents, levels, edges, paths = (array.to(self.target.device) for array in arrays)
+        return TokenTree.of(tokens, parents, levels, edges, paths)
+
+    def _star_of(self, width: int) -> tuple[TokenTree, Nodes]:
+        """So many children under a root, and they as a frontier."""
+        device = torch.device("cpu") if self.drafter is None else self.drafter.device
+        tree = TokenTree.root(self._root, width + 1, device)
+        tokens = (self._root + torch.arange(width, device=device)) % self.target.vocab_size
+        return tree, tree.add(torch.zeros_like(tokens), tokens, -torch.ones(width, device=device))
+
+    def _tokens(self, count: int) -> list[int]:
+        return torch.randint(self.target.vocab_size, (max(0, count),), generator=self._random).tolist()
+
+    def _reserve(self, context: int) -> None:
+        """Once for all: captures read buffers that must not move."""
+        tokens = context + DRIFT + 2 * LONGEST
+        if self.graphs is None:
+            self.target.reserve(tokens, MOST_NODES)
+        else:  # as captured.py does it: attention that is no kernel of its own runs over all slots
+            self.target.reserve(room(tokens + MOST_NODES + getattr(self.target, "strict_rows", 0)), 0)
+        if self.drafter is not None:
+            self.drafter.reserve(tokens, DRAFTED, LONGEST)
+
+    def _rewind(self) -> None:
+        known, drafter = self._prompt, self.drafter
+        kept = min(self.target.cached(known), len(known) if drafter is None else drafter.cached(known))
+        features = self.target.prefill(known, kept)
+        if drafter is not None:
+            drafter.begin(known, features)
+
+    def _capture(
+        self, parts: Sequence[tuple[Hashable, Callable[[], object]]], reads: Sequence[Tensor], state: Sequence[Tensor]
+    ) -> None:
+        """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
+        assert self.graphs is not None
+        if all(self.graphs.has(name, reads) for name, _ in parts):
+            return
+        kept = [tensor.clone() for tensor in state]
+        for name, function in parts:
+            self.graphs.run(name, reads, function)
+        for tensor, before in zip(state, kept, strict=True):
+            tensor.copy_(before)
+
+    def _replay(self, name: Hashable, reads: Sequence[Tensor], function: Callable[[], T]) -> T:
+        assert self.graphs is not None
+        return self.graphs.run(name, reads, function)
+
+    def _timed(self, function: Callable[[], T]) -> tuple[float, T]:
+        self._wait()
+        began = time.perf_counter()
+        found = function()
+        self._wait()
+        return time.perf_counter() - began, found
+
+    def _wait(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)

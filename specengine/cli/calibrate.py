@@ -1,0 +1,69 @@
+"""specengine calibrate: what the parts of a cycle take on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+
+from specengine import calibration
+from specengine.cli import arguments as shared
+from specengine.cli.terminal import say
+from specengine.costs import Costs, Points
+from specengine.engine import Engine
+
+HELP = "measure what verifying and drafting cost here, by nodes, and keep it for policies that read it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object, in seconds")
+    shared.add_model_arguments(parser)
+    shared.add_draft(parser.add_argument_group("draft"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    engine = Engine.from_pretrained(
+        arguments.model,
+        arguments.draft,
+        draft_options=dict(arguments.draft_option),
+        **shared.load_options(arguments),
+    )
+    target, drafter = engine.target, engine.drafter
+    costs = calibration.find(target, drafter, fresh=True)
+    key = calibration.identity(target, drafter)
+    if arguments.json:
+        print(json.dumps({"key": key, "costs": costs.to_dict()}, ensure_ascii=False, allow_nan=False))
+    else:
+        facts = (key["model"], key["dtype"], key["backend"], key["device"], f"draft {key['draft'] or 'none'}")
+        print(", ".join(facts))
+        print("\n".join(_lines(costs, calibration.contexts(target), drafts=drafter is not None)))
+    file = calibration.place(key)
+    say(f"specengine: note: {costs.source}" if "," in costs.source else f"kept in {file}")
+    return 0
+
+
+def _lines(costs: Costs, contexts: tuple[int, int], *, drafts: bool) -> Iterator[str]:
+    behind = list(dict.fromkeys(contexts)) if costs.verify_growth else [costs.context]
+    yield from _table("verified nodes", behind, _milliseconds(costs, costs.verify, behind, drafting=False))
+    if drafts:
+        yield from _table("drafted from", behind, _milliseconds(costs, costs.draft, behind, drafting=True))
+    yield f"{'rest of a cycle':<16}{1e3 * costs.overhead:>9.2f} ms"
+    if costs.padded:
+        yield "captured: every verification takes what the largest tree's does"
+
+
+def _milliseconds(
+    costs: Costs, points: Points, contexts: list[int], *, drafting: bool
+) -> Iterator[tuple[int, list[float]]]:
+    for count in sorted(points):
+        sizes = (1, count) if drafting else (count, 1)
+        yield count, [1e3 * float(costs.tables(*sizes, context)[drafting][-1]) for context in contexts]
+
+
+def _table(title: str, contexts: list[int], rows: Iterable[tuple[int, list[float]]]) -> Iterator[str]:
+    yield f"{title:<16}" + "".join(f"{f'at {context} tokens':>18}" for context in contexts)
+    first: list[float] = []
+    for count, times in rows:
+        first = first or times
+        shown = zip(times, first, strict=True)
+        yield f"{count:>14}  " + "".join(f"{time:>9.2f} ms {time / one:>4.2f} x" for time, one in shown)

@@ -1,0 +1,347 @@
+"""Ops of a search that weighs what nodes are worth against what they cost."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specengine.errors import InputError
+from specengine.ops._registry import are_counts, attached, describe, op
+from specengine.ops.select import padded, select_best
+from specengine.ops.tree import Arrays, Nodes, append_nodes
+
+
+class Prices(NamedTuple):
+    """What a cycle costs, in expected tokens: float32 [nodes + 1], of verifying so many nodes, and [width + 1], of a
+    draft pass from so many; widths: int64 [w], of passes that are thought of, ascending, the last one `width`."""
+
+    verify: Tensor
+    draft: Tensor
+    widths: Tensor
+
+
+class Counts(NamedTuple):
+    """Counts of what became of drafted tokens.
+
+    A token's cell is given by its group (a kind of generation), its source, depth and rank; within a cell its stated
+    log-odds fall between two knots, which share the outcome by distance. A chance is hits over tries.
+
+    hits, tries, table      float32 [groups * SOURCES * DEPTHS * RANKS, KNOTS]; the table is their ratio
+    gains, passes, profile  float32 [LEVELS, PLACES], [LEVELS], [LEVELS, PLACES]: summed chances of the children by
+                            place, of so many nodes drafted from of each level, their ratio. Level 0 is the root, then
+                            nodes by the chance of their own edge, as the children of sure nodes are sure
+    group                   int64 [1], the present one
+    """
+
+    hits: Tensor
+    tries: Tensor
+    table: Tensor
+    gains: Tensor
+    passes: Tensor
+    profile: Tensor
+    group: Tensor
+
+
+class Notes(NamedTuple):
+    """What a search notes of each node of a tree of capacity c, [c + 1]: the last entry is what padding writes to.
+
+    stated: float32, the draft's log-probability of the edge; cells: int64; places: int64, among the siblings; waiting:
+    bool, not drafted from yet; drafted: bool, it was.
+    """
+
+    stated: Tensor
+    cells: Tensor
+    places: Tensor
+    waiting: Tensor
+    drafted: Tensor
+
+
+SOURCES, DEPTHS, RANKS, KNOTS = 8, 4, 5, 15  # of Step.marks; 1 to 3 and deeper; of places; of odds
+PLACES = 6  # children of a node that are looked at: of ranks 0, 1, 2, 3, 3, 4
+LEVELS = 8  # of a profile: of the root, then of chances in equal parts
+ODDS = 7.0  # the greatest log-odds that a table of chances tells apart, and the smallest, negative
+FEWEST, MOST = 1e-4, 0.999  # chances
+WINDOW, PASSES = 150.0, 60.0  # tries that a knot remembers, nodes drafted from that a level of a profile does
+
+
+@op
+def chances(stated: Tensor, cells: Tensor, table: Tensor) -> Tensor:
+    """Log-chances of acceptance by a table that was counted: float32 like `stated`.
+
+    stated: float32 [n], the draft's log-probabilities; cells: int64 [n], rows of the table; table: float32 [cells,
+    knots], the chance at log-odds from -ODDS to ODDS in equal steps, linear between. -inf, not proposed, stays.
+    """
+    if stated.dtype is not torch.float32 or cells.dtype is not torch.int64 or stated.shape != cells.shape:
+        raise InputError(f"stated, cells: float32 [n], int64 [n] are needed, got {describe(stated, cells)}")
+    if table.dtype is not torch.float32 or table.dim() != 2 or table.shape[1] < 2 or stated.dim() != 1:
+        raise InputError(f"stated, table: float32 [n], [cells, knots] are needed, got {describe(stated, table)}")
+    if run := attached("chances", stated):
+        return run(stated, cells, table)
+    knots, flat = table.shape[1], table.reshape(-1)
+    at = knot_of(stated, knots)
+    low = at.long().clamp(max=knots - 2)
+    at_low, at_high = (flat.index_select(0, cells * knots + low + more) for more in (0, 1))
+    return torch.where(stated > -math.inf, torch.lerp(at_low, at_high, at - low).log(), stated)
+
+
+def knot_of(log_probs: Tensor, knots: int) -> Tensor:
+    """Where on the knots of a table a probability stands: float32, 0 to knots - 1."""
+    odds = log_probs - torch.log1p(-log_probs.exp())  # +inf of a certain one
+    return (odds.clamp(-ODDS, ODDS) + ODDS) * ((knots - 1) / (2 * ODDS))
+
+
+def cells_of(group: Tensor, sources: Tensor | None, depths: Tensor, places: Tensor) -> Tensor:
+    """int64: the cells of nodes by group, source (None: 0), depth and place, which broadcast."""
+    ranks = places - (places > 3).long()
+    found = (group * SOURCES * DEPTHS + (depths - 1).clamp(0, DEPTHS - 1)) * RANKS + ranks
+    return found if sources is None else found + sources.long() * (DEPTHS * RANKS)
+
+
+def level_of(chances: Tensor, levels: int) -> Tensor:
+    """int64: where in a profile of so many levels nodes stand whose edges have these chances, 0 to 1."""
+    return (chances * (levels - 1)).long().clamp(max=levels - 2) + 1 if levels > 1 else chances.long() * 0
+
+
+@op
+def hang_likely(
+    tree: Arrays,
+    size: Tensor,
+    overflow: Tensor,
+    frontier: Nodes,
+    tokens: Tensor,
+    stated: Tensor,
+    sources: Tensor | None,
+    counts: Counts,
+    notes: Notes,
+    least: float,
+    most: int,
+) -> Nodes:
+    """Hang the likeliest children under some nodes, with log-chances for edges, and note both; ids [most].
+
+    tree, size, overflow: as in `append_nodes`; tokens: int64 [rows, places], stated: float32 alike, best first, a row
+    for each frontier node; sources: uint8 alike, None for all 0. Of the children whose path's log-chance is `least` or
+    more it is the `most` likeliest. The frontier is noted as drafted, what is new as waiting.
+    """
+    if tokens.dim() != 2 or tokens.shape != stated.shape or frontier.ids.shape != tokens.shape[:1]:
+        given = describe(frontier.ids, tokens, stated)
+        raise InputError(f"frontier, tokens, stated: [rows], [rows, places] x 2 are needed, got {given}")
+    kinds = frontier.ids.dtype, tokens.dtype, stated.dtype
+    if kinds != (torch.int64, torch.int64, torch.float32) or tokens.shape[1] > PLACES:
+        given = describe(frontier.ids, tokens, stated)
+        raise InputError(f"frontier, tokens, stated: int64 x 2, float32, {PLACES} places at most, got {given}")
+    if sources is not None and (sources.dtype is not torch.uint8 or sources.shape != tokens.shape):
+        raise InputError(f"sources: uint8 {list(tokens.shape)} is needed, got {describe(sources)}")
+    if not are_counts(size, overflow, frontier.live):
+        raise InputError(f"size, overflow, live: int32 [1] is needed, got {describe(size, overflow, frontier.live)}")
+    if run := attached("hang_likely", size):
+        return run(tree, size, overflow, frontier, tokens, stated, sources, counts, notes, least, most)
+    rows, places = tokens.shape
+    drafted = _spared(frontier, notes)
+    notes.waiting.index_fill_(0, drafted, False)
+    notes.drafted.index_fill_(0, drafted, True)
+    place = torch.arange(places, device=size.device).expand(rows, -1).reshape(-1)
+    under = frontier.ids.masked_fill(frontier.padding(), 0)
+    depths = (tree[2].index_select(0, under) + 1)[:, None].expand(-1, places).reshape(-1)
+    cells = cells_of(counts.group, None if sources is None else sources.reshape(-1), depths, place)
+    flat = stated.masked_fill(frontier.padding()[:, None], -math.inf).reshape(-1)
+    edges = chances(flat, cells, counts.table)
+    paths = tree[4].index_select(0, under)[:, None].expand(-1, places).reshape(-1) + edges
+    paths = torch.where(paths >= least, paths, -math.inf)
+    found = select_best(paths, frontier.live * places, most)
+    parents = under.index_select(0, found.ids // places)
+    drawn, carried = (values.index_select(0, found.ids) for values in (tokens.reshape(-1), edges))
+    ids = append_nodes(tree, size, parents, drawn, carried, found.live, overflow)
+    made = Nodes(ids, found.live * (overflow == 0))
+    at = _spared(made, notes)
+    for noted, values in ((notes.stated, flat), (notes.cells, cells), (notes.places, place)):
+        noted.index_copy_(0, at, values.index_select(0, found.ids))
+    notes.waiting.index_fill_(0, at, True)
+    return Nodes(ids, found.live)
+
+
+def _spared(nodes: Nodes, notes: Notes) -> Tensor:
+    """Their ids, the spare entry for padding."""
+    return nodes.ids.masked_fill(nodes.padding(), notes.stated.shape[0] - 1)
+
+
+@op
+def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes) -> None:
+    """Take what became of a grown tree into the counts: the target, at the nodes of `path`, chose these tokens.
+
+    path: the root first; chosen: int64, its token after each of them. Of a node on the path every child was tried,
+    and the one that carries the chosen token was a hit; knots forget beyond WINDOW tries. The chances of the children
+    of all nodes drafted from go into the profile.
+    """
+    if chosen.dtype is not torch.int64 or chosen.shape != path.ids.shape or not are_counts(size, path.live):
+        given = describe(path.ids, chosen, size)
+        raise InputError(f"path, chosen, size: int64 [width] x 2, int32 [1] are needed, got {given}")
+    if run := attached("count_outcomes", size):
+        run(tree, size, path, chosen, counts, notes)
+        return
+    (tokens, parents, _, edges, _, _), nodes = tree, tree[0].shape[0]
+    there = torch.arange(nodes, device=size.device)
+    there = (there > 0) & (there < size)
+    above = parents.masked_fill(~there, 0)
+    wanted = torch.full((nodes + 1,), -1, dtype=torch.int64, device=size.device)
+    wanted = wanted.index_copy(0, path.ids.masked_fill(path.padding(), nodes), chosen)[:nodes].index_select(0, above)
+    tried = there & (wanted >= 0)
+    at = knot_of(notes.stated[:nodes].masked_fill(~tried, -1.0), KNOTS)
+    low = at.long().clamp(max=KNOTS - 2)
+    cells = notes.cells[:nodes].masked_fill(~tried, 0)
+    knots = torch.cat([low, low + 1]) + (cells * KNOTS).repeat(2)
+    weights = torch.cat([1 - (at - low), at - low]) * tried.repeat(2)
+    counts.tries.view(-1).index_add_(0, knots, weights)
+    counts.hits.view(-1).index_add_(0, knots, weights * (wanted == tokens).repeat(2))
+    kept = (WINDOW / counts.tries).clamp(max=1.0)
+    counts.tries.mul_(kept)
+    counts.hits.mul_(kept)
+    torch.div(counts.hits, counts.tries, out=counts.table).clamp_(FEWEST, MOST)
+    drafted = notes.drafted[:nodes] & (there | (torch.arange(nodes, device=size.device) == 0))
+    shown = there & drafted.index_select(0, above)
+    levels = level_of(edges.exp().masked_fill(~there, 0.0), LEVELS)
+    levels = levels.masked_fill(~drafted, 0).index_fill(0, levels.new_zeros(1), 0)
+    rows = levels.index_select(0, above) * PLACES + notes.places[:nodes].masked_fill(~shown, 0)
+    counts.gains.view(-1).index_add_(0, rows, torch.where(shown, edges.exp(), 0.0))
+    counts.passes.index_add_(0, levels, drafted.float())
+    kept = (PASSES / counts.passes).clamp(max=1.0)
+    counts.passes.mul_(kept)
+    counts.gains.mul_(kept[:, None])
+    torch.div(counts.gains, counts.passes[:, None], out=counts.profile)
+
+
+@op
+def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes:
+    """The n likeliest of the first `size` nodes, ascending, for the n whose summed chances exceed their price the most.
+
+    paths: float32 [m], log-chances; price: float32 [nodes + 1], of n nodes, in the same unit; `most` bounds n, as the
+    price's length does. The fewest of equals; at least the first. Ids are [most]. Ties as in `select_best`.
+    """
+    if paths.dtype is not torch.float32 or paths.dim() != 1 or not are_counts(size) or most < 1:
+        raise InputError(f"paths, size, most: float32 [m], int32 [1], 1 or more, got {describe(paths, size)}, {most}")
+    if price.dtype is not torch.float32 or price.dim() != 1 or len(price) < 2:
+        raise InputError(f"price: float32 [2 or more] is needed, got {describe(price)}")
+    if run := attached("select_worth", paths):
+        return run(paths, size, price, most)
+    there = torch.arange(paths.shape[0], device=paths.device) < size
+    considered = min(most, len(price) - 1, len(paths))
+    best = torch.where(there, paths, -math.inf).topk(considered).values.double()
+    worth = best.exp().cumsum(0) - price[1 : considered + 1]
+    worth = worth.masked_fill(best == -math.inf, -math.inf)
+    count = (worth >= worth.max() - WORTH).int().argmax(0, keepdim=True).int() + 1
+    return select_best(paths, size, most, count)
+
+
+@op
+def next_pass(
+    paths: Tensor,
+    edges: Tensor,
+    waiting: Tensor,
+    size: Tensor,
+    profile: Tensor,
+    prices: Prices,
+    rounds: int,
+) -> Nodes:
+    """The nodes whose draft pass promises the most, none where no pass promises more than it costs: ids [width].
+
+    paths, edges: float32 [m], log-chances of the first `size` nodes' paths and edges, the root's are 0; waiting: bool
+    [m], not yet drafted from; profile: float32 [levels, places], the chances of children, best first, as in Counts.
+    A tree is worth the best, over n, of the summed chances of its n likeliest nodes less the price of verifying them.
+    For each of prices.widths, `rounds` passes from that many of the likeliest waiting nodes (ties: the first) are
+    played through, with children as the profile has them; a width is worth its tree's best after any of these passes,
+    less their prices. Of the widths within WORTH of the best the narrowest is taken, and its first pass returned.
+    """
+    require_search(paths, edges, waiting, size, profile, prices)
+    if rounds < 1:
+        raise InputError(f"rounds: got {rounds}, at least 1 is needed")
+    if run := attached("next_pass", paths):
+        return run(paths, edges, waiting, size, profile, prices, rounds)
+    most, widths = prices.draft.shape[0] - 1, prices.widths[:, None]
+    place = torch.arange(paths.shape[0], device=paths.device)
+    known = torch.where(place < size, paths.double().exp(), 0.0)
+    played = _Played(
+        known.expand(len(widths), -1),
+        torch.where(place > 0, level_of(edges.masked_fill(place >= size, 0.0).exp(), len(profile)), 0).expand(
+            len(widths), -1
+        ),
+        (waiting & (place < size)).expand(len(widths), -1),
+        torch.zeros_like(widths, dtype=torch.float64),
+    )
+    ends, drawings = [], []
+    for _ in range(rounds):
+        order = _order(torch.where(played.waiting, played.chances, -1.0))[:, :most]
+        drawn = played.waiting.gather(1, order) & (torch.arange(order.shape[1], device=paths.device) < widths)
+        drawings.append((order, drawn))
+        played = played.after(order, drawn, profile.double(), prices.draft.double())
+        ends.append(_value(played.chances, prices.verify) - played.spent[:, 0])
+    best = torch.stack(ends).max(0).values
+    taken = (best >= best.max() - WORTH).int().argmax(0, keepdim=True)
+    pays = best.max() > _value(known[None], prices.verify) + WORTH
+    order, drawn = (part.index_select(0, taken)[0] for part in drawings[0])
+    found = drawn & pays
+    ids, live = torch.where(found, order, paths.shape[0]).sort().values, found.sum(0, keepdim=True).int()
+    ids = padded(ids, most)
+    return Nodes(ids.masked_fill(torch.arange(most, device=ids.device) >= live, 0), live)
+
+
+WORTH = 1e-9  # tokens: by so little rounding can make equal values differ
+
+
+class _Played(NamedTuple):
+    """What a few passes may have made of a tree, by their width: float64, int64, bool [widths, nodes]; the price of the
+    passes, float64 [widths, 1]."""
+
+    chances: Tensor
+    levels: Tensor
+    waiting: Tensor
+    spent: Tensor
+
+    def after(self, order: Tensor, drawn: Tensor, profile: Tensor, draft: Tensor) -> _Played:
+        """One pass more, from the nodes `order`, [widths, nodes drafted from], as far as they are `drawn`."""
+        widths = len(order)
+        edges = profile[self.levels.gather(1, order)]
+        scale = self.chances.gather(1, order) * drawn
+        children = (scale[..., None] * edges).reshape(widths, -1)
+        below = level_of(edges, len(profile)).reshape(widths, -1)
+        left = self.waiting & ~torch.zeros_like(self.waiting).scatter(1, order, drawn)
+        return _Played(
+            torch.cat([self.chances, children], 1),
+            torch.cat([self.levels, below], 1),
+            torch.cat([left, children > 0], 1),
+            self.spent + draft[drawn.sum(1, keepdim=True)],
+        )
+
+
+def _value(found: Tensor, verify: Tensor) -> Tensor:
+    """What trees are worth, float64 [trees]; found: float64 [trees, nodes], chances."""
+    most = min(found.shape[1], verify.shape[0] - 1)
+    best = found.topk(most).values
+    worth = best.cumsum(1) - verify[1 : most + 1]
+    return worth.masked_fill(best <= 0, -math.inf).max(1).values
+
+
+def _order(values: Tensor) -> Tensor:
+    """Indices of each row by value, descending, the first of equals first."""
+    return values.sort(dim=1, descending=True, stable=True).indices
+
+
+def require_search(
+    paths: Tensor, edges: Tensor, waiting: Tensor, size: Tensor, profile: Tensor, prices: Prices
+) -> None:
+    kinds = paths.dtype, edges.dtype, waiting.dtype
+    if kinds != (torch.float32, torch.float32, torch.bool) or not paths.shape == edges.shape == waiting.shape:
+        given = describe(paths, edges, waiting)
+        raise InputError(f"paths, edges, waiting: float32 x 2, bool [m] are needed, got {given}")
+    if not are_counts(size) or paths.dim() != 1 or not len(paths):
+        raise InputError(f"paths, size: float32 [m], int32 [1] are needed, got {describe(paths, size)}")
+    tables = profile, prices.verify, prices.draft
+    if any(table.dtype is not torch.float32 or not table.numel() for table in tables) or profile.dim() != 2:
+        raise InputError(f"profile, prices: float32 [levels, places], [n], [n] are needed, got {describe(*tables)}")
+    if (
+        min(len(prices.verify), len(prices.draft)) < 2
+        or prices.widths.dtype is not torch.int64
+        or not len(prices.widths)
+    ):
+        raise InputError(f"prices: of 1 node at least, and int64 widths, are needed, got {describe(*prices)}")

@@ -1,0 +1,290 @@
+"""auto: the tree that pays, by measured costs of a cycle and counted chances of its nodes; none where none does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specengine import ops
+from specengine.costs import ASSUMED, Costs, CostTables, find_costs
+from specengine.drafters import Drafter, Free, Step
+from specengine.errors import InputError
+from specengine.ops import Counts, Nodes, Notes, Prices
+from specengine.ops.worth import DEPTHS, FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES, RANKS, SOURCES
+from specengine.policies import TreePolicy, require
+from specengine.policies._state import PerDevice
+from specengine.records import Cycle
+from specengine.tree import TokenTree
+
+MEASURED = "measured"
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are thought of
+LEAST = 1e-3  # chance of a path; likelier ones alone become nodes
+LEAVES, LEAST_FREE = 12, 0.02  # of those that free continuations are asked for; stated probability of such a path
+SURE = 0.5  # stated probability of a free path by which a cycle may do without a draft pass
+MEMORY = 0.97  # of the rate, per cycle
+CORRECTION, REPRICED = 0.05, 16  # weight of a cycle's time against the measured costs; cycles between repricings
+
+
+DOUBT = 4.0  # tries that a prior counts for
+REST = (1.0, 0.3, 0.12, 0.06, 0.04, 0.03)  # of children by place, against the first, until they have been counted
+
+
+class _State:
+    """What the rule keeps on a device.
+
+    seconds    of verifying n nodes and of a draft pass from n, as measured and corrected since
+    earned     float32 [2]: tokens committed, seconds that they took, recent ones weighing more
+    prices     of the same in tokens, at the rate of these two
+    skipped    int32 [1], cycles since the last draft pass; spent: float32 [1], seconds of this tree's passes
+    verified   int32 [1], nodes of this tree that are verified
+    """
+
+    def __init__(self, capacity: int, widths: Tensor, tables: CostTables, device: torch.device) -> None:
+        self.counts, self.notes = _counts(device), _notes(capacity, device)
+        self.seconds = CostTables(*(table.to(device, copy=True) for table in tables))
+        plain = self.seconds.verify[1:2]
+        self.earned = torch.cat([torch.ones_like(plain), plain]) * DOUBT
+        verify, draft = (torch.zeros_like(table) for table in self.seconds)
+        self.prices = Prices(verify, draft, widths)
+        self.skipped, self.verified = torch.zeros(2, 1, dtype=torch.int32, device=device).unbind()
+        self.spent = torch.zeros(1, device=device)
+        self.price()
+
+    def price(self) -> None:
+        """A second costs what it would bring elsewhere, at least what plain decoding brings."""
+        rate = torch.maximum(self.earned[:1] / self.earned[1:], 1 / self.seconds.verify[1:2])
+        torch.mul(self.seconds.verify, rate, out=self.prices.verify)
+        torch.mul(self.seconds.draft, rate, out=self.prices.draft)
+
+    def start(self) -> None:
+        """A tree begins."""
+        self.spent.zero_()
+        self.notes.drafted.zero_()
+        self.notes.waiting.zero_()
+        self.notes.waiting[:1].fill_(True)
+
+
+def _counts(device: torch.device) -> Counts:
+    """As a fresh engine has them: two groups, for greedy and sampled answers."""
+    tries = torch.full((2 * SOURCES * DEPTHS * RANKS, KNOTS), DOUBT)
+    table = torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().expand_as(tries).clamp(FEWEST, MOST)
+    passes, firsts = torch.full((LEVELS,), DOUBT), torch.tensor([0.5, *torch.linspace(0.35, 0.85, LEVELS - 1)])
+    profile = firsts[:, None] * torch.tensor(REST)
+    parts = tries * table, tries, table, passes[:, None] * profile, passes, profile, torch.zeros(1, dtype=torch.int64)
+    return Counts(*(part.to(device, copy=True).contiguous() for part in parts))
+
+
+def _notes(capacity: int, device: torch.device) -> Notes:
+    cells, places = torch.zeros(2, capacity + 1, dtype=torch.int64, device=device).unbind()
+    waiting, drafted = torch.zeros(2, capacity + 1, dtype=torch.bool, device=device).unbind()
+    return Notes(torch.zeros(capacity + 1, device=device), cells, places, waiting, drafted)
+
+
+@dataclass
+class Auto(TreePolicy):
+    """Draft while one more pass is expected to bring more tokens than its time is worth, and verify what pays.
+
+    A token's chance is counted, not stated: how often tokens of that stated probability, rank, depth and source have
+    been accepted by this engine (ops.Counts). Time is priced at the rate at which the engine has been
+    committing tokens, at least that of plain decoding: a pass or a node pays if it brings more than its seconds would
+    elsewhere, the rule that maximises the ratio of tokens to seconds in the long run (Dinkelbach 1967). So there is no
+    threshold; the options only cap. Where even the root's pass does not pay, the cycle decodes plainly; after
+    `patience` such cycles one pass looks whether that still holds.
+
+    budget      nodes verified, the root included
+    width       nodes drafted from at once
+    max_passes  draft passes per cycle
+    rounds      passes that are thought ahead
+    costs       `measured`: those of this engine on this machine, corrected as cycles are timed; or such as stay:
+                Costs, a name in specengine.costs.PUBLISHED, the file of a costs record
+
+    Related: SMART (arXiv 2604.09731) and CaDDTree (arXiv 2606.01813) weigh costs as well.
+    """
+
+    budget: int = 64
+    width: int = 8
+    max_passes: int = 12
+    rounds: int = 2
+    costs: str | Costs = MEASURED
+
+    patience: ClassVar[int] = 16
+    plain_reason: ClassVar[str] = "no draft promised more than it costs"
+
+    _state: PerDevice[_State] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "width", "max_passes", "rounds"):
+            value = getattr(self, name)
+            require("auto", name, value, "1 or more", value >= 1)
+        self._costs = ASSUMED if self.costs == MEASURED else _found(self.costs)
+        self._context = 0
+        self._scale, self._timed = [1.0, 1.0], 0
+        self._state = PerDevice(self._start)
+
+    @property
+    def reads_costs(self) -> bool:  # type: ignore[override]
+        return self.costs == MEASURED
+
+    @property
+    def capacity(self) -> int:
+        return 1 + self.budget * (self.max_passes + 1)
+
+    @property
+    def rows(self) -> int:
+        return self.width
+
+    @property
+    def passes(self) -> int:
+        return self.max_passes
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        states = list(self._state.copies())
+        return tuple(part for one in states for part in (*one.counts, one.earned, *one.prices, one.skipped))
+
+    @classmethod
+    def has_history(cls) -> bool:
+        """What a tree depends on is learnt in `learn`, on its device."""
+        return False
+
+    def price(self, costs: Costs) -> None:
+        if costs is not self._costs:
+            self._costs, self._scale = costs, [1.0, 1.0]
+            self._reprice()
+
+    def begin(self, tokens: int, sampled: bool = False) -> None:
+        self._context = tokens
+        self._reprice()
+        for state in self._state.copies():
+            state.counts.group.fill_(int(sampled))
+        self._sampled = sampled
+
+    # ---- a cycle
+
+    def first(self, tree: TokenTree, drafter: Drafter) -> Nodes:
+        state = self._state.on(tree.device)
+        state.start()
+        skipped = ops.number(state.skipped)
+        pays = ops.number(self._next(tree, state).live) > 0
+        if ops.is_free(tree.size) and pays:
+            pays = not self._covered(tree, drafter, state)
+        asked = pays | (skipped >= self.patience)
+        if isinstance(asked, Tensor):
+            state.skipped.copy_(torch.where(asked, 0, skipped + 1))
+        else:
+            state.skipped.fill_(0 if asked else skipped + 1)
+        return tree.root_alone().where(asked)
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        state = self._state.on(tree.device)
+        state.spent += state.seconds.draft.index_select(0, frontier.live)
+        stated, columns = ops.top_children(step.logits, PLACES, normalized=step.normalized)
+        sources = None if step.marks is None else step.marks.gather(1, columns)
+        given = frontier, step.tokens_of(columns), stated, sources
+        tree.add_likely(*given, state.counts, state.notes, math.log(LEAST), self.budget)
+        return self._next(tree, state).where(ops.number(tree.passes) < self.max_passes)
+
+    def last(self, tree: TokenTree, drafter: Drafter) -> None:
+        state = self._state.on(tree.device)
+        size = len(tree)
+        waiting = state.notes.waiting[:size].nonzero()[:, 0]
+        most = min(self.budget, tree.capacity - size)
+        made = drafter.free(tree, tree.best(Nodes.of(waiting), LEAVES), most, math.log(LEAST_FREE))
+        if made is None:
+            return
+        stated, cells = self._read(tree, made, state)
+        new = tree.graft(made.parents, made.tokens, ops.chances(stated, cells, state.counts.table).tolist()).ids
+        state.notes.stated[new], state.notes.cells[new] = stated, cells
+
+    def keep(self, tree: TokenTree) -> Nodes:
+        state = self._state.on(tree.device)
+        kept = ops.select_worth(tree.path_log_probs, tree.size, state.prices.verify, self.budget)
+        state.verified.copy_(kept.live)
+        return kept
+
+    def learn(self, tree: TokenTree, path: Nodes, chosen: Tensor) -> None:
+        state = self._state.on(tree.device)
+        tree.count_outcomes(path, chosen, state.counts, state.notes)
+        took = state.seconds.verify.index_select(0, state.verified) + state.spent + self._costs.overhead
+        state.earned.mul_(MEMORY).add_(torch.cat([path.live.float(), took]))
+        state.price()
+
+    def observe(self, cycle: Cycle) -> None:
+        if not self.reads_costs or not cycle.seconds.split:
+            return
+        state, seconds = self._state.on(cycle.tree.device), cycle.seconds
+        took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
+        expected = float(state.seconds.verify[len(cycle.tree)]), float(state.spent)
+        for part, (real, thought) in enumerate(zip(took, expected, strict=True)):
+            if thought > 0:
+                ratio = min(max(real / thought, 0.5), 2.0)
+                self._scale[part] *= ratio**CORRECTION
+        self._timed += 1
+        if self._timed % REPRICED == 0:
+            self._context += REPRICED * 3
+            self._reprice()
+
+    # ---- its parts
+
+    def _start(self, device: torch.device) -> _State:
+        widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device)
+        return _State(self.capacity, widths, self._tables(), device)
+
+    def _tables(self) -> CostTables:
+        tables = self._costs.tables(self.budget, self.width, self._context)
+        return CostTables(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
+
+    def _reprice(self) -> None:
+        for state in self._state.copies():
+            for table, now in zip(state.seconds, self._tables(), strict=True):
+                table.copy_(now)
+            state.price()
+
+    def _next(self, tree: TokenTree, state: _State) -> Nodes:
+        waiting = state.notes.waiting[: tree.capacity]  # without the spare entry
+        given = tree.path_log_probs, tree.log_probs, waiting, tree.size
+        return ops.next_pass(*given, state.counts.profile, state.prices, self.rounds)
+
+    def _covered(self, tree: TokenTree, drafter: Drafter, state: _State) -> bool:
+        """Whether free continuations of the root leave so little to the draft that no pass pays.
+
+        What they leave to a pass is the chance that none of them is right, of which the draft may find its usual share.
+        """
+        made = drafter.free(tree, tree.root_alone(), self.budget, math.log(SURE))
+        if made is None:
+            return False
+        edges = ops.chances(*self._read(tree, made, state), state.counts.table).exp().tolist()
+        paths, left, depths = [1.0], [1.0], [0]  # of the root, and what is made below it
+        for parent, edge in zip(made.parents, edges, strict=True):
+            left[parent] -= paths[parent] * edge
+            paths.append(paths[parent] * edge)
+            left.append(paths[-1])
+            depths.append(depths[parent] + 1)
+        share, price = float(state.counts.profile[0].sum()), float(state.prices.draft[1])
+        gain = 0.0
+        for level in range(max(depths) + 1):
+            gain += share * sum(part for part, depth in zip(left, depths, strict=True) if depth == level) - price
+            if gain > 0:
+                return False
+        return True
+
+    def _read(self, tree: TokenTree, made: Free, state: _State) -> tuple[Tensor, Tensor]:
+        """Stated log-probabilities and cells of free nodes."""
+        depths = tree.depths[: len(tree)].tolist()
+        for parent in made.parents:
+            depths.append(depths[parent] + 1)
+        below, marks = torch.tensor(depths[len(tree) :]), torch.tensor(made.marks)
+        places = torch.tensor([min(rank, PLACES - 1) for rank in made.ranks])
+        return torch.tensor(made.log_probs), ops.cells_of(state.counts.group, marks, below, places)
+
+
+def _found(costs: str | Costs) -> Costs:
+    if isinstance(costs, Costs):
+        return costs
+    if not isinstance(costs, str):
+        raise InputError(f"policy auto.costs: got {costs!r}, accepted {MEASURED}, Costs, a name or a file")
+    return find_costs(costs)

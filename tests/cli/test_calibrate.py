@@ -1,0 +1,66 @@
+"""`specengine calibrate`: the table, the JSON object, and the file that policies read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specengine import Engine, calibration
+from specengine.cli import main
+from specengine.costs import Costs
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "cache"))
+
+
+def test_the_table_of_a_model_and_its_draft(folder: str, head: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["calibrate", "--model", folder, "--draft", head]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert "EAGLE-3" in lines[0]
+    assert lines[1].startswith("verified nodes        at 64 tokens")
+    assert lines[2].split()[0] == "1"
+    assert "1.00 x" in lines[2]
+    assert any(line.startswith("drafted from") for line in lines)
+    assert lines[-1].startswith("rest of a cycle")
+    (file,) = (tmp_path / "cache" / "costs").iterdir()
+    assert err == f"kept in {file}\n"
+
+
+def test_json_is_what_an_engine_finds(folder: str, capsys: Any) -> None:
+    assert main(["calibrate", "--model", folder, "--draft", "ngram", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    engine = Engine.from_pretrained(folder, "ngram")
+    assert printed["key"] == calibration.identity(engine.target, engine.drafter)
+    assert calibration.find(engine.target, engine.drafter) == Costs.from_dict(printed["costs"])
+
+
+def test_a_second_call_measures_anew(folder: str, capsys: Any) -> None:
+    given = ["calibrate", "--model", folder, "--draft", "none", "--json"]
+    assert main(given) == main(given) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["key"] == second["key"]
+    assert first["costs"] != second["costs"]
+
+
+def test_without_a_draft_there_is_no_table_of_it(folder: str, capsys: Any) -> None:
+    assert main(["calibrate", "--model", folder, "--draft", "none"]) == 0
+    assert "drafted from" not in capsys.readouterr().out
+
+
+def test_captured_costs_say_so(folder: str, capsys: Any) -> None:
+    given = ["calibrate", "--model", folder, "--backend", "huggingface", "--graphs", "--draft", "ngram"]
+    assert main(given) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("captured:")
+
+
+def test_a_folder_that_cannot_be_written_is_a_note(folder: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "file"))
+    assert main(["calibrate", "--model", folder, "--draft", "none"]) == 0
+    assert "specengine: note: measured, not kept" in capsys.readouterr().err

@@ -1,0 +1,360 @@
+"""Costs of a cycle: tables of them, their JSON, their measurement, and the files that keep them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specengine import Engine, calibration
+from specengine.calibration import measuring
+from specengine.costs import Costs, interpolated
+from specengine.drafters import Drafter
+from specengine.drafters.eagle import Eagle
+from specengine.drafters.lookup import Lookup
+from specengine.drafters.ngram import NGram
+from specengine.drafters.small_model import SmallModel
+from specengine.errors import InputError
+from specengine.targets import Target
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.targets.native import NativeTarget
+from specengine.tree import TokenTree
+from tests import toy
+from tests.native.engines import lm_of, needs_extension
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+POINTS = st.dictionaries(st.integers(1, 120), st.floats(0.001, 1000), min_size=1, max_size=9)
+RISING = POINTS.map(lambda points: dict(zip(sorted(points), sorted(points.values()), strict=True)))
+STEPS = {1: 1.0, 16: 1.0, 17: 2.0, 32: 2.0, 33: 3.0}
+
+
+def costs_of(verify: dict[int, float], **more: Any) -> Costs:
+    return Costs("mine", verify, {1: 0.5}, **more)
+
+
+# ---- tables
+
+
+@given(POINTS)
+def test_tables_hit_the_points(points: dict[int, float]) -> None:
+    verify, draft = Costs("mine", points, points).tables(120, 120, 0)
+    assert verify[0] == draft[0] == 0
+    assert torch.equal(verify, draft)
+    assert [float(verify[n]) for n in points] == pytest.approx(list(points.values()))
+    assert verify[1:].tolist() == pytest.approx([interpolated(points, n) for n in range(1, 121)])
+
+
+@given(POINTS)
+def test_between_points_costs_are_between_theirs(points: dict[int, float]) -> None:
+    known = sorted(points)
+    for left, right in itertools.pairwise(known):
+        ends = sorted((points[left], points[right]))
+        assert all(ends[0] * 0.999 <= interpolated(points, n) <= ends[1] * 1.001 for n in range(left, right + 1))
+
+
+@given(RISING)
+def test_rising_points_make_rising_tables(points: dict[int, float]) -> None:
+    table = costs_of(points).tables(200, 1, 0).verify
+    assert (table.diff() >= -1e-3 * table[1:]).all()
+
+
+def test_steps_survive() -> None:
+    table = costs_of(STEPS).tables(40, 1, 0).verify
+    assert table[[1, 9, 16, 17, 25, 32, 33]].tolist() == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_behind_the_points_the_last_slope_goes_on_where_it_rises() -> None:
+    assert interpolated({1: 1.0, 3: 2.0}, 7) == 4
+    assert interpolated({1: 2.0, 3: 1.0}, 7) == 1
+
+
+def test_each_token_of_context_adds_its_growth() -> None:
+    costs = costs_of({1: 10.0, 3: 14.0}, context=64, verify_growth={1: 0.1, 3: 0.3}, draft_growth={1: 0.01})
+    verify, draft = costs.tables(3, 2, 164)
+    assert verify.tolist() == pytest.approx([0, 20, 32, 44])
+    assert draft.tolist() == pytest.approx([0, 1.5, 1.5])
+    assert costs.tables(3, 2, 10).verify.tolist() == costs.tables(3, 2, 64).verify.tolist() == [0, 10, 12, 14]
+
+
+def test_tables_of_padded_costs_are_flat() -> None:
+    padded = costs_of(STEPS, padded=True)
+    assert padded.tables(20, 1, 0).verify.tolist() == [0, *[2.0] * 20]
+    assert padded.tables(16, 1, 0).verify.tolist() == [0, *[1.0] * 16]
+
+
+def test_tables_are_the_callers_own() -> None:
+    costs = costs_of(STEPS)
+    costs.tables(4, 4, 0).verify.fill_(7)
+    assert costs.tables(4, 4, 0).verify.tolist() == [0, 1, 1, 1, 1]
+
+
+def test_a_cycle_with_its_overhead() -> None:
+    assert costs_of(STEPS, overhead=0.25).cycle(17, [1, 4]) == 2 + 2 * 0.5 + 0.25
+    assert Costs("published", {1: 1.0, 60: 1.2}, {1: 0.07}).cycle(1, [1]) == pytest.approx(1.07)
+    with pytest.raises(InputError, match="nodes, width"):
+        costs_of(STEPS).tables(0, 1, 0)
+
+
+# ---- JSON
+
+
+@given(POINTS, POINTS, st.integers(0, 5000), st.floats(0, 10), st.booleans())
+def test_json_round_trip(points: dict[int, float], growth: Any, context: int, overhead: float, flag: bool) -> None:
+    costs = Costs("mine", points, points, "here", flag, overhead, context, growth, {}, flag)
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"verify": {}}, "costs.verify"),
+        ({"verify": [1.0]}, "costs.verify"),
+        ({"draft": {"0": 1.0}}, "costs.draft"),
+        ({"draft": {"one": 1.0}}, "costs.draft"),
+        ({"draft": {"1": "fast"}}, "costs.draft"),
+        ({"draft": {"1": float("nan")}}, "costs.draft"),
+        ({"verify_growth": {"1": -1.0}}, "costs.verify_growth"),
+        ({"name": 3}, "costs.name"),
+        ({"measured": 1}, "costs.measured"),
+        ({"overhead": -1}, "costs.overhead"),
+        ({"overhead": True}, "costs.overhead"),
+        ({"context": 1.5}, "costs.context"),
+        ({"prefill": 1.0}, "costs.prefill: unknown"),
+    ],
+)
+def test_malformed_json_is_refused_by_field(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Costs.from_dict(costs_of(STEPS).to_dict() | change)
+
+
+def test_json_without_a_field_or_of_another_kind() -> None:
+    with pytest.raises(InputError, match=r"costs\.draft: got nothing"):
+        Costs.from_dict({"name": "mine", "verify": {"1": 1.0}})
+    with pytest.raises(InputError, match="got list"):
+        Costs.from_dict([])
+
+
+# ---- measuring
+
+
+def tables_pair(vocabulary: int = 6) -> tuple[Target, Drafter]:
+    return toy.ToyTarget(toy.Tables(vocabulary, 1)), toy.ToyDrafter(toy.Tables(vocabulary, 2))
+
+
+def hugging_face(drafter: Callable[[HuggingFaceTarget], Drafter], family: str = "llama", **options: Any) -> Any:
+    captured = options.pop("captured", False)
+    target = HuggingFaceTarget(toy.tiny(family, **options), captured=captured)
+    return target, drafter(target)
+
+
+def small(_: Any) -> Drafter:
+    return SmallModel(toy.near_copy())
+
+
+def eagle(target: HuggingFaceTarget) -> Drafter:
+    return Eagle(toy.tiny_head(toy.head_config(layer_ids=(0, 1, 1))), target.lm)
+
+
+PAIRS: dict[str, Callable[[], tuple[Target, Drafter]]] = {
+    "tables": tables_pair,
+    "two tokens": lambda: tables_pair(2),
+    "small model": lambda: hugging_face(small),
+    "lookup": lambda: hugging_face(lambda target: Lookup(small(target))),
+    "eagle": lambda: hugging_face(eagle),
+    "short context": lambda: hugging_face(lambda _: NGram(), "gpt2", max_position_embeddings=20),
+    "captured": lambda: hugging_face(lambda _: SmallModel(toy.near_copy(), captured=True), captured=True),
+    "captured eagle": lambda: hugging_face(eagle, captured=True),
+    "native": lambda: (NativeTarget(lm_of("llama")), NGram()),
+    "captured ngram": lambda: hugging_face(lambda _: NGram(), captured=True),
+}
+
+
+@pytest.mark.parametrize(
+    "pair", [pytest.param(pair, marks=needs_extension if pair == "native" else ()) for pair in PAIRS]
+)
+def test_measured_costs_leave_the_parts_as_they_were(pair: str) -> None:
+    target, drafter = PAIRS[pair]()
+    engine = Engine(target, drafter, toy.policy_for("eagle"))
+    prompt = [1, 0, 1, 1, 0]
+
+    def answer() -> list[int]:
+        return [token for cycle in engine.answer(prompt, max_new_tokens=9, temperature=0.0) for token in cycle.tokens]
+
+    before, noise = answer(), torch.random.get_rng_state()
+    costs = calibration.measure(target, drafter, seconds=0.2)
+    assert not target.tokens
+    assert not getattr(drafter, "tokens", [])
+    assert torch.equal(torch.random.get_rng_state(), noise)
+    assert {1, 64} <= costs.verify.keys()
+    assert {1, 16} <= costs.draft.keys()
+    assert min(*costs.verify.values(), *costs.draft.values()) > 0
+    assert costs.padded == target.captured
+    assert costs.measured
+    assert costs.context == min(64, target.max_context - 16)
+    assert answer() == before
+
+
+def test_without_a_draft() -> None:
+    target, _ = tables_pair()
+    costs = calibration.measure(target, None)
+    assert costs.draft == {1: 0.0}
+    assert costs.verify[64] > costs.verify[1] > 0
+
+
+class Sleeping(toy.ToyTarget):
+    """A forward takes `seconds` for each block of 16 rows, and for 100 tokens of context as much again."""
+
+    def __init__(self, seconds: float, max_context: int = 1 << 16) -> None:
+        super().__init__(toy.Tables(), max_context)
+        self.seconds = seconds
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> None:
+        if len(tokens) > (keep or 0):
+            time.sleep(self.seconds * -(-(len(tokens) - (keep or 0)) // 64))
+        super().prefill(tokens, keep)
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
+        self.sizes.append(len(tree))
+        time.sleep(self.seconds * (-(-len(tree) // 16) + len(self.tokens) / 100))
+        return torch.zeros(len(tree), self.vocab_size), None
+
+
+def test_steps_and_the_contexts_part_are_found() -> None:
+    costs = calibration.measure(Sleeping(0.001), None, seconds=3.0)
+    table = costs.tables(64, 1, 64).verify
+    assert table[17] - table[16] > 0.0005
+    assert abs(table[32] - table[17]) < 0.0005
+    assert costs.verify_growth[1] == pytest.approx(1e-5, rel=0.5)
+
+
+def test_a_slow_target_keeps_to_its_time() -> None:
+    target = Sleeping(0.04)
+    began = time.perf_counter()
+    costs = calibration.measure(target, None, seconds=0.2)
+    assert time.perf_counter() - began < 1.5  # prefill 1, then 1 + 2 nodes' cycles at least, of up to 5 forwards
+    assert len(target.sizes) <= 5
+    assert len(costs.verify) >= 2
+
+
+def test_a_fast_target_takes_few_cycles() -> None:
+    target = toy.ToyTarget(toy.Tables())
+    calibration.measure(target, toy.ToyDrafter(toy.Tables()))
+    assert sum(target.sizes) < 64 * measuring.MOST_CYCLES
+
+
+def test_an_error_leaves_empty_caches() -> None:
+    target, drafter = tables_pair()
+    target.verify = lambda tree: (_ for _ in ()).throw(RuntimeError("no memory"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no memory"):
+        calibration.measure(target, drafter)
+    assert not target.tokens
+    with pytest.raises(InputError, match="seconds: got 0"):
+        calibration.measure(target, drafter, seconds=0)
+
+
+# ---- what is kept
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
+    """Made-up costs, one more each time that something is measured; files go to a folder of the test."""
+    made: list[Costs] = []
+
+    def measure(*_: Any) -> Costs:
+        made.append(costs_of(STEPS, source="measured", overhead=float(len(made)), measured=True))
+        return made[-1]
+
+    monkeypatch.setattr(calibration, "measure", measure)
+    monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "cache"))
+    return made
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another process would begin."""
+    monkeypatch.setattr(calibration, "_found", {})
+
+
+def test_what_was_measured_is_found_again(measured: list[Costs], tmp_path: Path, monkeypatch: Any) -> None:
+    target, drafter = tables_pair()
+    first = calibration.find(target, drafter)
+    assert calibration.find(target, drafter) is first
+    forget(monkeypatch)
+    assert calibration.find(*tables_pair()) == first
+    assert len(measured) == 1
+    assert calibration.find(target, drafter, fresh=True) == measured[1] != first
+    (file,) = (tmp_path / "cache" / "costs").iterdir()
+    content = json.loads(file.read_text())
+    assert content["key"] == calibration.identity(target, drafter)
+    assert content["key"]["model"] == "ToyTarget"
+    assert Costs.from_dict(content["costs"]) == measured[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"key": {}}', '{"key": {}, "costs": {}}', "\ud800", "[" * 100000],
+)
+def test_a_damaged_file_is_measured_again(measured: list[Costs], monkeypatch: Any, text: str) -> None:
+    pair = tables_pair()
+    calibration.find(*pair)
+    file = calibration.place(calibration.identity(*pair))
+    file.write_bytes(text.encode(errors="surrogatepass"))
+    forget(monkeypatch)
+    assert calibration.find(*pair) == measured[1]
+    assert json.loads(file.read_text())["costs"]["overhead"] == 1
+
+
+def test_a_foreign_file_is_measured_again(measured: list[Costs], monkeypatch: Any) -> None:
+    pair = tables_pair()
+    calibration.find(*pair)
+    file = calibration.place(calibration.identity(*pair))
+    content = json.loads(file.read_text())
+    for change in ({"key": {**content["key"], "model": "another"}}, {"costs": {**content["costs"], "verify": {}}}):
+        file.write_text(json.dumps(content | change))
+        forget(monkeypatch)
+        calibration.find(*pair)
+    assert len(measured) == 3
+
+
+def test_a_folder_that_cannot_be_written(measured: list[Costs], tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "file"))
+    pair = tables_pair()
+    found = calibration.find(*pair)
+    assert "cannot be written" in found.source
+    assert calibration.find(*pair) is found
+    assert len(measured) == 1
+
+
+def test_the_key_follows_what_costs_depend_on() -> None:
+    def key(dtype: torch.dtype = torch.float32, drafter: Drafter | None = None, **options: Any) -> dict[str, Any]:
+        captured = options.pop("captured", False)
+        return calibration.identity(HuggingFaceTarget(toy.tiny(**options).to(dtype), captured=captured), drafter)
+
+    base = key()
+    assert key() == base
+    others = [
+        key(torch.bfloat16),
+        key(num_hidden_layers=3),
+        key(rope_theta=5e5),
+        key(captured=True),
+        key(drafter=NGram()),
+        key(drafter=SmallModel(toy.near_copy())),
+        key(drafter=SmallModel(toy.near_copy(intermediate_size=96))),
+    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    others.append(key())
+    torch.set_num_threads(threads)
+    places = {calibration.place(found) for found in (base, *others)}
+    assert len(places) == 1 + len(others)
+    assert key() == base
