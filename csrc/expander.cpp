@@ -15,6 +15,7 @@
 #include "spec/decisions.hpp"
 #include "spec/entropy.hpp"
 #include "spec/gumbel.hpp"
+#include "spec/mixing.hpp"
 #include "spec/strict_attention.hpp"
 #include "spec/top_children.hpp"
 #include "spec/tree.hpp"
@@ -179,6 +180,22 @@ PYBIND11_MODULE(_expander, module) {
       spec::top_entropy(at<const uint16_t>(logits), rows, columns, row_stride, top, normalized, at<float>(out));
     else
       spec::top_entropy(at<const float>(logits), rows, columns, row_stride, top, normalized, at<float>(out));
+  });
+  module.def("mix_rows", [](uintptr_t logits, bool bfloat16, int64_t rows, int64_t columns, int64_t row_stride,
+                            int64_t more, bool normalized, float faint, const std::vector<double>& left,
+                            const std::vector<int64_t>& places, const std::vector<double>& probabilities, uintptr_t out,
+                            uintptr_t raised) {
+    if (std::any_of(places.begin(), places.end(),
+                    [&](int64_t place) { return place < 0 || place >= rows * (columns + more); }))
+      return false;
+    py::gil_scoped_release release;
+    if (bfloat16)
+      spec::mix_rows(at<const uint16_t>(logits), rows, columns, row_stride, more, normalized, faint, left, places,
+                     probabilities, at<uint16_t>(out), at<uint8_t>(raised));
+    else
+      spec::mix_rows(at<const float>(logits), rows, columns, row_stride, more, normalized, faint, left, places,
+                     probabilities, at<float>(out), at<uint8_t>(raised));
+    return true;
   });
   module.def("mlp", [](const std::vector<uintptr_t>& net, int64_t inputs, int64_t hidden, uintptr_t features,
                        int64_t count, uintptr_t out) {

@@ -126,14 +126,10 @@ class TokenTree:
         for parent, log_prob in zip(parents, log_probs, strict=True):
             depths.append(depths[parent] + 1)
             scores.append(scores[parent] + log_prob)
-        for array, values in (
-            (self.tokens, tokens),
-            (self.parents, parents),
-            (self.depths, depths[size:]),
-            (self.log_probs, log_probs),
-            (self.path_log_probs, scores[size:]),
-        ):
-            array[size:end] = torch.tensor(values, dtype=array.dtype)
+        whole = torch.tensor([tokens, parents, depths[size:]], dtype=torch.int64)
+        real = torch.tensor([log_probs, scores[size:]], dtype=torch.float32)
+        for array, values in zip(self._arrays[:5], (*whole, *real), strict=True):
+            array[size:end] = values
         words = ops.ancestor_words(self.parents[:end])
         self.ancestors[size:end] = 0
         self.ancestors[size:end, : words.shape[1]] = words[size:]

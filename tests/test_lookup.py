@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import policies
-from specengine.drafters import Step
+from specengine.drafters import COPIED, Step
 from specengine.drafters._copies import MOST, PRIOR_HITS, PRIOR_WEIGHT
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
@@ -33,42 +33,70 @@ def path_tree(root: int, path: Sequence[int]) -> TokenTree:
 
 def distribution(step: Step, row: int = 0) -> dict[int, float]:
     tokens = range(step.logits.shape[1]) if step.token_ids is None else step.token_ids.tolist()
-    return dict(zip(tokens, step.logits[row].double().softmax(-1).tolist(), strict=True))
+    values = step.logits[row].double()
+    probabilities = values.exp() if step.normalized else values.softmax(-1)
+    return dict(zip(tokens, probabilities.tolist(), strict=True))
 
 
-def longest_match(text: Sequence[int], context: Sequence[int]) -> tuple[int, list[int]]:
-    """Length of the longest suffix of `context` in `text`, at most as long as the prior, and what followed it."""
+def longest_match(text: Sequence[int], context: Sequence[int], first: int = 0) -> tuple[int, list[int]]:
+    """Length of the longest suffix of `context` in `text`, at most as long as the prior, and what followed it; of
+    what stands from `first` on."""
     for length in range(min(len(PRIOR_HITS), len(context)), 0, -1):
-        suffix = list(context[-length:])
-        followed = [text[i + length] for i in range(len(text) - length) if list(text[i : i + length]) == suffix]
+        suffix, places = list(context[-length:]), range(max(length, first), len(text))
+        followed = [text[place] for place in places if list(text[place - length : place]) == suffix]
         if followed:
             return length, followed
     return 0, []
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=40), st.lists(st.integers(0, 3), max_size=4), st.data())
-def test_the_mixture_is_that_of_the_definition(text: list[int], path: list[int], data: st.DataObject) -> None:
+@settings(deadline=None, max_examples=250)
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=40),
+    st.lists(st.integers(0, 6), max_size=4),
+    st.lists(st.integers(0, 6), max_size=12),
+    st.data(),
+)
+def test_the_mixture_is_that_of_the_definition(
+    text: list[int], path: list[int], predicted: list[int], data: st.DataObject
+) -> None:
     columns = data.draw(st.sampled_from([None, (2, 0, 5), (3, 1, 2, 0)]))
-    tables = Tables(6, seed=3)
-    draft = Lookup(ToyDrafter(tables, columns=columns))
+    tables = Tables(7, seed=3, exact=0.4)
+    normalized = data.draw(st.booleans())
+    draft = Lookup(ToyDrafter(tables, columns=columns, normalized=normalized))
     root = data.draw(st.integers(0, 3))
+    draft.expect([root, *predicted] if predicted else [])
     draft.begin(text)
     tree = path_tree(root, path)
-    found = distribution(draft.step(tree, nodes_of([len(path)])))
+    step = draft.step(tree, nodes_of([len(path)]))
+    found = distribution(step)
 
     context = [*text, root, *path]
-    known = range(6) if columns is None else columns
+    known = range(7) if columns is None else columns
     own = tables.probabilities(context)[list(known)]
-    expected = dict(zip(known, own / own.sum(), strict=True))
-    length, followed = longest_match(text, context)
-    if followed:
-        weight = PRIOR_HITS[length - 1]
-        expected = {token: (1 - weight) * p for token, p in expected.items()}
-        for token in followed:
-            expected[token] = expected.get(token, 0.0) + weight / len(followed)
+    if not normalized:
+        if own.sum() == 0:
+            return  # logits of -inf alone
+        own = own / own.sum()
+    expected, copied = dict(zip(known, own, strict=True)), set[int]()
+    for source, first in ((text, 0), ([*text, root, *predicted], len(text) + 1)):
+        length, followed = longest_match(source, context, first)
+        if followed:
+            weight = PRIOR_HITS[length - 1]
+            expected = {token: (1 - weight) * p for token, p in expected.items()}
+            for token in followed:
+                expected[token] = expected.get(token, 0.0) + weight / len(followed)
+            copied |= set(followed)
     assert found == pytest.approx(expected, abs=1e-6)
-    assert sum(found.values()) == pytest.approx(1.0)
+    assert step.normalized is normalized
+    if copied:
+        assert step.marks is not None
+        ids = list(known) if step.token_ids is None else step.token_ids.tolist()
+        assert {ids[column]: COPIED for column in step.marks[0].nonzero()[:, 0].tolist()} == dict.fromkeys(copied, 1)
+        row = step.row(torch.tensor([0]))
+        assert row.marks is not None
+        assert torch.equal(row.marks, step.marks)
+    else:
+        assert step.marks is None
 
 
 def test_rows_are_mixed_apart() -> None:
@@ -83,6 +111,38 @@ def test_rows_are_mixed_apart() -> None:
     assert second[6] == pytest.approx(PRIOR_HITS[1], rel=1e-5)
     assert first[2] > PRIOR_HITS[0] / 2
     assert first[3] > PRIOR_HITS[0] / 2
+
+
+def test_a_row_that_proposes_nothing_is_what_is_copied() -> None:
+    class Nothing(ToyDrafter):
+        def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+            return Step(torch.full((len(frontier.ids), 1), -torch.inf), torch.tensor([0]), normalized=True)
+
+    draft = Lookup(Nothing(Tables(8)))
+    draft.begin([1, 2, 6, 1, 2, 7, 5])
+    step = draft.step(path_tree(1, [2, 3]), nodes_of([1, 2]))  # (1, 2) was seen, (2, 3) and (3) were not
+    assert distribution(step, 0) == pytest.approx({0: 0.0, 6: PRIOR_HITS[1] / 2, 7: PRIOR_HITS[1] / 2})
+    assert distribution(step, 1) == {0: 0.0, 6: 0.0, 7: 0.0}
+    tree = path_tree(1, [2, 3])
+    grown = TokenTree.root(1, 8)
+    grown.graft([0, 1], [2, 3], [0.0, 0.0])
+    assert torch.equal(tree.ancestors, grown.ancestors[:3])
+    assert step.add_best_children(grown, nodes_of([1, 2]), 4).alive().tolist() == [3, 4]
+
+
+def test_a_prediction_has_hits_of_its_own_and_is_forgotten() -> None:
+    draft = Lookup(ToyDrafter(Tables(8, seed=1)))
+    draft.expect([1, 2, 3, 4, 5, 6])
+    draft.begin([7, 0])
+    before = distribution(draft.root(path_tree(1, [])))[2]
+    assert before > PRIOR_HITS[2]  # (7, 0, 1) stands before the prediction
+    draft.observe(committed(root=1, tokens=[3, 5]))  # where 2 was predicted behind three tokens
+    step, at = path_tree(5, [2, 3, 4]), nodes_of([3])
+    weight = PRIOR_WEIGHT * PRIOR_HITS[2] / (PRIOR_WEIGHT + 1)
+    own = distribution(draft.drafter.step(step, at))[5]
+    assert distribution(draft.step(step, at))[5] == pytest.approx((1 - weight) * own + weight, abs=1e-6)
+    draft.begin([7, 0])
+    assert draft.root(path_tree(1, [])).marks is None
 
 
 def test_where_nothing_matches_the_draft_has_its_say() -> None:

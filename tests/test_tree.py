@@ -74,6 +74,25 @@ def test_a_chain_sees_all_before_it(size: int) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(shapes, st.data())
+def test_a_graft_is_what_adding_one_by_one_gives(shape: tuple[int, int], data: st.DataObject) -> None:
+    seed, size = shape
+    whole, before = random_tree(seed, size, vocabulary=200), data.draw(st.integers(1, size))
+    tree = TokenTree.root(int(whole.tokens[0]), size)
+    tree.ancestors.fill_(-1)  # what stands there is undefined
+    tree.ancestors[0], tree.ancestors[0, 0] = 0, 1
+    for part in (slice(1, before), slice(before, size)):
+        entries = [getattr(whole, name)[part].tolist() for name in ("parents", "tokens", "log_probs")]
+        assert tree.graft(*entries).alive().tolist() == list(range(part.start, part.stop))
+    check_structure(tree)
+    for name in ("tokens", "parents", "depths", "log_probs", "ancestors"):
+        assert torch.equal(getattr(tree, name), getattr(whole, name))
+    torch.testing.assert_close(tree.path_log_probs, whole.path_log_probs)
+    with pytest.raises(ValueError, match=f"tree of capacity {size} cannot take 1 nodes more than {size}"):
+        tree.graft([0], [999], [-1.0])
+
+
+@settings(deadline=None, max_examples=40)
+@given(shapes, st.data())
 def test_subtree_is_the_tree_of_its_nodes(shape: tuple[int, int], data: st.DataObject) -> None:
     seed, size = shape
     tree = random_tree(seed, size, vocabulary=200)

@@ -28,6 +28,15 @@ SPEC_INLINE float load(const uint16_t* values, int64_t i) {
   return value;
 }
 
+SPEC_INLINE void store(float* out, float value) { *out = value; }
+
+// bfloat16, to nearest, ties to even.
+SPEC_INLINE void store(uint16_t* out, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  *out = static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16);
+}
+
 // bfloat16 of -inf.
 constexpr uint16_t kLowestBits = 0xff80;
 

@@ -26,15 +26,6 @@ struct RowPaths {
   const int32_t* counts;          // [rows]: how many of them a row sees
 };
 
-SPEC_INLINE void store(float* out, float value) { *out = value; }
-
-// bfloat16, to nearest, ties to even.
-SPEC_INLINE void store(uint16_t* out, float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  *out = static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16);
-}
-
 // scores[i] = query . key i, summed channel by channel; block: [size, kKeys].
 SPEC_CLONES inline void block_scores(const float* query, const float* block, int64_t size, float* scores) {
   float lanes[kKeys] = {};

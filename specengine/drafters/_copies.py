@@ -38,7 +38,7 @@ class Copies:
 
     def judge(self, context: Context, token: int) -> None:
         """Learn from `token` having come after `context`."""
-        match = self.text.longest_match(context)
+        match = next(iter(self.text.matches(context)), None)
         if match is not None:
             length, followers = match
             self._tries[length - 1] += 1
@@ -46,12 +46,12 @@ class Copies:
 
     def mixed_into(self, mixture: Mixture | None, context: Context) -> Mixture | None:
         """The mixture with the continuations of `context` on top; None: nothing is copied so far."""
-        match = self.text.longest_match(context)
+        match = self.text.likeliest(context)
         if match is None:
             return mixture
         length, followers = match
         weight = min(self._hits[length - 1] / self._tries[length - 1], MOST)
-        copied = {token: weight * share for token, share in followers.likeliest()}
+        copied = {token: weight * share for token, share in followers}
         if mixture is None:
             return Mixture(1 - weight, copied)
         for token, probability in mixture.copied.items():

@@ -2,63 +2,48 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Collection
+from heapq import heapify, heappop, heappush
+from sys import float_info
 
 from specengine.drafters import Free
 from specengine.drafters._suffixes import Context
 
-
-class Proposal(NamedTuple):
-    """A continuation of a context, with its mark."""
-
-    log_prob: float
-    token: int
-    mark: int
+# Plain tuples, as this runs on the host in every cycle.
+Proposal = tuple[float, int, int]  # probability, token and mark
+Leaf = tuple[int, Context, float, Collection[int]]  # node, its context, path log-probability, tokens of its children
+Propose = Callable[[Context, float], list[Proposal]]
 
 
-class Leaf(NamedTuple):
-    """A node that continuations hang under: its path log-probability, and the tokens that it has children of."""
-
-    node: int
-    context: Context
-    score: float
-    taken: Collection[int] = ()
-
-
-def best_first(
-    leaves: Iterable[Leaf], first: int, most: int, least: float, propose: Callable[[Context], list[Proposal]]
-) -> Free | None:
+def best_first(leaves: list[Leaf], first: int, most: int, least: float, propose: Propose) -> Free | None:
     """The `most` likeliest continuations below the leaves whose path log-probability is `least` or more.
 
-    first: the id of the first of them; propose: the continuations of a context, the likeliest first. Of paths that are
-    equally likely those of an earlier parent come first.
+    first: the id of the first of them; propose: the continuations of a context that have this probability or more, the
+    likeliest first. Of paths that are equally likely those of an earlier parent come first.
     """
-    free, opened = Free([], [], [], [], []), list[tuple[Leaf, list[Proposal]]]()
-    waiting: list[tuple[float, int, int]] = []  # the best sibling left of each parent: cost, place in `opened`, rank
-
-    def open_below(leaf: Leaf) -> None:
-        proposals = propose(leaf.context)
-        if leaf.taken:
-            proposals = [proposal for proposal in proposals if proposal.token not in leaf.taken]
-        if proposals and (score := leaf.score + proposals[0].log_prob) >= least:
-            heapq.heappush(waiting, (-score, len(opened), 0))
-            opened.append((leaf, proposals))
-
-    for leaf in leaves:
-        open_below(leaf)
+    free, parents = Free([], [], [], [], []), list(leaves)
+    # Cost (the path log-probability, negated), place of the parent, and rank, of each parent's best continuation left;
+    # rank -1 of a parent whose continuations nobody has asked for yet: asking takes the time, and many are not needed.
+    waiting = [(-leaf[2], place, -1) for place, leaf in enumerate(parents) if leaf[2] >= least]
+    proposals: dict[int, list[Proposal]] = {}
+    heapify(waiting)
     while waiting and len(free.tokens) < most:
-        cost, place, rank = heapq.heappop(waiting)
-        parent, proposals = opened[place]
-        log_prob, token, mark = proposals[rank]
-        free.parents.append(parent.node)
-        free.tokens.append(token)
-        free.log_probs.append(log_prob)
-        free.marks.append(mark)
-        free.ranks.append(rank)
-        rank += 1
-        if rank < len(proposals) and (score := parent.score + proposals[rank].log_prob) >= least:
-            heapq.heappush(waiting, (-score, place, rank))
-        open_below(Leaf(first + len(free.tokens) - 1, (token, parent.context), -cost))
+        cost, place, rank = heappop(waiting)
+        node, context, score, taken = parents[place]
+        if rank < 0:
+            found = propose(context, math.exp(least - score) or float_info.min)
+            proposals[place] = found = [p for p in found if p[1] not in taken] if taken else found
+        else:
+            found = proposals[place]
+            _, token, mark = found[rank]
+            free.parents.append(node)
+            free.tokens.append(token)
+            free.log_probs.append(-cost - score)
+            free.marks.append(mark)
+            free.ranks.append(rank)
+            heappush(waiting, (cost, len(parents), -1))
+            parents.append((first + len(free.tokens) - 1, (token, context), -cost, ()))
+        if rank + 1 < len(found):
+            heappush(waiting, (-score - math.log(found[rank + 1][0]), place, rank + 1))
     return free if free.tokens else None

@@ -78,12 +78,20 @@ class Suffixes:
         """Length and followers of each suffix of `context` that was seen before, the longest first."""
         return [match for match in self._matches(context) if match[0] >= self.shortest][::-1]
 
-    def longest_match(self, context: Context) -> tuple[int, Followers] | None:
-        """The first of `matches`."""
-        match = None
-        for longer in self._matches(context):
-            match = longer
-        return match if match and match[0] >= self.shortest else None
+    def likeliest(self, context: Context) -> tuple[int, list[tuple[int, float]]] | None:
+        """Length of the first of `matches`, and the likeliest of its followers with their shares."""
+        # Much of a cycle's time on the host: so no generator, and nothing is made for a run that was seen once.
+        runs, length, longest, found = self._runs, 0, self.longest, None
+        while context is not None and length < longest:
+            run = runs.get(context[0])
+            if run is None:
+                break
+            length, context = length + 1, context[1]
+            if isinstance(run, int):
+                length += self._agreement(run - length, context, longest - length)
+                return (length, [(self.tokens[run], 1.0)]) if length >= self.shortest else None
+            found, runs = run, run.longer
+        return None if found is None or length < self.shortest else (length, found.followers.likeliest())
 
     def context(self) -> Context:
         """The last `longest` tokens."""
@@ -120,19 +128,18 @@ class Suffixes:
             if isinstance(run, int):
                 followers = Followers(self.tokens[run])
                 yield length, followers
-                for longer in self._agreeing(run - length, context, self.longest - length):
-                    yield length + longer, followers
+                for longer in range(self._agreement(run - length, context, self.longest - length)):
+                    yield length + longer + 1, followers
                 return
             yield length, run.followers
             runs = run.longer
 
-    def _agreeing(self, end: int, context: Context, most: int) -> Iterator[int]:
-        """1, 2, ... as far as the tokens before `end` are the last ones of `context`."""
-        for length, token in enumerate(reversed(self.tokens[max(end - most, 0) : end]), 1):
-            if context is None or context[0] != token:
-                return
-            context = context[1]
-            yield length
+    def _agreement(self, end: int, context: Context, most: int) -> int:
+        """How many tokens before `end`, at most so many, are the last ones of `context`."""
+        tokens, place, lowest = self.tokens, end, max(end - most, 0)
+        while place > lowest and context is not None and context[0] == tokens[place - 1]:
+            place, context = place - 1, context[1]
+        return end - place
 
 
 def predicted(text: Suffixes, tokens: Sequence[int]) -> Suffixes:
@@ -151,15 +158,18 @@ def extended(context: Context, tokens: Iterable[int]) -> Context:
     return context
 
 
-def contexts(before: Context, tree: TokenTree, nodes: Sequence[int]) -> list[Context]:
-    """What stands before the children of each of `nodes`: `before`, and the tokens from the root on."""
-    if not nodes:
-        return []
-    last = max(nodes) + 1
-    tokens, parents = tree.tokens[:last].tolist(), tree.parents[:last].tolist()
+def contexts(before: Context, tokens: list[int], parents: list[int]) -> list[Context]:
+    """What stands before the children of each node of a tree: `before`, and the tokens from the root on."""
     found: list[Context] = [(tokens[0], before)]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         found.append((token, found[parent]))
+    return found
+
+
+def contexts_of(before: Context, tree: TokenTree, nodes: list[int]) -> list[Context]:
+    """As `contexts`, of some nodes."""
+    last = max(nodes, default=0) + 1
+    found = contexts(before, tree.tokens[:last].tolist(), tree.parents[:last].tolist())
     return [found[node] for node in nodes]
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from operator import itemgetter
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from specengine.drafters import COPIED, FREE, RECYCLED, Drafter, Free, Maker, Step
 from specengine.drafters._copies import ComposedCopies
 from specengine.drafters._free import Leaf, Proposal, best_first
 from specengine.drafters._mixing import Columns, mixed
-from specengine.drafters._suffixes import Context, contexts
+from specengine.drafters._suffixes import Context, contexts, contexts_of
 from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Nodes
 from specengine.records import Cycle
 from specengine.tree import TokenTree
+
+_COPIED, _RECYCLED, _BOTH = FREE | COPIED, FREE | RECYCLED, FREE | COPIED | RECYCLED
 
 
 class Recycler(Protocol):
@@ -94,14 +93,14 @@ class Lookup(Drafter):
         return self._with_copies(self.drafter.step(tree, frontier), tree, frontier)
 
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
-        if not (ids := nodes.alive().tolist()):
-            return None
-        size = len(tree)
-        scores, children = tree.path_log_probs[:size].tolist(), _children(tree, size)
-        leaves = [
-            Leaf(node, context, scores[node], children.get(node, ()))
-            for node, context in zip(ids, contexts(self._copies.context(), tree, ids), strict=True)
-        ]
+        size, ids = len(tree), nodes.alive().tolist()
+        tokens, parents = tree.tokens[:size].tolist(), tree.parents[:size].tolist()
+        scores, before = tree.path_log_probs[:size].tolist(), contexts(self._copies.context(), tokens, parents)
+        taken: dict[int, set[int]] = {node: set() for node in ids}
+        for token, parent in zip(tokens, parents, strict=True):
+            if parent in taken:
+                taken[parent].add(token)
+        leaves: list[Leaf] = [(node, before[node], scores[node], taken[node]) for node in ids]
         return best_first(leaves, size, most, least, self._proposals)
 
     def observe(self, cycle: Cycle) -> None:
@@ -118,32 +117,28 @@ class Lookup(Drafter):
     def _sources(self) -> list[Drafter | Recycler]:
         return [self.drafter] if self.recycling is None else [self.drafter, self.recycling]
 
-    @torch.inference_mode()
     def _with_copies(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
-        before = contexts(self._copies.context(), tree, frontier.alive().tolist())
+        before = contexts_of(self._copies.context(), tree, frontier.alive().tolist())
         mixtures = [self._copies.after(context) for context in before]
         if all(mixture is None for mixture in mixtures):
             return step
         return mixed(step, mixtures, self._columns.of(step))
 
-    def _proposals(self, context: Context) -> list[Proposal]:
-        """What is copied after `context`, over what is recycled; the likeliest first."""
+    def _proposals(self, context: Context, least: float) -> list[Proposal]:
+        """What is copied after `context`, over what is recycled, of this probability or more; the likeliest first."""
         assert context is not None
         mixture = self._copies.after(context)
         recycled: Mapping[int, float] = {} if self.recycling is None else self.recycling.row(context[0])
         left, copied = (1.0, {}) if mixture is None else mixture
-        found = {token: left * probability for token, probability in recycled.items() if probability > 0}
-        for token, probability in copied.items():
-            found[token] = found.get(token, 0.0) + probability
-        return [
-            Proposal(math.log(probability), token, FREE + COPIED * (token in copied) + RECYCLED * (token in recycled))
-            for token, probability in sorted(found.items(), key=itemgetter(1), reverse=True)
+        found = [
+            (total, token, _RECYCLED)
+            for token, probability in recycled.items()
+            if (total := left * probability) >= least and token not in copied
         ]
-
-
-def _children(tree: TokenTree, size: int) -> dict[int, set[int]]:
-    """The tokens of each node's children."""
-    found: dict[int, set[int]] = {}
-    for parent, token in zip(tree.parents[:size].tolist(), tree.tokens[:size].tolist(), strict=True):
-        found.setdefault(parent, set()).add(token)
-    return found
+        for token, probability in copied.items():
+            both = token in recycled
+            if (total := probability + left * recycled[token] if both else probability) >= least:
+                found.append((total, token, _BOTH if both else _COPIED))
+        if len(found) > 1:
+            found.sort(reverse=True)
+        return found

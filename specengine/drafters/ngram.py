@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specengine.drafters import Drafter, Step
-from specengine.drafters._suffixes import Context, Suffixes, contexts, predicted, require_lengths
+from specengine.drafters._suffixes import Context, Suffixes, contexts_of, predicted, require_lengths
 from specengine.ops import Nodes
 from specengine.records import Cycle
 from specengine.tree import TokenTree
@@ -53,7 +53,7 @@ class NGram(Drafter):
         self._expected = []
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        before = contexts(self._seen.context(), tree, frontier.alive().tolist())
+        before = contexts_of(self._seen.context(), tree, frontier.alive().tolist())
         rows = [self._continuations(context) for context in before]
         columns = {token: column for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))}
         log_probs = torch.full((len(rows), max(1, len(columns))), float("-inf"))

@@ -49,6 +49,7 @@ from specengine.ops.choose import (
     philox_uniform,
     walk,
 )
+from specengine.ops.mixing import mix_rows
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import (
@@ -124,6 +125,7 @@ __all__ = [
     "is_free",
     "keyed_gumbel_argmax",
     "meaning",
+    "mix_rows",
     "mlp",
     "next_pass",
     "number",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops import attention
+from specengine.ops import attention, mixing
 from specengine.ops._registry import by_meaning
 from specengine.ops.attention import Paths
 from specengine.ops.choose import Walked
@@ -46,6 +46,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "top_children": top_children,
         "best_candidates": best_candidates,
         "top_entropy": top_entropy,
+        "mix_rows": mix_rows,
         "mlp": mlp,
         "classify_paths": classify_paths,
         "classify_row": classify_row,
@@ -202,6 +203,25 @@ def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
     out = torch.empty(logits.shape[0])
     _expander.top_entropy(*_matrix(logits), top, normalized, out.data_ptr())
     return out
+
+
+def mix_rows(
+    logits: Tensor,
+    more: int,
+    left: Sequence[float],
+    places: Sequence[int],
+    probabilities: Sequence[float],
+    normalized: bool,
+) -> tuple[Tensor, Tensor]:
+    if logits.dtype is torch.float16:
+        return by_meaning(mixing.mix_rows, logits, more, left, places, probabilities, normalized)
+    logits = _with_dense_rows(logits)
+    mixed = logits.new_empty(logits.shape[0], logits.shape[1] + more)
+    raised = mixed.new_zeros(mixed.shape, dtype=torch.uint8)
+    options = more, normalized, mixing.FAINT, left, places, probabilities
+    if not _expander.mix_rows(*_matrix(logits), *options, mixed.data_ptr(), raised.data_ptr()):
+        raise InputError(mixing.OUTSIDE)
+    return mixed, raised
 
 
 def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:

@@ -106,6 +106,20 @@ def test_generate_takes_policy_and_draft_options(folder: str, capsys: Any) -> No
     assert "Eagle(width=2, expansions=7, budget=5)" in err
 
 
+def test_generate_takes_a_prediction(folder: str, capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "expected.txt"
+    file.write_text(expected(folder), encoding="utf-8")
+    given = ["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--prediction", str(file)]
+    assert main(given) == 0
+    assert capsys.readouterr().out == expected(folder) + "\n"
+    assert main([*given, "--policy", "plain"]) == 2
+    assert "prediction: this engine decodes without a draft" in capsys.readouterr().err
+    file.write_bytes(b"\xff")
+    for missing in (str(file), str(tmp_path / "nothing")):
+        assert main([*given[:-1], missing]) == 2
+        assert capsys.readouterr().err.startswith(f"specengine: error: prediction: {missing} cannot be read")
+
+
 def test_generate_takes_a_draft_model(folder: str, capsys: Any) -> None:
     assert main(["generate", PROMPT, "--model", folder, "--draft", folder, "--max-new-tokens", "20"]) == 0
     out, err = capsys.readouterr()

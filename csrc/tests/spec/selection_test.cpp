@@ -6,6 +6,7 @@
 
 #include "spec/candidates.hpp"
 #include "spec/entropy.hpp"
+#include "spec/mixing.hpp"
 #include "spec/top_children.hpp"
 #include "spec/tree.hpp"
 #include "tests/spec/common.hpp"
@@ -146,6 +147,44 @@ void test_top_entropy(const char* what) {
       }
 }
 
+template <typename T>
+void test_mix_rows(const char* what) {
+  const double unit = sizeof(T) == 4 ? 1e-5 : 8e-3;  // of a value's size, as T stores it
+  for (const int64_t columns : {1, 2, 256, 257, 1000})
+    for (const int64_t more : {0, 3})
+      for (const bool normalized : {false, true}) {
+        const int64_t rows = 3, stride = columns + 2, width = columns + more;
+        auto values = random_scores((rows - 1) * stride + columns, false, false);
+        if (normalized)
+          for (float& value : values) value = -std::fabs(value);
+        values[0] = normalized ? -INFINITY : values[0];
+        const std::vector<T> raw = stored<T>(values);
+        const std::vector<double> left{0.25, 1.0, 0.5}, gained{0.75, 0.5};
+        const std::vector<int64_t> places{0, 3 * width - 1};
+        std::vector<T> out(static_cast<size_t>(rows * width));
+        std::vector<uint8_t> raised(out.size(), 0);
+        spec::mix_rows(raw.data(), rows, columns, stride, more, normalized, -20.0f, left, places, gained, out.data(),
+                       raised.data());
+        for (int64_t r = 0; r < rows; ++r) {
+          const float* row = values.data() + r * stride;
+          const double peak = *std::max_element(row, row + columns);
+          double sum = 0.0;
+          for (int64_t c = 0; c < columns; ++c) sum += std::exp(row[c] - peak);
+          const double scale = normalized ? left[r] : 1.0, whole = normalized ? 1.0 : std::exp(peak) * sum / left[r];
+          for (int64_t c = 0; c < width; ++c) {
+            const int64_t place = r * width + c;
+            const auto hit = std::find(places.begin(), places.end(), place) - places.begin();
+            const double further = normalized ? 0.0 : std::exp(peak - 20.0);
+            double expected = c < columns ? scale * std::exp(static_cast<double>(row[c])) : further;
+            if (hit < 2) expected += whole * gained[hit];
+            const double got = spec::load(out.data(), place), exact = std::log(expected);
+            check(got == exact || std::fabs(got - exact) <= unit * (1.0 + std::fabs(exact)), what, columns);
+            check(raised[place] == (hit < 2), what, columns);
+          }
+        }
+      }
+}
+
 }  // namespace
 
 void test_select_best() {
@@ -176,6 +215,8 @@ void test_rows() {
   test_best_candidates<uint16_t>("best_candidates bfloat16");
   test_top_entropy<float>("top_entropy float32");
   test_top_entropy<uint16_t>("top_entropy bfloat16");
+  test_mix_rows<float>("mix_rows float32");
+  test_mix_rows<uint16_t>("mix_rows bfloat16");
 }
 
 }  // namespace spec_test
