@@ -123,7 +123,7 @@ class Engine:
 
         model   a Hugging Face id, a local path or a loaded model; None is the embedded default model
         draft   `ngram`, `recycling`, `none`, the id or path of a smaller model or an EAGLE head, a loaded model or a
-                Drafter; None is the head that ships for the default model, and `ngram` for any other model
+                Drafter; None is the head that ships for the default model, and `recycling` with lookup for any other
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
         options dtype, device, tokenizer, draft_options, policy_options, graphs, compile_blocks, lookup, strict,

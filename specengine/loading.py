@@ -116,9 +116,9 @@ def _maker(draft: Any, options: LoadOptions) -> Maker:
 
 
 def _default(target: str) -> str:
-    """The draft for a target of this name: the head that ships for it, else n-grams."""
+    """The draft for a target of this name: the head that ships for it, else what it says itself, recycled."""
     folder = models.embedded.draft_head(target) if target else None
-    return "ngram" if folder is None else str(folder)
+    return "recycling" if folder is None else str(folder)
 
 
 def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> bool:
@@ -127,7 +127,8 @@ def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: Load
         raise InputError(f"lookup: draft {draft or 'none'!r} has no distributions to mix with; accepted with a model")
     if wanted is None:
         by_default = drafter is not None and drafter is not draft and drafter.lookup is True
-        return by_default and target.device.type == "cpu" and not options.graphs
+        eager = target.device.type == "cpu" and not options.graphs
+        return by_default and (eager or isinstance(drafter, Recycling))  # which the host drafts from in any case
     return wanted
 
 

@@ -226,8 +226,8 @@ def test_a_text_that_repeats_itself_is_copied() -> None:
     copying = Engine.from_pretrained(model, first_layers(model, 1), "eagle")
     before, after = (engine.generate(prompt, max_new_tokens=96, do_sample=False) for engine in (bare, copying))
     assert before.token_ids == after.token_ids
-    assert after.stats.draft.endswith("with lookup")
-    assert not before.stats.draft.endswith("with lookup")
+    assert after.stats.draft.endswith("with lookup and recycling")
+    assert not before.stats.draft.endswith("with lookup and recycling")
     assert after.stats.mean_acceptance_length > before.stats.mean_acceptance_length
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import ClassVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specengine import ops
@@ -23,13 +26,15 @@ from specengine.tree import TokenTree
 MEASURED = "measured"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are thought of
 LEAST = 1e-3  # chance of a path; likelier ones alone become nodes
-LEAVES, LEAST_FREE = 12, 0.02  # of those that free continuations are asked for; stated probability of such a path
+LEAVES, MOST_FREE = 12, 20  # nodes that free continuations are asked for, and such continuations
+LEAST_FREE = 0.03  # stated probability of such a path
 SURE = 0.5  # stated probability of a free path by which a cycle may do without a draft pass
 MEMORY = 0.97  # of the rate, per cycle
 CORRECTION, REPRICED = 0.05, 16  # weight of a cycle's time against the measured costs; cycles between repricings
 
 
-DOUBT = 4.0  # tries that a prior counts for
+PRIOR = Path(__file__).parent / "networks" / "chances.safetensors"
+DOUBT = 8.0  # tries that a prior counts for
 REST = (1.0, 0.3, 0.12, 0.06, 0.04, 0.03)  # of children by place, against the first, until they have been counted
 
 
@@ -68,12 +73,19 @@ class _State:
         self.notes.waiting[:1].fill_(True)
 
 
+@cache
+def _prior() -> tuple[Tensor, Tensor]:
+    """Chances and a profile to begin with, as bench.chances counted them; as stated where that has not been done."""
+    stated = torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().expand(2 * SOURCES * DEPTHS * RANKS, -1)
+    firsts = torch.tensor([0.5, *torch.linspace(0.35, 0.85, LEVELS - 1)])
+    found = load_file(PRIOR) if PRIOR.is_file() else {"table": stated, "profile": firsts[:, None] * torch.tensor(REST)}
+    return found["table"].clamp(FEWEST, MOST), found["profile"]
+
+
 def _counts(device: torch.device) -> Counts:
     """As a fresh engine has them: two groups, for greedy and sampled answers."""
-    tries = torch.full((2 * SOURCES * DEPTHS * RANKS, KNOTS), DOUBT)
-    table = torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().expand_as(tries).clamp(FEWEST, MOST)
-    passes, firsts = torch.full((LEVELS,), DOUBT), torch.tensor([0.5, *torch.linspace(0.35, 0.85, LEVELS - 1)])
-    profile = firsts[:, None] * torch.tensor(REST)
+    table, profile = _prior()
+    tries, passes = torch.full_like(table, DOUBT), torch.full((LEVELS,), DOUBT)
     parts = tries * table, tries, table, passes[:, None] * profile, passes, profile, torch.zeros(1, dtype=torch.int64)
     return Counts(*(part.to(device, copy=True).contiguous() for part in parts))
 
@@ -192,7 +204,7 @@ class Auto(TreePolicy):
         state = self._state.on(tree.device)
         size = len(tree)
         waiting = state.notes.waiting[:size].nonzero()[:, 0]
-        most = min(self.budget, tree.capacity - size)
+        most = min(MOST_FREE, tree.capacity - size)
         made = drafter.free(tree, tree.best(Nodes.of(waiting), LEAVES), most, math.log(LEAST_FREE))
         if made is None:
             return
