@@ -12,6 +12,7 @@ from specengine import checkpoints as models
 from specengine import drafters, policies
 from specengine.drafters import Drafter, Maker
 from specengine.drafters.lookup import Lookup
+from specengine.drafters.recycling import Recycling
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
@@ -57,7 +58,7 @@ def load(
         taken = dataclasses.replace(options, graphs=False)
         target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, drafts, taken)
     if _looks_up(draft, drafter, target, taken):
-        drafter = Lookup(cast(Drafter, drafter))
+        drafter = Lookup(cast(Drafter, drafter), None if isinstance(drafter, Recycling) else Recycling())
     return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer)
 
 
