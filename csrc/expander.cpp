@@ -318,6 +318,13 @@ PYBIND11_MODULE(_expander, module) {
     spec::count_outcomes(tree_arrays(tree, words), count(size, capacity), at<const int64_t>(path),
                          at<const int64_t>(chosen), count(live, room), outcome_counts(counts), search_notes(notes));
   });
+  module.def("settle", [](const std::vector<uintptr_t>& parts, uintptr_t verified, uintptr_t beside, uintptr_t committed,
+                          int64_t verify, int64_t draft, double memory) {
+    const spec::Ledger ledger{at<const float>(parts[0]), at<const float>(parts[1]), at<float>(parts[2]),
+                              at<float>(parts[3]), at<float>(parts[4]), verify, draft};
+    const float took = ledger.verify[count(verified, verify - 1)] + *at<const float>(parts[5]) + *at<const float>(beside);
+    spec::settle(ledger, *at<const int32_t>(committed), took, static_cast<float>(memory));
+  });
   module.def("select_worth", [](uintptr_t paths, uintptr_t size, int64_t room, uintptr_t price, int64_t most,
                                 int64_t wanted, uintptr_t ids, uintptr_t live) {
     const int64_t nodes = count(size, room);
