@@ -253,6 +253,15 @@ def policy_for(name: str, seed: int = 0) -> TreePolicy:
     return policies.make(name, **small.get(name, {}))
 
 
+def histories(name: str, ways: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Which of these generations one engine may make where whole cycles are captured, for trees to be as elsewhere.
+
+    A policy that learns on the device does so from the cycle behind the end of an answer too.
+    """
+    learns = policies.find(name).learn is not TreePolicy.learn
+    return [[way] for way in ways] if learns else [ways]
+
+
 def random_tree(seed: int, size: int, vocabulary: int, root: int = 0) -> TokenTree:
     """A tree of `size` nodes under random parents, siblings distinct."""
     random = np.random.default_rng(seed)

@@ -141,10 +141,9 @@ class Auto(TreePolicy):
     def passes(self) -> int:
         return self.max_passes
 
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        states = list(self._state.copies())
-        return tuple(part for one in states for part in (*one.counts, one.earned, *one.prices, one.skipped))
+    def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        state = self._state.on(device)
+        return *state.counts, state.earned, *state.prices, state.skipped
 
     @classmethod
     def has_history(cls) -> bool:
@@ -277,9 +276,10 @@ class Auto(TreePolicy):
         depths = tree.depths[: len(tree)].tolist()
         for parent in made.parents:
             depths.append(depths[parent] + 1)
-        below, marks = torch.tensor(depths[len(tree) :]), torch.tensor(made.marks)
-        places = torch.tensor([min(rank, PLACES - 1) for rank in made.ranks])
-        return torch.tensor(made.log_probs), ops.cells_of(state.counts.group, marks, below, places)
+        places = [min(rank, PLACES - 1) for rank in made.ranks]
+        below, marks, places = torch.tensor([depths[len(tree) :], made.marks, places], device=tree.device)
+        stated = torch.tensor(made.log_probs, device=tree.device)
+        return stated, ops.cells_of(state.counts.group, marks, below, places)
 
 
 def _found(costs: str | Costs) -> Costs:

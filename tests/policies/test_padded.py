@@ -178,7 +178,7 @@ def test_padding_changes_no_tree(name: str) -> None:
     def check(draft: dict[str, Any], options: dict[str, Any]) -> None:
         ours, theirs = (policies.make(name, **options) for _ in range(2))
         padded = Padded(ours, drafter(**draft))
-        for _ in range(6 if theirs.has_history() or theirs.state else 2):  # what the last tree left behind does not matter
+        for _ in range(6 if theirs.has_history() or theirs.state_on(CPU) else 2):  # what the last tree left behind does not matter
             expected, cycle = exactly(theirs, drafter(**draft))
             assert padded.grow() == expected
             ours.observe(cycle)
