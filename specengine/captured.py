@@ -156,7 +156,7 @@ class CapturedDriver(EagerDriver):
 
     def _capture(self, *names: str) -> None:
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
-        state = self.target.cache.filled, *(part for owner in self._owners() for part in owner.state)
+        state = self.target.cache.filled, *self._lasting()
         kept = [tensor.clone() for tensor in state]
         for name in names:
             self._run(name)
@@ -164,9 +164,11 @@ class CapturedDriver(EagerDriver):
             tensor.copy_(before)
         self.tree.restart()
 
-    def _owners(self) -> Iterator[Drafter | TreePolicy]:
-        """Those whose state outlives a cycle."""
-        yield from (owner for owner in (self.drafter, self.policy) if owner is not None)
+    def _lasting(self) -> Iterator[Tensor]:
+        """What outlives a cycle."""
+        if self.drafter is not None and self.policy is not None:
+            yield from self.drafter.state
+            yield from self.policy.state_on(self.tree.device)
 
     def _missing(self, names: list[str]) -> list[str]:
         suffix = {"finish": " sampled" if self._sampled else " greedy"}
@@ -214,7 +216,8 @@ class CapturedDriver(EagerDriver):
         self.tree.restart()
         self.tree.tokens[:1].fill_(token)
         self._grow()
-        grown = self.tree.to(HOST)
+        learns = bool(self.policy.state_on(self.tree.device))  # there, so that it reads what became of this tree there
+        grown = self.tree.to(self.tree.device if learns else HOST)
         seconds.draft += time.perf_counter() - began
         if int(grown.overflow):
             raise overfull(grown.capacity, len(grown))

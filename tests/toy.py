@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specengine import policies
+from specengine.costs import Costs
 from specengine.drafters import Drafter, Step
 from specengine.modeling.eagle_head import EagleConfig, EagleHead, head_from, make_head
 from specengine.ops import Nodes
@@ -222,6 +223,7 @@ class RandomShape(TreePolicy):
 
 
 POLICIES = [*(name for name in policies.names() if name != "plain"), "random"]
+COSTS = Costs("toy", {1: 1.0, 10: 1.2}, {1: 0.1})  # that stay, so that trees do not depend on a clock
 
 
 def policy_for(name: str, seed: int = 0) -> TreePolicy:
@@ -246,8 +248,18 @@ def policy_for(name: str, seed: int = 0) -> TreePolicy:
         "ltd": {"networks": "cpu"},
         "dymax": {"length": 5},
         "dyjoint": {"length": 5},
+        "auto": {"budget": 10, "width": 3, "max_passes": 4, "costs": COSTS},
     }
     return policies.make(name, **small.get(name, {}))
+
+
+def histories(name: str, ways: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Which of these generations one engine may make where whole cycles are captured, for trees to be as elsewhere.
+
+    A policy that learns on the device does so from the cycle behind the end of an answer too.
+    """
+    learns = policies.find(name).learn is not TreePolicy.learn
+    return [[way] for way in ways] if learns else [ways]
 
 
 def random_tree(seed: int, size: int, vocabulary: int, root: int = 0) -> TokenTree:

@@ -90,9 +90,8 @@ class TreePolicy:
         path: the root first; chosen: int64 [width], its token after each of them, which not all are a child's.
         """
 
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        """Tensors that `first` and `learn` change and that outlive a cycle."""
+    def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Tensors there that `first` and `learn` change and that outlive a cycle."""
         return ()
 
     def observe(self, cycle: Cycle) -> None:

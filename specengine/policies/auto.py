@@ -139,12 +139,9 @@ class Auto(TreePolicy):
     def passes(self) -> int:
         return self.max_passes
 
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        states = list(self._state.copies())
-        return tuple(
-            part for one in states for part in (*one.counts, one.ledger.earned, *one.ledger.prices, one.skipped)
-        )
+    def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        state = self._state.on(device)
+        return *state.counts, state.ledger.earned, *state.ledger.prices, state.skipped
 
     @classmethod
     def has_history(cls) -> bool:
@@ -278,7 +275,7 @@ class Auto(TreePolicy):
         for parent, mark, rank in zip(made.parents, made.marks, made.ranks, strict=True):
             depths.append(depths[parent] + 1)
             cells.append(ops.cell_of(self._group, mark, depths[-1], min(rank, PLACES - 1)))
-        return torch.tensor(made.log_probs), torch.tensor(cells)
+        return torch.tensor(made.log_probs, device=tree.device), torch.tensor(cells, device=tree.device)
 
 
 def _found(costs: str | Costs) -> Costs:

@@ -1,10 +1,11 @@
-"""The cycles of every policy over toy tables, as arrays; `python -m tests.golden.recorded_runs` records them anew.
+"""The cycles of every policy over toy tables, as arrays; `python -m tests.golden.recorded_runs [POLICY ...]` records.
 
 Recorded before rules were rewritten, compared after it: the same trees, answers and counters.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -72,12 +73,16 @@ def recorded(run: Run) -> dict[str, np.ndarray]:
     }
 
 
-def main() -> None:
-    arrays = {f"{run.name}: {key}": values for run in runs() for key, values in recorded(run).items()}
+def main(names: list[str]) -> None:
+    """Record the runs of these policies, or all; the others stay."""
+    with np.load(FILE) as known:
+        arrays = dict(known) if names else {}
+    chosen = [run for run in runs() if not names or run.policy in names]
+    arrays |= {f"{run.name}: {key}": values for run in chosen for key, values in recorded(run).items()}
     np.savez_compressed(FILE, **arrays)  # type: ignore[arg-type]
     nodes = sum(values.shape[1] for key, values in arrays.items() if key.endswith(": nodes"))
     print(f"{len(arrays) // 4} runs, {nodes} nodes, {FILE.stat().st_size} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

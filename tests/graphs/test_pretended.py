@@ -15,9 +15,10 @@ from specengine import cuda_graphs as graphs
 from specengine.cuda_graphs import Graphs
 from specengine.errors import UnsupportedModelError
 from specengine.ops import _registry
+from tests import toy
 from tests.graphs import pretended
 from tests.graphs.pretended import CUDA, Refused
-from tests.graphs.replays import DRAFTS, POLICIES, check, on_the_device
+from tests.graphs.replays import DRAFTS, POLICIES, WAYS, check, on_the_device
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -34,12 +35,14 @@ def _meanings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replays_equal_the_eager_engine(policy: str) -> None:
     """Over two generations of one engine, whose first cycles run on the host; each draft meets every other policy."""
-    check(DRAFTS[POLICIES.index(policy) % 2], policy)
+    for ways in toy.histories(policy, WAYS):
+        check(DRAFTS[POLICIES.index(policy) % 2], policy, ways)
 
 
+@pytest.mark.parametrize("policy", ["talon", "auto"])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_where_the_host_walks(draft: str) -> None:
-    check(draft, "talon", [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "top_k": 9}])
+def test_where_the_host_walks(draft: str, policy: str) -> None:
+    check(draft, policy, [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "top_k": 9}])
 
 
 def test_on_a_device_graphs_are_the_default() -> None:

@@ -37,7 +37,7 @@ DRAFTS: dict[str, Callable[[Any, HuggingFaceTarget], Drafter | None]] = {
 WAYS: dict[str, Way] = {"greedy": {}, "penalised": {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3}}
 
 
-def engine_of(draft: str, *, there: bool, captured: bool) -> Engine:
+def engine_of(draft: str, policy: str, *, there: bool, captured: bool) -> Engine:
     """there: on the device, where `pretended.cuda` is entered."""
     model = toy.tiny("llama", num_hidden_layers=4)
     other = toy.tiny_head(toy.head_config(3, model)) if draft == "eagle3" else toy.near_copy(num_hidden_layers=4)
@@ -45,17 +45,22 @@ def engine_of(draft: str, *, there: bool, captured: bool) -> Engine:
         model, other = pretended.moved(model), pretended.moved(other)  # type: ignore[assignment]
     target = HuggingFaceTarget(model, captured=captured)
     drafter = DRAFTS[draft](other, target)
-    return Engine(target, drafter, None if drafter is None else toy.policy_for("talon", 3))
+    return Engine(target, drafter, None if drafter is None else toy.policy_for(policy, 3))
 
 
+@pytest.mark.parametrize("policy", ["talon", "auto"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_answers_and_trees_are_those_of_the_host(
-    draft: str, captured: bool, way: str, monkeypatch: pytest.MonkeyPatch
+    draft: str, captured: bool, way: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ops.VARIABLE, "reference")
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
-    wanted = answer(engine_of(draft, there=False, captured=False), WAYS[way])
+    wanted = answer(engine_of(draft, policy, there=False, captured=False), WAYS[way])
     with pretended.cuda():
-        assert answer(engine_of(draft, there=True, captured=captured), WAYS[way]) == wanted
+        found = answer(engine_of(draft, policy, there=True, captured=captured), WAYS[way])
+    if (draft, policy) == ("lookup", "auto"):  # which leaves passes out on the host alone, where it need not wait
+        assert found[0] == wanted[0]
+    else:
+        assert found == wanted
