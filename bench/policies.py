@@ -120,8 +120,7 @@ def main(argv: list[str] | None = None) -> int:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog="A way is [DRAFT:]NAME[/PRESET][,option=value...], with a draft of its own; sweeps: "
-        + ", ".join([*SWEEPS, "dynatree"]),
+        epilog="A way is [DRAFT:]NAME[/PRESET][,option=value...]; sweeps: " + ", ".join([*SWEEPS, "dynatree"]),
     )
     parser.add_argument("--model", help="default: the embedded model")
     parser.add_argument("--draft", default=None, help="default: the model's best")
@@ -285,11 +284,9 @@ class Table:
         if way.draft is not None:
             made = drafters.maker(way.draft, LoadOptions())(self.first.target, self.first.tokenizer)
             return Lookup(made) if made.lookup else made
-        if isinstance(drafter, Lookup) and drafter.recycling is not None:
-            return Lookup(drafter.drafter, Recycling())
-        return (
-            Lookup(Recycling()) if isinstance(drafter, Lookup) and isinstance(drafter.drafter, Recycling) else drafter
-        )
+        if not isinstance(drafter, Lookup):
+            return drafter
+        return Lookup(Recycling()) if isinstance(drafter.drafter, Recycling) else Lookup(drafter.drafter, Recycling())
 
     def _dropped(self, way: Way, error: Exception, item: workloads.Workload | None = None) -> dict[str, Any]:
         """It takes no further part. An error that is not specengine's own is a fault, which the exit status tells."""
