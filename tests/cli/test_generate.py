@@ -18,7 +18,7 @@ def test_generate_prints_the_answer_alone(folder: str, capsys: Any) -> None:
     out, err = capsys.readouterr()
     assert out == expected(folder) + "\n"
     assert "acceptance length" in err
-    assert "ngram" in err
+    assert "recycling" in err
 
 
 @pytest.mark.parametrize("given", [["-"], []])
