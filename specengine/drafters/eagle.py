@@ -141,8 +141,8 @@ class Eagle(RowDraft):
         if features is None:
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         began = time.perf_counter()
-        self._waiting.index_copy_(0, self._places(path), self.head.fuse(features.index_select(0, path.ids)))
-        super().accept(tokens, path, features)
+        places = self._take(tokens, path)
+        self._waiting.index_copy_(0, places, self.head.fuse(features.index_select(0, path.ids)))
         self._seconds += time.perf_counter() - began
 
     @torch.inference_mode()

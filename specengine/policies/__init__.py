@@ -99,6 +99,11 @@ class TreePolicy:
         """Look at what became of the tree; for policies with a history."""
 
     @classmethod
+    def learns(cls) -> bool:
+        """Whether it looks at outcomes where trees grow."""
+        return cls.learn is not TreePolicy.learn
+
+    @classmethod
     def has_history(cls) -> bool:
         """Whether a tree depends on what became of the ones before it."""
         return cls.observe is not TreePolicy.observe
