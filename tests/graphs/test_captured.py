@@ -63,7 +63,7 @@ def test_there_are_policies() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_every_policy(draft: str, policy: str) -> None:
-    for ways in toy.histories(policy, WAYS) + [WALKS]:
+    for ways in [*toy.histories(policy, WAYS), WALKS]:
         check(draft, policy, ways)
 
 

@@ -30,7 +30,11 @@ COSTS = st.builds(
 )
 OPTIONS: dict[str, Any] = {
     "auto": slow.options(
-        budget=st.integers(1, 14), width=st.integers(1, 5), max_passes=st.integers(1, 4), rounds=st.integers(1, 3), costs=COSTS
+        budget=st.integers(1, 14),
+        width=st.integers(1, 5),
+        max_passes=st.integers(1, 4),
+        rounds=st.integers(1, 3),
+        costs=COSTS,
     ),
     "eagle": slow.options(**BEAM),
     "chain": slow.options(length=st.integers(1, 6)),
@@ -178,7 +182,9 @@ def test_padding_changes_no_tree(name: str) -> None:
     def check(draft: dict[str, Any], options: dict[str, Any]) -> None:
         ours, theirs = (policies.make(name, **options) for _ in range(2))
         padded = Padded(ours, drafter(**draft))
-        for _ in range(6 if theirs.has_history() or theirs.state_on(CPU) else 2):  # what the last tree left behind does not matter
+        for _ in range(
+            6 if theirs.has_history() or theirs.state_on(CPU) else 2
+        ):  # what the last tree left behind does not matter
             expected, cycle = exactly(theirs, drafter(**draft))
             assert padded.grow() == expected
             ours.observe(cycle)
