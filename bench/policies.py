@@ -7,6 +7,7 @@ FILE.rows, and the whole becomes FILE at the end; `python -m bench.report` makes
 
     python -m bench.policies --prompts FOLDER --per-set 5 --rounds 3 --out FILE
     python -m bench.policies --policy talon --policy talon/cpu,mu=0.05 --policy fixed,branching=3,2,1
+    python -m bench.policies --policy auto --policy ngram:eagle,width=4,expansions=9,budget=12 --policy recycling:auto
     python -m bench.policies --sweep salf-threshold --sweep talon-mu/cpu --sweep c2t-beta,layer=10
 """
 
@@ -18,16 +19,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, report, workloads
-from specengine import Engine, policies
+from specengine import Engine, drafters, policies
 from specengine import checkpoints as models
+from specengine.drafters import Drafter
+from specengine.drafters.lookup import Lookup
+from specengine.drafters.recycling import Recycling
 from specengine.errors import InputError, SpecEngineError
+from specengine.modeling.load_options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import Cycle
 
@@ -68,6 +74,7 @@ class Way:
     spec: str
     places: list[tuple[str, str]]
     make: Callable[[], TreePolicy | None]
+    draft: str | None = None  # another one than all others have
     engine: Engine = field(init=False, repr=False)
 
 
@@ -113,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog="A way is NAME[/PRESET][,option=value...]; sweeps: " + ", ".join([*SWEEPS, "dynatree"]),
+        epilog="A way is [DRAFT:]NAME[/PRESET][,option=value...]; sweeps: " + ", ".join([*SWEEPS, "dynatree"]),
     )
     parser.add_argument("--model", help="default: the embedded model")
     parser.add_argument("--draft", default=None, help="default: the model's best")
@@ -162,11 +169,13 @@ def ways(given: list[str], sweeps: list[str]) -> list[Way]:
     places.pop("plain", None)
     found = [Way("plain", [(DEFAULT_GROUP, "")], lambda: None)]
     for spec, where in places.items():
-        name, options = parse(spec)
+        draft, colon, own = spec.rpartition(":")
+        name, options = parse(own)
         policies.find(name.partition("/")[0])
         if given or sweeps:
             policies.make(name, **options)
-        found.append(Way(spec, where, lambda name=name, options=options: policies.make(name, **options)))  # type: ignore[misc]
+        make = partial(policies.make, name, **options)
+        found.append(Way(spec, where, make, draft if colon else None))
     return found
 
 
@@ -266,8 +275,18 @@ class Table:
 
     def _engine(self, way: Way) -> Engine:
         policy = way.make()
-        drafter = self.first.drafter if policy is not None else None
+        drafter = None if policy is None else self._drafter(way)
         return Engine(self.first.target, drafter, policy, self.first.tokenizer)
+
+    def _drafter(self, way: Way) -> Drafter:
+        """Of this way alone where it remembers more than one answer: what others said is no news to be recycled."""
+        drafter = cast(Drafter, self.first.drafter)
+        if way.draft is not None:
+            made = drafters.maker(way.draft, LoadOptions())(self.first.target, self.first.tokenizer)
+            return Lookup(made) if made.lookup else made
+        if not isinstance(drafter, Lookup):
+            return drafter
+        return Lookup(Recycling()) if isinstance(drafter.drafter, Recycling) else Lookup(drafter.drafter, Recycling())
 
     def _dropped(self, way: Way, error: Exception, item: workloads.Workload | None = None) -> dict[str, Any]:
         """It takes no further part. An error that is not specengine's own is a fault, which the exit status tells."""

@@ -173,6 +173,8 @@ def replay_cycle(logged: LoggedTree, columns: Columns, policy: TreePolicy) -> Re
         return None if choice < 0 else choice
 
     path, tokens = walk(draft.tree, choose, lambda token: False)
+    reached = torch.tensor(path) if draft.kept is None else draft.kept[torch.tensor(path)]
+    policy.learn(draft.grown, Nodes.of(reached[: len(tokens)]), torch.tensor(tokens))
     policy.observe(Cycle(draft.tree, path, tokens, seconds, draft.drafted, None, draft.grown, draft.kept))
     known = torch.tensor([place for place in places if place >= 0])
     return Replayed(
@@ -230,7 +232,7 @@ def summary(spec: str, policy: TreePolicy, rows: Sequence[Replayed], costs: Sequ
         "gamma": mean(row.verified for row in rows),
         "drafted": mean(row.drafted for row in rows),
         "policy_ms": round(1e3 * statistics.median(row.policy_seconds for row in rows), 3),
-        "missed_rows_share": round(sum(r.missed_rows for r in rows) / sum(sum(r.widths) for r in rows), 5),
+        "missed_rows_share": round(sum(r.missed_rows for r in rows) / max(1, sum(sum(r.widths) for r in rows)), 5),
         "missed_nodes_share": round(sum(r.missed_nodes for r in rows) / sum(r.verified for r in rows), 5),
         "walks_cut": sum(row.cut for row in rows),
         "speedup": {cost.name: round(speedup(cost, rows), 4) for cost in costs},

@@ -91,7 +91,7 @@ spec::Network network(const std::vector<uintptr_t>& parameters, int64_t inputs, 
 }  // namespace
 
 PYBIND11_MODULE(_expander, module) {
-  module.attr("INTERFACE") = 6;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 7;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
   module.def("ancestor_words", [](uintptr_t parents, int64_t nodes, uintptr_t out) {
     return spec::ancestor_words(at<const int64_t>(parents), nodes, spec::words_for(nodes), at<uint64_t>(out));
   });
@@ -317,6 +317,13 @@ PYBIND11_MODULE(_expander, module) {
                                   const std::vector<uintptr_t>& counts, const std::vector<uintptr_t>& notes) {
     spec::count_outcomes(tree_arrays(tree, words), count(size, capacity), at<const int64_t>(path),
                          at<const int64_t>(chosen), count(live, room), outcome_counts(counts), search_notes(notes));
+  });
+  module.def("settle", [](const std::vector<uintptr_t>& parts, uintptr_t verified, uintptr_t beside, uintptr_t committed,
+                          int64_t verify, int64_t draft, double memory) {
+    const spec::Ledger ledger{at<const float>(parts[0]), at<const float>(parts[1]), at<float>(parts[2]),
+                              at<float>(parts[3]), at<float>(parts[4]), verify, draft};
+    const float took = ledger.verify[count(verified, verify - 1)] + *at<const float>(parts[5]) + *at<const float>(beside);
+    spec::settle(ledger, *at<const int32_t>(committed), took, static_cast<float>(memory));
   });
   module.def("select_worth", [](uintptr_t paths, uintptr_t size, int64_t room, uintptr_t price, int64_t most,
                                 int64_t wanted, uintptr_t ids, uintptr_t live) {

@@ -120,7 +120,8 @@ class CapturedDriver(EagerDriver):
         self.target.keep(path)
         if self.drafter is not None and self.policy is not None:
             self.drafter.accept(walked_over, path, features)
-            self.policy.learn(tree, Nodes(kept.ids.index_select(0, path.ids), path.live), tokens)
+            if self.policy.learns():
+                self.policy.learn(tree, Nodes(kept.ids.index_select(0, path.ids), path.live), tokens)
         tree.tokens[:1].copy_(root)
         tree.restart()
 

@@ -30,6 +30,7 @@ NEAR_TIE_LOGITS = {torch.bfloat16: 0.5, torch.float16: 0.0625, torch.float32: 1e
 
 _LARGEST_GAP = 64.0  # gaps beyond this count as infinite
 _GAP_STEPS = 22  # halvings: gaps are found to 64 / 2**22, about 2e-5
+_FOR_THE_DRAFT = ("prediction", "policy", "policy_options")  # which plain decoding has none of
 _NOT_COMPARABLE = ("max_time", "stopping_criteria", "streamer", "return_dict_in_generate")
 
 Verdict = Literal["exact", "near-tie", "mismatch"]
@@ -131,7 +132,8 @@ def certify(
     if options.get("seed") is None:
         options["seed"] = int(torch.randint(1 << 62, ()))
     if reference is None:
-        reference = plain.generate(prompt, **{**options, "prediction": None}).token_ids
+        asked = {name: value for name, value in options.items() if name not in _FOR_THE_DRAFT}
+        reference = plain.generate(prompt, **asked).token_ids
     generation = speculative.stream(prompt, **options)
     answer = generation.run()
     limit = near_tie_logits(plain.target) if tolerance is None else tolerance

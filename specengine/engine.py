@@ -18,6 +18,7 @@ from specengine.captured import CapturedDriver
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import Draft, EagerDriver, walk
 from specengine.drafters import Drafter
+from specengine.drivers import Drivers, KeptDrivers
 from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.generation.custom_generate import CustomGenerate
 from specengine.generation.options import GenerationOptions
@@ -39,6 +40,7 @@ DEFAULT_WARMUP_TOKENS = 2048
 class _Run:
     """One generation under way."""
 
+    drivers: Drivers
     sampler: Sampler
     stopper: Stopper
     history: History
@@ -90,7 +92,7 @@ class Engine:
             raise InputError("policy, draft: give both, or neither for plain decoding")
         self.target = target
         self.drafter = drafter
-        self.policy = policy
+        self.drivers = KeptDrivers(target, drafter, policy)
         self.tokenizer = tokenizer
         self._busy = threading.Lock()
 
@@ -101,15 +103,14 @@ class Engine:
 
     @property
     def policy(self) -> TreePolicy | None:
-        """How trees grow; another one can take its place between generations."""
-        return self._policy
+        """How trees grow where a call asks for no other policy; another can take its place between generations."""
+        return self.drivers.own.policy
 
     @policy.setter
     def policy(self, policy: TreePolicy | None) -> None:
-        target, drafter = self.target, self.drafter
-        self._policy = policy
-        self._eager = EagerDriver(target, drafter, policy)
-        self._captured = CapturedDriver(cast(Any, target), drafter, policy) if target.captured else None
+        if policy is not None and self.drafter is None:
+            raise InputError("policy: this engine was loaded without a draft, so there is nothing to shape")
+        self.drivers.use(policy)
 
     @classmethod
     def from_pretrained(
@@ -123,7 +124,7 @@ class Engine:
 
         model   a Hugging Face id, a local path or a loaded model; None is the embedded default model
         draft   `ngram`, `recycling`, `none`, the id or path of a smaller model or an EAGLE head, a loaded model or a
-                Drafter; None is the head that ships for the default model, and `ngram` for any other model
+                Drafter; None is the head that ships for the default model, and `recycling` with lookup for any other
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
         options dtype, device, tokenizer, draft_options, policy_options, graphs, compile_blocks, lookup, strict,
@@ -169,12 +170,13 @@ class Engine:
         *,
         prediction: Sequence[int] = (),
         reuse_cache: bool = False,
+        drivers: Drivers | None = None,
     ) -> Generator[Cycle, None, None]:
         """The cycles of one generation; everything else reads from these.
 
         prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way;
         prediction: token ids that the answer is expected to be like; `reuse_cache` keeps what both caches hold of the
-        prompt from the generation before.
+        prompt from the generation before; drivers: what `self.drivers` gives for a policy, by default the own one's.
         """
         if not self._busy.acquire(blocking=False):
             raise EngineBusyError(
@@ -182,17 +184,18 @@ class Engine:
                 "for each thread (they can share the loaded model)"
             )
         try:
-            whole = self._captured is not None and self._captured.serves(sampler)
-            driver = self._captured if self._captured is not None and not whole else self._eager
+            eager, captured = drivers = self.drivers.own if drivers is None else drivers
+            whole = captured is not None and captured.serves(sampler)
+            driver = captured if captured is not None and not whole else eager
             with self.target.running():
-                self._expect(prompt, prediction)
-                run = self._begin(prompt, sampler, stopper, stats, reuse_cache)
+                _expect(drivers.drafter, prompt, prediction)
+                run = self._begin(drivers, prompt, sampler, stopper, stats, reuse_cache)
             while run.reason is None:
                 with self.target.running():
                     cycle = self._cycle(run, driver)
                 yield cycle
                 if run.reason is None and whole:
-                    yield from self._captured_cycles(cast(CapturedDriver, self._captured), run)
+                    yield from self._captured_cycles(cast(CapturedDriver, captured), run)
         except GeneratorExit:
             raise  # the caller has had enough; the caches are as after the last cycle
         except BaseException:
@@ -210,29 +213,38 @@ class Engine:
         asked = GenerationOptions.of(options, target.generation_config, len(prompt), target.max_context)
         sampler = sampler or asked.sampler(len(prompt), target.device)
         prediction = predicted_ids(asked.prediction, self.tokenizer, target.vocab_size)
-        return self.cycles(prompt, sampler, asked.stopper(lambda tokens: ""), Stats(), prediction=prediction)
+        drivers = self.drivers.asked(asked.policy, asked.policy_options)
+        stopper = asked.stopper(lambda tokens: "")
+        return self.cycles(prompt, sampler, stopper, Stats(), prediction=prediction, drivers=drivers)
 
     @torch.inference_mode()
-    def warmup(self, tokens: int | None = None) -> WarmUp:
+    def warmup(
+        self,
+        tokens: int | None = None,
+        policy: str | TreePolicy | None = None,
+        policy_options: Mapping[str, Any] | None = None,
+    ) -> WarmUp:
         """Capture all graphs at once, for up to `tokens` tokens of prompt and answer, instead of on first use.
 
         tokens: 2048 by default, or the model's context where that is shorter; a longer text means captures again.
-        InputError where the engine was loaded without graphs.
+        policy, policy_options: as in `generate`; each policy has graphs of its own, and one whose trees need larger
+        caches means captures again for those before it. InputError where the engine was loaded without graphs.
         """
+        captured = (drivers := self.drivers.asked(policy, policy_options)).captured
         tokens = min(DEFAULT_WARMUP_TOKENS, self.target.max_context) if tokens is None else tokens
-        if self._captured is None:
+        if captured is None:
             raise InputError("warmup: this engine captures no graphs; load it with graphs=True")
         if not 1 <= tokens <= self.target.max_context:
             raise InputError(f"tokens: got {tokens}, accepted 1 to {self.target.max_context}")
         if not self._busy.acquire(blocking=False):
             raise EngineBusyError("this engine is generating; warm it up before, or after that stream has ended")
         try:
-            self._want()
-            self._captured.warm_up(tokens)
+            self._want(drivers.drafter)
+            captured.warm_up(tokens)
         finally:
             self._busy.release()
         caches = [cache for part in (self.target, self.drafter) if (cache := getattr(part, "cache", None)) is not None]
-        return WarmUp.of(self._captured.graphs, caches)
+        return WarmUp.of(captured.graphs, caches)
 
     def reset(self) -> None:
         """Forget all cached tokens."""
@@ -240,9 +252,8 @@ class Engine:
         if self.drafter is not None:
             self.drafter.reset()
 
-    def _want(self) -> None:
+    def _want(self, drafter: Drafter | None) -> None:
         """Have the target give what the draft reads."""
-        drafter = self.drafter
         self.target.want_features(drafter.features if drafter is not None else ())
         self.target.want_successors(drafter.successors if drafter is not None else 0)
 
@@ -250,45 +261,48 @@ class Engine:
     def _model_seconds(self) -> float:
         return self.target.model_seconds + (self.drafter.model_seconds if self.drafter is not None else 0.0)
 
-    def _expect(self, prompt: list[int], prediction: Sequence[int]) -> None:
-        if self.drafter is not None:
-            self.drafter.expect([prompt[-1], *prediction] if prediction else [])
-        elif prediction:
-            raise InputError("prediction: this engine decodes without a draft; accepted with ngram and with lookup")
-
     @torch.inference_mode()
-    def _begin(self, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, reuse_cache: bool) -> _Run:
-        if self.policy is not None and self.policy.reads_costs:
-            self.policy.price(calibration.find(self.target, self.drafter))
+    def _begin(
+        self,
+        drivers: Drivers,
+        prompt: list[int],
+        sampler: Sampler,
+        stopper: Stopper,
+        stats: Stats,
+        reuse_cache: bool,
+    ) -> _Run:
+        drafter, policy = drivers.drafter, drivers.policy
+        if policy is not None and policy.reads_costs:
+            policy.price(calibration.find(self.target, drafter))
         if not reuse_cache:
             self.reset()
         stats.num_prompt_tokens = len(prompt)
-        stats.draft = self.drafter.name if self.drafter is not None else ""
-        stats.policy = repr(self.policy) if self.policy is not None else ""
+        stats.draft = drafter.name if drafter is not None else ""
+        stats.policy, stats.plain_reason = (repr(policy), policy.plain_reason) if policy is not None else ("", "")
         stats.notes += self.target.notes
         on_device = sampler.reads_history or bool(stopper.criteria)  # processors and criteria read it there
         history = History(prompt, len(prompt) + stopper.left, self.target.device if on_device else torch.device("cpu"))
-        run = _Run(sampler, stopper, history, stats, prompt[-1])
-        driver = self._eager if self._captured is None else self._captured
+        run = _Run(drivers, sampler, stopper, history, stats, prompt[-1])
+        driver = drivers.eager if drivers.captured is None else drivers.captured
         driver.reserve(len(prompt) + stopper.left)
         known = prompt[:-1]
-        self._want()
-        kept = min(self.target.cached(known), self.drafter.cached(known) if self.drafter is not None else len(known))
+        self._want(drafter)
+        kept = min(self.target.cached(known), drafter.cached(known) if drafter is not None else len(known))
         stats.num_cached_prompt_tokens = kept
         features = self.target.prefill(known, kept)
-        if self.drafter is not None:
-            self.drafter.begin(known, features)
-        if self.policy is not None:
-            self.policy.begin(len(prompt), sampler.seed is not None)
+        if drafter is not None:
+            drafter.begin(known, features)
+        if policy is not None:
+            policy.begin(len(prompt), sampler.seed is not None)
         driver.prepare(sampler)
         return run
 
     def _captured_cycles(self, cycles: CapturedDriver, run: _Run) -> Iterator[Cycle]:
         run.stats.notes.append(captured.NOTE)
         for cycle in cycles.cycles(run):
-            if self.policy is not None:
+            if cycles.policy is not None:
                 with torch.inference_mode():
-                    self.policy.observe(cycle)
+                    cycles.policy.observe(cycle)
             self._count(run, cycle)
             yield cycle
 
@@ -315,23 +329,16 @@ class Engine:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")
         self.target.commit(tree, path)
         cycle = Cycle(tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept, successors)
-        if self.drafter is not None and self.policy is not None:
-            self.drafter.observe(cycle)
-            self._learn(draft, cycle)
-            self.policy.observe(cycle)
+        if driver.drafter is not None and driver.policy is not None:
+            driver.drafter.observe(cycle)
+            _learn(driver.policy, draft, cycle)
+            driver.policy.observe(cycle)
         run.root = tokens[-1]
         now = time.perf_counter()
         seconds.commit, seconds.total = now - clock, now - began
         seconds.model = self._model_seconds - model_before
         self._count(run, cycle)
         return cycle
-
-    def _learn(self, draft: Draft, cycle: Cycle) -> None:
-        """The policy sees where, in the tree that it grew, the target went."""
-        path = torch.tensor(cycle.path, device=draft.grown.device)
-        path = path if draft.kept is None else draft.kept.index_select(0, path)
-        chosen = torch.tensor(cycle.tokens[: len(path)], device=path.device)
-        cast(TreePolicy, self.policy).learn(draft.grown, Nodes.of(path[: len(chosen)]), chosen)
 
     def _count(self, run: _Run, cycle: Cycle) -> None:
         stats, elapsed = run.stats, time.perf_counter() - run.began
@@ -372,8 +379,15 @@ class TextGeneration:
         self._stopper = self.options.stopper(self._decode)
         sampler = self.options.sampler(len(self.prompt), target.device)
         prediction = predicted_ids(self.options.prediction, engine.tokenizer, target.vocab_size)
+        drivers = engine.drivers.asked(self.options.policy, self.options.policy_options)
         self._cycles = engine.cycles(
-            self.prompt, sampler, self._stopper, self.stats, prediction=prediction, reuse_cache=reuse_cache
+            self.prompt,
+            sampler,
+            self._stopper,
+            self.stats,
+            prediction=prediction,
+            reuse_cache=reuse_cache,
+            drivers=drivers,
         )
 
     def __iter__(self) -> Iterator[StreamPiece]:
@@ -473,6 +487,21 @@ class _Turn(TextGeneration):
         text = super()._finish(reason)
         self._session.messages += [self._turn, {"role": "assistant", "content": text}]
         return text
+
+
+def _expect(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int]) -> None:
+    if drafter is not None:
+        drafter.expect([prompt[-1], *prediction] if prediction else [])
+    elif prediction:
+        raise InputError("prediction: plain decoding has no draft that copies; accepted with ngram and with lookup")
+
+
+def _learn(policy: TreePolicy, draft: Draft, cycle: Cycle) -> None:
+    """The policy sees where, in the tree that it grew, the target went."""
+    path = torch.tensor(cycle.path, device=draft.grown.device)
+    path = path if draft.kept is None else draft.kept.index_select(0, path)
+    chosen = torch.tensor(cycle.tokens[: len(path)], device=path.device)
+    policy.learn(draft.grown, Nodes.of(path[: len(chosen)]), chosen)
 
 
 def _of_list(chosen: list[int]) -> Callable[[int], int | None]:

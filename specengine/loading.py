@@ -96,11 +96,9 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
             raise InputError("draft: policy 'plain' decodes without a draft; leave one of them out")
     elif policy is not None and isinstance(draft, str) and draft in PLAIN:
         raise InputError(f"policy: draft {draft!r} leaves nothing for a policy to shape; leave one of them out")
-    elif isinstance(policy, str):
-        policies.make(policy, **options.policy_options)
-    elif policy is not None and not isinstance(policy, TreePolicy):
-        raise InputError(f"policy: got {policy!r}, accepted {', '.join(policies.names())} or a TreePolicy")
-    if options.policy_options and not isinstance(policy, str):
+    elif policy is not None:
+        policies.of(policy, options.policy_options)
+    elif options.policy_options:
         raise InputError("policy_options: they need a policy given by name")
     if options.draft_options and (not isinstance(draft, str) or draft in PLAIN):
         raise InputError("draft_options: they need a draft given by name, as ngram, or by path, as an EAGLE head")
@@ -116,9 +114,9 @@ def _maker(draft: Any, options: LoadOptions) -> Maker:
 
 
 def _default(target: str) -> str:
-    """The draft for a target of this name: the head that ships for it, else n-grams."""
+    """The draft for a target of this name: the head that ships for it, else what it says itself, recycled."""
     folder = models.embedded.draft_head(target) if target else None
-    return "ngram" if folder is None else str(folder)
+    return "recycling" if folder is None else str(folder)
 
 
 def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> bool:
@@ -127,16 +125,15 @@ def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: Load
         raise InputError(f"lookup: draft {draft or 'none'!r} has no distributions to mix with; accepted with a model")
     if wanted is None:
         by_default = drafter is not None and drafter is not draft and drafter.lookup is True
-        return by_default and target.device.type == "cpu" and not options.graphs
+        eager = target.device.type == "cpu" and not options.graphs
+        return by_default and (eager or isinstance(drafter, Recycling))  # which the host drafts from in any case
     return wanted
 
 
 def _policy(policy: Any, drafter: Drafter | None, options: LoadOptions) -> TreePolicy | None:
     if drafter is None:
         return None
-    if isinstance(policy, TreePolicy):
-        return policy
     if policy is None:
         name, defaults = drafter.default_policy
         return policies.make(name, **defaults)
-    return policies.make(policy, **options.policy_options)
+    return policies.of(policy, options.policy_options)

@@ -94,13 +94,16 @@ class Cycle:
 class Stats:
     """Counters and times of one generation, under vLLM's metric names where vLLM has one.
 
-    Lengths count the bonus token; `num_draft_tokens` counts verified draft nodes, the root excluded.
+    Lengths count the bonus token; `num_draft_tokens` counts verified draft nodes, the root excluded;
+    `num_plain_steps` the verifications of a root alone where a policy might have grown a tree, which says why in
+    `plain_reason`.
     """
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_spec_steps: int = 0
+    num_plain_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_draft_passes: int = 0
@@ -118,12 +121,14 @@ class Stats:
     time_host_s: float = 0.0
     host_shares: list[float] = field(default_factory=list, repr=False)
     policy: str = ""
+    plain_reason: str = ""
     draft: str = ""
     notes: list[str] = field(default_factory=list)
 
     def add(self, cycle: Cycle) -> None:
         """Count one cycle."""
         self.num_spec_steps += 1
+        self.num_plain_steps += bool(self.policy) and len(cycle.tree) == 1
         self.num_draft_tokens += len(cycle.tree) - 1
         self.num_accepted_draft_tokens += cycle.accepted
         self.num_emitted_in_steps += len(cycle.tokens)
@@ -209,6 +214,9 @@ class Stats:
             f"{self.time_verify_s:.3f}, walk {self.time_walk_s:.3f}, commit {self.time_commit_s:.3f}",
             f"outside models     {100 * self.median_host_share:.1f} % of a cycle (median)",
         ]
+        if self.num_plain_steps:
+            share = f"{self.num_plain_steps} of {self.num_spec_steps}"
+            lines.insert(3, f"plain steps        {share} ({self.plain_reason})")
         return "\n".join(lines + [f"note               {note}" for note in self.notes])
 
 

@@ -55,7 +55,7 @@ def _convert(value: Any, wanted: Any, field: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None or value == "none":
             return None
-        if any(isinstance(value, argument) for argument in arguments):
+        if any(isinstance(value, kind) for kind in arguments if isinstance(kind, type) and kind is not type(None)):
             return value
         wanted = next(argument for argument in arguments if argument is not type(None))
         return _convert(value, wanted, field)

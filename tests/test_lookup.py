@@ -13,6 +13,7 @@ from specengine.drafters import COPIED, Step
 from specengine.drafters._copies import MOST, PRIOR_HITS, PRIOR_WEIGHT
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
+from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import first_layers
 from specengine.engine import Engine
 from specengine.errors import InputError
@@ -206,14 +207,20 @@ def test_a_match_that_was_always_right_still_leaves_the_draft_a_share() -> None:
     assert min(found.values()) > 0
 
 
-@settings(deadline=None, max_examples=25)
-@given(st.sampled_from([name for name in policies.names() if name != "plain"]), st.integers(0, 50), st.booleans())
-def test_answers_are_those_of_plain_decoding(name: str, seed: int, sampled: bool) -> None:
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([name for name in policies.names() if name != "plain"]),
+    st.sampled_from(["copies", "recycled", "both"]),
+    st.integers(0, 50),
+    st.booleans(),
+)
+def test_answers_are_those_of_plain_decoding(name: str, sources: str, seed: int, sampled: bool) -> None:
     tables = Tables(6, seed=seed, concentration=0.2)
     policy = policy_for(name, seed)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, **({"seed": seed} if sampled else {})}
     plain = Engine(ToyTarget(tables), None, None)
-    draft = Lookup(ToyDrafter(Tables(6, seed=seed + 1), columns=[0, 2, 4]))
+    toy = ToyDrafter(Tables(6, seed=seed + 1), columns=[0, 2, 4])
+    draft = Lookup(Recycling()) if sources == "recycled" else Lookup(toy, Recycling() if sources == "both" else None)
     ours = Engine(ToyTarget(tables), draft, policy)
     prompt = [1, 2, 3, 1, 2, 3, 0, 1]
     assert ours.generate(prompt, **options).token_ids == plain.generate(prompt, **options).token_ids
@@ -226,8 +233,8 @@ def test_a_text_that_repeats_itself_is_copied() -> None:
     copying = Engine.from_pretrained(model, first_layers(model, 1), "eagle")
     before, after = (engine.generate(prompt, max_new_tokens=96, do_sample=False) for engine in (bare, copying))
     assert before.token_ids == after.token_ids
-    assert after.stats.draft.endswith("with lookup")
-    assert not before.stats.draft.endswith("with lookup")
+    assert after.stats.draft.endswith("with lookup and recycling")
+    assert not before.stats.draft.endswith("with lookup and recycling")
     assert after.stats.mean_acceptance_length > before.stats.mean_acceptance_length
 
 

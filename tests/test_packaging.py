@@ -20,7 +20,7 @@ LAYERS = (
     {"ops"},
     {"tree", "records"},
     {"generation", "modeling", "checkpoints", "cuda_graphs", "policies", "drafters", "targets"},
-    {"cycle", "captured", "calibration"},
+    {"cycle", "captured", "drivers", "calibration"},
     {"engine", "loading"},
     {"train", "serve", "integrations", "trace", "checking", "cli", "__main__"},
 )

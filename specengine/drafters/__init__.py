@@ -131,7 +131,7 @@ class Drafter(ABC):
     """
 
     name: str
-    default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("eagle", {})
+    default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("auto", {})
     # whether drafters/lookup.py mixes copies in: by default on a CPU, never, or (None) on request
     lookup: ClassVar[bool | None] = None
     takes_any_model: ClassVar[bool] = False  # of all kinds it is asked last whether a draft is its own

@@ -118,13 +118,15 @@ class RowDraft(Drafter):
         return Step(logits, self.token_ids, hidden=states)
 
     def accept(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
-        self._held.index_copy_(0, self._places(path), tokens)  # the root, then those that the next pass runs
-        self.taken += path.live
+        self._take(tokens, path)
 
-    def _places(self, path: Nodes) -> Tensor:
-        """Where, among the rows that wait, those of the path that was accepted last come to stand."""
+    def _take(self, tokens: Tensor, path: Nodes) -> Tensor:
+        """Have these tokens wait; where, among the rows that wait, the path's come to stand: int64 [width]."""
         places = self.taken + torch.arange(len(path.ids), device=self.device)
-        return places.clamp(max=len(self.pending) - 1)  # warm-ups of a capture accept one path several times
+        places = places.clamp(max=len(self.pending) - 1)  # warm-ups of a capture accept one path several times
+        self._held.index_copy_(0, places, tokens)  # the root, then those that the next pass runs
+        self.taken += path.live
+        return places
 
     def observe(self, cycle: Cycle) -> None:
         waiting = int(self.taken) + len(cycle.path)

@@ -26,9 +26,6 @@ from specengine.modeling.rows import Rows
 from specengine.ops import Nodes
 from specengine.targets import common_prefix
 
-# On a CPU each node that is verified costs: the best of seven ways by bench.policies on self-written prompts.
-CPU_POLICY: tuple[str, dict[str, Any]] = ("salf/cpu", {})
-
 
 class Eagle(RowDraft):
     """An EAGLE-1, -2 or -3 head, given by its folder or Hub id: one decoder layer over the target's hidden states.
@@ -45,7 +42,6 @@ class Eagle(RowDraft):
     """
 
     lookup = True
-    default_policy = ("eagle", {"width": 10, "expansions": 6, "budget": 60})
 
     def __init__(
         self, head: EagleHead | NativeHead, target: CausalLM | NativeLM, *, name: str = "", pack: bool | None = None
@@ -56,8 +52,6 @@ class Eagle(RowDraft):
         self.name = f"eagle (EAGLE-{config.version}{', ' + name if name else ''})"
         self.features = config.feature_ids(target.layers)
         self.target = target
-        if target.device.type == "cpu":
-            self.default_policy = CPU_POLICY  # type: ignore[misc]
         self._seconds = 0.0
         self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)
         super().__init__(self.head.cache)
@@ -147,8 +141,8 @@ class Eagle(RowDraft):
         if features is None:
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         began = time.perf_counter()
-        self._waiting.index_copy_(0, self._places(path), self.head.fuse(features.index_select(0, path.ids)))
-        super().accept(tokens, path, features)
+        places = self._take(tokens, path)
+        self._waiting.index_copy_(0, places, self.head.fuse(features.index_select(0, path.ids)))
         self._seconds += time.perf_counter() - began
 
     @torch.inference_mode()

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ class NGram(Drafter):
 
     name = "ngram"
     lookup: ClassVar[bool | None] = False  # it copies already
-    default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("eagle", {"width": 4, "expansions": 9, "budget": 12})
 
     _seen: Suffixes = field(init=False, repr=False)
     _predicted: Suffixes = field(init=False, repr=False)

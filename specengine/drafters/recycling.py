@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ class Recycling(Drafter):
 
     name = "recycling"
     lookup: ClassVar[bool | None] = True
-    default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("eagle", {"width": 4, "expansions": 9, "budget": 16})
 
     _rows: dict[int, dict[int, float]] = field(default_factory=dict, init=False, repr=False)
 

@@ -33,7 +33,6 @@ class SmallModel(RowDraft):
 
     lookup = True
     takes_any_model = True
-    default_policy = ("eagle", {"width": 4, "expansions": 4, "budget": 16})
 
     def __init__(
         self,

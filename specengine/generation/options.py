@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,9 @@ class GenerationOptions:
     raw                   take a string prompt as it is, without the chat template
     prediction            text, or token ids, that much of the answer is expected to be: what follows the same words in
                           it is drafted. Never changes the answer; for the drafts that copy, ngram and any with lookup
+    policy                for this answer alone: a policy's name, NAME/PRESET or a TreePolicy; `plain` decodes without
+                          the draft; by default the engine's own. What a named one learns stays for later calls
+    policy_options        options of a policy given by name
     """
 
     max_new_tokens: int | None = None
@@ -124,6 +127,8 @@ class GenerationOptions:
     return_dict_in_generate: bool | None = None
     raw: bool = False
     prediction: str | list[int] | None = None
+    policy: Any = None
+    policy_options: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -239,6 +244,9 @@ class GenerationOptions:
         for name in ("put", "end"):
             if self.streamer is not None and not callable(getattr(self.streamer, name, None)):
                 raise InputError(f"streamer: got {self.streamer!r}, accepted one of transformers' streamers")
+        options = self.policy_options
+        if not isinstance(options, Mapping | None) or not all(isinstance(name, str) for name in options or ()):
+            raise InputError(f"policy_options: got {options!r}, accepted a dict of options by name")
         for name in ("logits_processor", "stopping_criteria"):
             if not isinstance(given := getattr(self, name), Iterable | None):
                 raise InputError(f"{name}: got {given!r}, accepted a list of callables as in transformers")

@@ -72,14 +72,17 @@ from specengine.ops.tree import (
 )
 from specengine.ops.worth import (
     Counts,
+    Ledger,
     Notes,
     Prices,
+    cell_of,
     cells_of,
     chances,
     count_outcomes,
     hang_likely,
     next_pass,
     select_worth,
+    settle,
 )
 
 __all__ = [
@@ -93,6 +96,7 @@ __all__ = [
     "Counts",
     "Drawn",
     "Flag",
+    "Ledger",
     "Nodes",
     "Notes",
     "Number",
@@ -112,6 +116,7 @@ __all__ = [
     "best_candidates",
     "by_meaning",
     "cached_attention",
+    "cell_of",
     "cells_of",
     "chances",
     "choose_tokens",
@@ -138,6 +143,7 @@ __all__ = [
     "row_of",
     "select_best",
     "select_worth",
+    "settle",
     "step_queues",
     "strict_cached_attention",
     "subtree",

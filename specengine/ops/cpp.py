@@ -22,10 +22,10 @@ from specengine.ops.networks import LOWEST, Window
 from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import HAS_NAN, Candidates
 from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Arrays, Nodes
-from specengine.ops.worth import Counts, Notes, Prices
+from specengine.ops.worth import MEMORY, Counts, Ledger, Notes, Prices
 
 _expander: Any = importlib.import_module("specengine._expander")
-INTERFACE = 6  # as in csrc/expander.cpp
+INTERFACE = 7  # as in csrc/expander.cpp
 
 if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")
@@ -56,6 +56,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "hang_likely": hang_likely,
         "count_outcomes": count_outcomes,
         "select_worth": select_worth,
+        "settle": settle,
         "next_pass": next_pass,
         "step_queues": step_queues,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
@@ -383,6 +384,13 @@ def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, coun
         [part.data_ptr() for part in counts],
         [part.data_ptr() for part in notes],
     )
+
+
+def settle(ledger: Ledger, committed: Tensor) -> None:
+    parts = ledger.verify, ledger.draft, ledger.prices.verify, ledger.prices.draft, ledger.earned, ledger.spent
+    numbers = ledger.verified.data_ptr(), ledger.beside.data_ptr(), committed.data_ptr()
+    sizes = len(ledger.verify), len(ledger.draft), MEMORY
+    _expander.settle([part.data_ptr() for part in parts], *numbers, *sizes)
 
 
 def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes:

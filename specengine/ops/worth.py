@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._registry import are_counts, attached, describe, op
+from specengine.ops._registry import Number, are_counts, attached, describe, op
 from specengine.ops.select import padded, select_best
 from specengine.ops.tree import Arrays, Nodes, append_nodes
 
@@ -59,6 +59,25 @@ class Notes(NamedTuple):
     drafted: Tensor
 
 
+class Ledger(NamedTuple):
+    """What cycles take and bring.
+
+    verify, draft  float32 [nodes + 1], [width + 1]: seconds of verifying so many nodes, of a pass from so many
+    prices         the same in expected tokens, at the rate of `earned`
+    earned         float32 [2]: tokens committed, and the seconds that they took, recent ones weighing more
+    spent          float32 [1], seconds of the present tree's passes; verified: int32 [1], its verified nodes
+    beside         float32 [1], seconds of a cycle beside verification and passes
+    """
+
+    verify: Tensor
+    draft: Tensor
+    prices: Prices
+    earned: Tensor
+    spent: Tensor
+    verified: Tensor
+    beside: Tensor
+
+
 SOURCES, DEPTHS, RANKS, KNOTS = 8, 4, 5, 15  # of Step.marks; 1 to 3 and deeper; of places; of odds
 PLACES = 6  # children of a node that are looked at: of ranks 0, 1, 2, 3, 3, 4
 LEVELS = 8  # of a profile: of the root, then of chances in equal parts
@@ -95,9 +114,17 @@ def knot_of(log_probs: Tensor, knots: int) -> Tensor:
 
 def cells_of(group: Tensor, sources: Tensor | None, depths: Tensor, places: Tensor) -> Tensor:
     """int64: the cells of nodes by group, source (None: 0), depth and place, which broadcast."""
-    ranks = places - (places > 3).long()
-    found = (group * SOURCES * DEPTHS + (depths - 1).clamp(0, DEPTHS - 1)) * RANKS + ranks
-    return found if sources is None else found + sources.long() * (DEPTHS * RANKS)
+    deep = (depths - 1).clamp(0, DEPTHS - 1)
+    return _cell(group, 0 if sources is None else sources.long(), deep, places - (places > 3).long())
+
+
+def cell_of(group: int, source: int, depth: int, place: int) -> int:
+    """The cell of one node."""
+    return _cell(group, source, min(max(depth - 1, 0), DEPTHS - 1), place - (place > 3))
+
+
+def _cell(group: Number, source: Number, deep: Number, rank: Number) -> Number:
+    return ((group * SOURCES + source) * DEPTHS + deep) * RANKS + rank
 
 
 def level_of(chances: Tensor, levels: int) -> Tensor:
@@ -213,6 +240,26 @@ def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, coun
 
 
 @op
+def settle(ledger: Ledger, committed: Tensor) -> None:
+    """Enter a cycle that committed so many tokens, int32 [1], and price seconds anew.
+
+    A second costs what it would bring elsewhere: the tokens of recent cycles by their seconds, at least what decoding
+    one token after the other brings. Of a ledger that no cycle is entered into, `committed` is 0: it is priced alone.
+    """
+    if not are_counts(committed, ledger.verified):
+        raise InputError(f"committed, verified: int32 [1] is needed, got {describe(committed, ledger.verified)}")
+    if run := attached("settle", ledger.earned):
+        run(ledger, committed)
+        return
+    took = ledger.verify.index_select(0, ledger.verified) + ledger.spent + ledger.beside
+    entry = torch.cat([committed.float(), took])
+    ledger.earned.copy_(torch.where(committed > 0, ledger.earned * MEMORY + entry, ledger.earned))
+    rate = torch.maximum(ledger.earned[:1] / ledger.earned[1:], 1 / ledger.verify[1:2])
+    torch.mul(ledger.verify, rate, out=ledger.prices.verify)
+    torch.mul(ledger.draft, rate, out=ledger.prices.draft)
+
+
+@op
 def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes:
     """The n likeliest of the first `size` nodes, ascending, for the n whose summed chances exceed their price the most.
 
@@ -286,6 +333,7 @@ def next_pass(
     return Nodes(ids.masked_fill(torch.arange(most, device=ids.device) >= live, 0), live)
 
 
+MEMORY = 0.97  # of what was earned, per cycle
 WORTH = 1e-9  # tokens: by so little rounding can make equal values differ
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -98,6 +99,11 @@ class TreePolicy:
         """Look at what became of the tree; for policies with a history."""
 
     @classmethod
+    def learns(cls) -> bool:
+        """Whether it looks at outcomes where trees grow."""
+        return cls.learn is not TreePolicy.learn
+
+    @classmethod
     def has_history(cls) -> bool:
         """Whether a tree depends on what became of the ones before it."""
         return cls.observe is not TreePolicy.observe
@@ -119,7 +125,18 @@ def find(name: str) -> type[TreePolicy]:
     return registry.find(sys.modules[__name__], TreePolicy, name, "policy")
 
 
-def make(name: str, **options: Any) -> TreePolicy:
+def of(policy: str | TreePolicy, options: Mapping[str, Any]) -> TreePolicy:
+    """The policy of this name and with these options, as `make`, or the one that is given, which takes none."""
+    if isinstance(policy, str):
+        return make(policy, **options)
+    if not isinstance(policy, TreePolicy):
+        raise InputError(f"policy: got {policy!r}, accepted {', '.join(names())} or a TreePolicy")
+    if options:
+        raise InputError("policy_options: they need a policy given by name")
+    return policy
+
+
+def make(name: str, /, **options: Any) -> TreePolicy:
     """The policy `name`, or `name/preset`, with these options; unknown names, options and values raise InputError."""
     name, _, preset = name.partition("/")
     cls = find(name)

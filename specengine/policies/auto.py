@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import ClassVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specengine import ops
 from specengine.costs import ASSUMED, Costs, CostTables, find_costs
 from specengine.drafters import Drafter, Free, Step
 from specengine.errors import InputError
-from specengine.ops import Counts, Nodes, Notes, Prices
+from specengine.ops import Counts, Ledger, Nodes, Notes, Prices
 from specengine.ops.worth import DEPTHS, FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES, RANKS, SOURCES
 from specengine.policies import TreePolicy, require
 from specengine.policies._state import PerDevice
@@ -23,57 +26,52 @@ from specengine.tree import TokenTree
 MEASURED = "measured"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are thought of
 LEAST = 1e-3  # chance of a path; likelier ones alone become nodes
-LEAVES, LEAST_FREE = 12, 0.02  # of those that free continuations are asked for; stated probability of such a path
+LEAVES, MOST_FREE = 12, 20  # nodes that free continuations are asked for, and such continuations
+LEAST_FREE = 0.03  # stated probability of such a path
 SURE = 0.5  # stated probability of a free path by which a cycle may do without a draft pass
-MEMORY = 0.97  # of the rate, per cycle
 CORRECTION, REPRICED = 0.05, 16  # weight of a cycle's time against the measured costs; cycles between repricings
 
 
-DOUBT = 4.0  # tries that a prior counts for
+PRIOR = Path(__file__).parent / "networks" / "chances.safetensors"
+DOUBT = 8.0  # tries that a prior counts for
 REST = (1.0, 0.3, 0.12, 0.06, 0.04, 0.03)  # of children by place, against the first, until they have been counted
 
 
 class _State:
-    """What the rule keeps on a device.
+    """What the rule keeps on a device; skipped: int32 [1], cycles since the last draft pass."""
 
-    seconds    of verifying n nodes and of a draft pass from n, as measured and corrected since
-    earned     float32 [2]: tokens committed, seconds that they took, recent ones weighing more
-    prices     of the same in tokens, at the rate of these two
-    skipped    int32 [1], cycles since the last draft pass; spent: float32 [1], seconds of this tree's passes
-    verified   int32 [1], nodes of this tree that are verified
-    """
-
-    def __init__(self, capacity: int, widths: Tensor, tables: CostTables, device: torch.device) -> None:
+    def __init__(self, capacity: int, widths: Tensor, tables: CostTables, beside: float, device: torch.device) -> None:
         self.counts, self.notes = _counts(device), _notes(capacity, device)
-        self.seconds = CostTables(*(table.to(device, copy=True) for table in tables))
-        plain = self.seconds.verify[1:2]
-        self.earned = torch.cat([torch.ones_like(plain), plain]) * DOUBT
-        verify, draft = (torch.zeros_like(table) for table in self.seconds)
-        self.prices = Prices(verify, draft, widths)
-        self.skipped, self.verified = torch.zeros(2, 1, dtype=torch.int32, device=device).unbind()
-        self.spent = torch.zeros(1, device=device)
-        self.price()
-
-    def price(self) -> None:
-        """A second costs what it would bring elsewhere, at least what plain decoding brings."""
-        rate = torch.maximum(self.earned[:1] / self.earned[1:], 1 / self.seconds.verify[1:2])
-        torch.mul(self.seconds.verify, rate, out=self.prices.verify)
-        torch.mul(self.seconds.draft, rate, out=self.prices.draft)
+        seconds = CostTables(*(table.to(device, copy=True) for table in tables))
+        plain = seconds.verify[1:2]
+        prices = Prices(torch.zeros_like(seconds.verify), torch.zeros_like(seconds.draft), widths)
+        earned = torch.cat([torch.ones_like(plain), plain]) * DOUBT
+        self.skipped, verified, self.none = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
+        spent = torch.zeros(1, device=device)
+        self.ledger = Ledger(*seconds, prices, earned, spent, verified, torch.full_like(spent, beside))
+        ops.settle(self.ledger, self.none)
 
     def start(self) -> None:
         """A tree begins."""
-        self.spent.zero_()
+        self.ledger.spent.zero_()
         self.notes.drafted.zero_()
         self.notes.waiting.zero_()
         self.notes.waiting[:1].fill_(True)
 
 
+@cache
+def _prior() -> tuple[Tensor, Tensor]:
+    """Chances and a profile to begin with, as bench.chances counted them; as stated where that has not been done."""
+    stated = torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().expand(2 * SOURCES * DEPTHS * RANKS, -1)
+    firsts = torch.tensor([0.5, *torch.linspace(0.35, 0.85, LEVELS - 1)])
+    found = load_file(PRIOR) if PRIOR.is_file() else {"table": stated, "profile": firsts[:, None] * torch.tensor(REST)}
+    return found["table"].clamp(FEWEST, MOST), found["profile"]
+
+
 def _counts(device: torch.device) -> Counts:
     """As a fresh engine has them: two groups, for greedy and sampled answers."""
-    tries = torch.full((2 * SOURCES * DEPTHS * RANKS, KNOTS), DOUBT)
-    table = torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().expand_as(tries).clamp(FEWEST, MOST)
-    passes, firsts = torch.full((LEVELS,), DOUBT), torch.tensor([0.5, *torch.linspace(0.35, 0.85, LEVELS - 1)])
-    profile = firsts[:, None] * torch.tensor(REST)
+    table, profile = _prior()
+    tries, passes = torch.full_like(table, DOUBT), torch.full((LEVELS,), DOUBT)
     parts = tries * table, tries, table, passes[:, None] * profile, passes, profile, torch.zeros(1, dtype=torch.int64)
     return Counts(*(part.to(device, copy=True).contiguous() for part in parts))
 
@@ -121,7 +119,7 @@ class Auto(TreePolicy):
             value = getattr(self, name)
             require("auto", name, value, "1 or more", value >= 1)
         self._costs = ASSUMED if self.costs == MEASURED else _found(self.costs)
-        self._context = 0
+        self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0
         self._state = PerDevice(self._start)
 
@@ -143,7 +141,7 @@ class Auto(TreePolicy):
 
     def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
         state = self._state.on(device)
-        return *state.counts, state.earned, *state.prices, state.skipped
+        return *state.counts, state.ledger.earned, *state.ledger.prices, state.skipped
 
     @classmethod
     def has_history(cls) -> bool:
@@ -156,11 +154,10 @@ class Auto(TreePolicy):
             self._reprice()
 
     def begin(self, tokens: int, sampled: bool = False) -> None:
-        self._context = tokens
+        self._context, self._group = tokens, int(sampled)
         self._reprice()
         for state in self._state.copies():
-            state.counts.group.fill_(int(sampled))
-        self._sampled = sampled
+            state.counts.group.fill_(self._group)
 
     # ---- a cycle
 
@@ -180,7 +177,7 @@ class Auto(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         state = self._state.on(tree.device)
-        state.spent += state.seconds.draft.index_select(0, frontier.live)
+        state.ledger.spent.add_(state.ledger.draft.index_select(0, frontier.live))
         stated, columns = ops.top_children(step.logits, PLACES, normalized=step.normalized)
         sources = None if step.marks is None else step.marks.gather(1, columns)
         given = frontier, step.tokens_of(columns), stated, sources
@@ -191,7 +188,7 @@ class Auto(TreePolicy):
         state = self._state.on(tree.device)
         size = len(tree)
         waiting = state.notes.waiting[:size].nonzero()[:, 0]
-        most = min(self.budget, tree.capacity - size)
+        most = min(MOST_FREE, tree.capacity - size)
         made = drafter.free(tree, tree.best(Nodes.of(waiting), LEAVES), most, math.log(LEAST_FREE))
         if made is None:
             return
@@ -201,37 +198,37 @@ class Auto(TreePolicy):
 
     def keep(self, tree: TokenTree) -> Nodes:
         state = self._state.on(tree.device)
-        kept = ops.select_worth(tree.path_log_probs, tree.size, state.prices.verify, self.budget)
-        state.verified.copy_(kept.live)
+        kept = ops.select_worth(tree.path_log_probs, tree.size, state.ledger.prices.verify, self.budget)
+        state.ledger.verified.copy_(kept.live)
         return kept
 
     def learn(self, tree: TokenTree, path: Nodes, chosen: Tensor) -> None:
         state = self._state.on(tree.device)
         tree.count_outcomes(path, chosen, state.counts, state.notes)
-        took = state.seconds.verify.index_select(0, state.verified) + state.spent + self._costs.overhead
-        state.earned.mul_(MEMORY).add_(torch.cat([path.live.float(), took]))
-        state.price()
+        ops.settle(state.ledger, path.live)
 
     def observe(self, cycle: Cycle) -> None:
         if not self.reads_costs or not cycle.seconds.split:
             return
-        state, seconds = self._state.on(cycle.tree.device), cycle.seconds
+        ledger, seconds = self._state.on(cycle.tree.device).ledger, cycle.seconds
         took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
-        expected = float(state.seconds.verify[len(cycle.tree)]), float(state.spent)
+        expected = ledger.verify[len(cycle.tree)].item(), ledger.spent.item()
         for part, (real, thought) in enumerate(zip(took, expected, strict=True)):
             if thought > 0:
                 ratio = min(max(real / thought, 0.5), 2.0)
                 self._scale[part] *= ratio**CORRECTION
+        self._context += len(cycle.tokens)
         self._timed += 1
         if self._timed % REPRICED == 0:
-            self._context += REPRICED * 3
             self._reprice()
 
     # ---- its parts
 
     def _start(self, device: torch.device) -> _State:
         widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device)
-        return _State(self.capacity, widths, self._tables(), device)
+        made = _State(self.capacity, widths, self._tables(), self._costs.overhead, device)
+        made.counts.group.fill_(self._group)
+        return made
 
     def _tables(self) -> CostTables:
         tables = self._costs.tables(self.budget, self.width, self._context)
@@ -239,14 +236,15 @@ class Auto(TreePolicy):
 
     def _reprice(self) -> None:
         for state in self._state.copies():
-            for table, now in zip(state.seconds, self._tables(), strict=True):
+            for table, now in zip((state.ledger.verify, state.ledger.draft), self._tables(), strict=True):
                 table.copy_(now)
-            state.price()
+            state.ledger.beside.fill_(self._costs.overhead)
+            ops.settle(state.ledger, state.none)
 
     def _next(self, tree: TokenTree, state: _State) -> Nodes:
         waiting = state.notes.waiting[: tree.capacity]  # without the spare entry
         given = tree.path_log_probs, tree.log_probs, waiting, tree.size
-        return ops.next_pass(*given, state.counts.profile, state.prices, self.rounds)
+        return ops.next_pass(*given, state.counts.profile, state.ledger.prices, self.rounds)
 
     def _covered(self, tree: TokenTree, drafter: Drafter, state: _State) -> bool:
         """Whether free continuations of the root leave so little to the draft that no pass pays.
@@ -263,7 +261,7 @@ class Auto(TreePolicy):
             paths.append(paths[parent] * edge)
             left.append(paths[-1])
             depths.append(depths[parent] + 1)
-        share, price = float(state.counts.profile[0].sum()), float(state.prices.draft[1])
+        share, price = float(state.counts.profile[0].sum()), float(state.ledger.prices.draft[1])
         gain = 0.0
         for level in range(max(depths) + 1):
             gain += share * sum(part for part, depth in zip(left, depths, strict=True) if depth == level) - price
@@ -273,13 +271,11 @@ class Auto(TreePolicy):
 
     def _read(self, tree: TokenTree, made: Free, state: _State) -> tuple[Tensor, Tensor]:
         """Stated log-probabilities and cells of free nodes."""
-        depths = tree.depths[: len(tree)].tolist()
-        for parent in made.parents:
+        depths, cells = tree.depths[: len(tree)].tolist(), []
+        for parent, mark, rank in zip(made.parents, made.marks, made.ranks, strict=True):
             depths.append(depths[parent] + 1)
-        places = [min(rank, PLACES - 1) for rank in made.ranks]
-        below, marks, places = torch.tensor([depths[len(tree) :], made.marks, places], device=tree.device)
-        stated = torch.tensor(made.log_probs, device=tree.device)
-        return stated, ops.cells_of(state.counts.group, marks, below, places)
+            cells.append(ops.cell_of(self._group, mark, depths[-1], min(rank, PLACES - 1)))
+        return torch.tensor(made.log_probs, device=tree.device), torch.tensor(cells, device=tree.device)
 
 
 def _found(costs: str | Costs) -> Costs:

@@ -18,7 +18,7 @@ def test_generate_prints_the_answer_alone(folder: str, capsys: Any) -> None:
     out, err = capsys.readouterr()
     assert out == expected(folder) + "\n"
     assert "acceptance length" in err
-    assert "ngram" in err
+    assert "recycling" in err
 
 
 @pytest.mark.parametrize("given", [["-"], []])
@@ -113,7 +113,7 @@ def test_generate_takes_a_prediction(folder: str, capsys: Any, tmp_path: Path) -
     assert main(given) == 0
     assert capsys.readouterr().out == expected(folder) + "\n"
     assert main([*given, "--policy", "plain"]) == 2
-    assert "prediction: this engine decodes without a draft" in capsys.readouterr().err
+    assert "prediction: plain decoding has no draft that copies" in capsys.readouterr().err
     file.write_bytes(b"\xff")
     for missing in (str(file), str(tmp_path / "nothing")):
         assert main([*given[:-1], missing]) == 2

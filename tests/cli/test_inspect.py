@@ -36,7 +36,7 @@ def test_inspect_json_describes_a_model(folder: str, capsys: Any) -> None:
     assert found["versions"]["specengine"] == specengine.__version__
     assert found["backends"]["cpu"]["tree_mask"]["name"] in found["backends"]["cpu"]["tree_mask"]["available"]
     assert found["policies"]["eagle"]["options"] == {"width": 10, "expansions": 7, "budget": 60}
-    assert found["drafters"]["ngram"]["default policy"]["name"] == "eagle"
+    assert found["drafters"]["ngram"]["default policy"]["name"] == "auto"
     model = found["model"]
     assert (model["type"], model["layers"], model["vocabulary"], model["context"]) == ("llama", 2, 260, 2048)
     assert (model["attention"], model["packed weights"], model["chat template"]) == ("native", False, True)

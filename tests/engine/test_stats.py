@@ -45,6 +45,20 @@ def test_stats_add_up() -> None:
     assert stats.report().endswith("note               a note")
 
 
+def test_plain_steps_are_counted_where_a_policy_might_have_drafted() -> None:
+    stats = Stats(policy="Auto()", plain_reason="no draft promised more than it costs")
+    for depth in (0, 2, 0):
+        assert "plain steps" not in stats.report() or stats.num_plain_steps
+        stats.add(cycle_of(depth, 0, drafted=depth, total=1.0, model=0.5))
+    assert stats.num_plain_steps == stats.to_dict()["num_plain_steps"] == 2
+    assert stats.to_dict()["plain_reason"] == stats.plain_reason
+    assert "\nplain steps        2 of 3 (no draft promised more than it costs)\n" in stats.report()
+    for other, depth in ((Stats(), 0), (Stats(policy="Auto()"), 1)):
+        other.add(cycle_of(depth, 0, drafted=depth, total=1.0, model=0.5))
+        assert other.num_plain_steps == 0
+        assert "plain steps" not in other.report()
+
+
 def test_stats_of_nothing_are_zero() -> None:
     stats = Stats()
     derived = [value for name, value in stats.to_dict().items() if isinstance(value, int | float)]
@@ -72,3 +86,5 @@ def test_stats_of_a_generation_are_consistent(draft: str) -> None:
     assert 0 < stats.ttft_s <= stats.elapsed_s
     assert stats.draft == ("" if draft == "none" else engine.drafter.name)
     assert stats.policy == ("" if draft == "none" else repr(engine.policy))
+    assert stats.plain_reason == ("" if draft == "none" else "nothing was proposed")
+    assert stats.num_plain_steps == (0 if draft == "none" else sum(len(cycle.tree) == 1 for cycle in cycles))

@@ -115,7 +115,7 @@ def _frozen(value: Any) -> Any:
 
 @contextmanager
 def frozen() -> Iterator[dict[tuple[int, Hashable], int]]:
-    """Every call of a function in a graph runs the operations of its first call; yields how often each was called."""
+    """Every call of a function in a graph runs the operations of its capture; yields how often each was called."""
     run, first, calls = Graphs.run, dict[Any, Any](), dict[Any, int]()
 
     def watched(self: Graphs, name: Hashable, reads: Sequence[Tensor], function: Callable[[], Any]) -> Any:
@@ -128,6 +128,8 @@ def frozen() -> Iterator[dict[tuple[int, Hashable], int]]:
             assert operations.seen == first.setdefault((id(self), name), operations.seen)
             return found
 
+        if not self.has(name, reads):
+            first.pop((id(self), name), None)
         calls[id(self), name] = calls.get((id(self), name), 0) + 1
         return run(self, name, reads, watching)
 

@@ -75,7 +75,7 @@ def counted(policy: str, layers: int = LAYERS, parts: tuple[str, ...] = PARTS) -
         head = pretended.moved(toy.tiny_head(toy.head_config(3, model)))
         target = HuggingFaceTarget(pretended.moved(model), captured=True)  # type: ignore[arg-type]
         engine = Engine(target, Eagle(head, target.lm), policies.make(policy))  # type: ignore[arg-type]
-        driver = engine._captured
+        driver = engine.drivers.own.captured
         assert driver is not None
         assert engine.drafter is not None
         target.want_features(engine.drafter.features)

@@ -75,8 +75,8 @@ def check(
         patch.setenv(ops.VARIABLE, backends)
         with pretended.cuda():
             engine = engine_of(draft, policy, captured=True, least=least)
-            assert engine._captured is not None
+            assert engine.drivers.own.captured is not None
             for way, wanted in zip(ways, expected, strict=True):
                 assert answer(engine, way) == wanted
-                assert all(known.graph is not None for known in engine._captured.graphs._captured.values())
-    return engine._captured.graphs
+                assert all(known.graph is not None for known in engine.drivers.own.captured.graphs._captured.values())
+    return engine.drivers.own.captured.graphs

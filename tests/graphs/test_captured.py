@@ -32,7 +32,7 @@ POLICIES = [name for name in toy.POLICIES if name != "random"]  # what that does
 
 def captured(draft: str, policy: str | TreePolicy) -> Engine:
     engine = engine_of(draft, policy, captured=True)
-    assert isinstance(engine._captured, CapturedDriver)
+    assert isinstance(engine.drivers.own.captured, CapturedDriver)
     return engine
 
 
@@ -51,7 +51,7 @@ def check(draft: str, policy: str | TreePolicy, ways: list[dict[str, Any]] = WAY
     with frozen() as calls:
         for way in ways:
             assert answer(engine, way, **options) == answer(eager, way, **options)
-    part = engine._captured.graphs
+    part = engine.drivers.own.captured.graphs
     assert set(part.captures.values()) == {1}, "one capture of each function"
     assert sum(calls[id(part), name] for name in part.captures) > 2 * len(part.captures)
 
@@ -80,7 +80,7 @@ def test_trees_of_random_shape_grow_eagerly_and_are_verified_in_graphs(draft: st
         with frozen():
             engine = captured(draft, "random")
             assert answer(engine, options)[0] == expected
-        assert list(engine._captured.graphs.captures) == ["verify"]
+        assert list(engine.drivers.own.captured.graphs.captures) == ["verify"]
 
 
 def test_wide_frontiers_and_long_paths_are_one_pass() -> None:
@@ -136,7 +136,7 @@ def test_plain_decoding() -> None:
     with frozen():
         for way in WAYS + WALKS:
             assert answer(engine, way) == answer(eager, way)
-    assert list(engine._captured.graphs.captures) == ["finish greedy", "finish sampled", "verify"]
+    assert list(engine.drivers.own.captured.graphs.captures) == ["finish greedy", "finish sampled", "verify"]
 
 
 @pytest.mark.parametrize("family", [name for name in toy.FAMILIES if name != "llama"])
@@ -230,7 +230,7 @@ def test_a_larger_cache_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> No
     for length in (8, 60, 120):
         prompt = PROMPT[:4] * (length // 4)
         assert answer(engine, {}, prompt)[0] == answer(engine_of("none", "", captured=False), {}, prompt)[0]
-    assert max(engine._captured.graphs.captures.values()) > 1
+    assert max(engine.drivers.own.captured.graphs.captures.values()) > 1
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_warmup_captures_all_that_a_generation_needs(
     for way in WAYS + WALKS:
         assert answer(engine, way)[0] == answer(engine_of("none", "", captured=False), way)[0]
     assert engine.warmup(tokens=100).captured == report.captured
-    assert set(engine._captured.graphs.captures.values()) == {1}
+    assert set(engine.drivers.own.captured.graphs.captures.values()) == {1}
 
 
 def test_a_warmup_in_a_conversation_forgets_nothing() -> None:
@@ -289,7 +289,7 @@ def test_moved_weights_are_captured_again() -> None:
     layer.weight = torch.nn.Parameter(layer.weight.detach().flip(0).clone(), requires_grad=False)
     after = engine.generate(PROMPT, max_new_tokens=6).token_ids
     assert after != before
-    assert engine._captured.graphs.captures == {"finish greedy": 2}
+    assert engine.drivers.own.captured.graphs.captures == {"finish greedy": 2}
     assert after == Engine(HuggingFaceTarget(loaded), None, None).generate(PROMPT, max_new_tokens=6).token_ids
 
 
@@ -324,10 +324,10 @@ def test_a_target_without_a_finite_logit_is_an_error(monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(CapturedDriver, "_finish", undefined)
-        engine._captured.graphs._captured.clear()
+        engine.drivers.own.captured.graphs._captured.clear()
         with pytest.raises(NumericalError, match="NaN or infinite throughout"):
             answer(engine, {})
-    engine._captured.graphs._captured.clear()
+    engine.drivers.own.captured.graphs._captured.clear()
     assert answer(engine, {})[0] == expected
 
 
@@ -349,7 +349,7 @@ def test_a_tree_without_room_is_an_error() -> None:
 
 def test_on_a_device_a_tree_without_room_is_seen_in_the_record() -> None:
     engine = captured("small_model", Overgrown(width=3, expansions=2, budget=8))
-    driver = engine._captured
+    driver = engine.drivers.own.captured
     driver.reserve(64)
     with torch.inference_mode(), as_on_a_device():
         engine.drafter.taken.fill_(1)
@@ -378,6 +378,6 @@ def test_replays_equal_calls(draft: str, policy: str, backend: str, monkeypatch:
     for way in WAYS + WALKS:
         assert answer(engine, way)[:2] == answer(eager, way)[:2]
     torch.cuda.synchronize()
-    assert engine._captured.graphs.bytes >= 0
-    assert engine._captured.graphs.seconds > 0
-    assert all(known.graph is not None for known in engine._captured.graphs._captured.values())
+    assert engine.drivers.own.captured.graphs.bytes >= 0
+    assert engine.drivers.own.captured.graphs.seconds > 0
+    assert all(known.graph is not None for known in engine.drivers.own.captured.graphs._captured.values())

@@ -49,8 +49,8 @@ def test_on_a_device_graphs_are_the_default() -> None:
     with pretended.cuda():
         model, other = on_the_device("small_model", False)
         engine = Engine.from_pretrained(model, other, "eagle")
-        assert engine._captured is not None
-        assert engine._captured.grows_there
+        assert engine.drivers.own.captured is not None
+        assert engine.drivers.own.captured.grows_there
         assert not Engine.from_pretrained(model, other, graphs=False).target.captured
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from specengine import Engine, policies
 from specengine.checkpoints import eagle as checkpoints
 from specengine.checkpoints.eagle import load_head, save_head
-from specengine.drafters.eagle import CPU_POLICY, Eagle
+from specengine.drafters.eagle import Eagle
 from specengine.errors import CheckpointError, InputError
 from specengine.modeling.eagle_head import EagleConfig, causal, head_from
 from tests.models.layouts import LAYER_IDS, official, same
@@ -137,8 +137,8 @@ def test_engines_load_heads_by_their_path(tmp_path: Path, layout: Any, version: 
     result = engine.generate([1, 2, 3, 4], max_new_tokens=12)
     assert result.token_ids == plain.generate([1, 2, 3, 4], max_new_tokens=12).token_ids
     assert result.stats.draft == f"eagle (EAGLE-{version}, my-head)"
-    assert engine.policy == policies.make(CPU_POLICY[0])
-    assert Eagle.default_policy == ("eagle", {"width": 10, "expansions": 6, "budget": 60})
+    assert engine.policy == policies.make("auto")
+    assert Eagle.default_policy == ("auto", {})
 
 
 def test_draft_options_overrule_the_config(tmp_path: Path) -> None:

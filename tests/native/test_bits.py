@@ -111,7 +111,7 @@ class Tiny:
             states.data_ptr(),
             logits.data_ptr(),
             0,
-            0,
+            [0, 0, 0],
             LAYERS,
             threads,
         )

@@ -205,7 +205,7 @@ def test_by_default_its_blocks_stay_packed(file: Path) -> None:
 
 
 def test_a_file_is_a_draft_too(file: Path) -> None:
-    engine = loaded(file, str(file), lookup=False)
+    engine = loaded(file, str(file), "eagle", lookup=False)
     assert isinstance(engine.drafter.lm, NativeLM)
     result = engine.generate(PROMPT, max_new_tokens=12)
     assert result.token_ids == answer(loaded(file), 12)

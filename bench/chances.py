@@ -1,0 +1,129 @@
+"""How often drafted tokens of each kind are accepted: the prior of `auto`'s chances, and how far off stated ones are.
+
+Prompts are answered once each by the default engine under `auto`, greedily and at temperature 1, half the time without
+leaving out draft passes, so that every source is seen everywhere. What is counted here never forgets.
+
+    python -m bench.chances --prompts FILE --out bench/results/chances.jsonl --prior PRIOR.safetensors
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bench import provenance, workloads
+from specengine import Engine
+from specengine.checkpoints.files import atomic
+from specengine.drafters import Drafter
+from specengine.ops import Nodes
+from specengine.ops.worth import DEPTHS, KNOTS, ODDS, RANKS, SOURCES, knot_of
+from specengine.policies.auto import Auto
+from specengine.tree import TokenTree
+
+KINDS = ("draft", "copied", "recycled", "copied and recycled")
+DOUBT = 12.0  # tries that a broader cell counts for in a narrower one
+
+
+class Watched(Auto):
+    """`auto`, all outcomes counted for good; half of the cycles that could do without a draft pass have one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hits, self.tries = torch.zeros(2, 2 * SOURCES * DEPTHS * RANKS, KNOTS, dtype=torch.float64).unbind()
+        self.seen: list[tuple[int, float, float, bool]] = []  # cell, stated, counted chance, whether it was accepted
+        self._random = random.Random(0)
+
+    def _covered(self, tree: TokenTree, drafter: Drafter, state: Any) -> bool:
+        return self._random.random() < 0.5 and super()._covered(tree, drafter, state)
+
+    def learn(self, tree: TokenTree, path: Nodes, chosen: Tensor) -> None:
+        notes, size = self._state.on(tree.device).notes, len(tree)
+        wanted = dict(zip(path.alive().tolist(), chosen.tolist(), strict=True))
+        for node in range(1, size):
+            if (parent := int(tree.parents[node])) in wanted:
+                hit, stated = wanted[parent] == int(tree.tokens[node]), notes.stated[node]
+                cell, at = int(notes.cells[node]), float(knot_of(stated, KNOTS))
+                low = min(int(at), KNOTS - 2)
+                for knot, weight in ((low, 1 - (at - low)), (low + 1, at - low)):
+                    self.tries[cell, knot] += weight
+                    self.hits[cell, knot] += weight * hit
+                self.seen.append((cell, float(stated.exp()), float(tree.log_probs[node].exp()), hit))
+        super().learn(tree, path, chosen)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=Path, help="JSON list of prompts; default: a few built-in prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--prior", type=Path, help="write what was counted as the prior of new engines")
+    args = parser.parse_args()
+    prompts = json.loads(args.prompts.read_text()) if args.prompts else [w.text for w in workloads.read(None, 99)]
+    policy = Watched()
+    engine = Engine.from_pretrained(policy=policy)
+    for number, prompt in enumerate(prompts):
+        for temperature in (0.0, 1.0):
+            engine.generate(prompt, max_new_tokens=args.max_new_tokens, temperature=temperature, seed=number)
+        if number % 10 == 9:
+            print(f"{number + 1} of {len(prompts)} prompts, {len(policy.seen):,} outcomes", flush=True)
+    records = [{"record": "chances", "prompts": len(prompts), **row} for row in calibration(policy.seen)]
+    for record in records:
+        print(json.dumps(record))
+    if args.out:
+        provenance.write(args.out, records)
+    if args.prior:
+        counts = policy._state.on(torch.device("cpu")).counts
+        found = {"table": smoothed(policy.hits, policy.tries).float(), "profile": counts.profile.clone()}
+        with atomic(args.prior) as part:
+            save_file(found, part, metadata={"outcomes": str(len(policy.seen)), "prompts": str(len(prompts))})
+
+
+def calibration(seen: list[tuple[int, float, float, bool]]) -> list[dict[str, Any]]:
+    """Expected calibration errors, of ten equal parts of stated and of counted chances, by group and source."""
+    rows = []
+    for group, name in enumerate(("greedy", "temperature 1")):
+        for source in range(SOURCES):
+            own = [(stated, counted, hit) for cell, stated, counted, hit in seen if _kind(cell) == (group, source)]
+            if not own:
+                continue
+            label = KINDS[source % 4] + (", without a pass" if source >= 4 else "")
+            stated, counted = (_error([(item[i], item[2]) for item in own]) for i in (0, 1))
+            errors = {"stated_error": stated, "counted_error": counted}
+            rows.append({"sampling": name, "source": label, "outcomes": len(own), **errors})
+    return rows
+
+
+def _kind(cell: int) -> tuple[int, int]:
+    """Group and source."""
+    return divmod(cell // (DEPTHS * RANKS), SOURCES)
+
+
+def _error(pairs: list[tuple[float, bool]]) -> float:
+    """The mean distance of chances from shares of hits, by tenths of chance."""
+    total = 0.0
+    for tenth in range(10):
+        own = [(chance, hit) for chance, hit in pairs if min(int(chance * 10), 9) == tenth]
+        total += abs(sum(chance for chance, _ in own) - sum(hit for _, hit in own))
+    return round(total / len(pairs), 4)
+
+
+def smoothed(hits: Tensor, tries: Tensor) -> Tensor:
+    """Chances by cell and knot: of a source at large, by rank, by depth, each as far as there is evidence."""
+    shape = (2, SOURCES, DEPTHS, RANKS, KNOTS)
+    hits, tries = hits.view(shape), tries.view(shape)
+    found = torch.linspace(-ODDS, ODDS, KNOTS, dtype=torch.float64).sigmoid().expand(shape)
+    for dims in ((2, 3), (2,), ()):
+        own, all_tries = (part.sum(dims, keepdim=True) if dims else part for part in (hits, tries))
+        found = (own + DOUBT * found) / (all_tries + DOUBT)
+    return found.reshape(-1, KNOTS)
+
+
+if __name__ == "__main__":
+    main()
