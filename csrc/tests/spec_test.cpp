@@ -14,5 +14,6 @@ int main() {
   spec_test::test_best_first();
   spec_test::test_step_queues();
   spec_test::test_compact_rows();
+  spec_test::test_worth();
   return verdict();
 }

@@ -34,5 +34,6 @@ void test_strict_attention();
 void test_best_first();
 void test_step_queues();
 void test_compact_rows();
+void test_worth();
 
 }  // namespace spec_test

@@ -1,0 +1,364 @@
+"""Ops of the search that weighs worth against costs: each backend against trying everything; what they refuse."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specengine import ops
+from specengine.errors import InputError
+from specengine.ops import Counts, Nodes, Notes, Prices, worth
+from specengine.ops.worth import FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES, WINDOW, WORTH
+from tests import toy
+from tests.ops.backends import each_backend, of_each
+from tests.ops.inputs import INF, alive, count, poisoned, quick, some
+
+STEPS = [0.0, 0.01, 0.05, 0.3]
+
+
+def table_of(least, *points):
+    return torch.tensor([0.0, *(least * float(point) for point in points)])
+
+
+@st.composite
+def prices(draw, nodes=12, width=5):
+    verify = draw(st.lists(st.integers(0, 9), min_size=1, max_size=nodes))
+    draft = draw(st.lists(st.integers(0, 9), min_size=1, max_size=width))
+    if draw(st.booleans()):
+        verify.sort()
+    widths = sorted({*draw(st.lists(st.integers(1, len(draft)), max_size=3)), len(draft)})
+    scales = draw(st.sampled_from(STEPS)), draw(st.sampled_from(STEPS))
+    tables = (table_of(scale, *points) for scale, points in zip(scales, (verify, draft), strict=True))
+    return Prices(*tables, torch.tensor(widths))
+
+
+# ---- next_pass
+
+
+def worth_of(found, verify):
+    """The best over n of the summed chances of the n likeliest less their price."""
+    best = sorted((chance for chance in found if chance > 0), reverse=True)[: len(verify) - 1]
+    return max(sum(best[:n]) - verify[n] for n in range(1, len(best) + 1))
+
+
+class Slow:
+    """The search as its op states it, a pass after the other, in lists."""
+
+    def __init__(self, profile, given):
+        self.profile, self.levels = profile, len(profile)
+        self.verify, self.draft, self.widths = (part.tolist() for part in given)
+
+    def best(self, chances, waiting, width, left, spent=0.0):
+        """What `left` or fewer passes from `width` nodes make of a tree; waiting: chance, level, place of each."""
+        order = sorted(waiting, key=lambda node: (-node[0], node[2]))
+        drawn, rest = order[:width], order[width:]
+        spent += self.draft[len(drawn)]
+        chances = list(chances)
+        for chance, level, _ in drawn:
+            for edge in self.profile[level].tolist():
+                chances.append(chance * edge)
+                if chance * edge > 0:
+                    rest.append((chance * edge, int(worth.level_of(torch.tensor(edge), self.levels)), len(chances) - 1))
+        now = worth_of(chances, self.verify) - spent
+        return now if left == 1 else max(now, self.best(chances, rest, width, left - 1, spent))
+
+    def next(self, chances, waiting, rounds):
+        values = [self.best(chances, waiting, width, rounds) for width in self.widths]
+        if max(values) <= worth_of(chances, self.verify) + WORTH:
+            return []
+        width = next(width for width, value in zip(self.widths, values, strict=True) if value >= max(values) - WORTH)
+        order = sorted(waiting, key=lambda node: (-node[0], node[2]))
+        return sorted(place for _, _, place in order[:width])
+
+
+@st.composite
+def searches(draw):
+    size = draw(st.integers(1, 14))
+    tree = toy.random_tree(draw(st.integers(0, 10**6)), size, 60)
+    scale = draw(st.sampled_from([0.1, 0.5, 2.0]))
+    flags = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    shape = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 4))
+    profile = torch.rand(shape, generator=generator).sort(1, descending=True).values * draw(st.sampled_from([0.2, 1.0]))
+    paths, edges = tree.path_log_probs * scale, tree.log_probs * scale
+    return paths, edges, torch.tensor(flags), profile, draw(prices()), draw(st.integers(1, 3))
+
+
+class TestNextPass:
+    @given(searches(), st.integers(0, 5))
+    @some
+    def test_against_a_slow_recursion(self, search, padding):
+        paths, edges, waiting, profile, given, rounds = search
+        chances = paths.double().exp().tolist()
+        levels = worth.level_of(edges.exp(), len(profile)).tolist()
+        nodes = [(chances[i], levels[i] if i else 0, i) for i, there in enumerate(waiting.tolist()) if there]
+        expected = Slow(profile.double(), given).next(chances, nodes, rounds)
+        behind = torch.ones(padding, dtype=torch.bool)
+        for found in of_each(
+            lambda: ops.next_pass(
+                poisoned(paths, padding),
+                poisoned(edges, padding),
+                torch.cat([waiting, behind]),
+                count(len(paths)),
+                profile,
+                given,
+                rounds,
+            )
+        ).values():
+            assert found.alive().tolist() == expected
+            assert len(found.ids) == len(given.draft) - 1
+
+    @each_backend
+    def test_of_widths_worth_the_same_the_narrowest_is_taken(self, backend):
+        """One node more can be verified, so that further rows bring nothing."""
+        given = Prices(torch.zeros(6), torch.zeros(5), torch.tensor([1, 2, 4]))
+        flags, paths = torch.ones(4, dtype=torch.bool), torch.zeros(4)
+        found = ops.next_pass(paths, paths, flags, count(4), torch.tensor([[0.5]]), given, 1)
+        assert found.alive().tolist() == [0]
+
+    @each_backend
+    def test_a_second_round_sees_what_one_does_not(self, backend):
+        """Of verifying more than the root the price is paid once, by two passes."""
+        given = Prices(torch.tensor([0, 0, 0.5, 0.5, 0.5]), torch.tensor([0, 0.5]), torch.tensor([1]))
+        profile = torch.tensor([[0.9], [0.95], [0.95]])
+        root = torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool), count(1)
+        assert [int(ops.next_pass(*root, profile, given, rounds).live) for rounds in (1, 2, 3)] == [0, 1, 1]
+
+    @each_backend
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"paths": torch.zeros(3, dtype=torch.float64)}, "paths, edges, waiting: float32 x 2, bool"),
+            ({"edges": torch.zeros(2)}, "paths, edges, waiting: float32 x 2, bool"),
+            ({"waiting": torch.ones(3)}, "paths, edges, waiting: float32 x 2, bool"),
+            ({"size": torch.tensor([3])}, r"paths, size: float32 \[m\], int32 \[1\]"),
+            ({"size": torch.tensor([3, 3], dtype=torch.int32)}, r"paths, size: float32 \[m\], int32 \[1\]"),
+            ({"profile": torch.zeros(3)}, r"profile, prices: float32 \[levels, places\]"),
+            ({"profile": torch.zeros(2, 0)}, r"profile, prices: float32 \[levels, places\]"),
+            ({"prices": Prices(torch.zeros(1), torch.zeros(2), torch.tensor([1]))}, "prices: of 1 node at least"),
+            ({"prices": Prices(torch.zeros(2), torch.zeros(1), torch.tensor([1]))}, "prices: of 1 node at least"),
+            ({"prices": Prices(torch.zeros(2), torch.zeros(2), torch.ones(1))}, "prices: .* int64 widths"),
+            (
+                {"prices": Prices(torch.zeros(2), torch.zeros(2).double(), torch.tensor([1]))},
+                "profile, prices: float32",
+            ),
+            ({"rounds": 0}, "rounds: got 0, at least 1"),
+        ],
+    )
+    def test_refusals(self, backend, changes, message):
+        given = {
+            "paths": torch.zeros(3),
+            "edges": torch.zeros(3),
+            "waiting": torch.ones(3, dtype=torch.bool),
+            "size": count(3),
+            "profile": torch.full((2, 2), 0.3),
+            "prices": Prices(torch.zeros(4), torch.zeros(3), torch.tensor([1, 2])),
+            "rounds": 2,
+        }
+        ops.next_pass(**given)
+        with pytest.raises(InputError, match=message):
+            ops.next_pass(**{**given, **changes})
+
+
+# ---- select_worth
+
+
+class TestSelectWorth:
+    @given(st.integers(1, 20), st.integers(0, 5), st.integers(1, 25), st.data())
+    @quick
+    def test_against_all_counts(self, size, padding, most, data):
+        tree = toy.random_tree(data.draw(st.integers(0, 10**6)), size, 60)
+        price = data.draw(prices(nodes=24)).verify
+        paths = tree.path_log_probs.round() if data.draw(st.booleans()) else tree.path_log_probs
+        order = sorted(range(size), key=lambda node: (-float(paths[node]), node))
+        considered = range(1, min(most, len(price) - 1, size) + 1)
+        values = [float(paths[order[:n]].double().exp().sum()) - float(price[n]) for n in considered]
+        taken = next(n for n, value in zip(considered, values, strict=True) if value >= max(values) - WORTH)
+        for found in of_each(lambda: ops.select_worth(poisoned(paths, padding), count(size), price, most)).values():
+            assert alive(found) == [sorted(order[:taken])]
+            assert len(found.ids) == most
+
+    @each_backend
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ((torch.zeros(2).double(), count(2), torch.zeros(3), 2), "paths, size, most"),
+            ((torch.zeros(2, 1), count(2), torch.zeros(3), 2), "paths, size, most"),
+            ((torch.zeros(2), torch.tensor([2]), torch.zeros(3), 2), "paths, size, most"),
+            ((torch.zeros(2), count(2), torch.zeros(3), 0), r"paths, size, most: .*, 0$"),
+            ((torch.zeros(2), count(2), torch.zeros(1), 2), "price: float32"),
+            ((torch.zeros(2), count(2), torch.zeros(3, dtype=torch.int64), 2), "price: float32"),
+        ],
+    )
+    def test_refusals(self, backend, given, message):
+        with pytest.raises(InputError, match=message):
+            ops.select_worth(*given)
+
+
+# ---- chances and counts
+
+
+def fresh(groups=1):
+    """Counts of which every chance is a half, of two tries, and notes of four nodes: as a search would have them."""
+    tries = torch.full((groups * worth.SOURCES * worth.DEPTHS * worth.RANKS, KNOTS), 2.0)
+    passes = torch.ones(LEVELS)
+    profile = torch.full((LEVELS, PLACES), 0.25)
+    counts = Counts(
+        tries / 2,
+        tries,
+        torch.full_like(tries, 0.5),
+        profile.clone(),
+        passes,
+        profile,
+        torch.zeros(1, dtype=torch.int64),
+    )
+    flags = [torch.zeros(5, dtype=torch.bool) for _ in range(2)]
+    return counts, Notes(torch.zeros(5), *(torch.zeros(5, dtype=torch.int64) for _ in range(2)), *flags)
+
+
+def arrays_of(tree):
+    return tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.path_log_probs, tree.ancestors
+
+
+class TestChances:
+    @each_backend
+    def test_linear_between_the_knots_and_flat_behind_them(self, backend):
+        table = torch.linspace(0.1, 0.8, KNOTS)[None]
+        odds = torch.tensor([-50.0, -ODDS, 0.0, 0.25, ODDS, 50.0])
+        found = ops.chances(odds.sigmoid().log(), torch.zeros(6, dtype=torch.int64), table).exp()
+        wanted = torch.tensor([0.1, 0.1, 0.45, 0.45 + 0.7 * 0.25 / (2 * ODDS), 0.8, 0.8])
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+    @each_backend
+    def test_refusals(self, backend):
+        stated, cells, table = torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.ones(1, 3)
+        for wrong in ((stated.double(), cells), (stated, cells.int()), (stated, cells[:1])):
+            with pytest.raises(InputError, match="stated, cells: float32"):
+                ops.chances(*wrong, table)
+        for wrong in (table.double(), table[0], table[:, :1]):
+            with pytest.raises(InputError, match="stated, table: float32"):
+                ops.chances(stated, cells, wrong)
+
+
+class TestCounting:
+    @each_backend
+    def test_children_of_the_path_were_tried_and_others_not(self, backend):
+        """Nodes 1 and 2 under the root, 3 under 1; the target goes to 1 and then elsewhere."""
+        tree = toy.TokenTree.root(9, 4)
+        tree.graft([0, 0, 1], [5, 6, 7], [math.log(0.5), math.log(0.25), math.log(0.5)])
+        counts, notes = fresh()
+        notes.stated[:4] = torch.tensor([0.0, *torch.tensor([0.5, 0.5, 0.5]).log()])  # at the middle knot
+        notes.cells[:4] = torch.tensor([0, 1, 2, 3])
+        notes.places[:4] = torch.tensor([0, 0, 1, 0])
+        notes.drafted[:2] = True
+        path = Nodes(torch.tensor([0, 1, 0]), count(2))
+        ops.count_outcomes(arrays_of(tree), count(4), path, torch.tensor([5, 8, 5]), counts, notes)
+        middle = KNOTS // 2
+        assert counts.tries[:5, middle].tolist() == [2, 3, 3, 3, 2]
+        assert counts.hits[:5, middle].tolist() == [1, 2, 1, 1, 1]
+        assert math.isclose(float(counts.table[1, middle]), 2 / 3, rel_tol=1e-6)
+        assert int((counts.tries != 2).sum()) == 3
+        level = int(worth.level_of(torch.tensor([0.5]), LEVELS))
+        passes = [2.0 if at in (0, level) else 1.0 for at in range(LEVELS)]
+        assert counts.passes.tolist() == passes
+        torch.testing.assert_close(counts.gains[0, :2], torch.tensor([0.75, 0.5]))
+        torch.testing.assert_close(counts.gains[level, :2], torch.tensor([0.75, 0.25]))
+        torch.testing.assert_close(counts.profile, counts.gains / counts.passes[:, None])
+
+    @each_backend
+    def test_a_knot_forgets_beyond_its_window_and_keeps_a_chance_within_bounds(self, backend):
+        tree = toy.TokenTree.root(9, 2)
+        tree.add(torch.tensor([0]), torch.tensor([5]), torch.tensor([-0.5]))
+        counts, notes = fresh()
+        notes.stated[1], path = math.log(0.5), Nodes.of(torch.tensor([0]))
+        for token, bound in ((5, MOST), (6, FEWEST)):
+            for _ in range(3000):
+                ops.count_outcomes(arrays_of(tree), count(2), path, torch.tensor([token]), counts, notes)
+            assert math.isclose(float(counts.tries[0, KNOTS // 2]), WINDOW, rel_tol=1e-4)
+            assert math.isclose(float(counts.table[0, KNOTS // 2]), bound, rel_tol=1e-4)
+
+    @each_backend
+    def test_refusals(self, backend):
+        tree, (counts, notes) = toy.TokenTree.root(9, 4), fresh()
+        path, chosen = Nodes.of(torch.tensor([0, 0])), torch.tensor([1, 1])
+        for wrong in (
+            (count(1), path, chosen.int()),
+            (count(1), path, chosen[:1]),
+            (torch.tensor([1]), path, chosen),
+            (count(1), Nodes(path.ids, torch.tensor([1])), chosen),
+        ):
+            with pytest.raises(InputError, match="path, chosen, size: int64"):
+                ops.count_outcomes(arrays_of(tree), *wrong, counts, notes)
+
+
+class TestHangLikely:
+    def hang(self, tree, frontier, tokens, stated, sources=None, least=-20.0, most=4, **changes):
+        counts, notes = fresh()
+        counts.table.copy_(torch.linspace(-ODDS, ODDS, KNOTS).sigmoid())
+        given = {"size": tree.size, "overflow": tree.overflow, **changes}
+        made = ops.hang_likely(
+            arrays_of(tree),
+            given["size"],
+            given["overflow"],
+            frontier,
+            tokens,
+            stated,
+            sources,
+            counts,
+            notes,
+            least,
+            most,
+        )
+        return made, notes
+
+    @each_backend
+    def test_the_likeliest_by_path_in_the_order_of_their_rows(self, backend):
+        tree = toy.TokenTree.root(9, 4)
+        stated = torch.tensor([[0.6, 0.3, 0.05, 0.0]]).log()
+        sources = torch.tensor([[0, 3, 1, 0]], dtype=torch.uint8)
+        made, notes = self.hang(tree, tree.root_alone(), torch.tensor([[4, 5, 6, 7]]), stated, sources, most=2)
+        assert alive(made) == [[1, 2]]
+        assert tree.tokens[:3].tolist() == [9, 4, 5]
+        assert notes.waiting.tolist()[:4] == [False, True, True, False]
+        assert notes.drafted.tolist()[:4] == [True, False, False, False]
+        assert notes.places[1:3].tolist() == [0, 1]
+        assert notes.cells[1:3].tolist() == [0, 3 * worth.DEPTHS * worth.RANKS + 1]
+        torch.testing.assert_close(notes.stated[1:3], stated[0, :2])
+        again, _ = self.hang(
+            tree, Nodes.of(torch.tensor([1])), torch.tensor([[4, 5]]), stated[:, :2], least=math.log(0.3)
+        )
+        assert alive(again) == [[3]]
+        assert tree.parents[:4].tolist() == [-1, 0, 0, 1]
+
+    @each_backend
+    def test_without_room_nothing_is_hung_and_the_overflow_says_so(self, backend):
+        tree = toy.TokenTree.root(9, 2)
+        self.hang(tree, tree.root_alone(), torch.tensor([[4, 5]]), torch.tensor([[-1.0, -1.0]]))
+        assert (int(tree.size), int(tree.overflow)) == (1, 1)
+
+    @each_backend
+    def test_refusals(self, backend):
+        tree = toy.TokenTree.root(9, 4)
+        tokens, stated = torch.tensor([[4, 5]]), torch.tensor([[-1.0, -INF]])
+        root = tree.root_alone()
+        for wrong in (
+            (root, tokens[0], stated[0]),
+            (root, tokens, stated[:, :1]),
+            (Nodes.of(torch.zeros(2).long()), tokens, stated),
+        ):
+            with pytest.raises(InputError, match=r"frontier, tokens, stated: \[rows\]"):
+                self.hang(tree, *wrong)
+        for wrong in (
+            (root, tokens.int(), stated),
+            (root, tokens, stated.double()),
+            (root, tokens.repeat(1, 4), stated.repeat(1, 4)),
+        ):
+            with pytest.raises(InputError, match="frontier, tokens, stated: int64 x 2, float32, 6 places"):
+                self.hang(tree, *wrong)
+        for wrong in (torch.zeros(1, 2), torch.zeros(2, 2, dtype=torch.uint8)):
+            with pytest.raises(InputError, match=r"sources: uint8 \[1, 2\]"):
+                self.hang(tree, root, tokens, stated, wrong)
+        with pytest.raises(InputError, match="size, overflow, live: int32"):
+            self.hang(tree, root, tokens, stated, size=torch.tensor([1]))
