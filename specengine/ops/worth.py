@@ -161,6 +161,7 @@ def hang_likely(
         raise InputError(f"frontier, tokens, stated: int64 x 2, float32, {PLACES} places at most, got {given}")
     if sources is not None and (sources.dtype is not torch.uint8 or sources.shape != tokens.shape):
         raise InputError(f"sources: uint8 {list(tokens.shape)} is needed, got {describe(sources)}")
+    _require_room(tree, counts, notes)
     if not are_counts(size, overflow, frontier.live):
         raise InputError(f"size, overflow, live: int32 [1] is needed, got {describe(size, overflow, frontier.live)}")
     if run := attached("hang_likely", size):
@@ -189,6 +190,14 @@ def hang_likely(
     return Nodes(ids, found.live)
 
 
+def _require_room(tree: Arrays, counts: Counts, notes: Notes) -> None:
+    if counts.table.shape[1] != KNOTS or counts.profile.shape != (LEVELS, PLACES) or len(notes.stated) <= len(tree[0]):
+        given = describe(counts.table, counts.profile, notes.stated)
+        raise InputError(
+            f"counts, notes: float32 [cells, {KNOTS}], [{LEVELS}, {PLACES}], [{len(tree[0]) + 1}] are needed, got {given}"
+        )
+
+
 def _spared(nodes: Nodes, notes: Notes) -> Tensor:
     """Their ids, the spare entry for padding."""
     return nodes.ids.masked_fill(nodes.padding(), notes.stated.shape[0] - 1)
@@ -205,6 +214,7 @@ def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, coun
     if chosen.dtype is not torch.int64 or chosen.shape != path.ids.shape or not are_counts(size, path.live):
         given = describe(path.ids, chosen, size)
         raise InputError(f"path, chosen, size: int64 [width] x 2, int32 [1] are needed, got {given}")
+    _require_room(tree, counts, notes)
     if run := attached("count_outcomes", size):
         run(tree, size, path, chosen, counts, notes)
         return
