@@ -20,7 +20,7 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError
 from specengine.ops import Nodes
-from specengine.ops.worth import LEVELS, ODDS, PLACES
+from specengine.ops.worth import FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES
 from specengine.policies.auto import MEASURED, REPRICED, Auto
 from specengine.records import Cycle, Seconds
 from specengine.targets.huggingface import HuggingFaceTarget
@@ -30,26 +30,22 @@ from tests.graphs.engines import PROMPT, model, near_copy
 from tests.policies.lawful import ELSEWHERE, Lawful, Rows, World, all_ways, drafted
 from tests.toy import CPU
 
-KNOTS = [float(torch.tensor(odds).sigmoid()) for odds in (3.0, 2.0, 1.0, 0.0, -1.0, -2.0)]  # that a table holds exactly
+HELD = [float(torch.tensor(odds).sigmoid()) for odds in (3.0, 2.0, 1.0, 0.0, -1.0, -2.0)]  # that a table holds exactly
 CHEAP = Costs("cheap", {1: 1.0, 64: 1.5}, {1: 0.05})
 
 
 def auto(costs: str | Costs = CHEAP, **options: Any) -> Auto:
+    """It takes chances as they are stated until it has counted others."""
     policy = policies.make("auto", costs=costs, **options)
     assert isinstance(policy, Auto)
+    counts = state_of(policy).counts
+    counts.table.copy_(torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().clamp(FEWEST, MOST))
+    counts.hits.copy_(counts.tries * counts.table)
     return policy
 
 
 def state_of(policy: Auto) -> Any:
     return policy._state.on(CPU)
-
-
-def taking_at_its_word(policy: Auto) -> Auto:
-    """It begins with the chances that the draft states, instead of the prior that ships."""
-    counts = state_of(policy).counts
-    counts.table.copy_(torch.linspace(-ODDS, ODDS, counts.table.shape[1]).sigmoid())
-    counts.hits.copy_(counts.tries * counts.table)
-    return policy
 
 
 # ---- the best tree
@@ -61,7 +57,7 @@ def rows(draw: Any) -> Rows:
     found = list[list[float]]()
     for _ in range(LEVELS):
         row = list[float]()
-        for chance in sorted(draw(st.lists(st.sampled_from(KNOTS), min_size=1, max_size=3)), reverse=True):
+        for chance in sorted(draw(st.lists(st.sampled_from(HELD), min_size=1, max_size=3)), reverse=True):
             if sum(row) + chance <= 1:
                 row.append(chance)
         found.append(row)
@@ -82,7 +78,7 @@ def costs(draw: Any, most: int, width: int, step: int | None) -> Costs:
 def left_by(law: Rows, given: Costs, **shape: int) -> float:
     """The share of the best way's rate that auto's tree leaves; it knows the law and that rate."""
     best = max(found.rate for found in all_ways(law, given, **shape))
-    policy = taking_at_its_word(auto(given, budget=shape["budget"], width=shape["width"], max_passes=shape["passes"]))
+    policy = auto(given, budget=shape["budget"], width=shape["width"], max_passes=shape["passes"])
     state, profile = state_of(policy), torch.zeros(LEVELS, PLACES)
     for row, chances in zip(profile, law, strict=True):
         row[: len(chances)] = torch.tensor(chances)
@@ -168,7 +164,7 @@ def read(policy: Auto, stated: float, place: int = 0, depth: int = 1) -> float:
 
 def test_a_biased_draft_is_counted_by_kind_of_answer_and_kept() -> None:
     """The draft states 0.27, at a knot of the table, where the target agrees in half of all cases."""
-    policy, stated = taking_at_its_word(auto()), KNOTS[4]
+    policy, stated = auto(), HELD[4]
     world = World(policy, Lawful([[stated]] * LEVELS), lambda tree, node: 0.5)
     assert math.isclose(read(policy, stated), stated, abs_tol=1e-3)
     for _ in range(400):
@@ -182,19 +178,19 @@ def test_a_biased_draft_is_counted_by_kind_of_answer_and_kept() -> None:
 
 
 def test_a_draft_that_becomes_worse_is_noticed() -> None:
-    """What is lost against one that knows the chances, per cycle and in tokens, falls to 5 % of what a cycle gives."""
+    """What is lost against one that knows the chances, per cycle and in tokens, falls to 3 % of what a cycle gives."""
     given = Costs("drift", {1: 1.0, 16: 1.6}, {1: 0.15})
-    policy, chance = taking_at_its_word(auto(given, budget=16, width=2, max_passes=6)), [0.9]
+    policy, chance = auto(given, budget=16, width=2, max_passes=6), [0.9]
     world = World(policy, Lawful([[0.5]] * LEVELS), lambda tree, node: chance[0], seed=3)
     for chance[0] in (0.9, 0.1):
         best = max(found.rate for found in all_ways([chance] * LEVELS, given, budget=16, width=1, passes=6))
         lost = list[float]()
-        for _ in range(500):
+        for _ in range(600):
             draft = world.cycle()
             time = float(state_of(policy).ledger.verify[len(draft.tree)] + state_of(policy).ledger.spent)
             lost.append(best * time - world.expected(draft.tree))
         assert min(lost) > -1e-4
-        assert np.mean(lost[-60:]) < 0.05 * best < np.mean(lost[:20])
+        assert np.mean(lost[-60:]) < 0.03 * best < np.mean(lost[:20])
 
 
 # ---- what is corrected
@@ -290,13 +286,13 @@ def test_unlikely_free_continuations_replace_no_pass() -> None:
 
 
 def test_free_continuations_that_are_never_right_are_given_up() -> None:
-    policy = auto(Costs("flat", {1: 1.0, 64: 2.0}, {1: 0.05}), budget=8, width=2, max_passes=2)
+    policy = auto(Costs("steep", {1: 1.0, 64: 5.0}, {1: 0.05}), budget=8, width=2, max_passes=2)
     truth = [0.6, 0.2]
     law = Freely([truth] * LEVELS, 0.9, 5)
     world = World(
         policy, law, lambda tree, node: 0.0 if int(tree.tokens[node]) >= 50 else truth[int(tree.tokens[node])]
     )
-    verified = [sum(token >= 50 for token in world.cycle().tree.tokens.tolist()) for _ in range(300)]
+    verified = [sum(token >= 50 for token in world.cycle().tree.tokens.tolist()) for _ in range(400)]
     assert np.mean(verified[-50:]) < 0.2 * np.mean(verified[:5])
 
 
