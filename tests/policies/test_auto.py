@@ -206,9 +206,8 @@ def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
     drafted_before = thought.tables(64, 8, 0)
     for _ in range(12 * REPRICED):
         cycle = world.cycle()
-        passes = float(state_of(policy).ledger.spent) / float(
-            state_of(policy).ledger.draft[1]
-        )  # one price at all widths
+        ledger = state_of(policy).ledger
+        passes = float(ledger.spent) / float(ledger.draft[1])  # one price at all widths
         real = Seconds(
             verify=verify * float(drafted_before.verify[len(cycle.tree)]),
             draft=passes * draft * float(thought.draft[1]),
