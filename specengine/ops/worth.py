@@ -193,9 +193,8 @@ def hang_likely(
 def _require_room(tree: Arrays, counts: Counts, notes: Notes) -> None:
     if counts.table.shape[1] != KNOTS or counts.profile.shape != (LEVELS, PLACES) or len(notes.stated) <= len(tree[0]):
         given = describe(counts.table, counts.profile, notes.stated)
-        raise InputError(
-            f"counts, notes: float32 [cells, {KNOTS}], [{LEVELS}, {PLACES}], [{len(tree[0]) + 1}] are needed, got {given}"
-        )
+        wanted = f"[cells, {KNOTS}], [{LEVELS}, {PLACES}], [{len(tree[0]) + 1}]"
+        raise InputError(f"counts, notes: float32 {wanted} are needed, got {given}")
 
 
 def _spared(nodes: Nodes, notes: Notes) -> Tensor:
