@@ -94,6 +94,8 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
     if policy == "plain":
         if draft not in (None, *PLAIN):
             raise InputError("draft: policy 'plain' decodes without a draft; leave one of them out")
+        if options.policy_options:
+            raise InputError("policy_options: policy 'plain' has none")
     elif policy is not None and isinstance(draft, str) and draft in PLAIN:
         raise InputError(f"policy: draft {draft!r} leaves nothing for a policy to shape; leave one of them out")
     elif policy is not None:

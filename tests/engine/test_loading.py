@@ -9,6 +9,7 @@ import specengine
 from specengine import Engine, policies
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import first_layers
+from specengine.errors import InputError
 from tests.engine.engines import PROMPT, model_of, near_copy, plainly, tokenizer, untouched
 from tests.toy import byte_tokenizer, policy_for
 
@@ -35,6 +36,11 @@ def test_models_load_from_paths_by_name_and_in_one_call(saved: Path) -> None:
     answer = specengine.generate(prompt, str(saved), "ngram", "fixed", offline=True, dtype=torch.float32, **options)
     assert answer.token_ids == expected
     assert answer.stats.policy.startswith("Fixed(")
+
+
+def test_plain_decoding_has_no_options(saved: Path) -> None:
+    with pytest.raises(InputError, match="policy_options: policy 'plain' has none"):
+        Engine.from_pretrained(str(saved), policy="plain", policy_options={"width": 2}, offline=True)
 
 
 def test_loaded_models_options_and_instances(saved: Path) -> None:

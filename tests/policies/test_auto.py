@@ -94,9 +94,7 @@ def left_by(law: Rows, given: Costs, **shape: int) -> float:
 def test_the_tree_of_the_most_tokens_per_time(step: int | None, bound: float) -> None:
     """Of all sequences of widths and all counts of nodes, at the long-run rate of the best (Dinkelbach's fixpoint).
 
-    In 5600 drawn worlds it was the best tree in 98.5 of 100, and left 3.0 % at most where costs rise evenly or more
-    and more, 4.9 % where they rise in steps of 4 or 16 nodes: two rounds are thought of, of one width, and they do not
-    know of the last pass.
+    What is left comes of thinking two rounds ahead, of one width, without knowing of the last pass.
     """
     left = list[float]()
 
