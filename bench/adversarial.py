@@ -79,7 +79,7 @@ def _measure(
         "over_plain": round(statistics.median(times["plain"]) / statistics.median(times["ours"]), 3),
         "rounds": [round(b / a, 3) for a, b in zip(times["ours"], times["plain"], strict=True)],
         "tau": round(stats.mean_acceptance_length, 3),
-        "plain_steps": stats.reached_histogram[0],
+        "plain_steps": stats.num_plain_steps,
         "steps": stats.num_spec_steps,
         "draft_passes": stats.num_draft_passes,
         "policy_share": round(stats.time_policy_s / stats.elapsed_s, 4),

@@ -67,6 +67,7 @@ def log(args: argparse.Namespace) -> int:
     return 0
 
 
+@torch.inference_mode()
 def run(args: argparse.Namespace) -> int:
     costs = [find_costs(name) for name in args.costs]
     made = {spec: policies.make(name, **options) for spec in args.policy for name, options in [parse(spec)]}
@@ -160,7 +161,6 @@ def replay(trees: Trees, policy: TreePolicy) -> Iterator[Replayed]:
             yield replay_cycle(logged, shard.columns, policy)
 
 
-@torch.inference_mode()
 def replay_cycle(logged: LoggedTree, columns: Columns, policy: TreePolicy) -> Replayed:
     drafter, seconds = ReplayDrafter(logged, columns), Seconds()
     draft = draft_tree(int(logged.tokens[0]), drafter, policy, seconds, CPU)

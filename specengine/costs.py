@@ -122,6 +122,7 @@ PUBLISHED = {
         _ratio("vicuna-13b-h200", 0.082, 1, "TALON, from its EAGLE-3 rows with 9 draft passes"),
         _ratio("vicuna-13b-h200-long", 0.113, 1, "TALON, the same on CNN/DM"),
         _ratio("qwen3-8b-h200", 0.074, 1, "TALON, from its EAGLE-3 rows with 9 draft passes"),
+        _ratio("qwen3-32b-h200", 0.058, 1, "TALON, from its EAGLE-3 rows with 9 draft passes, CNN/DM left out"),
         _ratio("8b-l40", 5, 100, "C2T, equation 12"),
         _ratio("70b-2xa100", 10, 400, "C2T, equation 12"),
         Costs(

@@ -85,9 +85,9 @@ def draft_tree(
 ) -> Draft:
     """The tree under `token` that the target verifies, and the one that it was taken from.
 
-    Without a drafter the tree is its root alone: plain decoding. Adds the time spent to `seconds`.
+    Without a drafter, or while the policy rests, it is its root alone: plain decoding. Adds the time spent to `seconds`.
     """
-    if drafter is None or policy is None:
+    if drafter is None or policy is None or policy.rests:
         alone = TokenTree.root(token, device=device)
         return Draft(alone, alone)
     tree = TokenTree.root(token, policy.capacity, device)

@@ -319,7 +319,7 @@ class Engine:
             choose, features, successors = _of_list(chosen.tokens), chosen.features, chosen.successors
         else:
             logits, features = driver.verify(tree)
-            wanted = self.target.successors
+            wanted = 0 if driver.policy is not None and driver.policy.rests else self.target.successors
             successors = Successors.of(logits, wanted) if wanted else None
             choose = run.sampler.chooser_of_tree(logits, run.history, tree.depths)
         seconds.verify = -clock + (clock := time.perf_counter())
@@ -331,12 +331,16 @@ class Engine:
         cycle = Cycle(tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept, successors)
         if driver.drafter is not None and driver.policy is not None:
             driver.drafter.observe(cycle)
-            _learn(driver.policy, draft, cycle)
-            driver.policy.observe(cycle)
+            if not driver.policy.rests:
+                _learn(driver.policy, draft, cycle)
         run.root = tokens[-1]
         now = time.perf_counter()
         seconds.commit, seconds.total = now - clock, now - began
         seconds.model = self._model_seconds - model_before
+        if driver.drafter is not None and driver.policy is not None:
+            driver.policy.observe(cycle)
+            seconds.policy += (observed := time.perf_counter() - now)
+            seconds.total += observed
         self._count(run, cycle)
         return cycle
 

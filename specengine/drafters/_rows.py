@@ -86,6 +86,7 @@ class RowDraft(Drafter):
         self._used.zero_()
         if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
             return Step(torch.full((1, 1), float("-inf"), device=tree.device), normalized=True)
+        self._read(count)
         place, filled = torch.arange(count, device=self.device), self.cache.filled
         last = (self.taken.long() - 1).clamp(min=0)
         tokens = self.pending[:count].scatter(0, last, tree.tokens[:1])
@@ -98,6 +99,9 @@ class RowDraft(Drafter):
         filled += self.taken
         self.taken.zero_()
         return Step(logits, self.token_ids, hidden=states)
+
+    def _read(self, count: int) -> None:
+        """The first `count` of those that wait are run next."""
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         nodes, count, filled = *frontier, self.cache.filled
@@ -120,22 +124,25 @@ class RowDraft(Drafter):
     def accept(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
         self._take(tokens, path)
 
-    def _take(self, tokens: Tensor, path: Nodes) -> Tensor:
-        """Have these tokens wait; where, among the rows that wait, the path's come to stand: int64 [width]."""
-        places = self.taken + torch.arange(len(path.ids), device=self.device)
-        places = places.clamp(max=len(self.pending) - 1)  # warm-ups of a capture accept one path several times
-        self._held.index_copy_(0, places, tokens)  # the root, then those that the next pass runs
+    def _take(self, tokens: Tensor, path: Nodes) -> Tensor | slice:
+        """Have these tokens wait; where, among the rows that wait, the path's come to stand: int64 [width], a slice."""
+        count = len(path.ids)
+        if ops.is_free(self.taken):
+            places: Tensor | slice = slice(waiting := int(self.taken), waiting + count)
+        else:
+            places = self.taken + torch.arange(count, device=self.device)
+            places = places.clamp(max=len(self._held) - 2)  # warm-ups of a capture accept one path several times
+        put(self._held, places, tokens)  # the root, then those that the next pass runs
         self.taken += path.live
         return places
 
     def observe(self, cycle: Cycle) -> None:
-        waiting = int(self.taken) + len(cycle.path)
-        if waiting > len(self.pending):
-            self.reserve(0, self._nodes, waiting)
+        waiting, path = int(self.taken) + len(cycle.path), torch.tensor(cycle.path, device=self.device)
+        if waiting > len(self._held) - 1:
+            self.reserve(0, self._nodes, 2 * waiting)
         tokens = [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
         self._tokens += tokens
-        path = Nodes.of(torch.tensor(cycle.path, device=self.device))
-        self.accept(torch.tensor(tokens, device=self.device), path, cycle.features)
+        self.accept(torch.tensor(tokens, device=self.device), Nodes.of(path), cycle.features)
 
     def ended(self, tokens: list[int], drafted: int) -> None:
         """Captured cycles have committed these tokens, of which the first `drafted` were surely run."""
@@ -147,3 +154,11 @@ class RowDraft(Drafter):
         self.cache.crop(0)
         self.taken.zero_()
         self._tokens = []
+
+
+def put(buffer: Tensor, places: Tensor | slice, rows: Tensor) -> None:
+    """Write rows of a buffer."""
+    if isinstance(places, slice):
+        buffer[places] = rows
+    else:
+        buffer.index_copy_(0, places, rows.to(buffer.dtype))

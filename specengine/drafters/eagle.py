@@ -14,7 +14,7 @@ from specengine import registry
 from specengine.checkpoints import embedded
 from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
 from specengine.drafters import Maker
-from specengine.drafters._rows import Given, RowDraft
+from specengine.drafters._rows import Given, RowDraft, put
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.eagle_head import EagleHead, head_from, require_fit
@@ -35,7 +35,8 @@ class Eagle(RowDraft):
     root's children. A tree node at depth d is run from its parent's output and its own token at position t + d.
 
     States stand in one buffer: by node those that children are run from, a spare one for padding, and behind it the
-    target's own for the tokens that were accepted last.
+    target's own for the tokens that were accepted last. These are fused from its features by the pass that reads them,
+    so cycles without a pass do without.
 
     head: as `modeling.eagle_head.head_from` makes it, or a NativeHead; target: the model that the hidden states come
     from. InputError where head and target do not fit.
@@ -54,6 +55,8 @@ class Eagle(RowDraft):
         self.target = target
         self._seconds = 0.0
         self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)
+        width = config.num_features * config.target_hidden_size
+        self._features = torch.zeros(0, width, dtype=self.head.dtype, device=target.device)
         super().__init__(self.head.cache)
 
     @classmethod
@@ -92,24 +95,20 @@ class Eagle(RowDraft):
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        return *super().state, self._waiting
+        return *super().state, self._features
 
     @property
     def reads(self) -> tuple[Tensor, ...]:
-        return *super().reads, self._states, *self.head.reads
-
-    @property
-    def _waiting(self) -> Tensor:
-        """What the tokens that were accepted last are run from, [most, hidden size]."""
-        return self._states[self._nodes + 1 :]
+        return *super().reads, self._states, self._features, *self.head.reads
 
     def reserve(self, tokens: int, nodes: int, longest: int) -> None:
-        before = self._waiting
         super().reserve(tokens, nodes, longest)
-        size = self._nodes + 1 + len(self.pending)
-        if len(self._states) < size:
-            self._states = self._states.new_zeros(size, self._states.shape[1])
-            self._waiting[: len(before)] = before
+        waiting = len(self.pending)
+        if len(self._states) < self._nodes + 1 + waiting:
+            self._states = self._states.new_zeros(self._nodes + 1 + waiting, self._states.shape[1])
+        if len(self._features) < waiting:
+            more = self._features.new_zeros(waiting - len(self._features), self._features.shape[1])
+            self._features = torch.cat([self._features, more])
         self.head.refresh()
 
     def cached(self, tokens: list[int]) -> int:
@@ -125,15 +124,15 @@ class Eagle(RowDraft):
         if kept > self.cached(prompt):
             raise InputError(f"features: of {self.cached(prompt)} of {len(prompt)} tokens they are known, got {kept}")
         stable = min(self.cache.length, kept)
-        hidden = self._waiting[: max(kept - self.cache.length, 0)]
+        unread = self._features[: max(kept - self.cache.length, 0)]
         if features is not None:
-            hidden = torch.cat([hidden, self.head.fuse(features)])
+            unread = torch.cat([unread, features.to(unread.dtype)])
         self.cache.crop(stable)
         self._tokens = list(prompt)
-        self.head.extend(hidden[:-1], prompt[stable + 1 :])
-        last = hidden[-1:]  # waits for the root
+        self.head.extend(self.head.fuse(unread[:-1]), prompt[stable + 1 :])
+        last = unread[-1:].clone()  # waits for the root
         self.taken.fill_(len(last))
-        self._waiting[: len(last)] = last
+        self._features[: len(last)] = last
         self._seconds += time.perf_counter() - began
 
     @torch.inference_mode()
@@ -142,7 +141,13 @@ class Eagle(RowDraft):
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         began = time.perf_counter()
         places = self._take(tokens, path)
-        self._waiting.index_copy_(0, places, self.head.fuse(features.index_select(0, path.ids)))
+        put(self._features, places, features.index_select(0, path.ids))
+        self._seconds += time.perf_counter() - began
+
+    @torch.inference_mode()
+    def _read(self, count: int) -> None:
+        began = time.perf_counter()
+        self._states[self._nodes + 1 :][:count] = self.head.fuse(self._features[:count])
         self._seconds += time.perf_counter() - began
 
     @torch.inference_mode()

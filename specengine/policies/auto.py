@@ -19,6 +19,7 @@ from specengine.errors import InputError
 from specengine.ops import Counts, Ledger, Nodes, Notes, Prices
 from specengine.ops.worth import DEPTHS, FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES, RANKS, SOURCES
 from specengine.policies import TreePolicy, require
+from specengine.policies._pace import Pace
 from specengine.policies._state import PerDevice
 from specengine.records import Cycle
 from specengine.tree import TokenTree
@@ -121,6 +122,8 @@ class Auto(TreePolicy):
         self._costs = ASSUMED if self.costs == MEASURED else _found(self.costs)
         self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0
+        self._paces = Pace(), Pace()  # of greedy and of sampled answers
+        self._plain = 0.0  # a verification of the root alone, by the costs as they were measured
         self._state = PerDevice(self._start)
 
     @property
@@ -155,6 +158,7 @@ class Auto(TreePolicy):
 
     def begin(self, tokens: int, sampled: bool = False) -> None:
         self._context, self._group = tokens, int(sampled)
+        self._pace.begin()
         self._reprice()
         for state in self._state.copies():
             state.counts.group.fill_(self._group)
@@ -210,19 +214,31 @@ class Auto(TreePolicy):
     def observe(self, cycle: Cycle) -> None:
         if not self.reads_costs or not cycle.seconds.split:
             return
-        ledger, seconds = self._state.on(cycle.tree.device).ledger, cycle.seconds
+        state, seconds, rested = self._state.on(cycle.tree.device), cycle.seconds, self.rests
+        verify = state.ledger.verify
+        self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
+        expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.ledger.spent.item()
         took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
-        expected = ledger.verify[len(cycle.tree)].item(), ledger.spent.item()
         for part, (real, thought) in enumerate(zip(took, expected, strict=True)):
             if thought > 0:
                 ratio = min(max(real / thought, 0.5), 2.0)
                 self._scale[part] *= ratio**CORRECTION
+        if rested and not self.rests:
+            state.skipped.fill_(self.patience)  # the draft is looked at as well
         self._context += len(cycle.tokens)
         self._timed += 1
         if self._timed % REPRICED == 0:
             self._reprice()
 
     # ---- its parts
+
+    @property
+    def rests(self) -> bool:  # type: ignore[override]
+        return self._pace.resting > 0
+
+    @property
+    def _pace(self) -> Pace:
+        return self._paces[self._group]
 
     def _start(self, device: torch.device) -> _State:
         widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device)
@@ -232,12 +248,14 @@ class Auto(TreePolicy):
 
     def _tables(self) -> CostTables:
         tables = self._costs.tables(self.budget, self.width, self._context)
+        self._plain = float(tables.verify[1])
         return CostTables(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
 
     def _reprice(self) -> None:
+        tables = self._tables()
         for state in self._state.copies():
-            for table, now in zip((state.ledger.verify, state.ledger.draft), self._tables(), strict=True):
-                table.copy_(now)
+            state.ledger.verify.copy_(tables.verify)
+            state.ledger.draft.copy_(tables.draft)
             state.ledger.beside.fill_(self._costs.overhead)
             ops.settle(state.ledger, state.none)
 

@@ -1,0 +1,51 @@
+"""When trees have not been worth their time: decode plainly for a while, then look again."""
+
+from __future__ import annotations
+
+MEMORY = 0.97  # of what cycles with trees brought, per cycle
+HOPE, NEW_TEXT, AGAIN = 0.2, 0.03, 0.01  # tokens per cycle that trees are credited with: at first, in a new text, later
+DOUBT, TIMED = 0.1, 4  # tokens per cycle below which plain cycles are timed, and so many of them
+SHORTEST, LONGEST = 32, 64  # cycles of a rest
+PLAIN_WINDOW = 16  # plain cycles that a mean is of
+
+
+class Pace:
+    """Weighs what trees bring against what plain decoding brings in the time that they take, by clock.
+
+    Prices say what a node or a pass is worth beside the others; what asking itself takes they do not say. A cycle's
+    gain is the tokens that it committed less those that plain decoding commits in its time. Where recent gains become
+    small a few cycles rest, that is they are plain and ask nothing, and are timed; where they come to less than nothing
+    more cycles rest. A few with trees follow, which decide whether to go on or to rest for twice as long.
+    """
+
+    def __init__(self) -> None:
+        self.resting = 0  # cycles to go
+        self._gain = HOPE
+        self._length, self._worked = SHORTEST, SHORTEST
+        self._plain, self._timed = 1.0, 0  # what plain cycles take over what they were thought to take; of so many
+        self._new = True
+
+    def begin(self) -> None:
+        """Another text, which may be of another kind."""
+        self.resting, self._length, self._worked, self._new = 0, SHORTEST, SHORTEST, True
+        self._gain = max(self._gain, NEW_TEXT)
+
+    def observe(self, tokens: int, seconds: float, plain: float) -> None:
+        """A cycle brought so many tokens in so many seconds; plain: those that a plain cycle was thought to take."""
+        if self.resting:
+            self._timed = min(self._timed + 1, PLAIN_WINDOW)
+            self._plain += (seconds / plain - self._plain) / self._timed
+            self.resting -= 1
+            if not self.resting:
+                self._gain, self._worked = max(self._gain, AGAIN), -1
+            return
+        self._worked += 1
+        if not self._worked:  # the first one after a rest also does what the rest had left
+            return
+        gain = tokens - seconds / (plain * self._plain)
+        self._gain += (gain - self._gain) * (1 - MEMORY)
+        if self._gain < 0:
+            self._length = SHORTEST if self._worked >= SHORTEST else min(2 * self._length, LONGEST)
+            self.resting, self._new = self._length, False
+        elif self._gain < DOUBT and self._new:
+            self.resting, self._new = TIMED, False

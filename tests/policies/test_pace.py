@@ -1,0 +1,97 @@
+"""When auto decodes plainly: by simulated clocks, and with an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specengine import Engine
+from specengine.drafters.lookup import Lookup
+from specengine.drafters.recycling import Recycling
+from specengine.policies._pace import LONGEST, SHORTEST, TIMED, Pace
+from specengine.policies.auto import Auto
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.tree import TokenTree
+from tests import toy
+from tests.graphs.engines import PROMPT, model
+
+
+def ran(pace: Pace, cycles: int, chance: float, dearer: float, draw: random.Random, told: float = 1.0) -> list[int]:
+    """Tokens per cycle; 0 of a plain one. A cycle with trees brings a second token by this chance, and takes more."""
+    found = []
+    for _ in range(cycles):
+        rests = pace.resting > 0
+        tokens = 1 if rests else 1 + (draw.random() < chance)
+        seconds = (1.0 if rests else 1 + dearer) * draw.uniform(0.97, 1.03)
+        pace.observe(tokens, 0.01 * seconds, 0.01 * told)
+        found.append(0 if rests else tokens)
+    return found
+
+
+@pytest.mark.parametrize("told", [0.9, 1.0, 1.15], ids=["told too little", "told right", "told too much"])
+@pytest.mark.parametrize("dearer", [0.05, 0.1, 0.2])
+@pytest.mark.parametrize("chance", [0.0, 0.03, 0.1, 0.3, 0.8])
+def test_little_is_lost_whatever_trees_bring(chance: float, dearer: float, told: float) -> None:
+    """Over twelve texts; told: what plain cycles are thought to take, over what they do."""
+    draw, pace = random.Random(0), Pace()
+    cycles = list[int]()
+    for _ in range(12):
+        pace.begin()
+        cycles += ran(pace, 128, chance, dearer, draw, told)
+    with_trees = sum(tokens > 0 for tokens in cycles)
+    rate = sum(max(tokens, 1) for tokens in cycles) / (len(cycles) + dearer * with_trees)
+    best = max(1.0, (1 + chance) / (1 + dearer))
+    assert rate > (0.97 if dearer <= 0.1 else 0.95) * best
+
+
+def test_what_pays_is_never_interrupted() -> None:
+    pace = Pace()
+    assert all(ran(pace, 2000, 0.9, 0.2, random.Random(1)))
+
+
+def test_trees_that_begin_to_pay_are_found_and_kept() -> None:
+    draw, pace = random.Random(2), Pace()
+    before = ran(pace, 600, 0.0, 0.2, draw)
+    assert before.count(0) > 0.75 * len(before)
+    after = ran(pace, 600, 0.9, 0.2, draw)
+    assert after[2 * LONGEST :].count(0) == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), chance=st.floats(0, 0.3), dearer=st.floats(0.01, 0.5))
+def test_rests_are_bounded_and_trees_come_between(seed: int, chance: float, dearer: float) -> None:
+    found = ran(Pace(), 600, chance, dearer, random.Random(seed))
+    rests = [len(run) for run in "".join("r" if tokens == 0 else " " for tokens in found).split()]
+    assert all(length in (TIMED, SHORTEST, 2 * SHORTEST, LONGEST) for length in rests[:-1])
+    assert all(length <= LONGEST for length in rests)
+
+
+def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = HuggingFaceTarget(model())
+    policy = toy.policy_for("auto")
+    assert isinstance(policy, Auto)
+    policy = dataclasses.replace(policy, costs="measured", budget=16)
+    drafter = Lookup(Recycling())
+    engine, plain = Engine(target, drafter, policy), Engine(target, None, None)
+    asked = list[int]()
+    for name in ("root", "free"):
+        real = getattr(drafter, name)
+
+        def counted(tree: TokenTree, *rest: object, real=real):  # type: ignore[no-untyped-def]
+            asked.append(int(tree.tokens[0]))
+            return real(tree, *rest)
+
+        monkeypatch.setattr(drafter, name, counted)
+    engine.generate(PROMPT, max_new_tokens=12)
+    assert asked
+    for options in ({}, {"temperature": 1.0, "seed": 3}):
+        asked.clear()
+        monkeypatch.setattr(Pace, "begin", lambda self: setattr(self, "resting", 8))
+        found = engine.generate(PROMPT, max_new_tokens=20, **options)
+        assert found.token_ids == plain.generate(PROMPT, max_new_tokens=20, **options).token_ids
+        assert found.stats.reached_histogram[0] >= 8
+        assert len(asked) and not set(asked) & set(found.token_ids[:7])
