@@ -91,7 +91,7 @@ spec::Network network(const std::vector<uintptr_t>& parameters, int64_t inputs, 
 }  // namespace
 
 PYBIND11_MODULE(_expander, module) {
-  module.attr("INTERFACE") = 7;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 8;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
   module.def("ancestor_words", [](uintptr_t parents, int64_t nodes, uintptr_t out) {
     return spec::ancestor_words(at<const int64_t>(parents), nodes, spec::words_for(nodes), at<uint64_t>(out));
   });

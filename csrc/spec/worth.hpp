@@ -14,7 +14,7 @@ namespace spec {
 
 constexpr double kWorth = 1e-9;  // tokens: by so little rounding can make equal values differ
 constexpr float kOdds = 7.0f;    // the greatest log-odds that a table of chances tells apart
-constexpr int64_t kSources = 8, kDepths = 4, kRanks = 5, kKnots = 15, kPlaces = 6, kLevels = 8;
+constexpr int64_t kSources = 8, kDepths = 4, kRanks = 5, kKnots = 15, kPlaces = 10, kLevels = 8;
 constexpr float kFewest = 1e-4f, kMost = 0.999f;    // chances
 constexpr float kWindow = 150.0f, kPasses = 60.0f;  // tries that a knot remembers, nodes that a level of a profile does
 
@@ -41,7 +41,7 @@ inline float log_chance(float stated, const float* row, int64_t knots) {
 // Of a node by group, source, depth and place among its siblings.
 inline int64_t cell_of(int64_t group, int64_t source, int64_t depth, int64_t place) {
   const int64_t deep = std::clamp<int64_t>(depth - 1, 0, kDepths - 1);
-  return ((group * kSources + source) * kDepths + deep) * kRanks + place - (place > 3);
+  return ((group * kSources + source) * kDepths + deep) * kRanks + std::min(place - (place > 3), kRanks - 1);
 }
 
 // Where in a profile of so many levels a node stands whose edge has this chance, 0 to 1; the root has level 0.

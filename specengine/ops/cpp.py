@@ -25,7 +25,7 @@ from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTR
 from specengine.ops.worth import MEMORY, Counts, Ledger, Notes, Prices
 
 _expander: Any = importlib.import_module("specengine._expander")
-INTERFACE = 7  # as in csrc/expander.cpp
+INTERFACE = 8  # as in csrc/expander.cpp
 
 if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")

@@ -79,7 +79,7 @@ class Ledger(NamedTuple):
 
 
 SOURCES, DEPTHS, RANKS, KNOTS = 8, 4, 5, 15  # of Step.marks; 1 to 3 and deeper; of places; of odds
-PLACES = 6  # children of a node that are looked at: of ranks 0, 1, 2, 3, 3, 4
+PLACES = 10  # children of a node that are looked at: of ranks 0, 1, 2, 3, 3, then 4
 LEVELS = 8  # of a profile: of the root, then of chances in equal parts
 ODDS = 7.0  # the greatest log-odds that a table of chances tells apart, and the smallest, negative
 FEWEST, MOST = 1e-4, 0.999  # chances
@@ -115,12 +115,12 @@ def knot_of(log_probs: Tensor, knots: int) -> Tensor:
 def cells_of(group: Tensor, sources: Tensor | None, depths: Tensor, places: Tensor) -> Tensor:
     """int64: the cells of nodes by group, source (None: 0), depth and place, which broadcast."""
     deep = (depths - 1).clamp(0, DEPTHS - 1)
-    return _cell(group, 0 if sources is None else sources.long(), deep, places - (places > 3).long())
+    return _cell(group, 0 if sources is None else sources.long(), deep, (places - (places > 3).long()).clamp(max=RANKS - 1))
 
 
 def cell_of(group: int, source: int, depth: int, place: int) -> int:
     """The cell of one node."""
-    return _cell(group, source, min(max(depth - 1, 0), DEPTHS - 1), place - (place > 3))
+    return _cell(group, source, min(max(depth - 1, 0), DEPTHS - 1), min(place - (place > 3), RANKS - 1))
 
 
 def _cell(group: Number, source: Number, deep: Number, rank: Number) -> Number:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
+
 MEMORY = 0.97  # of what cycles with trees brought, per cycle
 HOPE, NEW_TEXT, AGAIN = 0.2, 0.03, 0.01  # tokens per cycle that trees are credited with: at first, in a new text, later
 DOUBT, TIMED = 0.1, 4  # tokens per cycle below which plain cycles are timed, and so many of them
 SHORTEST, LONGEST = 32, 64  # cycles of a rest
-PLAIN_WINDOW = 16  # plain cycles that a mean is of
+PLAIN_WINDOW = 16  # plain cycles that a median is of
+WORST = -2.0  # tokens: what a cycle loses at most, as a machine that was busy elsewhere says nothing of trees
 
 
 class Pace:
@@ -22,7 +26,7 @@ class Pace:
         self.resting = 0  # cycles to go
         self._gain = HOPE
         self._length, self._worked = SHORTEST, SHORTEST
-        self._plain, self._timed = 1.0, 0  # what plain cycles take over what they were thought to take; of so many
+        self._plain = deque[float](maxlen=PLAIN_WINDOW)  # what plain cycles took over what they were thought to take
         self._new = True
 
     def begin(self) -> None:
@@ -33,8 +37,7 @@ class Pace:
     def observe(self, tokens: int, seconds: float, plain: float) -> None:
         """A cycle brought so many tokens in so many seconds; plain: those that a plain cycle was thought to take."""
         if self.resting:
-            self._timed = min(self._timed + 1, PLAIN_WINDOW)
-            self._plain += (seconds / plain - self._plain) / self._timed
+            self._plain.append(seconds / plain)
             self.resting -= 1
             if not self.resting:
                 self._gain, self._worked = max(self._gain, AGAIN), -1
@@ -42,8 +45,8 @@ class Pace:
         self._worked += 1
         if not self._worked:  # the first one after a rest also does what the rest had left
             return
-        gain = tokens - seconds / (plain * self._plain)
-        self._gain += (gain - self._gain) * (1 - MEMORY)
+        gain = tokens - seconds / (plain * (statistics.median(self._plain) if self._plain else 1.0))
+        self._gain += (max(gain, WORST) - self._gain) * (1 - MEMORY)
         if self._gain < 0:
             self._length = SHORTEST if self._worked >= SHORTEST else min(2 * self._length, LONGEST)
             self.resting, self._new = self._length, False

@@ -194,7 +194,7 @@ def search_of(draw: Draw, tree: tuple, size: int) -> tuple:
 
 
 def hang_likely(draw: Draw) -> tuple:
-    size, rows, padding, places = draw.between(1, 40), draw.between(1, 5), draw.between(0, 3), draw.between(1, 6)
+    size, rows, padding, places = draw.between(1, 40), draw.between(1, 5), draw.between(0, 3), draw.between(1, worth.PLACES)
     tree, most = tree_of(draw, size, 80), draw.between(1, 40)
     stated = -draw.normal(rows, places).exp() * draw.one_of([0.1, 3.0])
     stated = stated.masked_fill(draw.normal(rows, places) > 1, -math.inf)
@@ -232,6 +232,17 @@ def count_outcomes(draw: Draw) -> tuple:
         chosen.append(int(tree[0][path[-1]]))
     nodes = ops.Nodes(torch.tensor(path + [0] * padding), count(len(path)))
     return (tree, count(size), nodes, poisoned(torch.tensor(chosen), padding), *search_of(draw, tree, size)), {}
+
+
+def settle(draw: Draw) -> tuple:
+    nodes, width = draw.between(1, 20), draw.between(1, 6)
+    verify, draft, earned, spent = (torch.rand(n, generator=draw.random) + 0.1 for n in (nodes + 1, width + 1, 2, 1))
+    prices = ops.Prices(torch.full_like(verify, math.nan), torch.full_like(draft, math.nan), torch.tensor([width]))
+    beside = torch.rand(1, generator=draw.random)
+    return (
+        ops.Ledger(verify, draft, prices, 9 * earned, spent, count(draw.between(0, nodes)), beside),
+        count(draw.one_of([0, draw.between(1, 9)])),
+    ), {}
 
 
 def select_worth(draw: Draw) -> tuple:
@@ -307,6 +318,7 @@ CASES: dict[str, Callable[[Draw], tuple]] = {
         gather_rows,
         compact_kv,
         count_outcomes,
+        settle,
         hang_likely,
         next_pass,
         select_best,

@@ -353,9 +353,9 @@ class TestHangLikely:
         for wrong in (
             (root, tokens.int(), stated),
             (root, tokens, stated.double()),
-            (root, tokens.repeat(1, 4), stated.repeat(1, 4)),
+            (root, tokens.repeat(1, 6), stated.repeat(1, 6)),
         ):
-            with pytest.raises(InputError, match="frontier, tokens, stated: int64 x 2, float32, 6 places"):
+            with pytest.raises(InputError, match="frontier, tokens, stated: int64 x 2, float32, 10 places"):
                 self.hang(tree, *wrong)
         for wrong in (torch.zeros(1, 2), torch.zeros(2, 2, dtype=torch.uint8)):
             with pytest.raises(InputError, match=r"sources: uint8 \[1, 2\]"):
