@@ -115,7 +115,9 @@ def knot_of(log_probs: Tensor, knots: int) -> Tensor:
 def cells_of(group: Tensor, sources: Tensor | None, depths: Tensor, places: Tensor) -> Tensor:
     """int64: the cells of nodes by group, source (None: 0), depth and place, which broadcast."""
     deep = (depths - 1).clamp(0, DEPTHS - 1)
-    return _cell(group, 0 if sources is None else sources.long(), deep, (places - (places > 3).long()).clamp(max=RANKS - 1))
+    return _cell(
+        group, 0 if sources is None else sources.long(), deep, (places - (places > 3).long()).clamp(max=RANKS - 1)
+    )
 
 
 def cell_of(group: int, source: int, depth: int, place: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
@@ -9,7 +10,9 @@ MEMORY = 0.97  # of what cycles with trees brought, per cycle
 HOPE, NEW_TEXT, AGAIN = 0.2, 0.03, 0.01  # tokens per cycle that trees are credited with: at first, in a new text, later
 DOUBT, TIMED = 0.1, 4  # tokens per cycle below which plain cycles are timed, and so many of them
 SHORTEST, LONGEST = 32, 64  # cycles of a rest
+SURE = 1.0  # standard errors by which gains are below nothing
 PLAIN_WINDOW = 16  # plain cycles that a median is of
+SPREAD = 0.05  # tokens squared: variance of a cycle's gain, to begin with
 WORST = -2.0  # tokens: what a cycle loses at most, as a machine that was busy elsewhere says nothing of trees
 
 
@@ -24,7 +27,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.resting = 0  # cycles to go
-        self._gain = HOPE
+        self._gain, self._spread = HOPE, SPREAD
         self._length, self._worked = SHORTEST, SHORTEST
         self._plain = deque[float](maxlen=PLAIN_WINDOW)  # what plain cycles took over what they were thought to take
         self._new = True
@@ -46,8 +49,10 @@ class Pace:
         if not self._worked:  # the first one after a rest also does what the rest had left
             return
         gain = tokens - seconds / (plain * (statistics.median(self._plain) if self._plain else 1.0))
-        self._gain += (max(gain, WORST) - self._gain) * (1 - MEMORY)
-        if self._gain < 0:
+        off = max(gain, WORST) - self._gain
+        self._gain += off * (1 - MEMORY)
+        self._spread += (off * off - self._spread) * (1 - MEMORY)
+        if self._gain < -SURE * math.sqrt(self._spread * (1 - MEMORY) / 2):  # standard errors of such a mean
             self._length = SHORTEST if self._worked >= SHORTEST else min(2 * self._length, LONGEST)
             self.resting, self._new = self._length, False
         elif self._gain < DOUBT and self._new:

@@ -35,7 +35,18 @@ CORRECTION, REPRICED = 0.05, 16  # weight of a cycle's time against the measured
 
 PRIOR = Path(__file__).parent / "networks" / "chances.safetensors"
 DOUBT = 8.0  # tries that a prior counts for
-REST = (1.0, 0.3, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01)  # of children by place, against the first, until they have been counted
+REST = (
+    1.0,
+    0.3,
+    0.12,
+    0.06,
+    0.04,
+    0.03,
+    0.02,
+    0.02,
+    0.01,
+    0.01,
+)  # of children by place, against the first, until they have been counted
 
 
 class _State:

@@ -194,7 +194,12 @@ def search_of(draw: Draw, tree: tuple, size: int) -> tuple:
 
 
 def hang_likely(draw: Draw) -> tuple:
-    size, rows, padding, places = draw.between(1, 40), draw.between(1, 5), draw.between(0, 3), draw.between(1, worth.PLACES)
+    size, rows, padding, places = (
+        draw.between(1, 40),
+        draw.between(1, 5),
+        draw.between(0, 3),
+        draw.between(1, worth.PLACES),
+    )
     tree, most = tree_of(draw, size, 80), draw.between(1, 40)
     stated = -draw.normal(rows, places).exp() * draw.one_of([0.1, 3.0])
     stated = stated.masked_fill(draw.normal(rows, places) > 1, -math.inf)
