@@ -74,7 +74,7 @@ class _Layout:
             stack += reversed(layout.below(order[-1]))
         for node in order:  # leaves from top to bottom, then what is above them in the middle of its children
             if not layout.below(node):
-                layout.places[node] = (layout.depth(node), layout.rows)
+                layout.places[node] = (layout.depth(node), float(layout.rows))
                 layout.rows += 1
         for node in reversed(order):
             if below := layout.below(node):
@@ -120,7 +120,7 @@ def _box(state: str) -> dict[str, Any]:
     return {"boxstyle": "round,pad=0.3", **LOOKS[state]}
 
 
-def _edge(axes: Any, start: tuple[int, float], end: tuple[int, float], look: dict[str, Any]) -> None:
+def _edge(axes: Any, start: tuple[float, float], end: tuple[float, float], look: dict[str, Any]) -> None:
     (x0, y0), (x1, y1) = start, end
     x0, x1, bend = x0 - BOX, x1 - BOX, x1 - BEND
     style = {key: look[key] for key in ("linewidth", "linestyle") if key in look}
