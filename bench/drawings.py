@@ -71,7 +71,9 @@ def draw(name: str) -> None:
 
 def _policies() -> Points:
     found = summaries("auto-policies.jsonl")
-    speeds = {way.partition(",")[0]: r["speed_mean"] for (way, name), r in found.items() if name == ALL and way != "plain"}
+    speeds = {
+        way.partition(",")[0]: r["speed_mean"] for (way, name), r in found.items() if name == ALL and way != "plain"
+    }
     return dict(sorted(speeds.items(), key=lambda item: -item[1]))
 
 

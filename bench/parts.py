@@ -76,6 +76,30 @@ def versus(file: str) -> str:
     return table(("way", "tokens/s", "over `generate`", "over plain decoding"), rows, file)
 
 
+def headline(file: str) -> str:
+    """The one figure of bench.end_to_end: the default beside transformers' `generate`, over all sets."""
+    whole = next(r for r in records(file) if r["record"] == "summary" and r["set"] == ALL)
+    best = max(rate for way, rate in whole["speedup_over_huggingface"].items() if way not in WAYS)
+    said = "token for token what the model\nsays when it decodes plainly ([measured](#measured))."
+    return f"**{best:.1f}x** the tokens per second of transformers' `generate` on two CPU cores, {said}"
+
+
+FIVE = {
+    "auto": "the default: the tree that pays, by measured costs and counted chances; plain decoding where none does",
+    "salf/cpu": "SALF: best-first search, stopped once the next batch holds too little probability",
+    "talon/cpu": "TALON: a node budget, gated by the level's best path: deep where the draft is sure, wide where not",
+    "ltd,networks=cpu": "Learning to Draft: two networks choose depth and size, trained on throughput",
+    "eagle/cpu": "EAGLE-2: a beam, then the best of all that were scored",
+}
+
+
+def five(file: str) -> str:
+    """Five policies and what they do, from bench.policies."""
+    found = summaries(file)
+    rows = [[code(way.partition(",")[0]), text, f"{found[way, ALL]['speed_mean']:.2f}"] for way, text in FIVE.items()]
+    return table(("policy", "the tree", "speed over plain decoding"), rows, file)
+
+
 def _policy(way: str) -> str:
     """`auto` of `eagle (...) with lookup, Auto(budget=64, ...)`."""
     return code(way.rpartition("(")[0].rpartition(" ")[2].lower())
@@ -96,6 +120,19 @@ def answers(file: str, part: str) -> str:
     ]
     header = ("way", "tokens/s", "over `generate`", "over llama.cpp", "acceptance length")
     return table(header, rows, file)
+
+
+def rivals(file: str) -> str:
+    """From bench.cpu, in a sentence: answers from the packed file beside what people run instead."""
+    mean, own = means(file)["default"], "native gguf"
+    rates, lookup = mean["tokens_per_second"], "generate, prompt lookup"
+    told = {
+        "`generate`": (mean["speedup_over_generate"][own], rates["generate"]),
+        "prompt lookup": (rates[own] / rates[lookup], rates[lookup]),
+        "llama.cpp's plain decoding": (mean["speedup_over_llama.cpp"][own], rates["llama.cpp"]),
+    }
+    others = ", ".join(f"{over:.1f}x {name} ({rate:.0f})" for name, (over, rate) in told.items())
+    return f"from the packed GGUF file {rates[own]:.0f} tokens/s: {others}\n(`bench/results/{file}`)."
 
 
 def means(file: str) -> dict[str, Record]:
@@ -268,5 +305,19 @@ def losses(file: str) -> str:
 
 PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
-    for part in (versus, answers, policies, sets, adversarial, chances, regret, exactness, same, forward, start)
+    for part in (
+        headline,
+        five,
+        versus,
+        answers,
+        policies,
+        sets,
+        adversarial,
+        chances,
+        regret,
+        exactness,
+        same,
+        forward,
+        start,
+    )
 } | {part.__name__: part for part in (instructions, perplexity, replays, compared, losses)}
