@@ -306,18 +306,9 @@ def losses(file: str) -> str:
 PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
     for part in (
-        headline,
-        five,
-        versus,
-        answers,
-        policies,
-        sets,
-        adversarial,
-        chances,
-        regret,
-        exactness,
-        same,
-        forward,
-        start,
+        *(headline, rivals, five, versus, answers),
+        *(policies, sets, adversarial, chances, regret),
+        *(exactness, same, forward, start, instructions, perplexity),
+        *(replays, compared, losses),
     )
-} | {part.__name__: part for part in (instructions, perplexity, replays, compared, losses)}
+}
