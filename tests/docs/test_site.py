@@ -15,7 +15,11 @@ from tests.docs.blocks import PAGES, ROOT
 from tests.docs.site import main, problems
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-WRITTEN = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"))]
+WRITTEN = [
+    *PAGES,
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md")),
+    *(ROOT / "specengine").rglob("README.md"),
+]
 
 
 def anchors(page: Path) -> set[str]:
