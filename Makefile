@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/cpu/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench test-gpu test-gpu-offline bench-gpu clean
+.PHONY: help demo test lint bench docs test-gpu test-gpu-offline bench-gpu clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -34,6 +34,11 @@ bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine'
 	$(RUN) -m bench.tree_construction --out build/results/tree-construction.jsonl
 	$(RUN) -m bench.policies --per-set 3 --max-new-tokens 64 --out build/results/policies.jsonl
 	$(RUN) -m bench.report build/results/policies.jsonl build/results/tree-construction.jsonl
+
+docs: $(VENV)/.installed-docs  ## the documentation as a site in build/docs, its figures and links checked
+	$(RUN) -m bench.pages --check
+	$(RUN) -m zensical build --strict --clean
+	$(RUN) -m tests.docs.site build/docs
 
 test-gpu: $(VENV)/.installed-gpu  ## the tests that need a CUDA device
 	$(RUN) -m pytest $(GPU_TESTS) -n $(GPU_WORKERS) --dist worksteal
@@ -88,6 +93,10 @@ $(VENV)/.installed-run: $(INSTALL_FILES) | $(VENV)/bin/pip
 $(VENV)/.installed-dev: $(INSTALL_FILES) | $(VENV)/bin/pip
 	$(PIP_INSTALL) -e '.[dev]'
 	@$(REPORT_EXTENSION)
+	@touch $@ $(VENV)/.installed-run
+
+$(VENV)/.installed-docs: $(INSTALL_FILES) | $(VENV)/bin/pip
+	$(PIP_INSTALL) -e '.[docs]'
 	@touch $@ $(VENV)/.installed-run
 
 $(VENV)/.installed-gpu: export SPECENGINE_CUDA := 1

@@ -1,4 +1,4 @@
-"""docs/develop.md: the policy and the drafter that it shows are files that work, eagerly and captured."""
+"""docs/develop: the policy and the drafter that it shows are files that work, eagerly and captured."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from specengine.captured import NOTE
 from specengine.errors import InputError
 from tests.graphs.engines import PROMPT, engine_of, frozen, model
 
-PAGE = Path(__file__).parents[1] / "docs" / "develop.md"
-FILES = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', PAGE.read_text(), re.DOTALL))
+PAGES = Path(__file__).parents[1] / "docs" / "develop"
+TEXT = (PAGES / "policy.md").read_text() + (PAGES / "drafter.md").read_text()
+FILES = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', TEXT, re.DOTALL))
 POLICY, DRAFTER = "specengine/policies/comb.py", "specengine/drafters/embedding.py"
 
 pytestmark = pytest.mark.usefixtures("one_thread", "new_files")

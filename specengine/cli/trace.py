@@ -6,12 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from specengine.checkpoints.files import atomic
 from specengine.cli.terminal import DRAFTED, RESET, why_no_colours
 from specengine.errors import InputError
 from specengine.trace import Trace, read_trace
 from specengine.trace.page import page
+from specengine.trace.records import TracedCycle
 from specengine.trace.text import MARKS, cycle_lines, summary
 
 HELP = "show the trees that `specengine generate --trace` wrote"
@@ -25,8 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="+", type=Path, metavar="FILE", help="traces; their queries are counted through")
     parser.add_argument("--query", type=int, metavar="N", help="show a cycle of the N-th query (default 1)")
     parser.add_argument("--cycle", type=int, metavar="N", help="show the N-th cycle (default 1)")
-    parser.add_argument("--pruned", action="store_true", help="give every pruned node a line of its own")
+    parser.add_argument("--pruned", action="store_true", help="give every pruned node a line of its own, or a box")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that steps through the cycles")
+    parser.add_argument("--tree", type=Path, metavar="FILE", help="draw that cycle's tree, as an SVG file")
     parser.add_argument(
         "--pictures",
         type=Path,
@@ -44,8 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
 
         for file in draw(traces, arguments.pictures):
             print(file)
-    asked = arguments.query is not None or arguments.cycle is not None
-    if asked or not (arguments.html or arguments.pictures):
+    if arguments.tree:
+        from specengine.trace.tree_picture import draw_tree
+
+        draw_tree(_cycle(traces, arguments).cycle, arguments.tree, pruned=arguments.pruned)
+        print(arguments.tree)
+    asked = (arguments.query is not None or arguments.cycle is not None) and not arguments.tree
+    if asked or not (arguments.html or arguments.pictures or arguments.tree):
         _show(traces, arguments, with_summary=not asked)
     return 0
 
@@ -67,15 +75,30 @@ def _show(traces: Sequence[Trace], arguments: argparse.Namespace, *, with_summar
     queries = [query for trace in traces for query in trace.queries]
     if with_summary and not (queries and queries[0].cycles):
         return
+    shown = _cycle(traces, arguments)
+    _print(f"\nquery {shown.query} of {len(queries)}, cycle {shown.position} of {shown.cycles}")
+    for line in cycle_lines(shown.cycle, pruned=arguments.pruned):
+        _print(line, coloured=why_no_colours() is None)
+
+
+class _Shown(NamedTuple):
+    """The cycle that was asked for, and where it stands, from 1."""
+
+    cycle: TracedCycle
+    query: int
+    position: int
+    cycles: int
+
+
+def _cycle(traces: Sequence[Trace], arguments: argparse.Namespace) -> _Shown:
+    queries = [query for trace in traces for query in trace.queries]
     number, position = arguments.query or 1, arguments.cycle or 1
     if arguments.query == 0 or not 1 <= number <= len(queries):
         raise InputError(f"query: got {arguments.query}, accepted {_range(len(queries))}")
     cycles = queries[number - 1].cycles
     if arguments.cycle == 0 or not 1 <= position <= len(cycles):
         raise InputError(f"cycle: got {arguments.cycle}, accepted {_range(len(cycles))} in query {number}")
-    _print(f"\nquery {number} of {len(queries)}, cycle {position} of {len(cycles)}")
-    for line in cycle_lines(cycles[position - 1], pruned=arguments.pruned):
-        _print(line, coloured=why_no_colours() is None)
+    return _Shown(cycles[position - 1], number, position, len(cycles))
 
 
 def _range(count: int) -> str:

@@ -68,10 +68,10 @@ def _labels(traces: Sequence[Trace]) -> list[str]:
     ):
         if len(set(names)) == len(names):
             break
-    return [_literal(name) for name in names]
+    return [literal(name) for name in names]
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Without letters that cannot be drawn, and with no formula for matplotlib to read."""
     return "".join(letter if letter.isprintable() else "?" for letter in text).replace("$", r"\$")
 

@@ -1,0 +1,314 @@
+"""Tables of the pages, each from the result files that it names below itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.report import ALL, loss_tables
+from bench.table import NOTHING, Record, Table, number
+
+RESULTS = Path(__file__).parent / "results"
+SETS = {
+    "alpaca": "Alpaca",
+    "cnn_dm": "CNN/DM",
+    "gsm8k": "GSM8K",
+    "humaneval": "HumanEval",
+    "mt_bench": "MT-bench",
+    "qa": "QA",
+    ALL: "all",
+}
+WAYS = {  # as end_to_end and bench.cpu call them
+    "generate": "transformers' `generate`",
+    "huggingface": "the model's own modules, specengine",
+    "generate, prompt lookup": "transformers' prompt lookup",
+    "huggingface prompt lookup": "transformers' prompt lookup",
+    "plain": "specengine, plain decoding",
+    "native": "specengine, bfloat16",
+    "native int8": "specengine, int8",
+    "native gguf": "specengine, from the packed GGUF file",
+    "llama.cpp": "llama.cpp, plain decoding of the same GGUF file",
+}
+
+
+def records(file: str) -> list[Record]:
+    return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+
+
+def table(header: Sequence[str], rows: list[list[str]], *files: str) -> str:
+    """A table in markdown, and below it the files that it is made of."""
+    made = Table("", "", tuple(header), rows).markdown().partition("\n\n")[2]
+    return f"{made}\n\n{source(*files)}"
+
+
+def source(*files: str) -> str:
+    """Where figures come from: file, machine, date."""
+    lines = []
+    for file in dict.fromkeys(files):
+        origin = next(record for record in records(file) if record["record"] == "provenance")
+        lines.append(f"<small>`bench/results/{file}`: {origin['device']}, {origin['date']}</small>")
+    return "<br>\n".join(lines)
+
+
+def code(way: str) -> str:
+    return f"`{way}`"
+
+
+def summaries(file: str) -> dict[tuple[str, str], Record]:
+    """The summaries of bench.policies by way and set."""
+    return {(r["way"], r["set"]): r for r in records(file) if r["record"] == "summary" and "way" in r}
+
+
+def versus(file: str) -> str:
+    """From bench.end_to_end: each way over all sets, beside what transformers users run."""
+    whole = next(r for r in records(file) if r["record"] == "summary" and r["set"] == ALL)
+    names = {**WAYS, "huggingface": "transformers' `generate`"}
+    rows = [
+        [
+            names.get(way, f"specengine, {_policy(way)}"),
+            f"{rate:.0f}",
+            f"{whole['speedup_over_huggingface'][way]:.2f}",
+            f"{whole['speedup_over_plain'][way]:.2f}",
+        ]
+        for way, rate in whole["tokens_per_second"].items()
+    ]
+    return table(("way", "tokens/s", "over `generate`", "over plain decoding"), rows, file)
+
+
+def headline(file: str) -> str:
+    """The one figure of bench.end_to_end: the default beside transformers' `generate`, over all sets."""
+    whole = next(r for r in records(file) if r["record"] == "summary" and r["set"] == ALL)
+    best = max(rate for way, rate in whole["speedup_over_huggingface"].items() if way not in WAYS)
+    said = "token for token what the model\nsays when it decodes plainly ([measured](#measured))."
+    return f"**{best:.1f}x** the tokens per second of transformers' `generate` on two CPU cores, {said}"
+
+
+FIVE = {
+    "auto": "the default: the tree that pays, by measured costs and counted chances; plain decoding where none does",
+    "salf/cpu": "SALF: best-first search, stopped once the next batch holds too little probability",
+    "talon/cpu": "TALON: a node budget, gated by the level's best path: deep where the draft is sure, wide where not",
+    "ltd,networks=cpu": "Learning to Draft: two networks choose depth and size, trained on throughput",
+    "eagle/cpu": "EAGLE-2: a beam, then the best of all that were scored",
+}
+
+
+def five(file: str) -> str:
+    """Five policies and what they do, from bench.policies."""
+    found = summaries(file)
+    rows = [[code(way.partition(",")[0]), text, f"{found[way, ALL]['speed_mean']:.2f}"] for way, text in FIVE.items()]
+    return table(("policy", "the tree", "speed over plain decoding"), rows, file)
+
+
+def _policy(way: str) -> str:
+    """`auto` of `eagle (...) with lookup, Auto(budget=64, ...)`."""
+    return code(way.rpartition("(")[0].rpartition(" ")[2].lower())
+
+
+def answers(file: str, part: str) -> str:
+    """From bench.cpu: each way of one part over all sets."""
+    whole = means(file)[part]
+    rows = [
+        [
+            WAYS[way],
+            f"{rate:.0f}",
+            f"{whole['speedup_over_generate'][way]:.2f}",
+            f"{whole['speedup_over_llama.cpp'][way]:.2f}",
+            number(whole["acceptance_length"], way, 2),
+        ]
+        for way, rate in whole["tokens_per_second"].items()
+    ]
+    header = ("way", "tokens/s", "over `generate`", "over llama.cpp", "acceptance length")
+    return table(header, rows, file)
+
+
+def rivals(file: str) -> str:
+    """From bench.cpu, in a sentence: answers from the packed file beside what people run instead."""
+    mean, own = means(file)["default"], "native gguf"
+    rates, lookup = mean["tokens_per_second"], "generate, prompt lookup"
+    told = {
+        "`generate`": (mean["speedup_over_generate"][own], rates["generate"]),
+        "prompt lookup": (rates[own] / rates[lookup], rates[lookup]),
+        "llama.cpp's plain decoding": (mean["speedup_over_llama.cpp"][own], rates["llama.cpp"]),
+    }
+    others = ", ".join(f"{over:.1f}x {name} ({rate:.0f})" for name, (over, rate) in told.items())
+    return f"from the packed GGUF file {rates[own]:.0f} tokens/s: {others}\n(`bench/results/{file}`)."
+
+
+def means(file: str) -> dict[str, Record]:
+    """Of bench.cpu's answers, by part: the mean of the sets."""
+    return {r["part"]: r for r in records(file) if r["record"] == "summary" and r["set"] == "mean of the sets"}
+
+
+def policies(file: str, *ways: str) -> str:
+    """From bench.policies: counters, the policy's time, speed over plain decoding; of all ways if none is named."""
+    found = summaries(file)
+    rows = []
+    for way in ways or [way for way, name in found if name == ALL and way != "plain"]:
+        whole = found[way, ALL]
+        by_set = {name: r for (w, name), r in found.items() if w == way and name != ALL and "speed_mean" in r}
+        lowest = min(by_set, key=lambda name: by_set[name]["speed_mean"], default=None)
+        rows.append(
+            [
+                code(way),
+                *(number(whole, name, digits) for name, digits in (("tau", 2), ("delta", 2), ("verified", 1))),
+                f"{100 * whole['policy_share']:.1f} %" if "policy_share" in whole else NOTHING,
+                number(whole, "speed_mean", 2),
+                f"{by_set[lowest]['speed_mean']:.2f} ({SETS.get(lowest, lowest)})" if lowest else NOTHING,
+            ]
+        )
+    header = ("policy", "tau", "delta", "nodes verified", "policy's share", "speed over plain", "lowest set")
+    return table(header, rows, file)
+
+
+def sets(file: str, *ways: str) -> str:
+    """From bench.policies: speed over plain decoding by set, mean of prompts."""
+    found = summaries(file)
+    names = [name for name in SETS if ("plain", name) in found]
+    rows = [
+        [code(way), *(number(found[way, name], "speed_mean", 2) for name in names)]
+        for way in ways or dict.fromkeys(way for way, _ in found if way != "plain")
+    ]
+    return table(("policy", *(SETS[name] for name in names)), rows, file)
+
+
+def adversarial(file: str) -> str:
+    """From bench.adversarial: each case, the median of its rounds and the first of them."""
+    rows = [
+        [r["case"], f"{r['over_plain']:.2f}", f"{r['rounds'][0]:.2f}", number(r, "tau", 2), str(r["draft_passes"])]
+        for r in records(file)
+        if r["record"] == "row"
+    ]
+    return table(("case", "speed over plain", "in the first round", "tau", "draft passes in all"), rows, file)
+
+
+def chances(file: str) -> str:
+    """From bench.chances: expected calibration errors."""
+    rows = [
+        [r["source"], r["sampling"], f"{r['outcomes']:,}", f"{r['stated_error']:.3f}", f"{r['counted_error']:.3f}"]
+        for r in records(file)
+        if r["record"] == "chances"
+    ]
+    return table(("source", "sampling", "outcomes", "stated", "counted"), rows, file)
+
+
+def regret(file: str) -> str:
+    """From bench.regret: expected tokens lost per cycle."""
+    lost = {(r["law"], r["by"]): f"{r['per_cycle']:.3f}" for r in records(file) if r["record"] == "regret"}
+    rows = [[law, lost[law, "counted"], lost[law, "stated"]] for law in dict.fromkeys(law for law, _ in lost)]
+    return table(("the law", "by counted chances", "by stated ones"), rows, file)
+
+
+def exactness(*files: str) -> str:
+    """From bench.exactness: verdicts over all answers of each file."""
+    rows = []
+    for file in files:
+        whole = next(r for r in records(file) if r["record"] == "summary")
+        seeds = sorted({"greedy" if r["seed"] is None else f"seed {r['seed']}" for r in records(file) if "seed" in r})
+        verdicts = [str(whole["verdicts"][name]) for name in ("exact", "near-tie", "mismatch")]
+        rows.append([whole["dtype"], ", ".join(seeds), str(whole["runs"]), f"{whole['tokens']:,}", *verdicts])
+    header = ("dtype", "decoding", "answers", "tokens", "equal", "left it at a near-tie", "mismatches")
+    return table(header, rows, *files)
+
+
+def same(*files: str) -> str:
+    """From bench.policies: answers that leave plain decoding's, over all policies of each file."""
+    rows = []
+    for file in files:
+        asked = next(r for r in records(file) if r["record"] == "settings")
+        whole = [r for (way, name), r in summaries(file).items() if name == ALL and way != "plain"]
+        decoding = f"temperature {asked['temperature']:g}" if asked["temperature"] else "greedy"
+        strict = "yes" if asked.get("strict") else ""
+        counts = (str(len(whole)), str(sum(r["prompts"] for r in whole)), str(sum(r["diverging"] for r in whole)))
+        rows.append([code(file.removesuffix(".jsonl")), asked["dtype"], decoding, strict, *counts])
+    header = ("file", "dtype", "decoding", "`strict`", "policies", "answers", "differ from plain decoding's")
+    return table(header, rows, *files)
+
+
+def forward(file: str) -> str:
+    """From bench.cpu: milliseconds of one forward by rows."""
+    ways = [r for r in records(file) if r["record"] == "forward"]
+    counts = list(ways[0]["ms"])
+    rows = [[_forward(r["way"]), *(f"{r['ms'][count]:.1f}" for count in counts), f"{r['read_ms']:.1f}"] for r in ways]
+    return table(("weights", *(f"{n} rows, ms" for n in counts), "reading them once, ms"), rows, file)
+
+
+def _forward(way: str) -> str:
+    names = {"native": "bfloat16", "native int8": "int8", "native gguf": "packed GGUF", "default": "as by default"}
+    return names.get(way, "bfloat16, transformers' modules")
+
+
+def start(file: str) -> str:
+    """From bench.cpu: seconds to the first token of a process, and what memory it takes."""
+    memory = {r["way"]: r for r in records(file) if r["record"] == "memory"}
+    seconds = {r["way"]: r for r in records(file) if r["record"] == "start"}
+    rows = [
+        [
+            _forward(way),
+            number(seconds.get(way, {}), "cold_s", 1),
+            number(seconds.get(way, {}), "warm_s", 1),
+            number(memory.get(way, {}), "peak_mb", 0),
+        ]
+        for way in dict.fromkeys([*seconds, *memory])
+    ]
+    header = ("weights", "first token, nothing cached, s", "later starts, s", "peak MB beyond imports and tokenizer")
+    return table(header, rows, file)
+
+
+def instructions(file: str) -> str:
+    """From bench.cpu: a forward under each instruction set that was forced, over transformers' modules."""
+    ways = [r for r in records(file) if r["record"] == "isa"]
+    counts = list(ways[0]["speedup_over_huggingface"])
+    rows = [[code(r["isa"]), *(f"{r['speedup_over_huggingface'][n]:.2f}" for n in counts)] for r in ways]
+    return table(("`SPECENGINE_CPU`", *(f"{n} rows" for n in counts)), rows, file)
+
+
+def perplexity(file: str) -> str:
+    """From bench.perplexity: each way, and how far a token's log-likelihood is from float32's."""
+    rows = []
+    for r in records(file):
+        if r["record"] == "perplexity":
+            way = {"huggingface float32": "float32, transformers' modules"}.get(r["way"]) or _forward(r["way"])
+            far = r.get("nats_from_float32", {})
+            rows.append([way, f"{r['perplexity']:.3f}", number(far, "mean", 3), number(far, "max", 2)])
+    return table(("weights", "perplexity", "nats from float32, mean", "largest"), rows, file)
+
+
+def replays(file: str, *starts: str) -> str:
+    """From bench.replay: predicted speeds of the settings whose names begin so, under each cost curve."""
+    found = [r for r in records(file) if r["record"] == "replay" and r["way"].startswith(starts or "")]
+    curves = {"end-to-end-shipped-head": "speed, two cores", "qwen3-8b-h200": "speed, Qwen3-8B on an H200"}
+    rows = [
+        [
+            code(r["way"]),
+            *(number(r, name, digits) for name, digits in (("tau", 2), ("delta", 2), ("gamma", 1))),
+            *(f"{r['speedup'][curve]:.2f}" for curve in curves),
+        ]
+        for r in found
+    ]
+    return table(("setting", "tau", "delta", "nodes verified", *curves.values()), rows, file)
+
+
+def compared(*files: str) -> str:
+    """From bench.ltd: each way's speed over plain decoding under the cost table of each file."""
+    found = {file: {r["way"]: r for r in records(file) if r["record"] == "replay"} for file in files}
+    ways = dict.fromkeys(way for own in found.values() for way in own)
+    rows = [[code(way), *(number(found[file].get(way, {}), "speed", 3) for file in files)] for way in ways]
+    return table(("way", *(code(file.removesuffix(".jsonl")) for file in files)), rows, *files)
+
+
+def losses(file: str) -> str:
+    """From bench.losses."""
+    made = loss_tables(records(file))[0]
+    return table(made.header, made.rows, file)
+
+
+PARTS: dict[str, Callable[..., str]] = {
+    part.__name__: part
+    for part in (
+        *(headline, rivals, five, versus, answers),
+        *(policies, sets, adversarial, chances, regret),
+        *(exactness, same, forward, start, instructions, perplexity),
+        *(replays, compared, losses),
+    )
+}

@@ -1,0 +1,60 @@
+"""Tables, plots and options on the pages are those of the result files and parsers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench import drawings, options, pages, parts
+from specengine.cli import make_parser
+from tests.docs.blocks import PAGES, ROOT
+
+
+def test_pages_and_plots_are_what_would_be_drawn_now() -> None:
+    assert not pages.stale(), "run python -m bench.pages"
+
+
+def test_another_figure_in_a_result_file_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "results"
+    shutil.copytree(parts.RESULTS, results)
+    file = results / "auto-policies.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in records:
+        if record["record"] == "summary" and record["way"] == "auto":
+            record["speed_mean"] += 0.1
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr(parts, "RESULTS", results)
+    stale = {str(page.relative_to(ROOT)) for page in pages.stale()}
+    assert stale == {"README.md", "docs/results/policies.md", "docs/pictures/policies.svg"}
+
+
+def test_every_plot_is_on_a_page_and_every_file_is_there() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    for name in drawings.DRAWINGS:
+        assert f"drawn: plot {name} -->" in text
+
+
+def test_an_unknown_part_is_named() -> None:
+    with pytest.raises(ValueError, match=r"page\.md: 'nothing' is drawn by nothing, known are plot, headline"):
+        pages.drawn("<!-- drawn: nothing -->\n<!-- /drawn -->", Path("page.md"))
+
+
+def test_every_command_is_listed_with_every_option() -> None:
+    text = options.listing()
+    for name, parser in options.commands(make_parser(), "specengine"):
+        assert f"### `{name}`" in text
+        for action in parser._actions:
+            for flag in action.option_strings:
+                assert flag in text or flag in {"-h", "--help"}
+    assert "### `specengine train draft`" in text
+
+
+def test_check_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(pages, "stale", lambda: [ROOT / "README.md"])
+    before = (ROOT / "README.md").read_text()
+    assert pages.main(["--check"]) == 1
+    assert capsys.readouterr().err == "README.md\n"
+    assert (ROOT / "README.md").read_text() == before
