@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from specengine.checking import Certificate, certify, huggingface_tokens
-from specengine.cli import arguments as shared
-from specengine.cli.terminal import DraftColours, PlainText, say, why_no_colours, write
+from specengine.cli import given
+from specengine.cli.colours import DraftColours, PlainText
+from specengine.cli.terminal import say, why_no_colours, write
 from specengine.engine import Engine
 from specengine.errors import InputError
 
-HELP = "generate with and without speculation, and compare speed and tokens"
 PROMPT = "Explain how a rainbow forms, and why its colours always stand in the same order."
 WARM_UP_TOKENS = 16
 ENOUGH_SECONDS = 40.0  # of timing; no further round is begun after that
@@ -44,19 +44,11 @@ class Way:
         return len(self.tokens) / statistics.median(self.seconds)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", default=PROMPT, help="default: a question about rainbows")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to generate at most (default 128)")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts (default 3)")
-    shared.add_model_arguments(parser)
-    shared.add_draft_arguments(parser)
-
-
 def run(arguments: argparse.Namespace) -> int:
     if arguments.rounds < 1:
         raise InputError(f"rounds: got {arguments.rounds}, accepted 1 or more")
     say("Loading the model")
-    engine = shared.load_engine(arguments)
+    engine = given.load_engine(arguments)
     plain = Engine(engine.target, None, None, engine.tokenizer)
 
     say(f"\n{arguments.prompt}\n")

@@ -14,25 +14,10 @@ from specengine.trace import Trace, read_trace
 from specengine.trace.page import page
 from specengine.trace.text import MARKS, cycle_lines, summary
 
-HELP = "show the trees that `specengine generate --trace` wrote"
 FAINT = "\x1b[2m"
 COLOURS = {MARKS["accepted"]: DRAFTED, MARKS["pruned"]: FAINT}
 ASCII = str.maketrans("├└│✓×·", "|`|vx.")
 MARK_COLUMN = 17  # of the lines of a tree
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="+", type=Path, metavar="FILE", help="traces; their queries are counted through")
-    parser.add_argument("--query", type=int, metavar="N", help="show a cycle of the N-th query (default 1)")
-    parser.add_argument("--cycle", type=int, metavar="N", help="show the N-th cycle (default 1)")
-    parser.add_argument("--pruned", action="store_true", help="give every pruned node a line of its own")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that steps through the cycles")
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="DIR",
-        help="draw acceptance by depth and rank, its length, and drafting effort",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

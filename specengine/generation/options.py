@@ -135,12 +135,7 @@ class GenerationOptions:
         cls, options: dict[str, Any], model_config: GenerationConfig | None, prompt_length: int, max_context: int
     ) -> GenerationOptions:
         """Complete and check `options`; InputError names the field and what it accepts."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                raise InputError(f"unknown option {name!r}, known are {', '.join(known)}")
-        self = cls(**options)
-        self._check_kinds()
+        self = cls.check(options)
         if self.do_sample is None:
             self._imply_sampling()
         max_lengths = []
@@ -159,6 +154,18 @@ class GenerationOptions:
         if (self.min_new_tokens or 0) > self.max_new_tokens:
             raise InputError(f"min_new_tokens: got {self.min_new_tokens}, accepted up to {self.max_new_tokens}")
         self.max_new_tokens = min(self.max_new_tokens, max_context - prompt_length)
+        return self
+
+    @classmethod
+    def check(cls, options: dict[str, Any]) -> GenerationOptions:
+        """The options as given, each of them checked, before a model is there; InputError as `of` raises it."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise InputError(f"unknown option {name!r}, known are {', '.join(known)}")
+        self = cls(**options)
+        self._check_kinds()
+        self._check()
         return self
 
     @property

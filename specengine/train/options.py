@@ -22,7 +22,8 @@ class TrainOptions:
     warmup             share of the steps in which the learning rate rises, 0 to below 1
     weight_decay       of AdamW, 0 or more
     clip               norm that the gradient is scaled down to, above 0
-    draft_vocab_size   of an EAGLE-3 head: so many of the answers' most frequent tokens; 0: all of the target's
+    draft_vocab_size   of an EAGLE-3 head: so many of the answers' most frequent tokens, 0 or more; 0: all of the
+                       target's
     kv_heads           of the draft's attention, 0 or more; 0: as many as the target has
     intermediate_size  units of the draft's MLP, 0 or more; 0: the target's
     start              target: from the target's head, final norm and last layer; random; or the path of a head

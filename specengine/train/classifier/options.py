@@ -58,7 +58,7 @@ class ClassifierOptions:
     keep_rate      share of a tree's candidates that beta is calibrated to keep, above 0, below 1
     recall         share of the accepted nodes that beta is calibrated to keep instead, above 0, below 1; or none
     head_width     units of SpecDec++'s head, 1 or more; of no effect for the other kinds
-    blocks         residual blocks of SpecDec++'s head, 1 or more; of no effect for the other kinds
+    blocks         layers of SpecDec++'s head, 1 or more; of no effect for the other kinds
     seed           of what is drawn, 0 or more
     """
 
