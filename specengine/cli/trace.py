@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from specengine.checkpoints.files import atomic
-from specengine.cli.terminal import DRAFTED, RESET, why_no_colours
+from specengine.cli.trees import print_line, print_tree
 from specengine.errors import InputError
 from specengine.trace import Trace, read_trace
 from specengine.trace.page import page
-from specengine.trace.text import MARKS, cycle_lines, summary
-
-FAINT = "\x1b[2m"
-COLOURS = {MARKS["accepted"]: DRAFTED, MARKS["pruned"]: FAINT}
-ASCII = str.maketrans("├└│✓×·", "|`|vx.")
-MARK_COLUMN = 17  # of the lines of a tree
+from specengine.trace.text import summary
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,7 +42,7 @@ def _write_page(traces: Sequence[Trace], file: Path) -> None:
 def _show(traces: Sequence[Trace], arguments: argparse.Namespace, *, with_summary: bool) -> None:
     if with_summary:
         for line in summary(traces):
-            _print(line)
+            print_line(line)
     queries = [query for trace in traces for query in trace.queries]
     if with_summary and not (queries and queries[0].cycles):
         return
@@ -58,21 +52,9 @@ def _show(traces: Sequence[Trace], arguments: argparse.Namespace, *, with_summar
     cycles = queries[number - 1].cycles
     if arguments.cycle == 0 or not 1 <= position <= len(cycles):
         raise InputError(f"cycle: got {arguments.cycle}, accepted {_range(len(cycles))} in query {number}")
-    _print(f"\nquery {number} of {len(queries)}, cycle {position} of {len(cycles)}")
-    for line in cycle_lines(cycles[position - 1], pruned=arguments.pruned):
-        _print(line, coloured=why_no_colours() is None)
+    print_line(f"\nquery {number} of {len(queries)}, cycle {position} of {len(cycles)}")
+    print_tree(cycles[position - 1], pruned=arguments.pruned)
 
 
 def _range(count: int) -> str:
     return f"1 to {count}" if count else "none, there is none"
-
-
-def _print(line: str, *, coloured: bool = False) -> None:
-    """A line, in ASCII where the output takes no more, and in the colour of its mark."""
-    encoding = sys.stdout.encoding or "utf-8"
-    colour = COLOURS.get(line[MARK_COLUMN : MARK_COLUMN + 1]) if coloured else None
-    try:
-        line.encode(encoding)
-    except UnicodeEncodeError:
-        line = line.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
-    print(f"{colour}{line}{RESET}" if colour else line)

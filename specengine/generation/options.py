@@ -138,6 +138,8 @@ class GenerationOptions:
         self = cls.check(options)
         if self.do_sample is None:
             self._imply_sampling()
+        elif not self.do_sample:
+            self._refuse_sampling()
         max_lengths = []
         for config in (self.generation_config, model_config):
             if config is not None:
@@ -227,6 +229,13 @@ class GenerationOptions:
             self.do_sample = False
         elif any(getattr(self, name) is not None for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")):
             self.do_sample = True
+
+    def _refuse_sampling(self) -> None:
+        """Raise InputError for what would shape a draw, where none was asked for; transformers' neutral values pass."""
+        neutral = {"temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,), "typical_p": (1,)}
+        for name, accepted in neutral.items():
+            if (value := getattr(self, name)) is not None and value not in accepted:
+                raise InputError(f"{name}: got {value}, but do_sample=False takes the most likely token; leave one out")
 
     def _fill_from(self, config: GenerationConfig) -> None:
         """Take over what is still None; refuse what this engine cannot honour."""
