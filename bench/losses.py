@@ -30,7 +30,7 @@ from specengine.modeling.eagle_head import head_from
 from specengine.records import Cycle
 from specengine.train.draft.diagnostics import by_rank
 from specengine.train.draft.epochs import Epochs
-from specengine.train.draft.losses import make_loss
+from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
 from specengine.train.options import TrainOptions

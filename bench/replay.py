@@ -40,7 +40,8 @@ from specengine.errors import InputError, SpecEngineError
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds
-from specengine.train.classifier.trees import CollectOptions, Columns, LoggedTree, Trees, collect
+from specengine.train.classifier.options import CollectOptions
+from specengine.train.classifier.trees import Columns, LoggedTree, Trees, collect
 from specengine.tree import TokenTree
 
 CPU = torch.device("cpu")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-from specengine.drafters import Drafter
-from specengine.engine import Engine, Session
-from specengine.errors import SpecEngineError
-from specengine.generation.outputs import GenerationResult, StreamPiece
-from specengine.generation.prompts import Prompt
-from specengine.modeling.load_options import LoadOptions
-from specengine.policies import TreePolicy
-from specengine.records import Cycle, Stats
+if TYPE_CHECKING:
+    from specengine.drafters import Drafter
+    from specengine.engine import Engine, Session
+    from specengine.errors import SpecEngineError
+    from specengine.generation.outputs import GenerationResult, StreamPiece
+    from specengine.generation.prompts import Prompt
+    from specengine.policies import TreePolicy
+    from specengine.records import Cycle, Stats
 
 __all__ = [
     "Cycle",
@@ -27,11 +29,39 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+# Where the names above come from. They are imported when they are asked for: torch and transformers take seconds.
+_MODULES = {
+    "Cycle": "records",
+    "Drafter": "drafters",
+    "Engine": "engine",
+    "GenerationResult": "generation.outputs",
+    "Session": "engine",
+    "SpecEngineError": "errors",
+    "Stats": "records",
+    "StreamPiece": "generation.outputs",
+    "TreePolicy": "policies",
+}
+
 
 def generate(prompt: Prompt, model: Any = None, draft: Any = None, policy: Any = None, **options: Any) -> Any:
     """Answer one prompt: `Engine.from_pretrained(...).generate(...)` in one call.
 
     options are those of both. The models are loaded anew by each call; keep an Engine to answer several prompts.
     """
+    from specengine.engine import Engine
+    from specengine.modeling.load_options import LoadOptions
+
     loading = {name: options.pop(name) for name in LoadOptions.names() if name in options}
     return Engine.from_pretrained(model, draft, policy, **loading).generate(prompt, **options)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"specengine.{_MODULES[name]}"), name)
+    if not name.startswith("_") and importlib.util.find_spec(f"specengine.{name}") is not None:
+        return importlib.import_module(f"specengine.{name}")  # specengine.policies.names(), after the import alone
+    raise AttributeError(f"module 'specengine' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -138,14 +138,22 @@ def certify(
     answer = generation.run()
     limit = near_tie_logits(plain.target) if tolerance is None else tolerance
     same = answer.token_ids == reference
-    flips = () if same else tuple(_flips(plain.target, generation, answer, reference))
+    found = () if same else tuple(_flips(plain.target, generation, answer.token_ids, reference))
     verdict: Verdict = "mismatch"
     if _ends_as_asked(generation, answer, decoder(speculative.tokenizer)):
         if same:
             verdict = "exact"
-        elif flips and all(flip.gap <= limit for flip in flips):
+        elif found and all(flip.gap <= limit for flip in found):
             verdict = "near-tie"
-    return Certificate(verdict, limit, flips, reference, answer)
+    return Certificate(verdict, limit, found, reference, answer)
+
+
+def flips(plain: Engine, prompt: Prompt, tokens: list[int], **options: Any) -> list[Flip]:
+    """Where `tokens`, an answer from wherever, are not the target's own choices given those before them.
+
+    plain: as in `certify`; options: those of Engine.generate.
+    """
+    return list(_flips(plain.target, plain.stream(prompt, **options), tokens, []))
 
 
 def near_tie_logits(target: Target) -> float:
@@ -235,10 +243,8 @@ def _smallest(holds: Callable[[float], bool]) -> float:
     return round(high, 4)
 
 
-def _flips(
-    target: Target, generation: TextGeneration, answer: GenerationResult, reference: list[int]
-) -> Iterator[Flip]:
-    prompt, tokens = generation.prompt, answer.token_ids
+def _flips(target: Target, generation: TextGeneration, tokens: list[int], reference: list[int]) -> Iterator[Flip]:
+    prompt = generation.prompt
     sampler = generation.options.sampler(len(prompt), target.device)
     history = History(prompt, len(prompt) + len(tokens), target.device)
     first = common_prefix(reference, tokens)

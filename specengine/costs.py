@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specengine.errors import InputError, require
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Points = dict[int, float]  # by count
 
@@ -196,6 +196,8 @@ def _sorted(points: Points) -> tuple[tuple[int, float], ...]:
 @lru_cache(maxsize=64)
 def _table(known: tuple[tuple[int, float], ...], most: int) -> Tensor:
     """float32 [most + 1]; kept, as a policy asks for the same points behind context after context."""
+    import torch
+
     return torch.tensor([0.0, *(_at(known, nodes) if known else 0.0 for nodes in range(1, most + 1))])
 
 

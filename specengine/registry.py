@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import types
@@ -16,9 +17,11 @@ from specengine.errors import InputError
 T = TypeVar("T")
 
 
-def names(package: ModuleType) -> list[str]:
-    """The names of all variants in the package's folder, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_"))
+def names(package: ModuleType | str) -> list[str]:
+    """The names of all variants in the package's folder, sorted. A package given by its name is not imported."""
+    spec = importlib.util.find_spec(package) if isinstance(package, str) else package.__spec__
+    folders = spec.submodule_search_locations if spec is not None else None
+    return sorted(module.name for module in pkgutil.iter_modules(folders or []) if not module.name.startswith("_"))
 
 
 def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import Engine, checking, engine
-from specengine.checking import certify, huggingface_tokens, near_tie_logits, swap_gap, teacher_forced
+from specengine.checking import certify, flips, huggingface_tokens, near_tie_logits, swap_gap, teacher_forced
 from specengine.cycle import walk
 from specengine.engine import GenerationResult, TextGeneration
 from specengine.errors import InputError
@@ -87,6 +87,8 @@ def test_a_bias_is_a_near_tie_within_the_tolerance_and_a_mismatch_beyond(
     assert wide.reference[first.position] == first.wanted
     assert wide.reference[: first.position] == wide.answer.token_ids[: first.position]
 
+    assert flips(plain, PROMPT, wide.answer.token_ids, **options) == list(wide.flips), "the same, of tokens alone"
+    assert flips(plain, PROMPT, wide.reference, **options) == []
     narrow = certify(plain, other, PROMPT, tolerance=first.gap / 2, **options)
     assert narrow.verdict == "mismatch"
     assert narrow.flip is not None

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import specengine
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Each module may import its own layer and those above it in this list. A new module goes into one of them.
@@ -106,11 +108,36 @@ def noting_import(name, globals=None, *rest, **options):
     return real_import(name, globals, *rest, **options)
 builtins.__import__ = noting_import
 import specengine
+specengine.Engine
 print(json.dumps(sorted(asked)))
 """
     asked = set(json.loads(python(code, cwd=tmp_path)))
     assert {"torch", "transformers"} <= asked
     assert not asked & optional
+
+
+def test_import_alone_takes_neither_torch_nor_transformers() -> None:
+    code = "import specengine; print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    assert python(code, cwd=ROOT, path=(ROOT,)) == "[]\n"
+
+
+def test_the_names_of_specengine_are_the_same_for_a_type_checker_and_at_run_time() -> None:
+    source = ast.parse((ROOT / "specengine" / "__init__.py").read_text(encoding="utf-8"))
+    guarded = next(node for node in source.body if isinstance(node, ast.If))
+    typed = {
+        alias.name: node.module
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name != "Prompt"  # of an annotation alone
+    }
+    assert typed == {name: f"specengine.{module}" for name, module in specengine._MODULES.items()}
+    assert {*typed, "generate"} == set(specengine.__all__) <= set(dir(specengine))
+    for name, module in typed.items():
+        assert getattr(specengine, name) is getattr(importlib.import_module(str(module)), name)
+    assert specengine.policies.names()
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        specengine.nonsense  # noqa: B018
 
 
 # ---- imports point one way

@@ -21,7 +21,8 @@ from specengine.errors import InputError
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Seconds
-from specengine.train.classifier.trees import CollectOptions, Trees, collect
+from specengine.train.classifier.options import CollectOptions
+from specengine.train.classifier.trees import Trees, collect
 from specengine.tree import TokenTree
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
 

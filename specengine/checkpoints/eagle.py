@@ -30,6 +30,7 @@ from specengine.checkpoints.dialects import (
     with_prefix,
 )
 from specengine.checkpoints.files import atomic
+from specengine.checkpoints.hub import why_absent
 from specengine.errors import CheckpointError, why_not_loaded
 from specengine.modeling.eagle_head import EagleConfig, make_head
 
@@ -69,6 +70,8 @@ def head_folder(draft: str, *, offline: bool = False) -> Path | None:
     """The folder of the EAGLE head with this path or Hub id, fetched if need be; None where it is no head."""
     if Path(draft).is_dir():
         return Path(draft) if is_head(draft) else None
+    if Path(draft).exists() or why_absent(draft, offline=offline) is not None:
+        return None
     try:
         config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
         if not names_head(config):

@@ -6,41 +6,28 @@ expected, 130 after Ctrl-C.
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from transformers.utils import logging
-
-import specengine
-from specengine.cli import calibrate, chat, check, demo, generate, inspection, trace, train
-from specengine.cli.terminal import say
+from specengine.cli.arguments import make_parser
+from specengine.cli.terminal import say, tell
 from specengine.errors import SpecEngineError
-
-COMMANDS = {
-    "generate": generate,
-    "chat": chat,
-    "check": check,
-    "inspect": inspection,
-    "calibrate": calibrate,
-    "trace": trace,
-    "demo": demo,
-    "train": train,
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Malformed arguments end in argparse's SystemExit(2)."""
     parsed = make_parser().parse_args(arguments)
-    logging.disable_progress_bar()
+    debug = getattr(parsed, "debug", False)
     try:
-        status = parsed.run(parsed)
+        model = parsed.loads(parsed)
+        if model is not None:
+            tell(f"Loading {model}")
+        status: int = _function(parsed.run)(parsed)
         sys.stdout.flush()
         return status
-    except SpecEngineError as error:
-        say(f"specengine: error: {' '.join(str(error).split())}")
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -48,25 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if parsed.debug:
+        if debug:
             raise
-        say(
-            f"specengine: error: {type(error).__name__}: {' '.join(str(error).split())} (--debug before the command "
-            "shows where)"
-        )
-        return 70
+        expected = isinstance(error, SpecEngineError)
+        kind, hint = ("", "") if expected else (f"{type(error).__name__}: ", " (--debug shows where)")
+        say(f"specengine: error: {kind}{' '.join(str(error).split())}{hint}")
+        return 2 if expected else 70
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="specengine", description="Lossless tree speculative decoding for Hugging Face causal language models."
-    )
-    parser.add_argument("--version", action="version", version=f"specengine {specengine.__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error that nobody expected")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
-        module.add_arguments(command)
-        if hasattr(module, "run"):  # one with subcommands sets theirs
-            command.set_defaults(run=module.run)
-    return parser
+def _function(name: str) -> Callable[[Any], int]:
+    """What `module:function` names; importing it may take the seconds that torch and transformers need."""
+    module, _, function = name.partition(":")
+    found: Callable[[Any], int] = getattr(importlib.import_module(module), function)
+    return found

@@ -7,18 +7,10 @@ import json
 from collections.abc import Iterable, Iterator
 
 from specengine import calibration
-from specengine.cli import arguments as shared
+from specengine.cli import given
 from specengine.cli.terminal import say
 from specengine.costs import Costs, Points
 from specengine.engine import Engine
-
-HELP = "measure what verifying and drafting cost here, by nodes, and keep it for policies that read it"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object, in seconds")
-    shared.add_model_arguments(parser)
-    shared.add_draft(parser.add_argument_group("draft"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         arguments.draft,
         draft_options=dict(arguments.draft_option),
-        **shared.load_options(arguments),
+        **given.load_options(arguments),
     )
     target, drafter = engine.target, engine.drafter
     costs = calibration.find(target, drafter, fresh=True)

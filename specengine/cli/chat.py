@@ -7,47 +7,40 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from specengine.cli import arguments as shared
+from specengine.cli import given
+from specengine.cli.arguments.chat import COMMANDS
 from specengine.cli.terminal import say, write
 from specengine.engine import Engine, Session
 from specengine.errors import SpecEngineError
 from specengine.trace import TraceWriter
 
-HELP = "talk to a model, turn by turn"
-COMMANDS = "/reset starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_trace_argument(parser)
-    parser.epilog = f"{COMMANDS}. Where standard input is no terminal, each line is a turn."
-    shared.add_model_arguments(parser)
-    shared.add_draft_arguments(parser)
-    shared.add_generation_arguments(parser)
-
 
 def run(arguments: argparse.Namespace) -> int:
     interactive = sys.stdin.isatty()
-    engine = shared.load_engine(arguments)
-    with shared.open_trace(arguments, engine) as trace:
+    given.generation_options(arguments)  # which checks them before anything is loaded
+    engine = given.load_engine(arguments)
+    with given.open_trace(arguments, engine) as trace:
         _converse(engine, arguments, trace, interactive=interactive)
     return 0
 
 
 def _converse(engine: Engine, arguments: argparse.Namespace, trace: TraceWriter | None, *, interactive: bool) -> None:
-    session = engine.session(shared.messages(arguments))
+    session = engine.session(given.messages(arguments))
     if interactive:
         say(COMMANDS)
     for line in _typed_lines() if interactive else map(str.strip, sys.stdin):
         if line == "/quit":
             break
         if line == "/reset":
-            session = engine.session(shared.messages(arguments))
+            session = engine.session(given.messages(arguments))
             say("The conversation starts over.")
-        elif line.startswith("/"):
+        elif line == "/help":
+            say(COMMANDS)
+        elif line.startswith("/") and not line.startswith("//"):
             say(f"unknown command {line.split()[0]}: {COMMANDS}")
         elif line:
             try:
-                _answer(session, line, arguments, trace)
+                _answer(session, line.removeprefix("/"), arguments, trace)
             except SpecEngineError as error:
                 if not interactive:
                     raise
@@ -70,12 +63,12 @@ def _typed_lines() -> Iterator[str]:
 
 def _answer(session: Session, text: str, arguments: argparse.Namespace, trace: TraceWriter | None = None) -> None:
     """Stream one answer; Ctrl-C stops it, and what was said so far stays in the conversation."""
-    turn = session.stream(text, **shared.generation_options(arguments))
+    turn = session.stream(text, **given.generation_options(arguments))
     if len(session.messages) <= 1:
-        shared.note_idle_options(arguments, turn)
+        given.note_idle_options(arguments, turn)
     said: list[str] = []
     try:
-        with shared.follow(turn, trace) as pieces:
+        with given.follow(turn, trace) as pieces:
             for piece in pieces:
                 said.append(piece.text)
                 write(piece.text)
@@ -86,8 +79,8 @@ def _answer(session: Session, text: str, arguments: argparse.Namespace, trace: T
             session.messages += [{"role": "user", "content": text}, answer]
         write("\n")
         say("(stopped)")
-        return
-    write("\n")
+    else:
+        write("\n")
     stats = turn.stats
     say(
         f"({stats.num_generated_tokens} tokens, {stats.tokens_per_second:.1f} per second, "

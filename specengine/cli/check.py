@@ -14,13 +14,12 @@ import torch
 
 from specengine import policies
 from specengine.checking import Certificate, certify, huggingface_tokens
-from specengine.cli import arguments as shared
-from specengine.cli.prompt_files import FORMATS, Turns, read_prompts
-from specengine.cli.terminal import say
+from specengine.cli import given
+from specengine.cli.prompt_files import Turns, read_prompts
+from specengine.cli.terminal import Progress, say
 from specengine.engine import Engine
 from specengine.errors import InputError
 
-HELP = "compare speculative decoding with plain decoding, token by token; exit status 1 on a mismatch"
 VERDICTS = ("exact", "near-tie", "mismatch")
 PROMPTS = (
     "Repeat this sentence three times: The harbour opens at six and the first boats bring herring to the market.",
@@ -30,38 +29,12 @@ PROMPTS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="default: a few built-in prompts")
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help=FORMATS,
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="take the first N prompts")
-    parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
-    parser.add_argument(
-        "--against",
-        choices=("plain", "huggingface"),
-        default="plain",
-        help="this engine's plain decoding (default) or transformers' generate (greedy only)",
-    )
-    parser.add_argument(
-        "--tolerance", type=float, metavar="LOGITS", help="largest logit gap of a near-tie (default: by dtype)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the summary")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object to a file as well")
-    shared.add_model_arguments(parser)
-    shared.add_draft_arguments(parser, several_policies=True)
-    shared.add_generation_arguments(parser)
-
-
 def run(arguments: argparse.Namespace) -> int:
     conversations = _conversations(arguments)
-    options = shared.generation_options(arguments)
+    options = given.generation_options(arguments)
     options.setdefault("seed", int(torch.randint(1 << 62, ())))  # one for the reference and for all policies
     plain, speculative = _engines(arguments)
-    shared.note_idle_options(arguments, plain.stream(conversations[0][0], **options))
+    given.note_idle_options(arguments, plain.stream(conversations[0][0], **options))
     say(_row("policy", "verdict", "token", "gap", "length", "tau", "prompt"))
     rows = list(_compare(arguments, plain, speculative, conversations, options))
     counts = Counter(row["verdict"] for row in rows)
@@ -92,7 +65,7 @@ def _engines(arguments: argparse.Namespace) -> tuple[Engine, dict[str, Engine]]:
         loaded,
         draft_options=dict(arguments.draft_option),
         policy_options=policy_options,
-        **shared.load_options(arguments),
+        **given.load_options(arguments),
     )
     plain = Engine(first.target, None, None, first.tokenizer)
     engines = {}
@@ -114,16 +87,21 @@ def _compare(
     options: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     """One row per policy and turn, as it is found; later turns follow on the plain answers."""
+    progress = Progress(sum(map(len, conversations)) * (1 + len(speculative)))
     for turns in conversations:
-        said = shared.messages(arguments)
+        said = given.messages(arguments)
         for turn in turns:
-            prompt = shared.as_prompt(said, turn, raw=arguments.raw)
-            expected = plain.generate(prompt, **options)
-            reference = expected.token_ids
-            if arguments.against == "huggingface":
-                reference = huggingface_tokens(plain, prompt, **options)
+            prompt = given.as_prompt(said, turn, raw=arguments.raw)
+            with progress.step(f"plain decoding of {_short(turn)!r}"):
+                expected = plain.generate(prompt, **options)
+                reference = expected.token_ids
+                if arguments.against == "huggingface":
+                    reference = huggingface_tokens(plain, prompt, **options)
             for name, engine in speculative.items():
-                found = certify(plain, engine, prompt, reference=reference, tolerance=arguments.tolerance, **options)
+                with progress.step(f"policy {name} on {_short(turn)!r}"):
+                    found = certify(
+                        plain, engine, prompt, reference=reference, tolerance=arguments.tolerance, **options
+                    )
                 say(_line(name, turn, found))
                 yield {"policy": name, "prompt": turn, **found.to_dict()}
             said += [{"role": "user", "content": turn}, {"role": "assistant", "content": expected.text}]
@@ -134,7 +112,11 @@ def _line(policy: str, prompt: str, found: Certificate) -> str:
     gap = "-" if found.gap is None else f"{found.gap:.4f}"
     answer = found.answer
     tau = f"{answer.stats.mean_acceptance_length:.2f}"
-    return _row(policy, found.verdict, position, gap, str(len(answer.token_ids)), tau, " ".join(prompt.split())[:50])
+    return _row(policy, found.verdict, position, gap, str(len(answer.token_ids)), tau, _short(prompt))
+
+
+def _short(prompt: str) -> str:
+    return " ".join(prompt.split())[:50]
 
 
 def _row(policy: str, verdict: str, position: str, gap: str, length: str, tau: str, prompt: str) -> str:

@@ -8,52 +8,35 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from specengine.cli import arguments as shared
-from specengine.cli.terminal import DraftColours, PlainText, say, why_no_colours, write
+from specengine.cli import given
+from specengine.cli.colours import DraftColours, PlainText
+from specengine.cli.terminal import say, why_no_colours, write
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.generation.outputs import GenerationResult, StreamPiece
-
-HELP = "answer one prompt"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads standard input, without its last line break"
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
-    output.add_argument("--stream", action="store_true", help="print the answer piece by piece")
-    output.add_argument("--show-draft", action="store_true", help="colour what the draft proposed, in a terminal")
-    output.add_argument("--json", action="store_true", help="print one JSON object: answer, token ids and figures")
-    parser.add_argument(
-        "--prediction",
-        type=Path,
-        metavar="FILE",
-        help="a text that much of the answer is expected to be, as a file that is to be changed a little; it makes the "
-        "answer faster, never another one",
-    )
-    shared.add_trace_argument(output)
-    shared.add_model_arguments(parser)
-    shared.add_draft_arguments(parser)
-    shared.add_generation_arguments(parser)
-    parser.set_defaults(parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json and (arguments.stream or arguments.show_draft):
         arguments.parser.error("--json prints one object at the end; leave out --stream and --show-draft")
-    text = shared.read_prompt(arguments.prompt)
-    prompt = shared.as_prompt(shared.messages(arguments), text, raw=arguments.raw)
+    text = given.read_prompt(arguments.prompt)
+    prompt = given.as_prompt(given.messages(arguments), text, raw=arguments.raw)
     prediction = _read(arguments.prediction)
-    engine = shared.load_engine(arguments)
-    generation = engine.stream(prompt, prediction=prediction, **shared.generation_options(arguments))
-    shared.note_idle_options(arguments, generation)
-    with shared.open_trace(arguments, engine) as trace, shared.follow(generation, trace) as pieces:
+    options = given.generation_options(arguments)
+    engine = given.load_engine(arguments)
+    generation = engine.stream(prompt, prediction=prediction, **options)
+    given.note_idle_options(arguments, generation)
+    with given.open_trace(arguments, engine) as trace, given.follow(generation, trace) as pieces:
         if arguments.json:
             deque(pieces, maxlen=0)
         else:
-            _print_answer(pieces, _view(arguments, engine), stream=arguments.stream)
+            try:
+                _print_answer(pieces, _view(arguments, engine), stream=arguments.stream)
+            except KeyboardInterrupt:
+                if arguments.stream:
+                    write("\n")
+                    say(f"(stopped)\n{generation.stats.report()}")
+                raise
     if arguments.json:
         print(json.dumps(_as_json(generation.run()), ensure_ascii=False, allow_nan=False))
     else:

@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import json
 import platform
+from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, cast
@@ -21,7 +22,8 @@ from specengine.checkpoints import store
 from specengine.checkpoints.agreement import Convention, one_step_agreement
 from specengine.checkpoints.dialects import listed
 from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
-from specengine.cli import arguments as shared
+from specengine.cli import given
+from specengine.cli.arguments.option_lists import as_typed
 from specengine.cli.terminal import say
 from specengine.drafters import Drafter
 from specengine.engine import Engine
@@ -32,7 +34,6 @@ from specengine.policies import TreePolicy
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget
 
-HELP = "show versions, devices, backends, policies, drafts and, with --model and --draft, a model and an EAGLE head"
 # What the target continues, so that a head's agreement with it is measured on text of the target's own.
 OPENINGS = (
     "Explain why the sky is blue and why sunsets are red.",
@@ -41,17 +42,6 @@ OPENINGS = (
 )
 OPENING_TOKENS = 64  # new tokens per opening
 PACKAGES = ("torch", "transformers", "triton", "flash-attn")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--draft",
-        metavar="PATH",
-        help="an EAGLE head: its layout, its tensors, and how often its first guess is the next token of --model",
-    )
-    shared.add_draft_option(parser)
-    shared.add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,11 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
     }
     engine = None
     if arguments.model is not None or arguments.draft is not None:
-        engine = Engine.from_pretrained(arguments.model, policy="plain", **shared.load_options(arguments))
+        engine = Engine.from_pretrained(arguments.model, policy="plain", **given.load_options(arguments))
         found["model"] = _model(arguments.model or models.embedded.NAME, engine)
     if arguments.draft is not None and engine is not None:
         found["draft"] = _draft(arguments, engine)
-    print(json.dumps(found, ensure_ascii=False, default=str) if arguments.json else "\n".join(_lines(found)))
+    print(
+        json.dumps(found, ensure_ascii=False, default=str)
+        if arguments.json
+        else "\n".join(_lines(found, ops=arguments.ops))
+    )
     return 0
 
 
@@ -205,11 +199,17 @@ def _warn(measured: list[Convention]) -> None:
         )
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    for title, entries in found.items():
+def _lines(found: dict[str, Any], *, ops: bool) -> Iterator[str]:
+    shown = found if ops else found | {"backends": {kind: _counted(of) for kind, of in found["backends"].items()}}
+    for title, entries in shown.items():
         yield f"{title}"
         for name, value in entries.items():
             yield from _entry(name, value)
+
+
+def _counted(backends: dict[str, dict[str, Any]]) -> str:
+    counts = Counter(backend["name"] for backend in backends.values())
+    return ", ".join(f"{name} for {count} ops" for name, count in counts.most_common()) + " (--ops lists them)"
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
@@ -237,9 +237,4 @@ def _entry(name: str, value: Any) -> Iterator[str]:
 
 
 def _assignments(options: dict[str, Any]) -> str:
-    return " ".join(f"{name}={_as_typed(value)}" for name, value in options.items())
-
-
-def _as_typed(value: Any) -> str:
-    """A value as `-o key=value` takes it."""
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return " ".join(f"{name}={as_typed(value)}" for name, value in options.items())

@@ -1,21 +1,24 @@
-"""Standard output and standard error, and the colours of drafted text."""
+"""Standard output and standard error, and whether they show colours."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
 
-from specengine.engine import Engine
-from specengine.generation.outputs import StreamPiece, decoder
-from specengine.generation.prompts import TextStream
-
-DRAFTED, OWN, RESET = "\x1b[32m", "\x1b[35m", "\x1b[0m"  # green, magenta
+DRAFTED, OWN, FAINT, RESET = "\x1b[32m", "\x1b[35m", "\x1b[2m", "\x1b[0m"  # green, magenta
 
 
 def say(line: str) -> None:
     """One line to standard error."""
     print(line, file=sys.stderr, flush=True)
+
+
+def tell(line: str) -> None:
+    """As `say`, to somebody who waits at a terminal; a file or a pipe gets no word of it."""
+    if sys.stderr.isatty():
+        say(line)
 
 
 def write(text: str) -> None:
@@ -33,36 +36,20 @@ def why_no_colours() -> str | None:
     return None if sys.stdout.isatty() else "standard output is no terminal"
 
 
-class PlainText:
-    """Shows pieces as they are."""
+class Progress:
+    """At a terminal, a line on standard error that says which of so many steps is under way, and then is gone."""
 
-    def paint(self, piece: StreamPiece) -> str:
-        return piece.text
+    def __init__(self, steps: int) -> None:
+        self.steps, self.done = steps, 0
 
-
-class DraftColours:
-    """Shows which text the draft proposed and the target accepted, and which the target added itself."""
-
-    LEGEND = f"{DRAFTED}accepted draft tokens{RESET}, {OWN}the target's own tokens{RESET}"
-
-    def __init__(self, engine: Engine) -> None:
-        self._texts = TextStream(decoder(engine.tokenizer))
-        self._spans: list[tuple[int, str]] = []  # characters still to come, and their colour
-
-    def paint(self, piece: StreamPiece) -> str:
-        """The piece's text with its colours; without them it is the same text."""
-        cycle = piece.cycle
-        for index, token in enumerate(cycle.tokens):
-            colour = DRAFTED if index < cycle.accepted else OWN
-            self._spans.append((len(self._texts.push([token])), colour))
-        return "".join(f"{colour}{text}{RESET}" for text, colour in self._split(piece.text) if text)
-
-    def _split(self, text: str) -> Iterator[tuple[str, str]]:
-        colour = OWN
-        while self._spans and text:
-            length, colour = self._spans.pop(0)
-            if length > len(text):
-                self._spans.insert(0, (length - len(text), colour))
-            yield text[:length], colour
-            text = text[length:]
-        yield text, colour  # half a character that the end of the answer left over
+    @contextlib.contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        self.done += 1
+        shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        if shown:
+            print(f"[{self.done}/{self.steps}] {what}", end="", file=sys.stderr, flush=True)
+        try:
+            yield
+        finally:
+            if shown:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)

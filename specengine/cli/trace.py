@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from specengine.checkpoints.files import atomic
-from specengine.cli.terminal import DRAFTED, RESET, why_no_colours
+from specengine.cli.terminal import say
+from specengine.cli.trees import print_line, print_tree
 from specengine.errors import InputError
 from specengine.trace import Trace, read_trace
 from specengine.trace.page import page
 from specengine.trace.records import TracedCycle
-from specengine.trace.text import MARKS, cycle_lines, summary
-
-HELP = "show the trees that `specengine generate --trace` wrote"
-FAINT = "\x1b[2m"
-COLOURS = {MARKS["accepted"]: DRAFTED, MARKS["pruned"]: FAINT}
-ASCII = str.maketrans("├└│✓×·", "|`|vx.")
-MARK_COLUMN = 17  # of the lines of a tree
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="+", type=Path, metavar="FILE", help="traces; their queries are counted through")
-    parser.add_argument("--query", type=int, metavar="N", help="show a cycle of the N-th query (default 1)")
-    parser.add_argument("--cycle", type=int, metavar="N", help="show the N-th cycle (default 1)")
-    parser.add_argument("--pruned", action="store_true", help="give every pruned node a line of its own, or a box")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that steps through the cycles")
-    parser.add_argument("--tree", type=Path, metavar="FILE", help="draw that cycle's tree, as an SVG file")
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="DIR",
-        help="draw acceptance by depth and rank, its length, and drafting effort",
-    )
+from specengine.trace.text import summary
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,6 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.pictures:
         from specengine.trace.pictures import draw
 
+        if len({tuple(tuple(query.prompt_tokens) for query in trace.queries) for trace in traces}) > 1:
+            say("specengine: note: these traces are of different prompts; the pictures compare those as well")
         for file in draw(traces, arguments.pictures):
             print(file)
     if arguments.tree:
@@ -71,14 +52,13 @@ def _write_page(traces: Sequence[Trace], file: Path) -> None:
 def _show(traces: Sequence[Trace], arguments: argparse.Namespace, *, with_summary: bool) -> None:
     if with_summary:
         for line in summary(traces):
-            _print(line)
+            print_line(line)
     queries = [query for trace in traces for query in trace.queries]
     if with_summary and not (queries and queries[0].cycles):
         return
     shown = _cycle(traces, arguments)
-    _print(f"\nquery {shown.query} of {len(queries)}, cycle {shown.position} of {shown.cycles}")
-    for line in cycle_lines(shown.cycle, pruned=arguments.pruned):
-        _print(line, coloured=why_no_colours() is None)
+    print_line(f"\nquery {shown.query} of {len(queries)}, cycle {shown.position} of {shown.cycles}")
+    print_tree(shown.cycle, pruned=arguments.pruned)
 
 
 class _Shown(NamedTuple):
@@ -103,14 +83,3 @@ def _cycle(traces: Sequence[Trace], arguments: argparse.Namespace) -> _Shown:
 
 def _range(count: int) -> str:
     return f"1 to {count}" if count else "none, there is none"
-
-
-def _print(line: str, *, coloured: bool = False) -> None:
-    """A line, in ASCII where the output takes no more, and in the colour of its mark."""
-    encoding = sys.stdout.encoding or "utf-8"
-    colour = COLOURS.get(line[MARK_COLUMN : MARK_COLUMN + 1]) if coloured else None
-    try:
-        line.encode(encoding)
-    except UnicodeEncodeError:
-        line = line.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
-    print(f"{colour}{line}{RESET}" if colour else line)

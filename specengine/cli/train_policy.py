@@ -3,76 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specengine import calibration
-from specengine.cli import arguments as shared
-from specengine.cli.prompt_files import FORMATS, read_prompts
+from specengine.cli.arguments.train_policy import MEASURE
+from specengine.cli.prompt_files import read_prompts
 from specengine.cli.terminal import say
 from specengine.cli.training_engine import load_engine, question
-from specengine.costs import PUBLISHED, Costs, find_costs
+from specengine.costs import Costs, find_costs
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.registry import build
 from specengine.train.classifier.trees import questions
 from specengine.train.ltd.candidates import CandidateOptions, CandidateTrees, log_candidates
 from specengine.train.ltd.curve import plot
-from specengine.train.ltd.options import RECIPES, PolicyOptions, find_recipe
+from specengine.train.ltd.options import PolicyOptions, find_recipe
 from specengine.train.ltd.outcomes import evenly, hold_back, split
 from specengine.train.ltd.training import read_log, require_extra, train_policy
 from specengine.train.text.corpus import Corpus
 
 if TYPE_CHECKING:
     from specengine.train.ltd.grounds import Ground
-
-HELP = "train the networks of the policy ltd, which choose a tree's depth and size, by reinforcement learning"
-MEASURE = "measure"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="of the networks; goes on if a training stopped there"
-    )
-    recipes = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
-    parser.add_argument("--recipe", default="short", help=f"{recipes} (default: short)")
-    costs = "; ".join(f"{name}: {found.source}" for name, found in PUBLISHED.items()).replace("%", "%%")
-    parser.add_argument(
-        "--costs", default=MEASURE, metavar="TABLE",
-        help=f"what cycles cost: {MEASURE} (the default: on this machine), a file of bench.end_to_end, or {costs}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--live", action="store_true",
-        help="learn while the engine runs, also under a cost table; otherwise from logged trees, which is much faster. "
-        "The reward wallclock is always live",
-    )  # fmt: skip
-    source = parser.add_argument_group("questions", "of --data, --prompts or both; or the trees logged of some earlier")
-    source.add_argument("--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns")
-    source.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {FORMATS}")
-    source.add_argument(
-        "--candidates",
-        type=Path,
-        action="append",
-        metavar="FOLDER",
-        help="trees logged earlier; repeatable, no model",
-    )
-    parser.add_argument("--target", metavar="MODEL", help="a Hugging Face id or a local path (default: the embedded)")
-    parser.add_argument("--draft", help="as for generate (default: the target's)")
-    parser.add_argument(
-        "--lookup",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="log trees of a draft that copies from the text before, or does not (default: as for generate)",
-    )
-    parser.add_argument("--dtype", default="auto", help="auto (as stored), bfloat16, float16 or float32")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
-    parser.add_argument("--offline", action="store_true", help="never use a network")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
-    parser.add_argument(
-        "-o", "--option", type=shared.key_value, action="append", default=[], metavar="KEY=VALUE",
-        help=f"of {', '.join(field.name for field in fields(PolicyOptions))}; repeatable",
-    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:

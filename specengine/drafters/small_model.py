@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specengine.checkpoints import embedded
+from specengine.checkpoints.hub import why_absent
 from specengine.drafters import Maker
 from specengine.drafters._rows import Given, RowDraft
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
@@ -56,6 +58,12 @@ class SmallModel(RowDraft):
             return None
         if options.draft_options:
             raise InputError(f"draft_options: draft {draft!r} has none, it is no EAGLE head")
+        if isinstance(draft, str) and draft != embedded.NAME:
+            missing = why_absent(draft, offline=options.offline)
+            if missing is not None:
+                raise InputError(
+                    f"draft: got {draft!r}, accepted ngram, recycling, none, a path or a Hub id; {missing}"
+                )
         return lambda target, tokenizer: cls.from_model(draft, target, tokenizer, options)
 
     @classmethod

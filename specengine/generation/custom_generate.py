@@ -9,19 +9,26 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from specengine.errors import InputError
+from specengine.generation.options import GenerationOptions
 from specengine.generation.outputs import SpeculativeOutput, decoder
 from specengine.generation.sampling import Sampler
 from specengine.generation.stopping import Stopper
 from specengine.records import Stats
 
+# What transformers prepares for any model, and `_check` looks at where it can say something else.
+_PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+
 
 class CustomGenerate:
     """Called by transformers with everything prepared; returns what `generate` should return.
 
-    engine: a specengine.Engine, which makes this; `stats` holds the figures of the last call.
+    engine: a specengine.Engine, which makes this; `stats` holds the figures of the last call. InputError for what it
+    cannot do. Of `assistant_model`, `synced_gpus` and `negative_prompt_ids` without guidance transformers tells such a
+    function nothing; none of them would change the answer.
     """
 
     def __init__(self, engine: Any, streamer: Any = None, seed: int | None = None) -> None:
+        GenerationOptions.check({"streamer": streamer, "seed": seed})
         self.engine, self.streamer, self.seed = engine, streamer, seed
         self.stats = Stats()
 
@@ -65,13 +72,27 @@ class CustomGenerate:
     def _check(self, model: PreTrainedModel, input_ids: Tensor, config: Any, inputs: dict[str, Any]) -> None:
         if model is not getattr(self.engine.target, "model", None):
             raise InputError("model: custom_generate was called by another model than the engine's target")
+        for name in ("num_beams", "num_return_sequences"):  # before the batch, which transformers makes of them
+            if (value := getattr(config, name, None) or 1) > 1:
+                raise InputError(f"{name}: got {value}, accepted 1: only one sequence is supported")
+        if inputs.get("inputs_embeds") is not None:
+            raise InputError("inputs_embeds: not supported, pass input_ids; drafts are made of tokens")
         if input_ids.shape[0] != 1:
             raise InputError(f"input_ids: got a batch of {input_ids.shape[0]}, this engine serves one sequence")
         mask = inputs.get("attention_mask")
         if mask is not None and not bool(mask.all()):
             raise InputError("attention_mask: padded prompts are not supported, pass the prompt without padding")
+        positions = inputs.get("position_ids")
+        if positions is not None and positions.flatten().tolist() != list(range(input_ids.shape[1])):
+            raise InputError("position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding")
+        past = inputs.get("past_key_values")
+        if past is not None and (getattr(past, "_is_user_defined", False) or past.get_seq_length()):
+            raise InputError("past_key_values: not supported, the engine has a cache of its own; sessions reuse it")
+        for name, value in inputs.items():
+            if name not in _PREPARED and value is not None:
+                raise InputError(f"{name}: not supported by speculative decoding here")
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
             if getattr(config, name, None):
                 raise InputError(f"{name}: not supported by speculative decoding here")
-        if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
-            raise InputError("num_beams, num_return_sequences: only one sequence is supported")
+        if config.prompt_lookup_num_tokens:
+            raise InputError("prompt_lookup_num_tokens: the engine drafts; load it with draft='ngram' for that")

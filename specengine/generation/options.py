@@ -135,14 +135,11 @@ class GenerationOptions:
         cls, options: dict[str, Any], model_config: GenerationConfig | None, prompt_length: int, max_context: int
     ) -> GenerationOptions:
         """Complete and check `options`; InputError names the field and what it accepts."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                raise InputError(f"unknown option {name!r}, known are {', '.join(known)}")
-        self = cls(**options)
-        self._check_kinds()
+        self = cls.check(options)
         if self.do_sample is None:
             self._imply_sampling()
+        elif not self.do_sample:
+            self._refuse_sampling()
         max_lengths = []
         for config in (self.generation_config, model_config):
             if config is not None:
@@ -159,6 +156,18 @@ class GenerationOptions:
         if (self.min_new_tokens or 0) > self.max_new_tokens:
             raise InputError(f"min_new_tokens: got {self.min_new_tokens}, accepted up to {self.max_new_tokens}")
         self.max_new_tokens = min(self.max_new_tokens, max_context - prompt_length)
+        return self
+
+    @classmethod
+    def check(cls, options: dict[str, Any]) -> GenerationOptions:
+        """The options as given, each of them checked, before a model is there; InputError as `of` raises it."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise InputError(f"unknown option {name!r}, known are {', '.join(known)}")
+        self = cls(**options)
+        self._check_kinds()
+        self._check()
         return self
 
     @property
@@ -220,6 +229,13 @@ class GenerationOptions:
             self.do_sample = False
         elif any(getattr(self, name) is not None for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")):
             self.do_sample = True
+
+    def _refuse_sampling(self) -> None:
+        """Raise InputError for what would shape a draw, where none was asked for; transformers' neutral values pass."""
+        neutral = {"temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,), "typical_p": (1,)}
+        for name, accepted in neutral.items():
+            if (value := getattr(self, name)) is not None and value not in accepted:
+                raise InputError(f"{name}: got {value}, but do_sample=False takes the most likely token; leave one out")
 
     def _fill_from(self, config: GenerationConfig) -> None:
         """Take over what is still None; refuse what this engine cannot honour."""

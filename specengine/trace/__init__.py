@@ -1,7 +1,19 @@
 """Traces: every cycle's tree in a file, and the ways to look at it."""
 
+from typing import TYPE_CHECKING, Any
+
 from specengine.trace.reader import read_trace
 from specengine.trace.records import Query, Trace, TracedCycle
-from specengine.trace.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from specengine.trace.writer import TraceWriter
 
 __all__ = ["Query", "Trace", "TraceWriter", "TracedCycle", "read_trace"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TraceWriter":  # which writes of an engine, and so needs torch; reading does not
+        from specengine.trace.writer import TraceWriter
+
+        return TraceWriter
+    raise AttributeError(f"module 'specengine.trace' has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,30 +61,11 @@ class TraceWriter:
         )
         try:
             for piece in generation:
-                self._write("cycle", **vars(self._traced(piece.cycle, piece.text)))
+                self._write("cycle", **vars(traced(piece.cycle, piece.text, self._text)))
                 yield piece
         finally:
             reason = generation.result.finish_reason if generation.result else None
             self._write("end", finish_reason=reason, stats=generation.stats.to_dict())
-
-    def _traced(self, cycle: Cycle, text: str) -> TracedCycle:
-        grown = cycle.tree if cycle.grown is None else cycle.grown
-        kept = list(range(len(grown))) if cycle.kept is None else cycle.kept.tolist()
-        tokens = grown.tokens.tolist()
-        return TracedCycle(
-            tokens=tokens,
-            texts=[self._text(token) for token in tokens],
-            parents=grown.parents.tolist(),
-            probabilities=_probabilities(grown.log_probs),
-            path_probabilities=_probabilities(grown.path_log_probs),
-            kept=kept,
-            accepted=[kept[node] for node in cycle.path],
-            committed=cycle.tokens,
-            committed_texts=[self._text(token) for token in cycle.tokens],
-            text=text,
-            passes=int(grown.passes),
-            seconds={part: round(seconds, 7) for part, seconds in asdict(cycle.seconds).items() if part != "split"},
-        )
 
     def _text(self, token: int) -> str:
         if token not in self._texts:
@@ -102,6 +83,27 @@ class TraceWriter:
             self._file.flush()
         except OSError as error:
             raise _unwritable(self._name, error) from error
+
+
+def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycle:
+    """What a trace holds of a cycle that added `text` to the answer; text_of: of a token alone."""
+    grown = cycle.tree if cycle.grown is None else cycle.grown
+    kept = list(range(len(grown))) if cycle.kept is None else cycle.kept.tolist()
+    tokens = grown.tokens.tolist()
+    return TracedCycle(
+        tokens=tokens,
+        texts=[text_of(token) for token in tokens],
+        parents=grown.parents.tolist(),
+        probabilities=_probabilities(grown.log_probs),
+        path_probabilities=_probabilities(grown.path_log_probs),
+        kept=kept,
+        accepted=[kept[node] for node in cycle.path],
+        committed=cycle.tokens,
+        committed_texts=[text_of(token) for token in cycle.tokens],
+        text=text,
+        passes=int(grown.passes),
+        seconds={part: round(seconds, 7) for part, seconds in asdict(cycle.seconds).items() if part != "split"},
+    )
 
 
 def _described(engine: Engine) -> dict[str, Any]:

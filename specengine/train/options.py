@@ -13,21 +13,27 @@ from specengine.errors import require, require_least
 class TrainOptions:
     """How a draft is trained.
 
-    head              eagle1 or eagle3; auto: what the loss is made for
-    steps             optimiser steps
-    batch_tokens      of a step; a sequence at least
-    lengths           of the sequences, in tokens, taken in turn: whole texts one behind the other, so that a draft of
-                      short texts knows long contexts too
-    learning_rate     at its peak, after `warmup` (a share of the steps); falls to 0 on a cosine
-    clip              norm that the gradient is scaled down to
-    draft_vocab_size  of an EAGLE-3 head: the most frequent tokens of the answers; 0: all of the target's
-    kv_heads          of the draft's attention; 0: as many as the target has
-    intermediate_size of the draft's MLP; 0: the target's
-    start             target: from the target's head, final norm and last layer; random; or the path of a head
-    autocast          run in bfloat16 where the weights are kept in float32
-    held_back         share of the texts that nothing is learnt from
-    keep_gib          GiB of main memory for the target's hidden states, which later epochs need not compute again
-    validate_every, save_every   steps
+    head               eagle1 or eagle3; auto: what the loss is made for
+    steps              optimiser steps, 1 or more
+    batch_tokens       tokens of a step, 8 or more; at least one of the longest sequences
+    lengths            of the sequences, in tokens, 8 to batch_tokens each, taken in turn: whole texts one behind the
+                       other, so that a draft of short texts knows long contexts too
+    learning_rate      at its peak, above 0; falls to 0 on a cosine
+    warmup             share of the steps in which the learning rate rises, 0 to below 1
+    weight_decay       of AdamW, 0 or more
+    clip               norm that the gradient is scaled down to, above 0
+    draft_vocab_size   of an EAGLE-3 head: so many of the answers' most frequent tokens, 0 or more; 0: all of the
+                       target's
+    kv_heads           of the draft's attention, 0 or more; 0: as many as the target has
+    intermediate_size  units of the draft's MLP, 0 or more; 0: the target's
+    start              target: from the target's head, final norm and last layer; random; or the path of a head
+    autocast           true: run in bfloat16 where the weights are kept in float32
+    held_back          share of the texts that nothing is learnt from, 0 to below 1
+    keep_gib           GiB of main memory for the target's hidden states, which later epochs need not compute again,
+                       0 or more
+    validate_every     steps from one validation to the next, 1 or more
+    save_every         steps from one saved state to the next, 1 or more
+    seed               of the order of the texts and the weights drawn, 0 or more
     """
 
     head: Literal["auto", "eagle1", "eagle3"] = "auto"

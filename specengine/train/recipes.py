@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specengine.errors import require_known
-from specengine.train.draft.losses import Loss, make_loss
+from specengine.train.draft.options import Loss, make_loss
 from specengine.train.options import TrainOptions
-from specengine.train.text.synthesis import SynthesisOptions
+from specengine.train.text.options import SynthesisOptions
 
 
 @dataclass(frozen=True)

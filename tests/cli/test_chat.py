@@ -10,7 +10,8 @@ import pytest
 
 import specengine
 from specengine import engine
-from specengine.cli import chat, main, make_parser
+from specengine.cli import chat, main
+from specengine.cli.arguments import make_parser
 from tests.cli.streams import Terminal, pipe_in
 
 
@@ -23,13 +24,22 @@ CHAT = ["chat", "--max-new-tokens", "12", "--model"]
 
 
 def test_chat_reads_a_turn_per_line(folder: str, capsys: Any, monkeypatch: Any) -> None:
-    pipe_in(monkeypatch, "hello\n\nagain\n/reset\nhello\n/nonsense\n/quit\nnever read\n")
+    pipe_in(monkeypatch, "hello\n\nagain\n/reset\nhello\n/nonsense\n/help\n/quit\nnever read\n")
     assert main([*CHAT, folder]) == 0
     out, err = capsys.readouterr()
     first, second = turns(folder, "hello", "again")
     assert out == f"{first}\n{second}\n{first}\n"
     assert "starts over" in err
     assert "unknown command /nonsense" in err
+    assert err.count("/quit or Ctrl-D ends") == 2
+
+
+def test_a_message_may_begin_with_a_slash(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    pipe_in(monkeypatch, "//etc/hosts\n//\n")
+    assert main([*CHAT, folder]) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(f"{answer}\n" for answer in turns(folder, "/etc/hosts", "/"))
+    assert "unknown" not in err
 
 
 def test_chat_passes_errors_on_when_piped(folder: str, capsys: Any, monkeypatch: Any) -> None:

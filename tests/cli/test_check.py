@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def test_check_without_a_draft(folder: str, capsys: Any) -> None:
     assert capsys.readouterr().out.startswith("1 exact")
     assert main([*CHECK, folder, PROMPT, "--draft", "none", "--policy", "eagle"]) == 2
     assert "draft 'none' leaves nothing for a policy to shape" in capsys.readouterr().err
-    assert main([*CHECK, folder, PROMPT, "--policy", "eagle", "--policy", "nonsense"]) == 2
+    with pytest.raises(SystemExit):
+        main([*CHECK, folder, PROMPT, "--policy", "eagle", "--policy", "nonsense"])
     assert "unknown name 'nonsense'" in capsys.readouterr().err
 
 
@@ -62,6 +64,15 @@ def test_check_reports_a_mismatch(folder: str, capsys: Any, monkeypatch: Any, tm
     assert "mismatch" in err
     assert main([*CHECK, folder, PROMPT, "--tolerance", "60"]) == 0
     assert capsys.readouterr().out == "0 exact, 1 near-tie, 0 mismatch\n"
+
+
+def test_who_waits_at_a_terminal_sees_each_step(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main([*CHECK, folder, PROMPT, "another", "--policy", "chain"]) == 0
+    err = capsys.readouterr().err
+    for step in (f"[1/4] plain decoding of {PROMPT!r}", f"[2/4] policy chain on {PROMPT!r}", "[4/4] policy chain on"):
+        assert f"{step}" in err
+    assert err.count("\r\x1b[K") == 4
 
 
 def test_check_reads_jsonl_with_turns(folder: str, capsys: Any, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import sys
 from typing import Any
 
 from specengine import engine
-from specengine.cli import main
+from specengine.cli import demo, main
+from specengine.cli.terminal import DRAFTED
+from specengine.errors import UnsupportedModelError
 from tests.cli.streams import PROMPT
 from tests.test_checking import accept_blindly
 
@@ -29,7 +31,64 @@ def test_demo_explains_a_difference(folder: str, capsys: Any, monkeypatch: Any) 
     assert main(["demo", "--model", folder, *given]) == 0
     out = capsys.readouterr().out
     assert re.search(r"speculative decoding .* no\n", out)
-    assert "speculative against plain decoding: mismatch at token" in out
+    assert "speculative decoding: mismatch at token" in out
+
+
+def test_demo_counts_near_ties(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    """Tokens that transformers chose otherwise, by hardly more than nothing, are no faults."""
+    real = demo.huggingface_tokens
+
+    def otherwise(plain: Any, prompt: str, **options: Any) -> list[int]:
+        tokens = real(plain, prompt, **options)
+        return [*tokens[:-1], tokens[-1] ^ 1]
+
+    monkeypatch.setattr(demo, "huggingface_tokens", otherwise)
+    given = ["demo", "--model", folder, "--max-new-tokens", "24", "--rounds", "1"]
+    assert main(given) == 0
+    assert re.search(r"transformers generate .* no\n", capsys.readouterr().out)
+    monkeypatch.setattr(demo, "near_tie_logits", lambda _: 60.0)
+    assert main(given) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"transformers generate .* up to 1 near-tie\n", out)
+    assert "transformers generate: near-tie at token 23, " in out
+
+
+def test_demo_is_strict_where_it_can_be(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    asked = []
+    real = demo.given.load_engine
+
+    def noted(arguments: Any, **changes: Any) -> Any:
+        asked.append(changes)
+        if changes.get("strict"):
+            raise UnsupportedModelError(f"{reason}: not here")
+        return real(arguments, **changes)
+
+    monkeypatch.setattr(demo.given, "load_engine", noted)
+    given = ["demo", "--model", folder, "--max-new-tokens", "8", "--rounds", "1"]
+    reason = "strict"
+    assert main(given) == 0
+    assert asked == [{"strict": True}, {"strict": False}]
+    assert "specengine: note: strict: not here" in capsys.readouterr().err
+    reason = "another"
+    assert main(given) == 2
+    asked.clear()
+    assert main([*given, "--no-strict"]) == 0
+    assert asked == [{}]
+
+
+def test_demo_draws_a_tree_in_colour_on_a_terminal_alone(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    given = ["demo", "--model", folder, "--policy", "chain", "--max-new-tokens", "60", "--rounds", "1"]
+    assert main(given) == 0
+    plainly = capsys.readouterr().out
+    assert "One cycle: a tree of drafted tokens" in plainly
+    assert re.search(r"^ \d\.\d{3} +\d\.\d{3}  ✓ └ ", plainly, re.MULTILINE)
+    assert "\x1b" not in plainly
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(given) == 0
+    assert re.search(re.escape(DRAFTED) + r" \d\.\d{3} +\d\.\d{3}  ✓ └ ", capsys.readouterr().out)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(given) == 0
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_demo_ends_in_time(folder: str, capsys: Any, monkeypatch: Any) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specengine.cli import arguments, main
+from specengine import engine
+from specengine.cli import main
+from specengine.cli.arguments.parser import flag
+from specengine.cli.arguments.shared import GENERATION_OPTIONS
 from tests.cli.streams import PROMPT, Terminal, expected, pipe_in
 
 
@@ -62,6 +66,27 @@ def test_generate_streams_pieces(folder: str, capsys: Any, monkeypatch: Any) -> 
     assert "".join(flushes) == expected(folder) + "\n"
 
 
+def test_ctrl_c_in_a_stream_leaves_a_whole_line_and_the_figures(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    real, cycles = engine.walk, []
+
+    def interrupted(*given: Any) -> Any:
+        cycles.append(given)
+        if len(cycles) == 3:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(engine, "walk", interrupted)
+    given = ["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--policy", "plain", "--stream"]
+    assert main(given) == 130
+    out, err = capsys.readouterr()
+    whole = expected(folder)
+    assert out.endswith("\n")
+    assert whole.startswith(out[:-1])
+    assert len(out) < len(whole)
+    assert err.startswith("(stopped)\n")
+    assert re.search(r"^tokens +2 in", err, re.MULTILINE)
+
+
 def test_generate_passes_every_option(folder: str, capsys: Any) -> None:
     options = {
         "max_new_tokens": 20,
@@ -75,8 +100,8 @@ def test_generate_passes_every_option(folder: str, capsys: Any) -> None:
         "no_repeat_ngram_size": 4,
         "seed": 3,
     }
-    assert list(options) == [name for name, _, _ in arguments.GENERATION_OPTIONS]
-    given = [text for name, value in options.items() for text in (arguments.flag(name), str(value))]
+    assert list(options) == [name for name, _, _ in GENERATION_OPTIONS]
+    given = [text for name, value in options.items() for text in (flag(name), str(value))]
     assert main(["generate", PROMPT, "--model", folder, "--raw", *given]) == 0
     out, err = capsys.readouterr()
     assert out == expected(folder, raw=True, **options) + "\n"

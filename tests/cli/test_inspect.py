@@ -30,6 +30,15 @@ def test_inspect_lists_what_there_is(capsys: Any) -> None:
         assert word in out
 
 
+def test_inspect_counts_ops_and_lists_them_when_asked(capsys: Any) -> None:
+    assert main(["inspect"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index("policies") - lines.index("backends") <= 8, "policies are not buried beneath the ops"
+    assert re.search(r" for \d+ ops.* \(--ops lists them\)", lines[lines.index("backends") + 1])
+    assert main(["inspect", "--ops"]) == 0
+    assert "cpu tree_mask " in capsys.readouterr().out
+
+
 def test_inspect_json_describes_a_model(folder: str, capsys: Any) -> None:
     assert main(["inspect", "--json", "--model", folder]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -19,11 +19,9 @@ from tests.cli.streams import PROMPT
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--policy", "nonsense"], "unknown name 'nonsense'"),
         (["--policy", "eagle", "-o", "wdth=3"], "unknown option 'wdth', known are width, expansions, budget"),
         (["--policy", "eagle", "-o", "width=wide"], "expected int"),
         (["-o", "width=3"], "policy given by name"),
-        (["--dtype", "int3"], "dtype"),
         (["--device", "abacus"], "device"),
         (["--temperature", "-1"], "temperature"),
         (["--max-new-tokens", "0"], "max_new_tokens"),
@@ -43,11 +41,25 @@ def test_a_missing_model_is_one_line(capsys: Any) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("given", [["-o", "width"], ["--max-new", "3"], ["--top-k", "many"]])
-def test_malformed_arguments(capsys: Any, given: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["-o", "width"], "got 'width', expected key=value"),
+        (["--max-new", "3"], "unrecognized arguments: --max-new"),
+        (["--top-k", "many"], "argument --top-k: invalid int value"),
+        (["--policy", "nonsense"], "argument --policy: unknown name 'nonsense', known are auto, "),
+        (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3' (choose from "),
+        (["--two\nlines"], "unrecognized arguments: --two lines"),
+    ],
+)
+def test_malformed_arguments_are_one_line(capsys: Any, given: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["generate", PROMPT, *given])
     assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("specengine: error: ")
+    assert err.count("\n") == 1
+    assert message in err
 
 
 def test_text_that_is_no_unicode_is_one_line(folder: str, capsys: Any, monkeypatch: Any) -> None:
@@ -69,8 +81,26 @@ def test_what_nobody_expected_is_one_line_and_a_traceback_on_demand(folder: str,
     assert err.startswith("specengine: error: KeyError: ")
     assert err.count("\n") == 1
     assert "--debug" in err
-    with pytest.raises(KeyError):
-        main(["--debug", "generate", PROMPT, "--model", folder])
+    for given in (["--debug", "generate"], ["generate", "--debug"]):
+        with pytest.raises(KeyError):
+            main([*given, PROMPT, "--model", folder])
+
+
+def test_options_are_checked_before_a_model_is_loaded(capsys: Any) -> None:
+    for command in (["generate", PROMPT], ["chat"], ["check", PROMPT]):
+        assert main([*command, "--model", "/no/such/folder", "--offline", "--temperature", "-1"]) == 2
+        assert capsys.readouterr().err.startswith("specengine: error: temperature: got -1.0")
+
+
+def test_who_waits_at_a_terminal_is_told_what_is_loading(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    given = ["generate", PROMPT, "--model", folder, "--draft", folder, "--max-new-tokens", "2"]
+    assert main(given) == 0
+    assert "Loading" not in capsys.readouterr().err, "a file or a pipe is told nothing"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(given) == 0
+    assert capsys.readouterr().err.startswith(f"Loading {folder}, {folder}\n")
+    assert main(["inspect", "--json"]) == 0
+    assert "Loading" not in capsys.readouterr().err, "no model was named"
 
 
 def test_ctrl_c_exits_with_130(folder: str, monkeypatch: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from specengine.cli import main
 from specengine.cli import train as command
+from specengine.cli.arguments.parser import part
 from specengine.train import recipes
 from specengine.train.text.corpus import Corpus
 from tests.toy import byte_tokenizer, tiny
@@ -84,11 +85,11 @@ def test_mistakes_are_named_before_anything_is_loaded(
 
 
 def test_parts_are_counted_from_one(capsys: Any) -> None:
-    for part in ("0/2", "3/2", "1", "a/b"):
+    for wrong in ("0/2", "3/2", "1", "a/b"):
         with pytest.raises(SystemExit):
-            main(["train", "data", "x", "--part", part])
+            main(["train", "data", "x", "--part", wrong])
     assert "expected I/N" in capsys.readouterr().err
-    assert command._part("2/3") == (1, 3)
+    assert part("2/3") == (1, 3)
 
 
 def test_the_recipes_are_sound() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import drawings, options, pages, parts
-from specengine.cli import make_parser
+from specengine.cli.arguments import make_parser
 from tests.docs.blocks import PAGES, ROOT
 
 

@@ -1,8 +1,10 @@
 """The engine inside transformers' own generate."""
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import GenerationConfig, StopStringCriteria
+from transformers import DynamicCache, StopStringCriteria
 
 from specengine.engine import SpeculativeOutput
 from specengine.errors import InputError
@@ -74,5 +76,46 @@ def test_custom_generate_refuses_what_it_cannot_do() -> None:
         model.generate(ids, attention_mask=one, output_scores=True, **common)
     with pytest.raises(InputError, match="another model than the engine's target"):
         untouched("llama").generate(ids, attention_mask=one, **common)
-    with pytest.raises(InputError, match="only one sequence is supported"):
-        custom(model, ids, generation_config=GenerationConfig(num_beams=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams: got 2"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: got 2"),
+        ({"position_ids": torch.arange(len(PROMPT))[None] + 3}, "position_ids: accepted 0, 1, 2"),
+        ({"past_key_values": DynamicCache()}, "past_key_values: not supported"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: the engine drafts"),
+    ],
+)
+def test_custom_generate_names_what_it_cannot_do(options: dict[str, Any], message: str) -> None:
+    engine = engine_of("llama", "none")
+    model, ids = engine.target.model, torch.tensor([PROMPT])
+    common = {"custom_generate": engine.as_custom_generate(), "pad_token_id": 0, "max_new_tokens": 4}
+    with pytest.raises(InputError, match=message):
+        model.generate(ids, attention_mask=torch.ones_like(ids), **common, **options)
+
+
+def test_custom_generate_takes_positions_that_are_the_usual_ones() -> None:
+    engine = engine_of("llama", "none")
+    model, ids = engine.target.model, torch.tensor([PROMPT])
+    options = {"pad_token_id": 0, "max_new_tokens": 4, "do_sample": False, "use_cache": False}
+    given = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(len(PROMPT))[None]}
+    ours = model.generate(ids, custom_generate=engine.as_custom_generate(), **given, **options)
+    assert ours[0, len(PROMPT) :].tolist() == plainly("llama", PROMPT, 4)
+
+
+def test_custom_generate_takes_tokens_and_no_other_inputs() -> None:
+    engine = engine_of("llama", "none")
+    model, ids = engine.target.model, torch.tensor([PROMPT])
+    common = {"custom_generate": engine.as_custom_generate(), "pad_token_id": 0, "max_new_tokens": 4}
+    with pytest.raises(InputError, match="inputs_embeds: not supported"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=torch.ones_like(ids), **common)
+    with pytest.raises(InputError, match="token_type_ids: not supported"):
+        engine.as_custom_generate()(model, ids, token_type_ids=torch.ones_like(ids))
+
+
+@pytest.mark.parametrize(("seed", "streamer"), [(-1, None), ("x", None), (True, None), (None, 5)])
+def test_what_is_bound_to_custom_generate_is_checked(seed: Any, streamer: Any) -> None:
+    with pytest.raises(InputError, match="seed: got" if streamer is None else "streamer: got"):
+        engine_of("llama", "none").as_custom_generate(streamer, seed)

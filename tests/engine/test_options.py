@@ -138,3 +138,12 @@ def test_the_seed_comes_from_torchs_generator() -> None:
     state = torch.get_rng_state()
     engine.generate(PROMPT, max_new_tokens=4)
     assert torch.equal(torch.get_rng_state(), state)  # greedy decoding draws nothing
+
+
+def test_what_shapes_a_draw_is_refused_where_none_is_asked_for() -> None:
+    engine = engine_of("llama", "none")
+    for given in ({"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.9}):
+        with pytest.raises(InputError, match=f"{next(iter(given))}: got .* do_sample=False"):
+            engine.generate(PROMPT, do_sample=False, **given)
+    neutral = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+    assert len(engine.generate(PROMPT, do_sample=False, max_new_tokens=2, **neutral).token_ids) == 2

@@ -10,7 +10,8 @@ import torch
 
 from specengine import Engine
 from specengine.captured import NOTE
-from specengine.cli.arguments import add_model_arguments, load_options
+from specengine.cli.arguments.shared import add_model
+from specengine.cli.given import load_options
 from specengine.cuda_graphs import Graphs
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
@@ -82,7 +83,7 @@ def test_a_function_that_waits_for_the_device_cannot_be_captured() -> None:
 
 def test_the_command_lines_flag() -> None:
     parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
+    add_model(parser)
     assert load_options(parser.parse_args(["--graphs"]))["graphs"] is True
     assert load_options(parser.parse_args(["--no-graphs"]))["graphs"] is False
     assert load_options(parser.parse_args([]))["graphs"] is None

@@ -263,4 +263,4 @@ def test_the_defaults_are_those_documented() -> None:
     assert GenerationOptions.of({}, None, 100, 110).max_new_tokens == 10
     assert GenerationOptions.of({"temperature": 0}, GenerationConfig(do_sample=True), 1, 99).samples is False
     assert GenerationOptions.of({"top_p": 0.9}, None, 1, 99).samples is True
-    assert GenerationOptions.of({"top_p": 0.9, "do_sample": False}, None, 1, 99).samples is False
+    assert GenerationOptions.of({"do_sample": False}, GenerationConfig(top_p=0.9), 1, 99).samples is False

@@ -178,6 +178,7 @@ def test_heads_on_the_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
         return (raw if name == "org/head" else {"model_type": "llama"}), {}
 
     monkeypatch.setattr(checkpoints, "cached_file", cached_file)
+    monkeypatch.setattr(checkpoints, "why_absent", lambda name, offline: None)
     monkeypatch.setattr(checkpoints.PretrainedConfig, "get_config_dict", config_dict)
     assert checkpoints.head_folder("org/head") == tmp_path
     assert asked == ["config.json", "model.safetensors"]

@@ -15,6 +15,7 @@ from specengine.errors import InputError
 from specengine.records import Cycle, Seconds
 from specengine.trace import Trace, TracedCycle, TraceWriter, read_trace
 from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT
+from specengine.trace.writer import traced
 from specengine.tree import TokenTree
 from tests.toy import CPU, LetterTokenizer, ToyDrafter, policy_for
 from tests.trace.runs import DRAFT, PROMPT, toy_engine, write
@@ -32,8 +33,8 @@ def test_a_trace_is_what_the_engine_did(
     trace, cycles = write(file, toy_engine(policy, **kind), temperature=temperature, seed=seed)
     (query,) = trace.queries
     assert len(query.cycles) == len(cycles)
-    for traced, cycle in zip(query.cycles, cycles, strict=True):
-        check_cycle(traced, cycle)
+    for found, cycle in zip(query.cycles, cycles, strict=True):
+        check_cycle(found, cycle)
     assert sum(len(cycle.committed) for cycle in query.cycles) == 24
     assert "".join(cycle.text for cycle in query.cycles) == LetterTokenizer().decode(
         [token for cycle in cycles for token in cycle.tokens]
@@ -88,14 +89,13 @@ def test_the_header_describes_the_engine(written: Trace) -> None:
     assert {"specengine", "torch", "transformers", "python"} == set(written.versions)
 
 
-def test_a_cycle_that_no_engine_made_is_its_kept_tree(tmp_path: Path) -> None:
+def test_a_cycle_that_no_engine_made_is_its_kept_tree() -> None:
     draft = draft_tree(0, _begun(ToyDrafter(DRAFT)), policy_for("fixed"), Seconds(), CPU)
     tree = draft.tree
     cycle = Cycle(tree, [0], [5], Seconds(), draft.drafted)
-    with TraceWriter(tmp_path / "run.jsonl", toy_engine(None)) as trace:
-        traced = trace._traced(cycle, "")
-    assert traced.kept == list(range(len(tree)))
-    check_cycle(traced, cycle)
+    found = traced(cycle, "", str)
+    assert found.kept == list(range(len(tree)))
+    check_cycle(found, cycle)
 
 
 def _begun(drafter: ToyDrafter) -> ToyDrafter:
@@ -113,13 +113,12 @@ def test_a_draft_gives_the_tree_it_was_taken_from() -> None:
     assert (plain.drafted, plain.grown, plain.kept) == (0, plain.tree, None)
 
 
-def test_probabilities_that_are_no_numbers_count_as_zero(tmp_path: Path) -> None:
+def test_probabilities_that_are_no_numbers_count_as_zero() -> None:
     tree = TokenTree.root(0, 5)
     log_probs = torch.tensor([float("nan"), float("-inf"), 1e-6, 0.0])
     tree.add(torch.zeros(4, dtype=torch.int64), torch.tensor([1, 2, 3, 4]), log_probs)
-    with TraceWriter(tmp_path / "run.jsonl", toy_engine(None)) as trace:
-        traced = trace._traced(Cycle(tree, [0], [5], Seconds()), "")
-    assert traced.probabilities == traced.path_probabilities == [1.0, 0.0, 0.0, 1.0, 1.0]
+    found = traced(Cycle(tree, [0], [5], Seconds()), "", str)
+    assert found.probabilities == found.path_probabilities == [1.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_a_generation_that_is_broken_off_leaves_a_readable_query(tmp_path: Path) -> None:

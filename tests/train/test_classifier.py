@@ -20,9 +20,8 @@ from specengine.policies import _classifier
 from specengine.policies._classifier import TOP_PROBS
 from specengine.records import Seconds
 from specengine.train.classifier import trees as collecting
+from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
 from specengine.train.classifier.training import (
-    SETTINGS,
-    ClassifierOptions,
     _balanced,
     calibrated,
     parent_entropies,
@@ -31,7 +30,7 @@ from specengine.train.classifier.training import (
     scores,
     train_classifier,
 )
-from specengine.train.classifier.trees import CollectOptions, LoggedTree, Trees, collect, questions
+from specengine.train.classifier.trees import LoggedTree, Trees, collect, questions
 from specengine.train.text.corpus import Corpus, Text
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget, byte_tokenizer, tiny
 

@@ -18,7 +18,8 @@ from specengine.errors import InputError, UnsupportedModelError
 from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.eagle_head import EagleHead, default_layer_ids
 from specengine.train.draft import losses
-from specengine.train.draft.losses import Labels, Loss, Unrolling, loss_of, make_loss
+from specengine.train.draft.losses import Labels, Unrolling, loss_of
+from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.teacher import Reading, Teacher
 from specengine.tree import TokenTree
 from tests.toy import VOCABULARY, head_config, hooked, tiny, tiny_head

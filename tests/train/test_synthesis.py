@@ -15,7 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 from specengine.errors import InputError
 from specengine.train.text import synthesis
 from specengine.train.text.corpus import Corpus, Text
-from specengine.train.text.synthesis import Format, SynthesisOptions, write_corpus
+from specengine.train.text.options import SynthesisOptions
+from specengine.train.text.synthesis import Format, write_corpus
 from tests.toy import byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specengine import ops
-from specengine.errors import InputError, require, require_least
+from specengine.errors import InputError
 from specengine.policies import _classifier
 from specengine.policies._classifier import KINDS, c2t_features, disco_features
+from specengine.train.classifier.options import SETTINGS, ClassifierOptions
 from specengine.train.classifier.trees import LoggedTree, Trees
 
 DEPTH_BASE = 0  # what the root's children count as
@@ -25,48 +26,6 @@ BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)  # bounds of the entropy buckets, in na
 KEEP_RATES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2)  # at which the curve is recorded
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class ClassifierOptions:
-    """How a classifier is trained.
-
-    epochs, batch, learning_rate, optimizer
-    negatives   drawn per positive, anew for every epoch; of the training part only
-    held_back   share of the trees that nothing is learnt from; beta and all figures come from them
-    keep_rate   share of a tree's candidates that beta is calibrated to keep
-    recall      of accepted nodes that beta is calibrated to instead, where given
-    width, blocks   of SpecDec++'s head
-    """
-
-    epochs: int = 10
-    batch: int = 1024
-    learning_rate: float = 1e-3
-    optimizer: Literal["adam", "adamw"] = "adam"
-    negatives: float = 4.0
-    held_back: float = 0.05
-    keep_rate: float = 0.03
-    recall: float | None = None
-    width: int = 1024
-    blocks: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_least(self, epochs=1, batch=1, width=1, blocks=1, seed=0)
-        for name in ("learning_rate", "negatives"):
-            require(name, value := getattr(self, name), "above 0", 0 < value < math.inf)
-        require("optimizer", repr(self.optimizer), "adam, adamw", self.optimizer in ("adam", "adamw"))
-        for name in ("held_back", "keep_rate", "recall"):
-            value = getattr(self, name)
-            require(name, value, "above 0, below 1", value is None or 0 < value < 1)
-
-
-# Sources: C2T, appendix C.2; Learning to Draft, A.1 (which leaves the batch open).
-SETTINGS = {
-    "c2t": ClassifierOptions(),
-    "disco": ClassifierOptions(epochs=50, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0),
-    "specdecpp": ClassifierOptions(epochs=5, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0),
-}
 
 
 class Rows(NamedTuple):
@@ -139,7 +98,7 @@ def train_classifier(
     rows = _joined([rows_of(kind, tree) for tree in learnt])
     sizes: dict[str, Any] = {}
     if kind == "specdecpp":
-        sizes = {"hidden_size": rows.inputs.shape[1], "width": options.width, "blocks": options.blocks}
+        sizes = {"hidden_size": rows.inputs.shape[1], "width": options.head_width, "blocks": options.blocks}
     torch.manual_seed(options.seed)
     net = KINDS[kind].make(sizes)
     measure = _measure_c2t if kind == "c2t" else _measure_stop

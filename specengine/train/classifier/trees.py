@@ -14,16 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specengine import policies
 from specengine.cycle import walk
 from specengine.drafters import Step
 from specengine.drafters.lookup import Lookup
 from specengine.engine import Engine
-from specengine.errors import InputError, require_least
+from specengine.errors import InputError
 from specengine.generation.sampling import History, Sampler
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Cycle
+from specengine.train.classifier.options import CollectOptions
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.shards import Contents, ShardFolder
 from specengine.tree import TokenTree
@@ -32,36 +32,6 @@ TOP_PROBS = 10  # of each draft distribution
 SHORTEST = 2  # tokens of a prompt: its last is the first root, and an EAGLE head needs one before it
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class CollectOptions:
-    """Which trees are collected, and what of them.
-
-    trees              in all; 0: as many as the prompts give
-    length             tokens of each answer, at most; one answer gives about length / acceptance length trees
-    width, expansions  of the beam; all 1 + width + expansions * width**2 candidates are verified
-    top                likeliest tokens that the entropies are summed over
-    hidden             keep the draft's hidden states
-    logits             keep the draft's whole rows, in their own dtype
-    """
-
-    trees: int = 1000
-    length: int = 48
-    width: int = 10
-    expansions: int = 6
-    top: int = 1000
-    hidden: bool = True
-    logits: bool = False
-
-    def __post_init__(self) -> None:
-        require_least(self, trees=0, length=1, width=1, expansions=0, top=1)
-
-    @property
-    def policy(self) -> TreePolicy:
-        """The beam whose every candidate is verified."""
-        capacity = 1 + self.width + self.expansions * self.width**2
-        return policies.make("eagle", width=self.width, expansions=self.expansions, budget=capacity)
 
 
 class LoggedTree(NamedTuple):

@@ -7,71 +7,21 @@ first step reads the target's hidden states, every later one the draft's own out
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, smooth_l1_loss
 
-from specengine.errors import InputError, require, require_known, require_least
+from specengine.errors import InputError
 from specengine.modeling.eagle_head import EagleHead, causal, embed
+from specengine.train.draft.options import Loss
 from specengine.train.draft.teacher import Reading, Teacher
 
 LABEL_ROWS = 256  # rows that the target's head reads at a time
 BLOCK = 2048  # rows of the draft's head whose gradients are made at once
 CHUNK_VALUES = (1 << 20, 1 << 28)  # logits in float32 at a time, on a CPU (what its caches hold) and on a GPU
 NOISE_LENGTH = 512  # tokens at which the noise has its nominal strength
-
-LossName = Literal["eagle", "hass", "ttt", "talf"]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A training loss.
-
-    steps          predictions in a row from each position; depths of the tree, for `talf`
-    width          nodes that a depth of the target's tree keeps; 0: the text itself is followed
-    anchors        share of the positions from which the steps after the first are unrolled, drawn anew for each batch
-    cross_entropy  weight of the cross-entropy with the target's distribution
-    top_k, top_weight  weight of the cross-entropy over the target's `top_k` best tokens alone
-    regression     weight of the smooth L1 distance to the target's hidden state, averaged over its channels
-    decay          step j counts decay**j
-    detach         no gradient passes from a step to the one before
-    noise          width of the uniform noise on the features, for sequences of 512 tokens; less for longer ones
-    """
-
-    name: LossName
-    steps: int
-    width: int = 0
-    anchors: float = 1.0
-    cross_entropy: float = 1.0
-    top_k: int = 10
-    top_weight: float = 0.0
-    regression: float = 0.0
-    decay: float = 1.0
-    detach: bool = False
-    noise: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_least(self, steps=1, width=0, top_k=1, cross_entropy=0, top_weight=0, regression=0, noise=0)
-        for field in ("anchors", "decay"):
-            require(field, value := getattr(self, field), "above 0, up to 1", 0 < value <= 1)
-
-
-# EAGLE: Li et al. 2024, weights of its code. HASS: Zhang et al. 2025, three steps, top 10. EAGLE-3's training-time
-# test: Li et al. 2025. TALF: k = 4, depth 3, no regression, gradients through the steps.
-LOSSES: dict[str, Loss] = {
-    "eagle": Loss("eagle", steps=1, regression=1.0, cross_entropy=0.1, noise=0.2),
-    "hass": Loss("hass", steps=3, regression=1.0, cross_entropy=0.1, top_weight=1.0, detach=True),
-    "ttt": Loss("ttt", steps=7, decay=0.8),
-    "talf": Loss("talf", steps=3, width=4),
-}
-
-
-def make_loss(name: str, **changes: Any) -> Loss:
-    """The loss with this name, with other settings where they are given; InputError for a name that is unknown."""
-    return replace(require_known("loss", name, LOSSES), **changes)
 
 
 def check_fit(loss: Loss, head: EagleHead) -> None:

@@ -21,7 +21,7 @@ from specengine.modeling.eagle_head import (
     head_from,
     make_head,
 )
-from specengine.train.draft.losses import Loss
+from specengine.train.draft.options import Loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.options import TrainOptions
 

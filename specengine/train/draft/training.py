@@ -23,8 +23,9 @@ from specengine.modeling.eagle_head import require_fit
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.train.draft.curve import plot
 from specengine.train.draft.epochs import Batch, Epochs
-from specengine.train.draft.losses import Loss, Report, check_fit, loss_of, make_loss
+from specengine.train.draft.losses import Report, check_fit, loss_of
 from specengine.train.draft.new_heads import new_head, start_from_text
+from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.teacher import Reading, Teacher
 from specengine.train.draft.validation import Validation, autocasting, validate
 from specengine.train.options import TrainOptions

@@ -14,7 +14,8 @@ from specengine.engine import Engine
 from specengine.modeling.eagle_head import EagleHead, head_from
 from specengine.policies.eagle import Eagle as EaglePolicy
 from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.train.draft.losses import loss_of, make_loss
+from specengine.train.draft.losses import loss_of
+from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.text.corpus import Text
 

@@ -18,8 +18,8 @@ from specengine.policies._ltd import GO_ON, Networks, Shape
 from specengine.policies.ltd import depth_observation, size_observation
 from specengine.records import Cycle
 from specengine.train.ltd.asked import AskedEngine, Question
-from specengine.train.ltd.options import Stage
-from specengine.train.ltd.outcomes import Array, Outcomes, RewardName, reward
+from specengine.train.ltd.options import RewardName, Stage
+from specengine.train.ltd.outcomes import Array, Outcomes, reward
 
 WALLCLOCK_UNIT = 0.01  # seconds; the released code's reward is tokens / (100 seconds)
 

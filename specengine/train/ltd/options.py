@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from specengine.errors import require, require_known, require_least
-from specengine.policies._ltd import ACTIVATIONS, Shape
-from specengine.train.ltd.outcomes import RewardName
 
+if TYPE_CHECKING:
+    from specengine.policies._ltd import Shape
+
+RewardName = Literal["table", "wallclock", "accept", "time"]
+Activation = Literal["relu", "tanh"]  # the keys of policies._ltd.ACTIVATIONS
 Stage = Literal["size", "depth"]
 
 
@@ -17,21 +21,42 @@ Stage = Literal["size", "depth"]
 class PolicyOptions:
     """How a pair of networks is trained.
 
-    width, expansions, sizes, least, check_every, pad   what the networks decide about, see specengine.policies._ltd
-    reward         table or wallclock: throughput, under a cost table or as it is measured; accept, time: the ablations
-    fixed_depth, fixed_size   what stands for the other network where one is validated, and depth is trained, alone
-    size_steps, depth_steps   decisions that each learns from
-    again          the networks trained once more, in turn, each against the other as it is then
-    again_share    of the steps, in each of these
-    rollout, minibatch, epochs, learning_rate, warmup, entropy, clip, size_gamma, depth_gamma   of PPO; the learning
-                   rate rises over the share `warmup` of the steps and then falls to 0 on a line
-    target_kl      divergence that ends an update early where a network is trained again; 0: none does
-    hidden_size, hidden_depth, hidden_critic   units of the hidden layers
-    prompts        questions taken from a text's, at most and evenly over it; 0: all
-    held_back      share of the answers that nothing is learnt from; the checkpoint that is fastest on them is kept
-    validate_every rollouts
-    environments   that logged trees are drawn in at a time
-    length         tokens of each answer, where the engine runs
+    width           children per node of the beam, 1 or more
+    expansions      levels grown below the first, at most, 1 or more
+    sizes           candidates verified by the size network's actions, ascending, above 0, the root excluded
+    least           expansions before the depth network is asked for the first time, 0 or more
+    check_every     expansions from one of its decisions to the next, 1 or more
+    pad             what stands in an observation for candidates that there are not, 0 or less; log-probabilities below
+                    a negative one count as that
+    reward          table or wallclock: throughput, under a cost table or as it is measured; accept, time: the
+                    ablations
+    fixed_depth     expansions that stand for the depth network where size is validated alone, 0 to expansions
+    fixed_size      candidates that stand for the size network where depth is trained and validated alone, 1 or more
+    size_steps      decisions that the size network learns from, 0 or more
+    depth_steps     decisions that the depth network learns from, 0 or more
+    again           size, depth: the networks trained once more, in turn, each against the other as it is then
+    again_share     share of the steps in each of these, above 0
+    rollout         decisions between two updates, 2 or more; a multiple of environments
+    minibatch       decisions of an optimiser's step, 2 or more; a divisor of rollout
+    epochs          passes over a rollout, 1 or more
+    learning_rate   at its peak, above 0; falls to 0 on a line
+    warmup          share of the steps in which the learning rate rises, 0 to 1
+    entropy         weight of the policy's entropy in the loss, 0 to 1
+    target_kl       divergence that ends an update early where a network is trained again, 0 to 1; 0: none does
+    clip            of the probability ratio in PPO, above 0
+    size_gamma      discount of the size network's rewards, 0 to 1
+    depth_gamma     discount of the depth network's rewards, 0 to 1
+    hidden_size     units of the size network's hidden layers, 1 or more each
+    hidden_depth    units of the depth network's hidden layers, 1 or more each
+    hidden_critic   units of the critics' hidden layers, 1 or more each
+    activation      relu or tanh
+    prompts         questions taken from a text's, at most and evenly over it, 0 or more; 0: all
+    held_back       share of the answers that nothing is learnt from, 0 to 1; the checkpoint that is fastest on them is
+                    kept
+    validate_every  rollouts from one validation to the next, 1 or more
+    environments    that logged trees are drawn in at a time, 1 or more
+    length          tokens of each answer, where the engine runs, 4 or more
+    seed            of what is drawn, 0 or more
     """
 
     width: int = 10
@@ -60,7 +85,7 @@ class PolicyOptions:
     hidden_size: tuple[int, ...] = (1024, 256)
     hidden_depth: tuple[int, ...] = (1024,)
     hidden_critic: tuple[int, ...] = (1024, 256)
-    activation: str = "relu"
+    activation: Activation = "relu"
     prompts: int = 0
     held_back: float = 0.2
     validate_every: int = 5
@@ -79,7 +104,7 @@ class PolicyOptions:
         for name in ("hidden_size", "hidden_depth", "hidden_critic"):
             self._require(name, all(units >= 1 for units in getattr(self, name)), "1 or more each")
         self._require("again", set(self.again) <= {"size", "depth"}, "size, depth")
-        self._require("activation", self.activation in ACTIVATIONS, ", ".join(ACTIVATIONS))
+        self._require("activation", self.activation in get_args(Activation), "relu, tanh")
         self._require(
             "rollout", self.rollout % self.environments == 0, f"a multiple of environments {self.environments}"
         )
@@ -91,6 +116,8 @@ class PolicyOptions:
 
     @property
     def shape(self) -> Shape:
+        from specengine.policies._ltd import Shape
+
         return Shape(**{field.name: getattr(self, field.name) for field in fields(Shape)})
 
     @property
@@ -105,11 +132,17 @@ class PolicyOptions:
 
 
 class PolicyRecipe(NamedTuple):
+    """Settings by name: what they are for, and what they change of PolicyOptions' defaults."""
+
     about: str
-    options: PolicyOptions
+    changes: Mapping[str, Any]
+
+    @property
+    def options(self) -> PolicyOptions:
+        return PolicyOptions(**self.changes)
 
 
-_SHORT = {
+_SHORT: dict[str, Any] = {
     "size_steps": 80_000,
     "depth_steps": 120_000,
     "minibatch": 512,
@@ -120,21 +153,22 @@ _SHORT = {
     "hidden_critic": (256, 64),
 }
 RECIPES = {
-    "paper": PolicyRecipe("the paper's trees and hyperparameters", PolicyOptions()),
+    "paper": PolicyRecipe("the paper's trees and hyperparameters", {}),
     "released": PolicyRecipe(
         "the 24 sizes and the hyperparameters of the paper's code",
-        PolicyOptions(
-            sizes=tuple(range(10, 241, 10)), pad=0.0, activation="tanh", depth_steps=100_000, rollout=128, minibatch=64,
-            epochs=1, learning_rate=3e-4, entropy=0.0, size_gamma=0.99, depth_gamma=0.99,
-        ),
+        {
+            "sizes": tuple(range(10, 241, 10)), "pad": 0.0, "activation": "tanh", "depth_steps": 100_000,
+            "rollout": 128, "minibatch": 64, "epochs": 1, "learning_rate": 3e-4, "entropy": 0.0, "size_gamma": 0.99,
+            "depth_gamma": 0.99,
+        },
     ),
-    "short": PolicyRecipe("the paper's trees, smaller networks, fewer steps", PolicyOptions(**_SHORT)),  # type: ignore[arg-type]
+    "short": PolicyRecipe("the paper's trees, smaller networks, fewer steps", _SHORT),
     "cpu": PolicyRecipe(
         "as short, on trees of width 4 with 2 to 48 candidates",
-        PolicyOptions(
-            width=4, expansions=6, sizes=(2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48), least=0, fixed_depth=2,
-            fixed_size=11, **_SHORT,  # type: ignore[arg-type]
-        ),
+        {
+            "width": 4, "expansions": 6, "sizes": (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48), "least": 0,
+            "fixed_depth": 2, "fixed_size": 11, **_SHORT,
+        },
     ),
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from specengine.errors import InputError
 from specengine.policies._ltd import GO_ON, Networks, Shape
 from specengine.policies.ltd import depth_observation, laid_out, size_observation
 from specengine.train.ltd.candidates import Candidates, CandidateTrees
+from specengine.train.ltd.options import RewardName
 
-RewardName = Literal["table", "wallclock", "accept", "time"]
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from specengine.checkpoints.files import atomic
 from specengine.errors import InputError, MissingExtraError
 from specengine.policies import _ltd
 from specengine.policies._ltd import ACTIVATIONS, Networks
-from specengine.train.ltd.options import PolicyOptions, Stage
-from specengine.train.ltd.outcomes import RewardName, Speed
+from specengine.train.ltd.options import PolicyOptions, RewardName, Stage
+from specengine.train.ltd.outcomes import Speed
 
 if TYPE_CHECKING:
     from specengine.train.ltd.grounds import Ground

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from specengine.errors import InputError, require, require_least
+from specengine.errors import InputError
 from specengine.train.text.corpus import Corpus, Text
+from specengine.train.text.options import SynthesisOptions
 
 # By row of a batch, in turn. Greedy answers are what a draft meets most; the others keep it from knowing only those.
 ANSWER_TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
@@ -28,28 +29,6 @@ MIN_P = 0.02  # tokens below this share of the best one's probability are not dr
 ROOM_FOR_A_TURN = 0.3  # of the length: with less left, a conversation ends with its answer
 LONGEST_QUESTION = 0.5  # of the length; a user's turn is ended there
 BASE_LEAD = 8  # tokens of a base model's text that are drawn at temperature 1, so that greedy rows differ
-
-
-@dataclass(frozen=True)
-class SynthesisOptions:
-    """How much text is written, and how.
-
-    tokens        in all, the users' turns included
-    rows          conversations written side by side; one shard on disk
-    length        of the longest conversation, in tokens
-    seed          of the draws; the same seed writes the same text on the same machine
-    prompt_share  of the conversations that begin with given prompts, where there are any
-    """
-
-    tokens: int = 1_000_000
-    rows: int = 128
-    length: int = 512
-    seed: int = 0
-    prompt_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        require_least(self, tokens=1, rows=1, length=16, seed=0)
-        require("prompt_share", self.prompt_share, "0 to 1", 0 <= self.prompt_share <= 1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,153 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from specengine import registry
+from specengine.cli.arguments.parser import flag, key_value, one_of
+
+# As modeling.load_options, policies and generation.options have them, which import torch; a test compares them.
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+BACKENDS = ("native", "huggingface")
+QUANTIZATIONS = ("int8",)
+POLICIES = (*registry.names("specengine.policies"), "plain")
+DEFAULT_MAX_NEW_TOKENS = 256
+
+# name of the option in GenerationOptions, type, help
+GENERATION_OPTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("max_new_tokens", int, f"tokens to generate at most (default {DEFAULT_MAX_NEW_TOKENS})"),
+    ("temperature", float, "0 is greedy, above 0 samples, as top-k, top-p and min-p do (default: the model's)"),
+    ("top_k", int, "sample from the K most likely tokens"),
+    ("top_p", float, "sample from the most likely tokens that hold this probability"),
+    ("min_p", float, "sample from tokens of at least this share of the best one's probability"),
+    ("repetition_penalty", float, "as in transformers; 1 is none"),
+    ("presence_penalty", float, "subtracted from the logit of each token generated before"),
+    ("frequency_penalty", float, "subtracted once per occurrence among the generated tokens"),
+    ("no_repeat_ngram_size", int, "no sequence of this many tokens occurs twice"),
+    ("seed", int, "of the sampling noise; the same seed gives the same answer with any draft and policy"),
+)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Which target, and how it is loaded."""
+    parser.set_defaults(loads=names_of)
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", help="a Hugging Face id, a local folder or a GGUF file (default: the embedded model)")
+    add_weights(group)
+    group.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        help="native: the C++ forward, on a CPU; huggingface: its own modules (default: native where it can)",
+    )
+    group.add_argument(
+        "--quantize", choices=QUANTIZATIONS, help="keep a native model's weights as int8, half the memory of bfloat16"
+    )
+    group.add_argument(
+        "--pack",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="on a CPU, keep a second copy of bfloat16 weights that is faster (default: where it helps and fits)",
+    )
+    group.add_argument(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run target and draft as CUDA graphs, captured once (default: on a CUDA device, where "
+        "model and draft can)",
+    )
+    group.add_argument(
+        "--compile-blocks",
+        action="store_true",
+        help="with --graphs, run the target's norms and feed-forward layers through torch.compile",
+    )
+    group.add_argument(
+        "--strict",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="the same bits in every tree and in plain decoding, in bfloat16 too; costs more per node",
+    )
+    add_access(group)
+
+
+def names_of(arguments: argparse.Namespace) -> str:
+    """What loading is announced as: the target, and a draft that is a model of its own."""
+    from specengine.checkpoints import embedded
+
+    target = getattr(arguments, "model", None) or getattr(arguments, "target", None) or embedded.NAME
+    draft = getattr(arguments, "draft", None)
+    return target if draft in (None, "none", "plain", *registry.names("specengine.drafters")) else f"{target}, {draft}"
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The model that is trained for."""
+    parser.set_defaults(loads=names_of)
+    parser.add_argument("--target", metavar="MODEL", help="a Hugging Face id or a local path (default: the embedded)")
+    add_weights(parser)
+    add_access(parser)
+
+
+def add_weights(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: auto, as stored)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+
+
+def add_access(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--offline", action="store_true", help="never use a network")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
+
+
+def add_draft_and_policy(parser: argparse.ArgumentParser, *, several_policies: bool = False) -> None:
+    group = parser.add_argument_group("draft and policy")
+    add_draft(group)
+    known = ", ".join(POLICIES) + ", or NAME/PRESET"
+    if several_policies:
+        more: dict[str, Any] = {"action": "append", "help": f"{known} (default: the draft's); repeatable"}
+    else:
+        more = {"help": f"{known} (default: the draft's)"}
+    group.add_argument("--policy", type=one_of(POLICIES), metavar="NAME", **more)
+    group.add_argument(
+        "-o",
+        "--policy-option",
+        type=key_value,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the policy named by --policy, repeatable; `specengine inspect` lists them",
+    )
+
+
+def add_draft(parser: argparse._ActionsContainer) -> None:
+    """Which draft, without a policy."""
+    parser.add_argument(
+        "--draft",
+        help="ngram, recycling, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer "
+        "(default: the shipped head for the default model, else recycling)",
+    )
+    add_draft_option(parser)
+    parser.add_argument(
+        "--lookup",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="mix into the draft what followed the same words before in prompt and answer (default: on a CPU)",
+    )
+
+
+def add_draft_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--draft-option", type=key_value, action="append", default=[], metavar="KEY=VALUE", help="repeatable"
+    )
+
+
+def add_generation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("generation")
+    for name, kind, text in GENERATION_OPTIONS:
+        group.add_argument(flag(name), type=kind, help=text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer with this text; repeatable")
+    group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
+
+
+def add_trace(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write every cycle's tree, for `specengine trace`")

@@ -1,0 +1,100 @@
+"""specengine train: text written by a model, and drafts, classifiers and policies trained on it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from specengine.cli.arguments import shared, train_classifier, train_policy
+from specengine.cli.arguments.option_lists import changes, listing
+from specengine.cli.arguments.parser import add_options, part
+from specengine.cli.prompt_files import FORMATS
+from specengine.train.draft.options import LOSSES, Loss
+from specengine.train.options import TrainOptions
+from specengine.train.recipes import RECIPES
+from specengine.train.text.options import SynthesisOptions
+
+HELP = "train a draft for a model, on text that the model writes itself"
+DEFAULT_RECIPE = "cpu-small"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="WHAT")
+    parts = {"data": (_add_data, "let the target write training text"), "draft": (_add_draft, "train an EAGLE head")}
+    for name, (add_to, text) in parts.items():
+        add_to(_command(commands, name, text))
+    for name, module in {"classifier": train_classifier, "policy": train_policy}.items():
+        module.add(_command(commands, name, module.HELP))
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    keeps_lines = argparse.RawDescriptionHelpFormatter  # of the listing at the end
+    return commands.add_parser(name, help=text, description=text, formatter_class=keeps_lines)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    recipes = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
+    parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"{recipes} (default: {DEFAULT_RECIPE})")
+    shared.add_target(parser)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.train:run_data")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="goes on where it stopped if there is text already")
+    _add_common(parser)
+    add_options(parser, "-o", "option")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own to mix in. {FORMATS}")
+    parser.add_argument(
+        "--part", type=part, default=(0, 1), metavar="I/N", help="write the I-th of N parts, N such commands at a time"
+    )
+    text = {name: asdict(recipe.text) for name, recipe in RECIPES.items()}
+    parser.epilog = "\n\n".join(
+        [
+            listing(f"options of -o, as recipe {DEFAULT_RECIPE} sets them", SynthesisOptions, text[DEFAULT_RECIPE]),
+            changes("other recipes", _differing(text)),
+        ]
+    )
+
+
+def _add_draft(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.train:run_draft")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the head; goes on if a training stopped there")
+    _add_common(parser)
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="text to train on (default: the recipe's is written first)"
+    )
+    usual = RECIPES[DEFAULT_RECIPE]
+    parser.add_argument("--loss", help=f"{', '.join(LOSSES)} (default: the recipe's, {usual.loss.name})")
+    add_options(parser, "-o", "option")
+    add_options(parser, "-l", "loss-option")
+    training = {name: asdict(recipe.training) for name, recipe in RECIPES.items()}
+    losses = {name: asdict(recipe.loss) for name, recipe in RECIPES.items()}
+    parser.epilog = "\n\n".join(
+        [
+            listing(f"options of -o, as recipe {DEFAULT_RECIPE} sets them", TrainOptions, training[DEFAULT_RECIPE]),
+            changes("other recipes", _differing(training)),
+            listing(
+                f"options of -l, as recipe {DEFAULT_RECIPE} sets them", Loss, losses[DEFAULT_RECIPE], without="name"
+            ),
+            changes("other recipes", _differing(losses)),
+            changes("with --loss", {name: _without_name(loss) for name, loss in LOSSES.items()}),
+        ]
+    )
+
+
+def _differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of all but the default recipe, what they set otherwise."""
+    usual = settings[DEFAULT_RECIPE]
+    return {
+        name: {key: value for key, value in given.items() if value != usual[key]}
+        for name, given in settings.items()
+        if name != DEFAULT_RECIPE
+    }
+
+
+def _without_name(loss: Loss) -> dict[str, Any]:
+    return {
+        name: value for name, value in asdict(loss).items() if name != "name" and value != getattr(Loss, name, None)
+    }

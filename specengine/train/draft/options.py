@@ -1,0 +1,62 @@
+"""The settings of a draft's training loss, and the losses by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from specengine.errors import require, require_known, require_least
+
+LossName = Literal["eagle", "hass", "ttt", "talf"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A training loss.
+
+    name           whose loss it is
+    steps          predictions in a row from each position, 1 or more; depths of the tree, for `talf`
+    width          nodes that a depth of the target's tree keeps, 0 or more; 0: the text itself is followed
+    anchors        share of the positions from which the steps after the first are unrolled, drawn anew for each batch,
+                   above 0, up to 1
+    cross_entropy  weight of the cross-entropy with the target's distribution, 0 or more
+    top_k          of the target's best tokens, 1 or more, for `top_weight`
+    top_weight     weight of the cross-entropy over these tokens alone, 0 or more
+    regression     weight of the smooth L1 distance to the target's hidden state, averaged over its channels, 0 or more
+    decay          step j counts decay**j, above 0, up to 1
+    detach         true: no gradient passes from a step to the one before
+    noise          width of the uniform noise on the features, 0 or more, for sequences of 512 tokens; less for longer
+                   ones
+    """
+
+    name: LossName
+    steps: int
+    width: int = 0
+    anchors: float = 1.0
+    cross_entropy: float = 1.0
+    top_k: int = 10
+    top_weight: float = 0.0
+    regression: float = 0.0
+    decay: float = 1.0
+    detach: bool = False
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_least(self, steps=1, width=0, top_k=1, cross_entropy=0, top_weight=0, regression=0, noise=0)
+        for field in ("anchors", "decay"):
+            require(field, value := getattr(self, field), "above 0, up to 1", 0 < value <= 1)
+
+
+# EAGLE: Li et al. 2024, weights of its code. HASS: Zhang et al. 2025, three steps, top 10. EAGLE-3's training-time
+# test: Li et al. 2025. TALF: k = 4, depth 3, no regression, gradients through the steps.
+LOSSES: dict[str, Loss] = {
+    "eagle": Loss("eagle", steps=1, regression=1.0, cross_entropy=0.1, noise=0.2),
+    "hass": Loss("hass", steps=3, regression=1.0, cross_entropy=0.1, top_weight=1.0, detach=True),
+    "ttt": Loss("ttt", steps=7, decay=0.8),
+    "talf": Loss("talf", steps=3, width=4),
+}
+
+
+def make_loss(name: str, **changes: Any) -> Loss:
+    """The loss with this name, with other settings where they are given; InputError for a name that is unknown."""
+    return replace(require_known("loss", name, LOSSES), **changes)

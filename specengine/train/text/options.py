@@ -1,0 +1,29 @@
+"""How much training text is written, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specengine.errors import require, require_least
+
+
+@dataclass(frozen=True)
+class SynthesisOptions:
+    """How much text is written, and how.
+
+    tokens        how many in all, the users' turns included, 1 or more
+    rows          conversations written side by side, 1 or more; one shard on disk
+    length        tokens of the longest conversation, 16 or more
+    seed          of the draws, 0 or more; the same seed writes the same text on the same machine
+    prompt_share  share of the conversations that begin with given prompts, where there are any, 0 to 1
+    """
+
+    tokens: int = 1_000_000
+    rows: int = 128
+    length: int = 512
+    seed: int = 0
+    prompt_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        require_least(self, tokens=1, rows=1, length=16, seed=0)
+        require("prompt_share", self.prompt_share, "0 to 1", 0 <= self.prompt_share <= 1)

@@ -1,0 +1,135 @@
+"""What is typed is parsed without torch and transformers, by lists that are those of the engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from specengine import drafters, policies, registry
+from specengine.cli import main
+from specengine.cli.arguments import COMMANDS, option_lists, shared
+from specengine.generation import options
+from specengine.modeling import load_options, native
+from specengine.policies import _ltd
+from specengine.train.classifier.options import ClassifierOptions, CollectOptions
+from specengine.train.draft.options import Loss
+from specengine.train.ltd.options import Activation, PolicyOptions
+from specengine.train.options import TrainOptions
+from specengine.train.text.options import SynthesisOptions
+
+OPTIONS = (SynthesisOptions, TrainOptions, Loss, CollectOptions, ClassifierOptions, PolicyOptions)
+OF_COMMAND = {
+    "data": (SynthesisOptions,),
+    "draft": (TrainOptions, Loss),
+    "classifier": (CollectOptions, ClassifierOptions),
+    "policy": (PolicyOptions,),
+}
+
+
+# ---- no torch
+
+
+def imported_by(*given: str) -> tuple[int, list[str]]:
+    """Exit status, and which of the slow packages were imported, of a process of its own."""
+    code = f"""
+import json, sys
+from specengine.cli import main
+try:
+    status = main({list(given)!r})
+except SystemExit as stop:
+    status = stop.code
+slow = [name for name in ("torch", "transformers", "numpy", "specengine.engine") if name in sys.modules]
+print("\\n" + json.dumps([status, slow]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    status, slow = json.loads(done.stdout.splitlines()[-1])
+    return status, slow
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        ("", 2),
+        ("nonsense", 2),
+        ("generate --policy nonsense x", 2),
+        ("generate --dtype int3 x", 2),
+        *((f"{command} --help", 0) for command in COMMANDS),
+        *((f"train {what} --help", 0) for what in OF_COMMAND),
+    ],
+)
+def test_help_and_mistakes_import_nothing_slow(given: str, status: int) -> None:
+    assert imported_by(*given.split()) == (status, [])
+
+
+def test_a_trace_is_shown_without_torch(tmp_path: Path) -> None:
+    tree = {"tokens": [1, 2], "texts": ["a", "b"], "parents": [-1, 0], "probabilities": [1.0, 0.5]}
+    cycle = {"path_probabilities": [1.0, 0.5], "kept": [0, 1], "accepted": [0, 1], "committed": [2, 3], "passes": 1}
+    seconds = dict.fromkeys(("draft", "policy", "verify", "walk", "commit", "model", "total"), 0.0)
+    records = [
+        {"record": "trace", "format": 1, "model": "m", "draft": "d", "policy": "p", "versions": {}},
+        {"record": "query", "prompt": "a", "prompt_tokens": [1], "seed": None},
+        {"record": "cycle", **tree, **cycle, "committed_texts": ["b", "c"], "text": "bc", "seconds": seconds},
+        {"record": "end", "finish_reason": "length", "stats": {}},
+    ]
+    file = tmp_path / "run.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert imported_by("trace", str(file)) == (0, [])
+    assert imported_by("trace", str(file), "--html", str(tmp_path / "page.html")) == (0, [])
+
+
+# ---- lists that stand twice
+
+
+def test_choices_are_those_of_the_engine() -> None:
+    assert set(shared.DTYPES) == set(load_options._DTYPES)
+    assert shared.BACKENDS == load_options.BACKENDS
+    assert tuple(native.QUANTIZATIONS) == shared.QUANTIZATIONS
+    assert list(shared.POLICIES) == policies.names()
+    assert registry.names("specengine.drafters") == drafters.names()
+    assert shared.DEFAULT_MAX_NEW_TOKENS == options.DEFAULT_MAX_NEW_TOKENS
+    known = {field.name for field in fields(options.GenerationOptions)}
+    assert {name for name, _, _ in shared.GENERATION_OPTIONS} <= known
+    assert set(get_args(Activation)) == set(_ltd.ACTIVATIONS)
+
+
+# ---- options of trainings
+
+
+@pytest.mark.parametrize("of", OPTIONS)
+def test_every_option_says_what_it_means(of: Any) -> None:
+    assert is_dataclass(of)
+    meanings = option_lists.documented(of)
+    assert list(meanings) == [field.name for field in fields(of)]
+    for field in fields(of):
+        if field.type in ("int", "float", "tuple[int, ...]", "float | None"):
+            rule = r"\d or more|above 0|\d to (below )?\d|\d to batch_tokens|0 to expansions|0 or less"
+            assert re.search(rule, meanings[field.name]), f"{field.name}: nothing is said of what is accepted"
+
+
+@pytest.mark.parametrize("command", OF_COMMAND)
+def test_help_lists_options_with_their_values(command: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", command, "--help"])
+    out = capsys.readouterr().out
+    keys = re.findall(r"^  (\w+)=(\S*)  ", out, re.MULTILINE)
+    expected = [field.name for of in OF_COMMAND[command] for field in fields(of) if field.name != "name"]
+    assert [key for key, _ in keys] == expected
+    of_all = [key for group in re.split(r"\n\n(?=options of -l)", out) for key in re.findall(r"^  (\w+)=", group, re.M)]
+    assert command == "draft" or len(of_all) == len(set(of_all)), "one key, one meaning"
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("value", "typed"), [(True, "true"), (None, "none"), ((1, 2), "1,2"), (0.5, "0.5"), ("adam", "adam")]
+)
+def test_values_are_shown_as_they_are_typed(value: Any, typed: str) -> None:
+    assert option_lists.as_typed(value) == typed
