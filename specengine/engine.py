@@ -196,6 +196,8 @@ class Engine:
                 yield cycle
                 if run.reason is None and whole:
                     yield from self._captured_cycles(cast(CapturedDriver, captured), run)
+            if drivers.drafter is not None and stats.num_draft_passes:
+                stats.notes += drivers.drafter.notes
         except GeneratorExit:
             raise  # the caller has had enough; the caches are as after the last cycle
         except BaseException:
