@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
@@ -286,7 +286,3 @@ def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
         else:
             found[name] = shape
     return found
-
-
-def config_of(folder: str | Path, **options: Any) -> PretrainedConfig:
-    return AutoConfig.from_pretrained(folder, **options)
