@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from transformers.activations import ACT2FN
 
-from specengine.checkpoints.fields import MOST_SIZE, Fields, refused, shown
-from specengine.errors import CheckpointError
+from specengine.checkpoints.fields import MOST_SIZE, Fields, refused
+from specengine.errors import CheckpointError, shown
 from specengine.modeling.eagle_head import DEFAULT_THETA, ROPE_TYPES, EagleConfig, rope_frequencies
 
 Layout = Literal["official", "speculators"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from specengine.errors import CheckpointError
+from specengine.errors import CheckpointError, shown
 
 T = TypeVar("T")
 
@@ -80,14 +79,3 @@ class Fields:
 
 def refused(name: str, value: Any, accepted: str) -> CheckpointError:
     return CheckpointError(f"{name}: got {shown(value)}, accepted {accepted}")
-
-
-def shown(value: Any, most: int = 60) -> str:
-    """A value for a message, cut where it is long, whatever it is."""
-    if isinstance(value, int) and abs(value) > 10**most:
-        return f"a number of {int(math.log10(abs(value))) + 1} digits"
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):
-        return f"a {type(value).__name__}"
-    return text if len(text) <= most else f"{text[:most]}..."

@@ -126,6 +126,12 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind, text in GENERATION_OPTIONS:
         group.add_argument(flag(name), type=kind, help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer with this text; repeatable")
+    group.add_argument(
+        "--allow-special-text",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read the text of special tokens in a prompt as those tokens, as transformers does; without, as text",
+    )
     group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
 
 
@@ -181,6 +187,8 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of Engine.generate; what was not given is left to the model's own defaults."""
     names = [name for name, _, _ in GENERATION_OPTIONS]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if not arguments.allow_special_text:
+        given["allow_special_text"] = False
     if arguments.stop:
         given["stop_strings"] = arguments.stop
     if getattr(arguments, "raw", False):

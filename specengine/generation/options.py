@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
-from specengine.errors import InputError
+from specengine.errors import InputError, shown
 from specengine.generation.sampling import PresenceFrequencyPenalty, Processor, Sampler, TopP
 from specengine.generation.stopping import Stopper
 
@@ -94,6 +94,9 @@ class GenerationOptions:
     max_time              seconds after which the answer ends
     logits_processor, stopping_criteria, streamer, generation_config, return_dict_in_generate   transformers' own
     raw                   take a string prompt as it is, without the chat template
+    allow_special_text    the text of a special token in a prompt or a message is that token, as transformers reads it:
+                          a user who writes the template's markers opens a turn of another role. False, for text of
+                          people who are not trusted, takes it as text like any other
     prediction            text, or token ids, that much of the answer is expected to be: what follows the same words in
                           it is drafted. Never changes the answer; for the drafts that copy, ngram and any with lookup
     policy                for this answer alone: a policy's name, NAME/PRESET or a TreePolicy; `plain` decodes without
@@ -126,6 +129,7 @@ class GenerationOptions:
     generation_config: GenerationConfig | None = None
     return_dict_in_generate: bool | None = None
     raw: bool = False
+    allow_special_text: bool = True
     prediction: str | list[int] | None = None
     policy: Any = None
     policy_options: Mapping[str, Any] | None = None
@@ -233,6 +237,9 @@ class GenerationOptions:
 
     def _check_kinds(self) -> None:
         """Refuse what is of another type than its reader expects."""
+        for name in ("raw", "allow_special_text"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}: got {shown(getattr(self, name))}, accepted True or False")
         strings = self.stop_strings
         if not isinstance(strings, str | list | tuple | None):
             raise InputError(f"stop_strings: got {strings!r}, accepted a string or a list of strings")

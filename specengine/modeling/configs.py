@@ -9,8 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from specengine.checkpoints.fields import shown
-from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.errors import CheckpointError, UnsupportedModelError, shown
 
 # At most, so that no config asks for all memory or for hours; a list is one number per layer.
 MOST = {
