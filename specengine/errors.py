@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -93,8 +92,6 @@ def require_known(field: str, name: str, known: Mapping[str, T]) -> T:
 
 def shown(value: Any, most: int = 60) -> str:
     """A value for a message, cut where it is long, whatever it is."""
-    if isinstance(value, int) and abs(value) > 10**most:
-        return f"a number of {int(math.log10(abs(value))) + 1} digits"
     try:
         text = repr(value)
     except (RecursionError, ValueError):

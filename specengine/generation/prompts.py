@@ -132,7 +132,7 @@ def _text_of(content: Any) -> str:
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise InputError(f"prompt: a content part of type {kind!r}, accepted are parts of type 'text'")
+                raise InputError(f"prompt: a content part of type {shown(kind)}, accepted are parts of type 'text'")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise InputError(

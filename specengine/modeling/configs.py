@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specengine.errors import CheckpointError, UnsupportedModelError, shown
 
@@ -54,6 +54,9 @@ def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
         value = getattr(decoder, field, None)
         if value is not None and (type(value) not in (int, float) or not 0 < value <= 1):
             raise _refused(name, field, value, "a number above 0, at most 1")
+    packed = getattr(config, "quantization_config", None)
+    if not (packed is None or isinstance(packed, dict) or hasattr(packed, "to_dict")):
+        raise _refused(name, "quantization_config", packed, "an object")
     stated = getattr(decoder, "rope_parameters", None) or {}
     for rope in [
         stated,
@@ -64,6 +67,17 @@ def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
             raise _refused(name, "rope_theta", theta, f"a number, 1 to {MOST_THETA:g}")
 
 
+def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model without memory for its weights; UnsupportedModelError where its class makes none of this config."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except NO_MEMORY:
+        raise
+    except Exception as error:
+        raise unsupported(config._name_or_path, error, "its config.json makes no model") from error
+
+
 def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     """Raise CheckpointError where a local folder's safetensors have other shapes than a model of this config.
 
@@ -71,13 +85,7 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     """
     if getattr(config, "quantization_config", None) is not None or getattr(config, "auto_map", None) is not None:
         return
-    try:
-        with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config)
-    except NO_MEMORY:
-        raise
-    except Exception as error:
-        raise unsupported(name, error, "its config.json makes no model") from error
+    made = empty_model(config, torch.float32)
     wanted = {key: list(weight.shape) for key, weight in made.named_parameters()}
     differing = []
     for file in sorted(Path(name).glob("*.safetensors")):

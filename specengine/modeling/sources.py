@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.modeling.configs import empty_model
 
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 BLOCKS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # of GGUF files, kept packed
@@ -255,11 +256,6 @@ def _safetensors_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     raise UnsupportedModelError(f"{folder}: has no safetensors file")
-
-
-def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def with_buffers(model: PreTrainedModel) -> PreTrainedModel:

@@ -223,7 +223,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"fc_norm": True, "norm_before_fc": True}, "fc_norm, norm_before_fc: only one of them can be set"),
     ({"target_hidden_size": 48}, "embed_tokens.weight: is missing, and the target's embeddings have another width"),
     ({"hidden_size": 10**12}, "hidden_size: got 1000000000000, accepted a whole number, 1 to 16777216"),
-    ({"hidden_size": 10**300}, "hidden_size: got a number of 301 digits"),
+    ({"hidden_size": 10**300}, "hidden_size: got 10{59}\\.\\.\\., accepted"),
     ({"num_key_value_heads": 0}, "num_key_value_heads: got 0"),
     ({"draft_vocab_size": 0}, "draft_vocab_size: got 0"),
     ({"head_dim": 0}, "head_dim: got 0"),
