@@ -9,7 +9,7 @@ from specengine import policies
 from specengine.captured import CapturedDriver
 from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
-from specengine.errors import InputError
+from specengine.errors import InputError, shown
 from specengine.policies import TreePolicy
 from specengine.targets import Target
 
@@ -67,14 +67,17 @@ class KeptDrivers:
                 raise InputError("policy_options: they need a policy given by name, other than plain")
             return self.own if policy is None else self._by_name(PLAIN, {})
         if self._drafter is None:
-            raise InputError(f"policy: got {policy!r}, accepted plain: this engine was loaded without a draft")
+            raise InputError(f"policy: got {shown(policy)}, accepted plain: this engine was loaded without a draft")
         if isinstance(policy, str):
             return self._by_name(policy, options)
         return self._by_itself(policies.of(policy, options))
 
     def _by_name(self, name: str, options: Mapping[str, Any]) -> Drivers:
         # as text, as options may be given as text, and need not be hashable
-        key = name, *(f"{option}={value}" for option, value in sorted(options.items()))
+        try:
+            key = name, *(f"{option}={value}" for option, value in sorted(options.items()))
+        except (RecursionError, ValueError) as error:
+            raise InputError(f"policy_options: got {shown(options)}, which cannot be told from others") from error
         if key not in self._named:
             policy = None if name == PLAIN else policies.of(name, options)
             self._named[key] = self.own if policy == self.own.policy else self._of(policy)

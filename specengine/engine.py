@@ -196,6 +196,8 @@ class Engine:
                 yield cycle
                 if run.reason is None and whole:
                     yield from self._captured_cycles(cast(CapturedDriver, captured), run)
+            if drivers.drafter is not None and stats.num_draft_passes:
+                stats.notes += drivers.drafter.notes
         except GeneratorExit:
             raise  # the caller has had enough; the caches are as after the last cycle
         except BaseException:
@@ -363,9 +365,14 @@ class TextGeneration:
     def __init__(
         self, engine: Engine, prompt: Prompt, options: Mapping[str, Any], *, reuse_cache: bool = False
     ) -> None:
-        target, raw = engine.target, bool(options.get("raw", False))
+        target = engine.target
         self.prompt = token_ids(
-            prompt, engine.tokenizer, raw=raw, vocab_size=target.vocab_size, max_context=target.max_context
+            prompt,
+            engine.tokenizer,
+            raw=bool(options.get("raw", False)),
+            vocab_size=target.vocab_size,
+            max_context=target.max_context,
+            allow_special_text=bool(options.get("allow_special_text", True)),
         )
         self.options = GenerationOptions.of(
             dict(options), target.generation_config, len(self.prompt), target.max_context

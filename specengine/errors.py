@@ -88,3 +88,12 @@ def require_known(field: str, name: str, known: Mapping[str, T]) -> T:
     """The entry of this name; InputError listing the known ones where there is none."""
     require(field, repr(name), ", ".join(known), name in known)
     return known[name]
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value for a message, cut where it is long, whatever it is."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +15,7 @@ from specengine import drafters, policies
 from specengine.drafters import Drafter, Maker
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
-from specengine.errors import InputError, UnsupportedModelError
+from specengine.errors import InputError, UnsupportedModelError, shown
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.pretrained import LoadedModel, load_model
@@ -42,6 +44,8 @@ def load(
     options: LoadOptions,
 ) -> Parts:
     """The parts for these names; cheap checks come before any weights are read."""
+    for field, name in (("model", model), ("draft", draft)):
+        _require_name(field, name)
     _check_names(draft, policy, options)
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
@@ -88,6 +92,18 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
         compile_blocks=options.compile_blocks,
         reason=loaded.reason,
     )
+
+
+def _require_name(field: str, name: Any) -> None:
+    """Raise InputError for a string that can be no path and no id: no Unicode, or longer than names are."""
+    try:
+        if isinstance(name, str):
+            os.lstat(name)
+    except ValueError as error:
+        raise InputError(f"{field}: got {shown(name)}, accepted a name or a path ({error})") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise InputError(f"{field}: got {shown(name)}, accepted a name or a path (it is too long)") from error
 
 
 def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:

@@ -12,7 +12,7 @@ import typing
 from types import ModuleType
 from typing import Any, TypeVar
 
-from specengine.errors import InputError
+from specengine.errors import InputError, shown
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def names(package: ModuleType | str) -> list[str]:
 def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
     """The one subclass of `base` defined in file `name` of `package`; InputError naming `field` if there is none."""
     if name not in names(package):
-        raise InputError(f"{field}: unknown name {name!r}, known are {', '.join(names(package))}")
+        raise InputError(f"{field}: unknown name {shown(name)}, known are {', '.join(names(package))}")
     module = importlib.import_module(f"{package.__name__}.{name}")
     found = [
         value
@@ -48,7 +48,7 @@ def build(cls: type[T], options: dict[str, Any], field: str) -> T:
     known = {item.name: types_by_name[item.name] for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
     for name in options:
         if name not in known:
-            raise InputError(f"{field}: unknown option {name!r}, known are {', '.join(known) or '(none)'}")
+            raise InputError(f"{field}: unknown option {shown(name)}, known are {', '.join(known) or '(none)'}")
     values = {name: _convert(value, known[name], f"{field}.{name}") for name, value in options.items()}
     return cls(**values)
 
@@ -64,7 +64,7 @@ def _convert(value: Any, wanted: Any, field: str) -> Any:
         return _convert(value, wanted, field)
     if origin is typing.Literal:
         if value not in arguments:
-            raise InputError(f"{field}: got {value!r}, accepted {', '.join(map(str, arguments))}")
+            raise InputError(f"{field}: got {shown(value)}, accepted {', '.join(map(str, arguments))}")
         return value
     try:
         if origin is tuple:
@@ -75,6 +75,6 @@ def _convert(value: Any, wanted: Any, field: str) -> Any:
         if wanted is int and (isinstance(value, bool) or float(value) != int(float(value))):
             raise ValueError
         return wanted(value)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         wanted_name = getattr(wanted, "__name__", str(wanted))
-        raise InputError(f"{field}: got {value!r}, expected {wanted_name}") from error
+        raise InputError(f"{field}: got {shown(value)}, expected {wanted_name}") from error

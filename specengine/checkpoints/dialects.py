@@ -6,14 +6,16 @@ speculators (vLLM). Some fields have one name and two meanings; what cannot be t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers.activations import ACT2FN
 
-from specengine.errors import CheckpointError
-from specengine.modeling.eagle_head import DEFAULT_THETA, ROPE_TYPES, EagleConfig
+from specengine.checkpoints.fields import MOST_SIZE, Fields, refused
+from specengine.errors import CheckpointError, shown
+from specengine.modeling.eagle_head import DEFAULT_THETA, ROPE_TYPES, EagleConfig, rope_frequencies
 
 Layout = Literal["official", "speculators"]
 Producer = Literal["eagle", "specforge", "speculators"]
@@ -26,7 +28,31 @@ PREFIXES: dict[tuple[Layout, int], dict[str, str]] = {
     ("speculators", 1): {"transformer.": "layers.0.", "fusion_fc.": "fc."},
     ("speculators", 3): {},
 }
+_ORIGINAL = "original_max_position_embeddings"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_MOST_FEATURES = 64
+_MOST_POSITIONS = 1 << 30
+# Numbers of rotary sets beside rope_theta: least and most, and by type those that it needs and those that it may have.
+_ROPE_NUMBERS = {
+    "factor": (1.0, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "mscale": (0.0, 1e3),
+    "mscale_all_dim": (0.0, 1e3),
+}
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor",),
+}
+_ROPE_MAY: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", _ORIGINAL),
+}
+_ROPE_WITHOUT_EFFECT = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 
 @dataclass(frozen=True)
@@ -66,6 +92,7 @@ def read_config(
     """
     reader = _Reader(raw, frozenset(names), producer, layer_ids)
     config = reader.config()
+    _require_frequencies(config)
     return config, Dialect(reader.layout, reader.producer, reader.version, tuple(reader.notes))
 
 
@@ -80,6 +107,7 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.fields = Fields(self.raw)
         self.layout: Layout = "speculators" if "speculators_model_type" in self.raw else "official"
         self.producer = self._producer()
         self.version = self._version()
@@ -91,7 +119,7 @@ class _Reader:
         found: Producer = "eagle"
         if self.layout == "speculators":
             found = "speculators"
-        elif "eagle_config" in self.raw or "LlamaForCausalLMEagle3" in self.raw.get("architectures", ()):
+        elif "eagle_config" in self.raw or "LlamaForCausalLMEagle3" in self.fields.texts("architectures"):
             found = "specforge"
         if self.asked_producer is None:
             return found
@@ -102,58 +130,56 @@ class _Reader:
     def _version(self) -> Literal[1, 3]:
         if self.layout == "speculators":
             kind = self.raw["speculators_model_type"]
-            if kind not in SPECULATORS_TYPES:
+            if not isinstance(kind, str) or kind not in SPECULATORS_TYPES:
                 known = ", ".join(SPECULATORS_TYPES)
-                raise CheckpointError(f"speculators_model_type: got {kind!r}, known are {known}")
+                raise CheckpointError(f"speculators_model_type: got {shown(kind)}, known are {known}")
             return 1 if SPECULATORS_TYPES[kind] == 1 else 3
         third = "draft_vocab_size" in self.raw or any(name.endswith("hidden_norm.weight") for name in self.names)
         return 3 if third else 1
 
     def _official(self) -> EagleConfig:
-        raw, version = self.raw, self.version
-        common = self._layer(raw)
+        fields, version = self.fields, self.version
+        common = self._layer(fields)
         layer = PREFIXES["official", 3] if version == 3 else {}
         names = {with_prefix(name, layer) for name in self.names}
         biased = [part for part in "qkvo" if f"layers.0.self_attn.{part}_proj.bias" in names]
-        if raw.get("attention_bias") and not biased:
+        if fields.flag("attention_bias") and not biased:
             # SpecForge copies the field from the target's config and makes none.
             self.notes.append("attention_bias is set, but there are no biases: taken as none")
-        common |= {"qkv_bias": bool(raw.get("qkv_bias", set(biased) - {"o"})), "o_bias": "o" in biased}
+        common |= {"qkv_bias": fields.flag("qkv_bias", default=bool(set(biased) - {"o"})), "o_bias": "o" in biased}
         if version == 1:
-            return EagleConfig(version=1, **common, fc_bias=bool(raw.get("bias", True)))
+            return EagleConfig(version=1, **common, fc_bias=fields.flag("bias", default=True))
         return EagleConfig(version=3, **common, **self._variants(), norm_logits=self._norm_logits())
 
     def _speculators(self) -> EagleConfig:
-        layer = self.raw.get("transformer_layer_config")
-        if not isinstance(layer, dict):
+        if "transformer_layer_config" not in self.fields:
             raise CheckpointError("transformer_layer_config: is missing")
-        kind = layer.get("model_type")
+        layer = Fields(self.fields.part("transformer_layer_config"))
+        kind = layer.raw.get("model_type")
         if kind not in ("llama", "qwen3"):
             # Older releases take a missing type as llama, newer ones as qwen3, which has other tensors.
-            raise CheckpointError(f"transformer_layer_config.model_type: got {kind!r}, accepted llama or qwen3")
-        if "sliding_attention" in (layer.get("layer_types") or ()):
+            raise CheckpointError(f"transformer_layer_config.model_type: got {shown(kind)}, accepted llama or qwen3")
+        if "sliding_attention" in layer.texts("layer_types"):
             raise CheckpointError("transformer_layer_config.layer_types: sliding-window drafts are not supported")
-        bias = bool(layer.get("attention_bias", False))
+        bias = layer.flag("attention_bias")
         common = self._layer(layer) | {"qkv_bias": bias, "o_bias": bias, "qk_norm": kind == "qwen3"}
         if self.version == 1:
-            if self.raw.get("layernorms"):
+            if self.fields.flag("layernorms"):
                 raise CheckpointError("layernorms: this variant of EAGLE-1 is not supported")
-            return EagleConfig(version=1, **common, fc_bias=bool(self.raw.get("fusion_bias", False)))
-        return EagleConfig(
-            version=3, **common, **self._variants(), norm_recurrent=bool(self.raw.get("norm_output", False))
-        )
+            return EagleConfig(version=1, **common, fc_bias=self.fields.flag("fusion_bias"))
+        return EagleConfig(version=3, **common, **self._variants(), norm_recurrent=self.fields.flag("norm_output"))
 
-    def _layer(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+    def _layer(self, fields: Fields) -> dict[str, Any]:
         """The fields that all layouts share."""
-        sizes = {name: self._size(raw, name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
-        heads = self._size(raw, "num_attention_heads")
-        kv_heads = self._size(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads
-        target = self.raw.get("target_hidden_size") or sizes["hidden_size"]
-        activation = raw.get("hidden_act", "silu")
+        sizes = {name: fields.size(name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
+        heads = fields.size("num_attention_heads")
+        kv_heads = fields.size("num_key_value_heads", heads)
+        target = self.fields.size("target_hidden_size", sizes["hidden_size"])
+        activation = fields.text("hidden_act", "silu")
         if heads % kv_heads:
             raise CheckpointError(f"num_attention_heads: got {heads}, no multiple of {kv_heads} key-value heads")
         if activation not in ACT2FN:
-            raise CheckpointError(f"hidden_act: unknown name {activation!r}")
+            raise CheckpointError(f"hidden_act: unknown name {shown(activation)}")
         if self.version == 1 and target != sizes["hidden_size"]:
             raise CheckpointError(f"target_hidden_size: got {target}, EAGLE-1 needs {sizes['hidden_size']}")
         own_embeddings = "embed_tokens.weight" in self.names
@@ -162,33 +188,33 @@ class _Reader:
         return sizes | {
             "num_heads": heads,
             "num_kv_heads": kv_heads,
-            "head_dim": self._head_dim(raw, sizes["hidden_size"], heads),
+            "head_dim": self._head_dim(fields, sizes["hidden_size"], heads),
             "target_hidden_size": target,
             "draft_vocab_size": self._draft_vocab_size(sizes["vocab_size"]),
-            "rms_norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+            "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0),
             "hidden_act": activation,
-            "rope": self._rope(raw),
-            "max_position_embeddings": int(raw.get("max_position_embeddings", 2048)),
+            "rope": self._rope(fields),
+            "max_position_embeddings": fields.size("max_position_embeddings", 2048, _MOST_POSITIONS),
             "own_embeddings": own_embeddings,
         }
 
     def _variants(self) -> dict[str, Any]:
         """EAGLE-3's fields that have the same name and meaning in all layouts."""
-        each, whole = bool(self.raw.get("fc_norm", False)), bool(self.raw.get("norm_before_fc", False))
+        each, whole = self.fields.flag("fc_norm"), self.fields.flag("norm_before_fc")
         if each and whole:
             raise CheckpointError("fc_norm, norm_before_fc: only one of them can be set")
         return {
             "layer_ids": self._layer_ids(),
             "fusion_norm": "each" if each else "whole" if whole else "none",
-            "norm_before_residual": bool(self.raw.get("norm_before_residual", False)),
+            "norm_before_residual": self.fields.flag("norm_before_residual"),
         }
 
     def _norm_logits(self) -> bool:
         """SpecForge's `norm_output`: logits are read behind the final norm. Speculators means another thing by it."""
-        if "norm_output" not in self.raw:
+        if "norm_output" not in self.fields:
             return True
         if self.producer == "specforge":
-            return bool(self.raw["norm_output"])
+            return self.fields.flag("norm_output")
         if self.asked_producer is None:
             raise CheckpointError(
                 "norm_output: SpecForge and speculators mean different things by it, and the config tells of neither; "
@@ -198,12 +224,14 @@ class _Reader:
         return True
 
     def _layer_ids(self) -> tuple[int, ...] | None:
-        inputs: list[int] = self.raw.get(_LAYER_IDS) or []
-        outputs: list[int] = (self.raw.get("eagle_config") or {}).get(_LAYER_IDS) or []
+        inputs = self.fields.ids(_LAYER_IDS, _MOST_FEATURES)
+        outputs = Fields(self.fields.part("eagle_config")).ids(_LAYER_IDS, _MOST_FEATURES)
         if self.asked_layer_ids is not None:
             self.notes.append(f"layer ids as given: hidden states {listed(self.asked_layer_ids)}")
             return tuple(self.asked_layer_ids)
-        if inputs and outputs:
+        # In SpecForge's eagle_config an id names the layer whose output is read, elsewhere the one whose input it is.
+        counted = [i + 1 for i in outputs]
+        if inputs and outputs and inputs != counted:
             raise CheckpointError(
                 f"{_LAYER_IDS}: stands in the config ({listed(inputs)}) and in its eagle_config ({listed(outputs)}), "
                 "where the ids count otherwise; pass layer_ids"
@@ -211,50 +239,80 @@ class _Reader:
         if not (inputs or outputs):
             self.notes.append("no layer ids: hidden states 2, L/2 and L - 3 of the target's L layers")
             return None
-        # In SpecForge's eagle_config an id names the layer whose output is read, elsewhere the one whose input it is.
-        ids = tuple(int(i) for i in inputs) if inputs else tuple(int(i) + 1 for i in outputs)
-        self.notes.append(f"layer ids {listed(inputs or outputs)}: hidden states {listed(ids)}")
+        ids = tuple(inputs or counted)
+        self.notes.append(f"layer ids {listed(outputs or inputs)}: hidden states {listed(ids)}")
         return ids
 
     def _draft_vocab_size(self, vocab_size: int) -> int:
         if self.version == 1:
             return vocab_size
-        size = self._size(self.raw, "draft_vocab_size") if self.raw.get("draft_vocab_size") else vocab_size
+        size = self.fields.size("draft_vocab_size", vocab_size)
         if size > vocab_size:
             raise CheckpointError(f"draft_vocab_size: got {size}, more than the target's {vocab_size}")
         return size
 
-    def _head_dim(self, raw: Mapping[str, Any], hidden_size: int, heads: int) -> int:
-        if raw.get("head_dim"):
-            return self._size(raw, "head_dim")
-        if hidden_size % heads:
+    def _head_dim(self, fields: Fields, hidden_size: int, heads: int) -> int:
+        if "head_dim" not in fields and hidden_size % heads:
             raise CheckpointError(
                 f"head_dim: is missing, and hidden_size {hidden_size} is no multiple of {heads} heads"
             )
-        return hidden_size // heads
+        size = fields.size("head_dim", hidden_size // heads)
+        if size % 2:
+            raise CheckpointError(f"head_dim: got {size}, an even size is needed, of which halves are rotated")
+        if heads * size > MOST_SIZE:
+            raise CheckpointError(f"num_attention_heads, head_dim: got {heads} and {size}, accepted up to {MOST_SIZE}")
+        return size
 
-    def _rope(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+    def _rope(self, fields: Fields) -> dict[str, Any]:
         """The draft's own rotary parameters; never the target's, which drafts were not trained with."""
-        stated: dict[str, Any] = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        if any(isinstance(value, dict) for value in stated.values()):
-            raise CheckpointError(f"rope_parameters: one set is needed, got those of {', '.join(stated)}")
-        theta = stated.get("rope_theta") or raw.get("rope_theta")
-        if theta is None:
-            theta = DEFAULT_THETA
-            self.notes.append(f"no rope_theta: {theta}, with which the EAGLE repository trains")
-        kind = stated.pop("type", None)
-        rope = {"rope_type": kind or "default"} | stated | {"rope_theta": float(theta)}
-        if rope["rope_type"] not in ROPE_TYPES:
-            raise CheckpointError(f"rope_type: got {rope['rope_type']!r}, accepted {', '.join(ROPE_TYPES)}")
-        if any((part.get("partial_rotary_factor") or 1.0) != 1.0 for part in (raw, rope)):
+        stated = Fields(fields.part("rope_parameters") or fields.part("rope_scaling"))
+        if any(isinstance(value, dict) for value in stated.raw.values()):
+            raise CheckpointError(f"rope_parameters: one set is needed, got those of {', '.join(stated.raw)}")
+        kind = stated.text("rope_type", stated.text("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise CheckpointError(f"rope_type: got {shown(kind)}, accepted {', '.join(ROPE_TYPES)}")
+        if any(part.number("partial_rotary_factor", 1.0, least=0, most=1) != 1.0 for part in (fields, stated)):
             raise CheckpointError("partial_rotary_factor: only whole heads are rotated")
-        return rope
+        theta = {"least": 1.0, "most": 1e15}
+        chosen = stated if "rope_theta" in stated else fields
+        if "rope_theta" not in chosen:
+            self.notes.append(f"no rope_theta: {DEFAULT_THETA}, with which the EAGLE repository trains")
+        rope = {"rope_type": kind, **_rope_numbers(stated, kind)}
+        return rope | {"rope_theta": chosen.number("rope_theta", DEFAULT_THETA, **theta)}
 
-    def _size(self, raw: Mapping[str, Any], name: str) -> int:
-        value = raw.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{name}: got {value!r}, a positive integer is needed")
-        return value
+
+def _rope_numbers(stated: Fields, kind: str) -> dict[str, Any]:
+    """What a rotary set of this type says beside its theta; CheckpointError for what it lacks or should not have."""
+    needed, possible = _ROPE_NEEDS[kind], _ROPE_MAY.get(kind, ())
+    known = (*_ROPE_WITHOUT_EFFECT, *needed, *possible)
+    unknown = [name for name in stated.raw if name not in known]
+    if unknown:
+        found = f"unknown field {shown(unknown[0])} of type {kind}"
+        raise CheckpointError(f"rope_parameters: {found}, known are {', '.join(known)}")
+    numbers: dict[str, Any] = {}
+    for name in (*needed, *(name for name in possible if name in stated)):
+        if name not in stated:
+            raise CheckpointError(f"rope_parameters: type {kind} needs {name}")
+        if name == _ORIGINAL:
+            numbers[name] = stated.size(name, most=_MOST_POSITIONS)
+        elif name == "truncate":
+            numbers[name] = stated.flag(name)
+        else:
+            least, most = _ROPE_NUMBERS[name]
+            numbers[name] = stated.number(name, least=least, most=most)
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise refused("low_freq_factor", numbers["low_freq_factor"], "less than high_freq_factor")
+    return numbers
+
+
+def _require_frequencies(config: EagleConfig) -> None:
+    """Raise CheckpointError where the rotary set, each number of it in range, makes no positions."""
+    try:
+        frequencies, scale = rope_frequencies(config)
+    except (ArithmeticError, ValueError) as error:
+        raise CheckpointError(f"rope_parameters: {error}") from error
+    if not (bool(frequencies.isfinite().all()) and math.isfinite(scale)):
+        raise CheckpointError(f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite")
 
 
 # ---------------------------------------------------------------------------------------------------- writing configs
@@ -282,14 +340,24 @@ def official_config(config: EagleConfig) -> dict[str, Any]:
         return raw | {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias, "qkv_bias": config.qkv_bias}
     _refuse("official", fc_bias=config.fc_bias)
     raw |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config.draft_vocab_size}
-    raw |= {"qkv_bias": config.qkv_bias, "norm_output": config.norm_logits} | _variant_fields(config)
+    raw |= {"qkv_bias": config.qkv_bias} | _variant_fields(config)
+    if config.qkv_bias and config.o_bias:
+        raw["attention_bias"] = True  # vLLM reads no other field of an EAGLE-3 head's biases
+    if not config.norm_logits:
+        raw["norm_output"] = False  # left out where it is true, which vLLM takes as what speculators means by it
     if config.layer_ids is not None:
+        raw[_LAYER_IDS] = list(config.layer_ids)
         raw["eagle_config"] = {_LAYER_IDS: [i - 1 for i in config.layer_ids]}
     return raw
 
 
 def speculators_config(config: EagleConfig, target: str | None) -> dict[str, Any]:
-    """As speculators writes it and vLLM reads it; target: name of the model that the head was made for."""
+    """As speculators writes it and vLLM reads it; target: name of the model that the head was made for.
+
+    CheckpointError without one: readers of this layout load what a head shares with its target from there.
+    """
+    if not target:
+        raise CheckpointError(f"target: got {target!r}, accepted the name of the model that the head was made for")
     _refuse("speculators", norm_logits_false=not config.norm_logits)
     if config.qkv_bias != config.o_bias:
         raise CheckpointError("qkv_bias, o_bias: the speculators layout knows only both or none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 from collections.abc import Mapping
@@ -29,11 +30,12 @@ from specengine.checkpoints.dialects import (
     speculators_config,
     with_prefix,
 )
-from specengine.checkpoints.files import atomic
+from specengine.checkpoints.files import atomic, read_object
 from specengine.checkpoints.hub import why_absent
 from specengine.errors import CheckpointError, why_not_loaded
 from specengine.modeling.eagle_head import EagleConfig, make_head
 
+MOST_WEIGHT = 1e6  # no weight that was trained is larger; what comes of larger ones overflows
 State = dict[str, Tensor]  # names as of EagleHead.state_dict()
 
 
@@ -94,8 +96,10 @@ def load_head(
     producer   whose meaning the config's fields have, where that cannot be told from the config
     layer_ids  the target's hidden states to read, numbered as in transformers' `hidden_states`, instead of the config's
 
-    Raises CheckpointError for files that are damaged, tensors that are unused, missing, mis-shaped or not finite, an
-    inconsistent map of the vocabulary, and fields that are ambiguous or unknown. Pickles are read as weights only.
+    Raises CheckpointError for files that are damaged, tensors that are unused, missing, mis-shaped, not finite or
+    beyond any weight, an inconsistent map of the vocabulary, and fields that are ambiguous or nonsense. Tensors that
+    published heads carry and the EAGLE repository does not read are left out, with a note. Pickles are read as weights
+    only.
     """
     folder = Path(path)
     if producer is not None and producer not in get_args(Producer):
@@ -107,7 +111,7 @@ def load_head(
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     prefixes = PREFIXES[dialect.layout, dialect.version]
     state = _renamed(folder, tensors, prefixes)
-    notes = [*dialect.notes, *_take_vocabulary_map(folder, config, state)]
+    notes = [*dialect.notes, *_leave_out(config, state), *_take_vocabulary_map(folder, config, state)]
     _check(folder, config, state, {new: old for old, new in prefixes.items()})
     return Checkpoint(config, state, replace(dialect, notes=tuple(notes)))
 
@@ -123,7 +127,7 @@ def save_head(
     """Write a head; reading it back gives the same config and the same bits.
 
     Each file is written beside its place and then moved there. target: name of the model it was made for, which the
-    speculators layout records. CheckpointError where the layout has no word for a variant.
+    speculators layout needs. CheckpointError where that is missing or the layout has no word for a variant.
     """
     if layout not in get_args(Layout):
         raise CheckpointError(f"layout: got {layout!r}, accepted {', '.join(get_args(Layout))}")
@@ -148,12 +152,9 @@ def save_head(
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return read_object(folder / "config.json")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / 'config.json'}: holds no object")
-    return config
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -207,29 +208,45 @@ def _renamed(folder: Path, tensors: State, prefixes: Mapping[str, str]) -> State
     return state
 
 
+def _leave_out(config: EagleConfig, state: State) -> list[str]:
+    """Take out of the state what the EAGLE repository does not read of published heads. Returns notes."""
+    reasons = {name: "computed from the config" for name in state if name.endswith("rotary_emb.inv_freq")}
+    if config.version == 1:
+        reasons["lm_head.weight"] = "EAGLE-1 reads the target's head"
+    if not config.fc_bias:
+        reasons["fc.bias"] = "this head's fusion has no bias"
+    notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if name in state]
+    for name in reasons:
+        state.pop(name, None)
+    return notes
+
+
 def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> list[str]:
     """Check `d2t` and `t2d`; leave in the state what EagleHead keeps of them. Returns notes.
 
-    Column d stands for target token d + d2t[d]. Whole vocabularies need no map; some producers write zeros then.
+    Column d stands for target token d + d2t[d]. Whole vocabularies need no map. Marks and offsets that nobody has set
+    are all zero: such marks say nothing, such offsets lead to the first tokens.
     """
+    notes: list[str] = []
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     draft, target = config.draft_vocab_size, config.vocab_size
     if config.version == 1:
         unused = [name for name, tensor in (("d2t", d2t), ("t2d", t2d)) if tensor is not None]
         if unused:
             raise CheckpointError(f"{folder}: unused tensors {', '.join(unused)}")
-        return []
+        return notes
     if t2d is not None and (t2d.shape != (target,) or t2d.dtype not in (torch.bool, torch.uint8)):
         raise CheckpointError(f"{folder}: t2d: bool [{target}] is needed, got {_shape(t2d)}")
+    if t2d is not None and not t2d.any():
+        notes.append("t2d marks no token: ignored")
+        t2d = None
     if d2t is None:
         if draft < target:
             raise CheckpointError(f"{folder}: d2t is missing, but {draft} of {target} tokens are drafted")
-        return []
+        return notes
     if d2t.shape != (draft,) or d2t.is_floating_point() or d2t.dtype is torch.bool:
         raise CheckpointError(f"{folder}: d2t: int64 [{draft}] is needed, got {_shape(d2t)}")
     ids = d2t.to(torch.int64) + torch.arange(draft)
-    if draft < target and not d2t.any():
-        raise CheckpointError(f"{folder}: d2t is all zero, but {draft} of {target} tokens are drafted")
     if ids[0] < 0 or ids[-1] >= target or not bool((ids[1:] > ids[:-1]).all()):
         hint = " (they look like ids, not offsets)" if bool((d2t[1:] > d2t[:-1]).all()) else ""
         found = f"{ids.min()} to {ids.max()}{hint}"
@@ -237,13 +254,15 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
     if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), ids):
         raise CheckpointError(f"{folder}: t2d marks other tokens than d2t leads to")
     if draft == target:
-        return ["d2t is the identity"]
+        return [*notes, "d2t is the identity"]
+    if not d2t.any():
+        notes.append(f"d2t is all zero: the first {draft} of {target} tokens are drafted")
     state["d2t"] = d2t.to(torch.int64)
-    return []
+    return notes
 
 
 def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, str]) -> None:
-    """Raise CheckpointError listing all tensors that are unused, missing, mis-shaped, no floats or not finite."""
+    """Raise CheckpointError listing all tensors that are unused, missing, mis-shaped, no floats or no weights."""
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in make_head(config).state_dict().items()}
     wrong = {
@@ -259,7 +278,9 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
     floats = (torch.float32, torch.bfloat16, torch.float16)
     wrong["not float32, bfloat16 or float16"] = [n for n, tensor in weights.items() if tensor.dtype not in floats]
     if not any(wrong.values()):
-        wrong["not finite"] = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
+        largest = {name: float(tensor.abs().max()) for name, tensor in weights.items()}
+        wrong["not finite"] = [name for name, most in largest.items() if not math.isfinite(most)]
+        wrong[f"beyond {MOST_WEIGHT:g}"] = [n for n, most in largest.items() if MOST_WEIGHT < most < math.inf]
     found = [f"{kind}: {', '.join(with_prefix(n, back) for n in names)}" for kind, names in wrong.items() if names]
     if found:
         raise CheckpointError(f"{folder}: its tensors are not those of {_described(config)}; {'; '.join(found)}")

@@ -1,11 +1,13 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and JSON that someone else wrote."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -23,3 +25,14 @@ def atomic(file: Path) -> Iterator[Path]:
         os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. OSError where it cannot be read, ValueError where it holds something else."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if not isinstance(found, dict):
+        raise ValueError("holds no object")
+    return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specengine.checkpoints.files import read_object
 from specengine.errors import CacheFolderError, SpecEngineError
 
 MANIFEST = "specengine.json"
@@ -73,7 +74,7 @@ def folder_damage(folder: Path) -> str | None:
     takes 0.2 to 0.6 s, as long as loading it.
     """
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = read_object(folder / MANIFEST)["files"]
         for name, entry in files.items():
             if reason := _file_damage(folder / name, entry):
                 return reason

@@ -203,6 +203,11 @@ class Drafter(ABC):
         """Forget everything."""
 
     @property
+    def notes(self) -> list[str]:
+        """What a user should know about how it drafted last; for the statistics. Waits for a device."""
+        return []
+
+    @property
     def state(self) -> tuple[Tensor, ...]:
         """Tensors that stay from one cycle to the next, without those that are overwritten before they are read."""
         return ()

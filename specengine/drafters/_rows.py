@@ -16,6 +16,8 @@ from specengine.ops import Nodes
 from specengine.records import Cycle
 from specengine.tree import TokenTree
 
+NOT_FINITE = "draft: its logits are NaN or infinite, so nothing of it is used; its weights or its dtype are at fault"
+
 
 class Given(NamedTuple):
     """Whence rows read a recurrent state and whither they write theirs: int64 [n] each, rows of a state buffer."""
@@ -42,6 +44,7 @@ class RowDraft(Drafter):
         self.taken, self._used = torch.zeros_like(cache.filled), torch.zeros_like(cache.filled)
         self._held = torch.zeros(1, dtype=torch.int64, device=self.device)  # a root, and what waits behind it
         self._tokens: list[int] = []  # committed, the current root excluded
+        self._best = torch.zeros(1, device=self.device)  # logit of the last root pass
         self._nodes = 0  # that trees may have; as a node: the one that padding writes to
         self.reserve(0, 1, 1)
 
@@ -58,6 +61,10 @@ class RowDraft(Drafter):
     def token_ids(self) -> Tensor | None:
         """The target's ids of the logits' columns; None where they are the columns."""
         return None
+
+    @property
+    def notes(self) -> list[str]:
+        return [] if bool(self._best.isfinite()) else [NOT_FINITE]
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -85,6 +92,7 @@ class RowDraft(Drafter):
         count = int(self.taken) if ops.is_free(self.taken) else len(self.pending)
         self._used.zero_()
         if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
+            self._best.zero_()
             return Step(torch.full((1, 1), float("-inf"), device=tree.device), normalized=True)
         self._read(count)
         place, filled = torch.arange(count, device=self.device), self.cache.filled
@@ -96,6 +104,7 @@ class RowDraft(Drafter):
         spare = self._nodes
         given = Given(place + (spare + 1), torch.where(place == last, 0, spare))
         logits, states = self._run(rows, given, one=last)
+        self._best.copy_(logits.amax(1))
         filled += self.taken
         self.taken.zero_()
         return Step(logits, self.token_ids, hidden=states)

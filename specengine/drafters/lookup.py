@@ -70,6 +70,10 @@ class Lookup(Drafter):
     def model_seconds(self) -> float:  # type: ignore[override]
         return self.drafter.model_seconds
 
+    @property
+    def notes(self) -> list[str]:
+        return self.drafter.notes
+
     def cached(self, tokens: list[int]) -> int:
         return self.drafter.cached(tokens)
 

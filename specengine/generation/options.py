@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
-from specengine.errors import InputError
+from specengine.errors import InputError, shown
 from specengine.generation.sampling import PresenceFrequencyPenalty, Processor, Sampler, TopP
 from specengine.generation.stopping import Stopper
 
@@ -94,6 +94,9 @@ class GenerationOptions:
     max_time              seconds after which the answer ends
     logits_processor, stopping_criteria, streamer, generation_config, return_dict_in_generate   transformers' own
     raw                   take a string prompt as it is, without the chat template
+    allow_special_text    the text of a special token in a prompt or a message is that token, as transformers reads it:
+                          a user who writes the template's markers opens a turn of another role. False, for text of
+                          people who are not trusted, takes it as text like any other
     prediction            text, or token ids, that much of the answer is expected to be: what follows the same words in
                           it is drafted. Never changes the answer; for the drafts that copy, ngram and any with lookup
     policy                for this answer alone: a policy's name, NAME/PRESET or a TreePolicy; `plain` decodes without
@@ -126,6 +129,7 @@ class GenerationOptions:
     generation_config: GenerationConfig | None = None
     return_dict_in_generate: bool | None = None
     raw: bool = False
+    allow_special_text: bool = True
     prediction: str | list[int] | None = None
     policy: Any = None
     policy_options: Mapping[str, Any] | None = None
@@ -164,7 +168,7 @@ class GenerationOptions:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                raise InputError(f"unknown option {name!r}, known are {', '.join(known)}")
+                raise InputError(f"unknown option {shown(name)}, known are {', '.join(known)}")
         self = cls(**options)
         self._check_kinds()
         self._check()
@@ -245,27 +249,32 @@ class GenerationOptions:
                 if getattr(self, name) is None:
                     setattr(self, name, value)
             elif value is not None and name not in _WITHOUT_EFFECT and value != _NEUTRAL.get(name, False):
-                raise InputError(f"generation_config.{name}: {value!r} is not supported by speculative decoding here")
+                raise InputError(
+                    f"generation_config.{name}: {shown(value)} is not supported by speculative decoding here"
+                )
 
     def _check_kinds(self) -> None:
         """Refuse what is of another type than its reader expects."""
+        for name in ("raw", "allow_special_text"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}: got {shown(getattr(self, name))}, accepted True or False")
         strings = self.stop_strings
         if not isinstance(strings, str | list | tuple | None):
-            raise InputError(f"stop_strings: got {strings!r}, accepted a string or a list of strings")
+            raise InputError(f"stop_strings: got {shown(strings)}, accepted a string or a list of strings")
         if not isinstance(self.eos_token_id, int | list | tuple | None):
-            raise InputError(f"eos_token_id: got {self.eos_token_id!r}, accepted a token id or a list of them")
+            raise InputError(f"eos_token_id: got {shown(self.eos_token_id)}, accepted a token id or a list of them")
         if not isinstance(self.generation_config, GenerationConfig | None):
             kind = type(self.generation_config).__name__
             raise InputError(f"generation_config: got {kind}, accepted a transformers.GenerationConfig")
         for name in ("put", "end"):
             if self.streamer is not None and not callable(getattr(self.streamer, name, None)):
-                raise InputError(f"streamer: got {self.streamer!r}, accepted one of transformers' streamers")
+                raise InputError(f"streamer: got {shown(self.streamer)}, accepted one of transformers' streamers")
         options = self.policy_options
         if not isinstance(options, Mapping | None) or not all(isinstance(name, str) for name in options or ()):
-            raise InputError(f"policy_options: got {options!r}, accepted a dict of options by name")
+            raise InputError(f"policy_options: got {shown(options)}, accepted a dict of options by name")
         for name in ("logits_processor", "stopping_criteria"):
             if not isinstance(given := getattr(self, name), Iterable | None):
-                raise InputError(f"{name}: got {given!r}, accepted a list of callables as in transformers")
+                raise InputError(f"{name}: got {shown(given)}, accepted a list of callables as in transformers")
 
     def _check_processors(self, prompt_length: int) -> None:
         """Refuse what transformers' processors refuse, by the name of the option."""
@@ -275,8 +284,8 @@ class GenerationOptions:
             try:
                 alone.sampler(prompt_length, "cpu")
             except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
-                given = repr(getattr(self, name))
-                raise InputError(f"{name}: got {given[:80]}, which is not as in transformers ({error})") from error
+                given = shown(getattr(self, name))
+                raise InputError(f"{name}: got {given}, which is not as in transformers ({error!s:.300})") from error
 
     def _check(self) -> None:
         number, whole = _number, _whole
@@ -297,11 +306,11 @@ class GenerationOptions:
             whole("eos_token_id", token, 0)
         for string in self.stops:
             if not isinstance(string, str) or not string:
-                raise InputError(f"stop_strings: got {string!r}, accepted non-empty strings")
+                raise InputError(f"stop_strings: got {shown(string)}, accepted non-empty strings")
         for name in ("logits_processor", "stopping_criteria"):
             for item in getattr(self, name) or []:
                 if not callable(item):
-                    raise InputError(f"{name}: got {item!r}, accepted callables as in transformers")
+                    raise InputError(f"{name}: got {shown(item)}, accepted callables as in transformers")
 
 
 def _number(name: str, value: float | None, low: float, high: float, accepted: str, *, open_low: bool = False) -> None:
@@ -309,7 +318,7 @@ def _number(name: str, value: float | None, low: float, high: float, accepted: s
         return
     real = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST
     if not real or not math.isfinite(value) or not (low < value if open_low else low <= value) or value > high:
-        raise InputError(f"{name}: got {value!r}, accepted {accepted}")
+        raise InputError(f"{name}: got {shown(value)}, accepted {accepted}")
 
 
 def _whole(name: str, value: int | None, low: int, high: float = math.inf) -> None:
@@ -317,4 +326,4 @@ def _whole(name: str, value: int | None, low: int, high: float = math.inf) -> No
         return
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         bound = f"{low} or more" if high == math.inf else f"{low} to {high}"
-        raise InputError(f"{name}: got {value!r}, accepted a whole number, {bound}")
+        raise InputError(f"{name}: got {shown(value)}, accepted a whole number, {bound}")

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from specengine.errors import InputError
+from specengine.errors import InputError, shown
 
 MOST_HELD_BACK = 8
+MOST_NESTED = 32  # levels of a message's fields
+_ROLE = re.compile(r"[\w-]+")
+_AS_TEXT = {"split_special_tokens": True}
+_PRIVATE = [chr(code) for code in range(0xE000, 0xE100)]  # of Unicode, for private use: hardly ever in a text
 ACCEPTED = "accepted are a string, a list of chat messages (role, content) or a list of token ids"
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor
 
 
-def token_ids(prompt: Prompt, tokenizer: Any, *, raw: bool, vocab_size: int, max_context: int) -> list[int]:
+def token_ids(
+    prompt: Prompt,
+    tokenizer: Any,
+    *,
+    raw: bool,
+    vocab_size: int,
+    max_context: int,
+    allow_special_text: bool = True,
+) -> list[int]:
     """Ids of `prompt`: a string, a list of chat messages, ids, or an id tensor [length] or [1, length].
 
     A string becomes one user message where the tokenizer has a chat template, unless `raw`. InputError for an
     empty prompt, ids outside the vocabulary, more than one sequence, or no room for a token behind the prompt.
+    allow_special_text: the text of a special token is that token wherever it stands, as transformers reads it; else it
+    is text like any other in what the caller gives, and InputError where the tokenizer cannot write it so.
     """
-    ids = _encode(prompt, tokenizer, raw)
+    ids = _encode(prompt, tokenizer, raw, allow_special_text)
     if not ids:
         raise InputError("prompt: it is empty, at least one token is needed")
     _require_known("prompt", ids, vocab_size)
@@ -50,7 +65,7 @@ def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_
     return list(prediction)
 
 
-def _encode(prompt: Prompt, tokenizer: Any, raw: bool) -> list[int]:
+def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool) -> list[int]:
     if isinstance(prompt, torch.Tensor):
         return _from_tensor(prompt)
     if isinstance(prompt, str):
@@ -59,14 +74,14 @@ def _encode(prompt: Prompt, tokenizer: Any, raw: bool) -> list[int]:
         _require(tokenizer, "a string prompt")
         _require_unicode("prompt", prompt)
         if raw or not getattr(tokenizer, "chat_template", None):
-            return list(tokenizer(prompt)["input_ids"])
-        return _from_messages([{"role": "user", "content": prompt}], tokenizer)
+            return list(tokenizer(prompt, **({} if live else _AS_TEXT))["input_ids"])
+        return _from_messages([{"role": "user", "content": prompt}], tokenizer, live)
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | Mapping):
         raise InputError(f"prompt: got {type(prompt).__name__}, {ACCEPTED}")
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         _require(tokenizer, "chat messages")
-        return _from_messages(items, tokenizer)  # type: ignore[arg-type]
+        return _from_messages(items, tokenizer, live)  # type: ignore[arg-type]
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return items  # type: ignore[return-value]
     raise InputError(f"prompt: {ACCEPTED}")
@@ -82,15 +97,33 @@ def _from_tensor(prompt: torch.Tensor) -> list[int]:
     return prompt.reshape(-1).tolist()
 
 
-def _from_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[int]:
+def _from_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any, live: bool) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("prompt: this tokenizer has no chat template, pass a string or token ids")
     for message in messages:
         if not {"role", "content"} <= message.keys():
-            raise InputError(f"prompt: each message needs role and content, got {sorted(message)}")
+            raise InputError(f"prompt: each message needs role and content, got {shown(list(message))}")
+        if not isinstance(message["role"], str):
+            raise InputError(f"prompt: a message's role is {shown(message['role'])}, accepted is a string")
+        if not live and not _ROLE.fullmatch(message["role"]):  # beside the template's marks it could make others
+            raise InputError(
+                f"prompt: a message's role is {shown(message['role'])}, accepted are letters, digits, _ and -"
+            )
+        for text in _strings(message):
+            _require_unicode("prompt", text)
     texts = [{**message, "content": _text_of(message["content"])} for message in messages]
-    encoded = tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return list(encoded["input_ids"])
+    special = None if live else SpecialText.of(tokenizer)
+    if special is not None and any(special.stands_in(text) for text in _strings(texts)):
+        return special.encode(texts)
+    return list(_rendered(tokenizer, texts, tokenize=True, return_dict=True)["input_ids"])
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    except Exception as error:  # a template raises what it likes over roles and fields that it does not know
+        text = " ".join(str(error).split())
+        raise InputError(f"prompt: the chat template does not take these messages ({text:.300})") from error
 
 
 def _text_of(content: Any) -> str:
@@ -99,14 +132,86 @@ def _text_of(content: Any) -> str:
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise InputError(f"prompt: a content part of type {kind!r}, accepted are parts of type 'text'")
+                raise InputError(f"prompt: a content part of type {shown(kind)}, accepted are parts of type 'text'")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise InputError(
             f"prompt: a message's content is {type(content).__name__}, accepted are a string or a list of text parts"
         )
-    _require_unicode("prompt", content)
     return content
+
+
+def _strings(value: Any, depth: int = 0) -> Iterator[str]:
+    """All text in messages, whatever fields it stands in."""
+    if isinstance(value, str):
+        yield value
+    elif depth == MOST_NESTED:
+        raise InputError(f"prompt: messages are nested deeper than {MOST_NESTED} levels")
+    elif isinstance(value, Mapping):
+        for part in (*value.keys(), *value.values()):
+            yield from _strings(part, depth + 1)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _strings(part, depth + 1)
+
+
+class SpecialText(NamedTuple):
+    """How the text of special tokens is written as text: found in messages, kept apart while the template is filled.
+
+    texts: of the tokenizer's special tokens, the longest first. Special tokens are where every tokenizer cuts a text
+    before it reads the pieces, so the pieces of a filled template can be read one by one; that this tokenizer does so
+    is tried on the prompt itself.
+    """
+
+    tokenizer: Any
+    texts: list[str]
+    pattern: re.Pattern[str]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> SpecialText | None:
+        """None where the tokenizer has no special tokens."""
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        texts = sorted({token.content for token in added if token.special}, key=len, reverse=True)
+        return cls(tokenizer, texts, re.compile("|".join(map(re.escape, texts)))) if texts else None
+
+    def stands_in(self, text: str) -> bool:
+        return self.pattern.search(text) is not None
+
+    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Ids of the filled template, with special tokens where the template has put them and nowhere else."""
+        mark = next((char for char in _PRIVATE if not any(char in text for text in _strings(messages))), None)
+        if mark is None:
+            raise InputError("prompt: allow_special_text=False needs a private-use character that no message holds")
+        marked = _with(messages, lambda text: self.pattern.sub(lambda found: self._name(mark, found[0]), text))
+        filled = _rendered(self.tokenizer, marked, tokenize=False)
+        if self._pieces(filled) != list(self.tokenizer(filled, add_special_tokens=False)["input_ids"]):
+            found = next(text for text in self.texts if any(text in given for given in _strings(messages)))
+            raise InputError(f"prompt: this tokenizer cannot write {found!r} as text; pass allow_special_text=True")
+        names = re.compile(f"{mark}(\\d+){mark}")
+        return self._pieces(filled, lambda piece: names.sub(lambda found: self.texts[int(found[1])], piece))
+
+    def _name(self, mark: str, text: str) -> str:
+        return f"{mark}{self.texts.index(text)}{mark}"
+
+    def _pieces(self, filled: str, restored: Callable[[str], str] = str) -> list[int]:
+        ids, end = [], 0
+        for found in [*self.pattern.finditer(filled), None]:
+            piece = filled[end:] if found is None else filled[end : found.start()]
+            if piece:
+                ids += self.tokenizer(restored(piece), add_special_tokens=False, **_AS_TEXT)["input_ids"]
+            if found is not None:
+                ids.append(self.tokenizer.convert_tokens_to_ids(found[0]))
+                end = found.end()
+        return ids
+
+
+def _with(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of messages with all their text changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_with(name, change): _with(part, change) for name, part in value.items()}
+    return [_with(part, change) for part in value] if isinstance(value, list) else value
 
 
 def _require_unicode(field: str, text: str) -> None:

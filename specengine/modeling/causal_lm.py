@@ -377,7 +377,7 @@ def context_limit(config: Any) -> int:
     """Tokens that the model can hold: its position limit, or its attention window where that is shorter.
 
     LongRoPE models turn all positions by other frequencies once a sequence passes their original context, which is
-    the limit here: the cached keys before it would no longer fit.
+    the limit here: the cached keys before it would no longer fit. UnsupportedModelError where it leaves no room.
     """
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20
     rope = getattr(config, "rope_parameters", None) or {}
@@ -387,6 +387,8 @@ def context_limit(config: Any) -> int:
     window = getattr(config, "sliding_window", None)
     if window and (kinds is None or "sliding_attention" in kinds):
         limit = min(limit, window)  # within the window, sliding and full attention are the same
+    if limit < 2:
+        raise UnsupportedModelError(f"its context is {limit} tokens by its config; an answer needs a token of its own")
     return int(limit)
 
 

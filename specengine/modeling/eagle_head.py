@@ -338,7 +338,8 @@ def rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         return 1.0 / config.rope["rope_theta"] ** exponents, 1.0
     as_llama = LlamaConfig(
-        hidden_size=config.hidden_size,
+        hidden_size=config.num_heads
+        * config.head_dim,  # which transformers wants to agree, and frequencies do not read
         num_attention_heads=config.num_heads,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_position_embeddings,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from specengine.errors import InputError
+from specengine.errors import InputError, shown
 from specengine.modeling import native
 
 BACKENDS = ("native", "huggingface")
@@ -73,27 +73,40 @@ class LoadOptions:
     def of(cls, options: dict[str, Any]) -> LoadOptions:
         for name in options:
             if name not in cls.names():
-                raise InputError(f"unknown option {name!r}, known are {', '.join(cls.names())}")
+                raise InputError(f"unknown option {shown(name)}, known are {', '.join(cls.names())}")
         self = cls(**options)
+        self._check_kinds()
         if not isinstance(self.dtype, torch.dtype):
             if self.dtype is not None and self.dtype not in _DTYPES:
-                raise InputError(f"dtype: got {self.dtype!r}, accepted {', '.join(_DTYPES)} or a torch.dtype")
+                raise InputError(f"dtype: got {shown(self.dtype)}, accepted {', '.join(_DTYPES)} or a torch.dtype")
             self.dtype = _DTYPES[self.dtype or "auto"]
         if self.backend not in (None, *BACKENDS):
-            raise InputError(f"backend: got {self.backend!r}, accepted {', '.join(BACKENDS)} or none")
+            raise InputError(f"backend: got {shown(self.backend)}, accepted {', '.join(BACKENDS)} or none")
         if self.quantize not in (None, *native.QUANTIZATIONS):
-            raise InputError(f"quantize: got {self.quantize!r}, accepted {', '.join(native.QUANTIZATIONS)} or none")
+            raise InputError(
+                f"quantize: got {shown(self.quantize)}, accepted {', '.join(native.QUANTIZATIONS)} or none"
+            )
         if self.compile_blocks and not self.graphs:
             raise InputError("compile_blocks: it is for the padded forwards of graphs; add graphs=True")
         self.device = _device(self.device) if self.device is not None else None
         return self
+
+    def _check_kinds(self) -> None:
+        for name in ("draft_options", "policy_options"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+                raise InputError(f"{name}: got {shown(given)}, accepted a dict of options by name")
+        for name in ("offline", "trust_remote_code", "lookup", "pack", "graphs", "compile_blocks", "strict"):
+            given, optional = getattr(self, name), name in ("lookup", "pack", "graphs")
+            if not isinstance(given, bool) and not (optional and given is None):
+                raise InputError(f"{name}: got {shown(given)}, accepted True{', None' if optional else ''} or False")
 
 
 def _device(device: Any) -> torch.device:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"device: got {device!r}, accepted cpu, cuda or cuda:N") from error
+        raise InputError(f"device: got {shown(device)}, accepted cpu, cuda or cuda:N") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InputError("device: cuda was asked for, but torch sees no CUDA device")
     return chosen

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.modeling import threads
 from specengine.modeling.causal_lm import Logits, context_limit, refuse_unsupported
+from specengine.modeling.configs import empty_model
 from specengine.modeling.families import Shape, shape_of
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.rows import Rows
-from specengine.modeling.sources import ModelSource, Source, Weight, empty_model, layer_template, with_buffers
+from specengine.modeling.sources import ModelSource, Source, Weight, layer_template, with_buffers
 from specengine.records import Successors
 
 INTERFACE = 2  # as in csrc/cpu_binding.cpp

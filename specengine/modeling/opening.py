@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PretrainedConfig
 
 from specengine import checkpoints as models
 from specengine.checkpoints import gguf
 from specengine.checkpoints.embedded import Progress
 from specengine.errors import InputError, UnsupportedModelError
+from specengine.modeling.configs import config_of
 from specengine.modeling.families import refuse_config
-from specengine.modeling.sources import FolderSource, GGUFSource, Source, config_of, stored_dtype
+from specengine.modeling.sources import FolderSource, GGUFSource, Source, stored_dtype
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
@@ -58,10 +58,8 @@ def open_native(
         return open_gguf(name, dtype)
     try:
         config = config_of(name, local_files_only=offline)
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"native: {str(error).splitlines()[0]}") from error
-    except StrictDataclassError as error:
-        raise UnsupportedModelError(f"native: config.json of {name}: {' '.join(str(error).split())}") from error
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"native: {error}") from error
     refuse_config(config)
     return _opened_folder(Path(name) if Path(name).is_dir() else _fetched(name, offline), config, dtype, name)
 

@@ -6,13 +6,13 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specengine import checkpoints as models
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.modeling import native
+from specengine.modeling.configs import NO_MEMORY, config_of, refuse_other_shapes, unsupported
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import Opened, is_gguf, open_gguf, open_native
@@ -79,15 +79,18 @@ def _huggingface(
         return opened.source.model().to(options.device or default_device()), tokenizer or _tokenizer_of(opened)
     path = models.resolve(model, offline=options.offline, progress=options.progress)
     common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
+    config = config_of(path, **common)
+    refuse_other_shapes(path, config)
     try:
-        config = AutoConfig.from_pretrained(path, **common)
         loaded, found = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=options.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **common
         )
     except SafetensorError as error:
         raise CheckpointError(f"model {path!r}: its weights are damaged, fetch them again ({error})") from error
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise UnsupportedModelError(f"model {path!r}: {error}") from error
+    except NO_MEMORY:
+        raise
+    except Exception as error:  # a model's class may raise anything over a config of other types than it expects
+        raise unsupported(path, error, "it cannot be loaded") from error
     _require_weights(path, loaded, found)
     return loaded.to(options.device or default_device()), tokenizer or _tokenizer(path, options)
 

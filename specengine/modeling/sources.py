@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.modeling.configs import empty_model
 
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 BLOCKS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # of GGUF files, kept packed
@@ -257,11 +258,6 @@ def _safetensors_files(folder: Path) -> list[Path]:
     raise UnsupportedModelError(f"{folder}: has no safetensors file")
 
 
-def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
 def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
     """The rotary frequencies, which no checkpoint holds, made again outside the meta device."""
     for module in model.modules():
@@ -286,7 +282,3 @@ def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
         else:
             found[name] = shape
     return found
-
-
-def config_of(folder: str | Path, **options: Any) -> PretrainedConfig:
-    return AutoConfig.from_pretrained(folder, **options)

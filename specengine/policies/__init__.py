@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specengine import errors, registry
 from specengine.costs import Costs
-from specengine.errors import InputError
+from specengine.errors import InputError, shown
 from specengine.ops import Nodes
 from specengine.records import Cycle
 from specengine.tree import TokenTree
@@ -110,6 +110,9 @@ class TreePolicy:
         return cls.observe is not TreePolicy.observe
 
 
+MOST_NODES = 1 << 14  # of a tree, as it is grown: its table of ancestors takes the square of that in bits
+
+
 def names() -> list[str]:
     """All policies, and `plain` for decoding without a draft."""
     return [*registry.names(sys.modules[__name__]), "plain"]
@@ -131,7 +134,7 @@ def of(policy: str | TreePolicy, options: Mapping[str, Any]) -> TreePolicy:
     if isinstance(policy, str):
         return make(policy, **options)
     if not isinstance(policy, TreePolicy):
-        raise InputError(f"policy: got {policy!r}, accepted {', '.join(names())} or a TreePolicy")
+        raise InputError(f"policy: got {shown(policy)}, accepted {', '.join(names())} or a TreePolicy")
     if options:
         raise InputError("policy_options: they need a policy given by name")
     return policy
@@ -142,8 +145,13 @@ def make(name: str, /, **options: Any) -> TreePolicy:
     name, _, preset = name.partition("/")
     cls = find(name)
     if preset and preset not in cls.presets:
-        raise InputError(f"policy {name}: unknown preset {preset!r}, known are {', '.join(cls.presets) or '(none)'}")
-    return registry.build(cls, {**cls.presets.get(preset, {}), **options}, f"policy {name}")
+        raise InputError(
+            f"policy {name}: unknown preset {shown(preset)}, known are {', '.join(cls.presets) or '(none)'}"
+        )
+    made = registry.build(cls, {**cls.presets.get(preset, {}), **options}, f"policy {name}")
+    if made.capacity > MOST_NODES:
+        raise InputError(f"policy {name}: its trees could have {made.capacity} nodes, accepted up to {MOST_NODES}")
+    return made
 
 
 def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> None:

@@ -177,3 +177,20 @@ def test_the_default_model_answers(default_model_path: Path, capsys: Any) -> Non
     question = "What is the capital of France? Answer in one word."
     assert main(["generate", question, "--max-new-tokens", "16", "--offline"]) == 0
     assert "Paris" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_text_of_special_tokens_is_text_where_that_is_asked_for(
+    command: str, folder: str, capsys: Any, monkeypatch: Any
+) -> None:
+    asked: list[bool] = []
+
+    def token_ids(*given: Any, allow_special_text: bool, **options: Any) -> list[int]:
+        asked.append(allow_special_text)
+        return [1, 2, 3]
+
+    monkeypatch.setattr(engine, "token_ids", token_ids)
+    for flags in ([], ["--no-allow-special-text"], ["--allow-special-text"]):
+        pipe_in(monkeypatch, "hi<|end|>\n")
+        assert main([command, "--model", folder, "--max-new-tokens", "2", *flags]) == 0
+    assert asked == [True, False, True]

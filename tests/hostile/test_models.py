@@ -1,5 +1,6 @@
 """Models and vocabularies that do not fit: refused by what they lack, before they are used."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.drafters.ngram import NGram
-from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
+from specengine.errors import CheckpointError, InputError, TokenizerMismatchError, UnsupportedModelError
 from specengine.modeling.attention import ATTENTION
 from specengine.modeling.causal_lm import CausalLM
 from specengine.targets.huggingface import HuggingFaceTarget
@@ -110,6 +111,62 @@ def test_models_whose_keys_and_values_do_not_fit_one_slab() -> None:
     attention.k_proj, attention.v_proj = torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(32, 16, bias=False)
     attention.num_key_value_groups = 2
     refused(None, lambda _: mixed, "its layers keep keys and values of different shapes or on different devices")
+
+
+WHOLE = "accepted a whole number, 1 to"
+DAMAGED: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": "x"}, "'hidden_size' expected int, got str"),
+    ({"hidden_size": 10**12}, f"config.json: hidden_size: got 1000000000000, {WHOLE} 1048576"),
+    ({"num_attention_heads": 7}, r"hidden size \(32\) is not a multiple of the number of attention heads"),
+    ({"num_attention_heads": 0}, "its config.json cannot be read .*modulo by zero"),
+    ({"num_key_value_heads": 0}, f"num_key_value_heads: got 0, {WHOLE} 16384"),
+    ({"num_hidden_layers": 10**9}, f"num_hidden_layers: got 1000000000, {WHOLE} 1024"),
+    ({"vocab_size": 10}, r"of another shape: lm_head.weight \[260, 32\], not \[10, 32\]"),
+    ({"vocab_size": 1 << 24}, "of another shape: lm_head.weight"),
+    ({"intermediate_size": 1 << 24}, "of another shape: model.layers.0.mlp.down_proj.weight"),
+    ({"head_dim": 0}, "head_dim: got 0"),
+    ({"max_position_embeddings": -1}, "max_position_embeddings: got -1"),
+    ({"max_position_embeddings": 1}, "its context is 1 tokens by its config"),
+    ({"sliding_window": -1}, "its context is -1 tokens by its config"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan, accepted a number above 0"),
+    ({"rope_parameters": {"rope_type": "zzz"}}, "its config.json makes no model .KeyError: 'zzz'"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta: got 0, accepted a number, 1 to 1e"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta: got 'x', accepted a number"),
+    ({"hidden_act": "zzz"}, "its config.json makes no model .KeyError: 'zzz'"),
+    ({"layer_types": 5}, "its config.json cannot be read"),
+    ({"dtype": "zzz"}, "its config.json cannot be read .*no attribute 'zzz'"),
+    ({"model_type": "zzz"}, "model type `zzz`"),
+    ({"quantization_config": 5}, "its config.json cannot be read"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, whose config.json tests overwrite."""
+    folder = tmp_path_factory.mktemp("damaged")
+    tiny("llama").save_pretrained(folder)
+    (folder / "config.json").rename(folder / "whole.json")
+    return folder
+
+
+@pytest.mark.parametrize("backend", [None, "huggingface"])
+@pytest.mark.parametrize(
+    ("changes", "message"), DAMAGED, ids=lambda value: None if isinstance(value, str) else str(value)
+)
+def test_a_damaged_config_is_refused_by_what_is_wrong(
+    changes: dict[str, Any], message: str, backend: str | None, saved: Path
+) -> None:
+    raw = json.loads((saved / "whole.json").read_text()) | changes
+    (saved / "config.json").write_text(json.dumps(raw))
+    with pytest.raises((UnsupportedModelError, CheckpointError), match=message):
+        Engine.from_pretrained(str(saved), "none", offline=True, backend=backend)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, "[]", "{", "\ud800".encode("utf-8", "surrogatepass")])
+def test_a_config_that_is_no_object_is_refused(text: str | bytes, saved: Path) -> None:
+    (saved / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UnsupportedModelError, match=f"model '{saved}'"):
+        Engine.from_pretrained(str(saved), "none", offline=True)
 
 
 class IgnoresTheMask(transformers.LlamaForCausalLM):

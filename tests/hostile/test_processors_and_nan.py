@@ -7,9 +7,14 @@ import pytest
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from specengine import Engine
+from specengine.drafters._rows import NOT_FINITE
+from specengine.drafters.lookup import Lookup
+from specengine.drafters.small_model import SmallModel
 from specengine.errors import NumericalError, ProcessorError
+from tests.backend import target_of
 from tests.hostile.engines import PROMPT, check_usable, engine_of, model, plainly, stream_into
-from tests.toy import POLICIES, hooked
+from tests.toy import POLICIES, hooked, near_copy, policy_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -118,3 +123,17 @@ def test_nan_on_the_root_is_an_error_with_a_position(options: dict[str, Any]) ->
     assert f"position {len(PROMPT) + len(seen)} " in str(raised.value)
     assert seen == plainly(40, **options)[: len(seen)] != []
     check_usable(engine)
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_draft_whose_logits_are_not_finite_is_noted(value: float, lookup: bool) -> None:
+    draft = SmallModel(near_copy(seed=3))
+    engine = Engine(target_of(model()), Lookup(draft) if lookup else draft, policy_for("eagle"))
+    assert NOT_FINITE not in engine.generate(PROMPT, max_new_tokens=8).stats.notes
+    with hooked(draft.lm.model.lm_head, lambda logits: logits + value):
+        found = engine.generate(PROMPT, max_new_tokens=8)
+    assert found.token_ids == plainly(8)
+    assert found.stats.notes.count(NOT_FINITE) == 1
+    assert NOT_FINITE not in engine.generate(PROMPT, max_new_tokens=8, policy="plain").stats.notes
+    assert NOT_FINITE not in engine.generate(PROMPT, max_new_tokens=8).stats.notes

@@ -55,7 +55,7 @@ def test_round_trips_between_the_layouts_are_bit_identical(
 ) -> None:
     state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in random_state(config).items()}
     other: Any = "speculators" if first == "official" else "official"
-    save_head(config, state, tmp_path / "one", first)
+    save_head(config, state, tmp_path / "one", first, target="some/model")
     there = load_head(tmp_path / "one")
     save_head(there.config, there.state, tmp_path / "two", other, target="some/model")
     back = load_head(tmp_path / "two")
@@ -65,18 +65,18 @@ def test_round_trips_between_the_layouts_are_bit_identical(
     assert there.dialect.layout == first
     assert back.dialect.layout == other
     assert torch.equal(logits(config, state, dtype), logits(back.config, back.state, dtype))
-    save_head(back.config, back.state, tmp_path / "three", first)
+    save_head(back.config, back.state, tmp_path / "three", first, target="some/model")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes()
 
 
 @pytest.mark.parametrize(("layout", "config"), [(layout, config) for layout, many in ONE.items() for config in many])
 def test_what_one_layout_cannot_say_is_refused_by_it(tmp_path: Path, layout: Any, config: EagleConfig) -> None:
-    save_head(config, random_state(config), tmp_path, layout)
+    save_head(config, random_state(config), tmp_path, layout, target="some/model")
     assert load_head(tmp_path).config == config
     other: Any = "speculators" if layout == "official" else "official"
     with pytest.raises(CheckpointError, match=r"layout (has no word for it|knows only both or none)"):
-        save_head(config, random_state(config), tmp_path / "other", other)
+        save_head(config, random_state(config), tmp_path / "other", other, target="some/model")
     assert not (tmp_path / "other").exists()
 
 
@@ -86,8 +86,31 @@ def test_the_official_file_is_what_upstream_reads(tmp_path: Path) -> None:
     tensors, raw = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     assert same(tensors, official(config, random_state(config)))
     assert raw["eagle_config"] == {LAYER_IDS: [1, 2, 3]}
+    assert raw[LAYER_IDS] == [2, 3, 4]  # as vLLM counts them
+    assert "norm_output" not in raw  # which vLLM takes for another thing
+    assert "attention_bias" not in raw
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"]
     assert int(tensors["t2d"].sum()) == config.draft_vocab_size
+
+
+def test_what_is_not_the_usual_stands_in_the_official_file(tmp_path: Path) -> None:
+    config = head_config(norm_logits=False, qkv_bias=True, o_bias=True)
+    save_head(config, random_state(config), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["norm_output"] is False
+    assert raw["attention_bias"] is raw["qkv_bias"] is True  # vLLM reads the former, the EAGLE repository the latter
+    assert load_head(tmp_path).config == config
+
+
+@pytest.mark.parametrize("target", [None, ""])
+def test_the_speculators_layout_needs_the_targets_name(tmp_path: Path, target: str | None) -> None:
+    config = head_config()
+    with pytest.raises(CheckpointError, match=r"target: got .*, accepted the name of the model that the head was made"):
+        save_head(config, random_state(config), tmp_path / "head", "speculators", target=target)
+    assert not (tmp_path / "head").exists()
+    save_head(config, random_state(config), tmp_path / "head", "speculators", target="some/model")
+    raw = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == "some/model"
 
 
 def test_a_failed_save_leaves_the_old_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +154,7 @@ def test_only_a_whole_head_is_saved(tmp_path: Path) -> None:
 def test_engines_load_heads_by_their_path(tmp_path: Path, layout: Any, version: Any) -> None:
     model = tiny(num_hidden_layers=6)
     config = head_config(version)
-    save_head(config, random_state(config), tmp_path / "my-head", layout)
+    save_head(config, random_state(config), tmp_path / "my-head", layout, target="some/model")
     engine = Engine.from_pretrained(model, draft=str(tmp_path / "my-head"), lookup=False)
     plain = Engine.from_pretrained(model, policy="plain")
     result = engine.generate([1, 2, 3, 4], max_new_tokens=12)

@@ -38,7 +38,8 @@ quickly = settings(deadline=None, max_examples=40, suppress_health_check=[Health
 
 @quickly
 @given(
-    name=st.sampled_from(WEIGHTS), kind=st.sampled_from(["missing", "renamed", "longer", "flat", "nan", "inf", "int"])
+    name=st.sampled_from(WEIGHTS),
+    kind=st.sampled_from(["missing", "renamed", "longer", "flat", "nan", "inf", "huge", "int"]),
 )
 def test_each_damaged_tensor_is_named(whole: tuple[Path, dict[str, Tensor]], name: str, kind: str) -> None:
     folder, tensors = whole[0], dict(whole[1])
@@ -52,6 +53,8 @@ def test_each_damaged_tensor_is_named(whole: tuple[Path, dict[str, Tensor]], nam
     elif kind in ("nan", "inf"):
         tensors[name] = tensor.clone()
         tensors[name].view(-1)[-1] = float(kind)
+    elif kind == "huge":
+        tensors[name] = torch.full_like(tensor, -3e38)
     elif kind == "int":
         tensors[name] = tensor.to(torch.int8)
     with pytest.raises(CheckpointError) as refused:
@@ -62,6 +65,7 @@ def test_each_damaged_tensor_is_named(whole: tuple[Path, dict[str, Tensor]], nam
         "flat": "mis-shaped",
         "nan": "not finite",
         "inf": "not finite",
+        "huge": "beyond 1e+06",
         "int": "not float32",
     }
     assert words.get(kind, "missing") in str(refused.value)
@@ -106,7 +110,7 @@ def test_each_damaged_vocabulary_map_is_detected(whole: tuple[Path, dict[str, Te
 
 
 BAD_MAPS: list[tuple[dict[str, Any], str]] = [
-    ({"d2t": torch.zeros(200, dtype=torch.int64)}, "d2t is all zero, but 200 of 260 tokens are drafted"),
+    ({"d2t": torch.zeros(200, dtype=torch.int64)}, "t2d marks other tokens than d2t leads to"),
     ({"d2t": None}, "d2t is missing, but 200 of 260 tokens are drafted"),
     ({"d2t": torch.arange(60, 260)}, r"got 60 to 458 \(they look like ids, not offsets\)"),
     ({"d2t": torch.full((200,), -1)}, "offsets to ascending tokens below 260 are needed, got -1 to 198"),
@@ -114,6 +118,7 @@ BAD_MAPS: list[tuple[dict[str, Any], str]] = [
     ({"d2t": torch.zeros(199, dtype=torch.int64)}, r"d2t: int64 \[200\] is needed, got int64 \[199\]"),
     ({"d2t": torch.zeros(200)}, r"d2t: int64 \[200\] is needed, got float32 \[200\]"),
     ({"t2d": torch.zeros(260)}, r"t2d: bool \[260\] is needed, got float32 \[260\]"),
+    ({"d2t": None, "t2d": torch.zeros(260, dtype=torch.bool)}, "d2t is missing, but 200 of 260 tokens are drafted"),
     ({"t2d": torch.zeros(200, dtype=torch.bool)}, r"t2d: bool \[260\] is needed, got bool \[200\]"),
     ({"t2d": torch.ones(260, dtype=torch.bool)}, "t2d marks other tokens than d2t leads to"),
 ]
@@ -126,6 +131,43 @@ def test_vocabulary_maps_that_lead_nowhere_are_refused(
     tensors = {name: tensor for name, tensor in (dict(whole[1]) | changes).items() if tensor is not None}
     with pytest.raises(CheckpointError, match=message):
         load_head(write(whole[0], RAW, tensors))
+
+
+ACCEPTED: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
+    (
+        {"draft_vocab_size": VOCABULARY},
+        {"t2d": torch.zeros(VOCABULARY, dtype=torch.bool)},
+        "t2d marks no token: ignored",
+    ),
+    (
+        {},
+        {"d2t": torch.zeros(200, dtype=torch.int64), "t2d": torch.zeros(VOCABULARY, dtype=torch.bool)},
+        "d2t is all zero: the first 200 of 260 tokens are drafted",
+    ),
+    ({}, {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "inv_freq is left out: computed from the config"),
+    ({}, {"fc.bias": torch.ones(32)}, "fc.bias is left out: this head's fusion has no bias"),
+]
+
+
+@pytest.mark.parametrize(("changes", "more", "note"), ACCEPTED)
+def test_what_published_heads_carry_unused_is_left_out_with_a_note(
+    tmp_path: Path, changes: dict[str, Any], more: dict[str, Tensor], note: str
+) -> None:
+    config = head_config(**READ, **changes)
+    tensors = official(config, random_state(config)) | more
+    found = load_head(write(tmp_path, {**FLAT, **THIRD, **changes}, tensors))
+    assert [line for line in found.dialect.notes if line.endswith(note)]
+    wanted = random_state(config) | {name: tensor for name, tensor in more.items() if name == "d2t"}
+    assert found.config == config
+    assert same(found.state, wanted)
+
+
+def test_eagle_1_may_carry_the_targets_head(tmp_path: Path) -> None:
+    config = head_config(1, **READ)
+    tensors = random_state(config) | {"lm_head.weight": torch.ones(VOCABULARY, 32), "fc.bias": torch.ones(32)}
+    found = load_head(write(tmp_path, {**FLAT, "bias": False}, tensors))
+    assert same(found.state, random_state(config))
+    assert "lm_head.weight is left out: EAGLE-1 reads the target's head" in found.dialect.notes
 
 
 def test_a_map_without_marks_is_enough(whole: tuple[Path, dict[str, Tensor]]) -> None:
@@ -180,6 +222,9 @@ def test_files_must_be_there_and_readable(tmp_path: Path) -> None:
         load_head(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds no object"):
+        load_head(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(CheckpointError, match="nested too deep"):
         load_head(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**FLAT, **THIRD}))
     with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor pytorch_model\.bin"):

@@ -11,6 +11,7 @@ import torch
 from specengine.checkpoints.eagle import is_head, load_head
 from specengine.errors import CheckpointError
 from specengine.modeling.eagle_head import EagleConfig
+from tests.heads import LLAMA3, YARN
 from tests.models.layouts import FLAT, LAYER_IDS, NESTED, READ, THIRD, official, same, speculators, write
 from tests.toy import VOCABULARY, head_config, random_state, tiny
 
@@ -180,7 +181,13 @@ def test_norm_output_has_the_meaning_of_its_producer(tmp_path: Path) -> None:
         load_head(folder, producer="someone")  # type: ignore[arg-type]
 
 
-def test_layer_ids_that_stand_twice_are_refused(tmp_path: Path) -> None:
+def test_layer_ids_that_stand_twice_and_agree_are_taken(tmp_path: Path) -> None:
+    config = head_config(layer_ids=(2, 3, 4), **READ)
+    raw = {**FLAT, **THIRD, LAYER_IDS: [2, 3, 4], "eagle_config": {LAYER_IDS: [1, 2, 3]}}
+    assert load_head(write(tmp_path, raw, official(config, random_state(config)))).config == config
+
+
+def test_layer_ids_that_stand_twice_and_differ_are_refused(tmp_path: Path) -> None:
     config = head_config(**READ)
     raw = {**FLAT, **THIRD, LAYER_IDS: [1, 2, 3], "eagle_config": {LAYER_IDS: [1, 2, 3]}}
     folder = write(tmp_path, raw, official(config, random_state(config)))
@@ -189,8 +196,16 @@ def test_layer_ids_that_stand_twice_are_refused(tmp_path: Path) -> None:
     assert load_head(folder, layer_ids=(2, 3, 4)).config.layer_ids == (2, 3, 4)
 
 
+@pytest.mark.parametrize("rope", [LLAMA3, YARN, {**YARN, "truncate": False, "attention_factor": None}])
+def test_rotary_sets_are_read_with_all_that_they_say(tmp_path: Path, rope: dict[str, Any]) -> None:
+    stated = {name: value for name, value in rope.items() if value is not None}
+    config = head_config(rope=stated, **READ)
+    raw = {**FLAT, **THIRD, "rope_scaling": rope}
+    assert load_head(write(tmp_path, raw, official(config, random_state(config)))).config == config
+
+
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"hidden_size": None}, "hidden_size: got None, a positive integer is needed"),
+    ({"hidden_size": None}, "hidden_size: got None, accepted a whole number, 1 to 16777216"),
     ({"vocab_size": "many"}, "vocab_size: got 'many'"),
     ({"num_attention_heads": 0}, "num_attention_heads: got 0"),
     ({"num_attention_heads": True}, "num_attention_heads: got True"),
@@ -207,6 +222,43 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: only whole heads are rotated"),
     ({"fc_norm": True, "norm_before_fc": True}, "fc_norm, norm_before_fc: only one of them can be set"),
     ({"target_hidden_size": 48}, "embed_tokens.weight: is missing, and the target's embeddings have another width"),
+    ({"hidden_size": 10**12}, "hidden_size: got 1000000000000, accepted a whole number, 1 to 16777216"),
+    ({"hidden_size": 10**300}, "hidden_size: got 10{59}\\.\\.\\., accepted"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads: got 0"),
+    ({"draft_vocab_size": 0}, "draft_vocab_size: got 0"),
+    ({"head_dim": 0}, "head_dim: got 0"),
+    ({"head_dim": 7}, "head_dim: got 7, an even size is needed"),
+    ({"head_dim": 1 << 24}, "num_attention_heads, head_dim: got 4 and 16777216"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps: got -1, accepted a number"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan"),
+    ({"rms_norm_eps": "x"}, "rms_norm_eps: got 'x'"),
+    ({"rms_norm_eps": [1]}, r"rms_norm_eps: got \[1\]"),
+    ({"rope_theta": 0}, "rope_theta: got 0"),
+    ({"rope_theta": "x"}, "rope_theta: got 'x'"),
+    ({"rope_theta": [1]}, r"rope_theta: got \[1\]"),
+    ({"rope_theta": float("inf")}, "rope_theta: got inf"),
+    ({"rope_scaling": "x"}, "rope_scaling: got 'x', accepted an object"),
+    ({"rope_scaling": True}, "rope_scaling: got True, accepted an object"),
+    ({"rope_scaling": {"a": 1}}, "rope_parameters: unknown field 'a' of type default"),
+    ({"rope_scaling": {"type": "linear"}}, "rope_parameters: type linear needs factor"),
+    ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor: got 0, accepted a number, 1 to"),
+    ({"rope_scaling": {"type": [1]}}, r"type: got \[1\], accepted text"),
+    (
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
+        "low_freq_factor: got 4.0, accepted less than high_freq_factor",
+    ),
+    ({"max_position_embeddings": -1}, "max_position_embeddings: got -1"),
+    ({"max_position_embeddings": "x"}, "max_position_embeddings: got 'x'"),
+    ({"hidden_act": [1]}, r"hidden_act: got \[1\], accepted text"),
+    ({"eagle_config": "x"}, "eagle_config: got 'x', accepted an object"),
+    ({"eagle_config": [1]}, "eagle_config: got .* accepted an object"),
+    ({"eagle_config": 1}, "eagle_config: got 1, accepted an object"),
+    ({LAYER_IDS: ["a"]}, f"{LAYER_IDS}: got .'a'., accepted a list of at most 64 whole numbers"),
+    ({LAYER_IDS: [1] * 65}, f"{LAYER_IDS}: got .* accepted a list of at most 64"),
+    ({"architectures": 5}, "architectures: got 5, accepted a list of text"),
+    ({"norm_before_residual": "false"}, "norm_before_residual: got 'false', accepted true or false"),
+    ({"fc_norm": 0}, "fc_norm: got 0, accepted true or false"),
+    ({"attention_bias": "no"}, "attention_bias: got 'no', accepted true or false"),
 ]
 
 
@@ -223,6 +275,10 @@ BAD_NESTED: list[tuple[dict[str, Any], str]] = [
     ({"transformer_layer_config": None}, "transformer_layer_config: is missing"),
     ({"transformer_layer_config": {**FLAT, "model_type": None}}, r"model_type: got None, accepted llama or qwen3"),
     ({"transformer_layer_config": {**FLAT, "layer_types": ["sliding_attention"]}}, "sliding-window drafts are not"),
+    ({"speculators_model_type": ["eagle3"]}, r"speculators_model_type: got \['eagle3'\], known are"),
+    ({"transformer_layer_config": "x"}, "transformer_layer_config: got 'x', accepted an object"),
+    ({"transformer_layer_config": {**FLAT, "layer_types": 1}}, "layer_types: got 1, accepted a list of text"),
+    ({"norm_output": "no"}, "norm_output: got 'no', accepted true or false"),
     ({"speculators_model_type": "eagle", "layernorms": True}, "layernorms: this variant of EAGLE-1 is not supported"),
 ]
 

@@ -328,7 +328,11 @@ def remove_config(model: Path) -> None:
     (model / "config.json").unlink()
 
 
-DAMAGES = [remove_manifest, garble_manifest, truncate_weights, flip_one_bit, remove_config]
+def nest_manifest(model: Path) -> None:
+    (model / store.MANIFEST).write_text("[" * 100_000 + "]" * 100_000)
+
+
+DAMAGES = [remove_manifest, garble_manifest, nest_manifest, truncate_weights, flip_one_bit, remove_config]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

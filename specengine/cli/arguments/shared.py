@@ -146,6 +146,12 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     for name, kind, text in GENERATION_OPTIONS:
         group.add_argument(flag(name), type=kind, help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer with this text; repeatable")
+    group.add_argument(
+        "--allow-special-text",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read the text of special tokens in a prompt as those tokens, as transformers does; without, as text",
+    )
     group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
 
 

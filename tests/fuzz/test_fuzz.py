@@ -1,0 +1,39 @@
+"""A hundred spoiled configs, prompts and option sets: each is answered or refused by name."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import cases, running
+from tests.fuzz.cases import Outcome, Workplace
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_spoiled_input_is_answered_or_refused(tmp_path: Path) -> None:
+    report = running.fuzz(tmp_path, 102, seed=0)
+    assert not report.findings, "\n".join(report.findings)
+    for counted in report.counts.values():
+        assert sum(counted.values()) == 17
+    assert sum(counted["answered"] for counted in report.counts.values()) > 10
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_a_case_is_of_its_name(kind: str, tmp_path: Path) -> None:
+    place = Workplace(tmp_path)
+    first, again, other = (repr(cases.KINDS[kind](place, random.Random(name))[0]) for name in ("1", "1", "2"))
+    assert first == again or "0x" in first
+    assert first != other
+
+
+def test_what_escapes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def escapes() -> Outcome:
+        raise TypeError("not of ours")
+
+    monkeypatch.setitem(cases.KINDS, "head", lambda place, pick: ("given", escapes))
+    report = running.fuzz(tmp_path, 1, seed=0, only="head")
+    assert report.findings == ["0/head/0: 'given'\n    TypeError: not of ours"] or "TypeError" in report.findings[0]
+    assert report.counts["head"]["found"] == 1
