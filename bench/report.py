@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench import device_tables, plots
-from bench.table import NOTHING, Record, Table, number
+from specengine.benchmark.tables import NOTHING, Record, Table, number
 
 ALL = "all"
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
