@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from transformers.utils import logging
 
 import specengine
-from specengine.cli import calibrate, chat, check, demo, generate, inspection, trace, train
+from specengine.cli import bench, calibrate, chat, check, demo, generate, inspection, trace, train
 from specengine.cli.terminal import say
 from specengine.errors import SpecEngineError
 
@@ -24,6 +24,7 @@ COMMANDS = {
     "check": check,
     "inspect": inspection,
     "calibrate": calibrate,
+    "bench": bench,
     "trace": trace,
     "demo": demo,
     "train": train,
