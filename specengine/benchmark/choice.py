@@ -69,10 +69,15 @@ class Choice:
         """The target, with the draft of the ways that name none."""
         return Engine.from_pretrained(self.model, self.draft, None if self.drafts else PLAIN, **self.load)
 
+    @staticmethod
+    def plain(first: Engine) -> Engine:
+        """Plain decoding on the target of `first`."""
+        return Engine(first.target, None, None, first.tokenizer)
+
     def ways(self, first: Engine, items: Sequence[Workload], length: int, turns: int = 1) -> list[Way]:
         """On the target of `first`; length: of an answer."""
         engines = Engines(first, self._load)
-        plain = engines.plain()
+        plain = self.plain(first)
         ends = plain.stream([0], max_new_tokens=1).options.eos_token_ids
 
         def made(name: str) -> Way:

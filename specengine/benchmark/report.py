@@ -71,7 +71,7 @@ def spread(record: Record) -> str:
     if "speed_quartiles" not in record:
         return NOTHING
     low, middle, high = record["speed_quartiles"]
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})" if record["prompts"] > 1 else f"{middle:.2f}"
 
 
 def _run(records: Sequence[Record]) -> str:

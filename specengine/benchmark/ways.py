@@ -103,13 +103,10 @@ class Engines:
         self.first, self._options = first, options
         self._drafts: dict[str, Drafter] = {}
 
-    def plain(self) -> Engine:
-        return Engine(self.first.target, None, None, self.first.tokenizer)
-
     def make(self, policy: TreePolicy | None, draft: str | None = None) -> Engine:
         """With the draft of the first engine, or that of another name, which is loaded once."""
         if policy is None:
-            return self.plain()
+            return Engine(self.first.target, None, None, self.first.tokenizer)
         drafter = self.first.drafter if draft is None else self._draft(draft)
         if drafter is None:
             raise InputError("draft: a policy needs one, plain decoding takes part anyway")

@@ -72,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     from specengine.benchmark.prompts import read
     from specengine.benchmark.provenance import provenance
     from specengine.benchmark.report import tables
-    from specengine.engine import Engine
 
     require_least(arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0)
     items = read(arguments.prompts, arguments.per_set or None, by_category=arguments.set_by == "category")
@@ -95,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not any(record["record"] == "model" for record in log.records):
         log.add(_model(first))
     run_ = Run(
-        Engine(first.target, None, None, first.tokenizer),
+        choice.plain(first),
         choice.ways(first, items, arguments.max_new_tokens, arguments.turns),
         choice.options,
         length=arguments.max_new_tokens,
