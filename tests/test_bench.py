@@ -13,7 +13,7 @@ from bench import end_to_end, provenance, report, tree_construction
 from bench import policies as bench_policies
 from bench.tree_construction import Case, Layer, layer_of
 from specengine import policies
-from specengine.benchmark.answers import Answer, first_difference
+from specengine.benchmark.answers import Answer
 from specengine.benchmark.ways import EngineDecoder, parse
 from specengine.costs import find_costs
 from specengine.errors import InputError
@@ -336,12 +336,6 @@ def test_another_answer_than_plain_decodings_is_counted(folder: Path, monkeypatc
     assert status == 1
     assert [row["diverges_at"] for row in of(records, "row") if row["way"] == "chain"] == [5, 5]
     assert [record["diverging"] for record in of(records, "summary") if record["way"] == "chain"] == [1, 1, 2]
-
-
-def test_first_difference() -> None:
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2], [1, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
 
 
 # ---------------------------------------------------------------------------------------------------- provenance

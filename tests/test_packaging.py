@@ -78,6 +78,11 @@ def test_specengine_kernels_is_importable_from_anywhere(tmp_path: Path) -> None:
     assert any((Path(folder) / "README.md").is_file() for folder in json.loads(out))
 
 
+def test_the_prompts_of_the_benchmark_are_installed() -> None:
+    assert '"benchmark/**/*.jsonl"' in (ROOT / "setup.py").read_text()
+    assert len(list((ROOT / "specengine" / "benchmark").glob("**/*.jsonl"))) == 6
+
+
 # ---- what `import specengine` costs
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.benchmark.baselines import Generate
-from specengine.benchmark.llama import Binding, decode
+from specengine.benchmark.llama import Binding, decode, has_binding
 from specengine.checkpoints import embedded
 from specengine.errors import SpecEngineError
 
@@ -164,11 +164,9 @@ class LlamaCpp:
     @classmethod
     def of(cls, given: Given, context: int, length: int, *, whole: bool = False) -> LlamaCpp:
         """context: tokens of the longest prompt and its answer."""
-        file = given.gguf_file()
-        try:
-            binding = Binding(file, context, torch.device("cpu"), {}, given.end_tokens)
-        except ImportError as error:
-            raise Unavailable(f"llama_cpp is not installed ({error})") from error
+        if not has_binding():
+            raise Unavailable("llama-cpp-python is not installed")
+        binding = Binding(given.gguf_file(), context, torch.device("cpu"), {}, given.end_tokens)
         return cls(binding.llama, length, given.end_tokens, whole, {**binding.facts, "context": context})
 
     def __call__(self, prompt: list[int]) -> Answer:

@@ -32,7 +32,7 @@ START_SECONDS = 120.0
 
 def refuse_missing() -> None:
     """Raise BackendError where llama.cpp is not installed."""
-    if not _has_binding() and shutil.which(SERVER) is None:
+    if not has_binding() and shutil.which(SERVER) is None:
         raise BackendError(
             f"way {LLAMA_CPP}: found neither {SERVER} on the path nor the package llama-cpp-python; install one of "
             f"them, or leave {LLAMA_CPP} out"
@@ -59,7 +59,7 @@ def way(plain: Engine, options: dict[str, Any], ends: list[int], file: Path | No
     def start() -> Binding | Server:
         if not made:
             found = file or embedded.gguf()
-            cls: type[Binding | Server] = Binding if _has_binding() else Server
+            cls: type[Binding | Server] = Binding if has_binding() else Server
             made.append(cls(found, context, plain.target.device, options, ends))
         return made[0]
 
@@ -181,5 +181,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _has_binding() -> bool:
+def has_binding() -> bool:
+    """Whether llama-cpp-python is installed."""
     return importlib.util.find_spec("llama_cpp") is not None
