@@ -154,7 +154,14 @@ if __name__ == "__main__":
         # kernels/ has no __init__.py: with one it would hide Hugging Face's `kernels` wherever the root is on the path
         package_dir={"specengine_kernels": "kernels", "specengine_csrc": "csrc"},
         package_data={
-            "specengine": ["py.typed", "**/*.safetensors", "**/*.json", "**/*.md", "trace/page.*"],
+            "specengine": [
+                "py.typed",
+                "**/*.safetensors",
+                "**/*.json",
+                "**/*.md",
+                "trace/page.*",
+                "benchmark/**/*.jsonl",
+            ],
             "specengine_kernels": ["README.md"],
             "specengine_csrc": ["best_first.cu", "spec/*.hpp"],
         },

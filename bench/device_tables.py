@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bench.table import NOTHING, Record, Table, number
+from specengine.benchmark.tables import NOTHING, Record, Table, number
 
 OURS = "specengine"  # of the kernels' ways; those whose names only begin with it are ours too, and no baselines
 PLAIN = "plain, graphs"

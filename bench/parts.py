@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.report import ALL, loss_tables
 from bench.table import NOTHING, Record, Table, number
+
+from bench.report import ALL, loss_tables
 
 RESULTS = Path(__file__).parent / "results"
 SETS = {

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.table import Record
+from specengine.benchmark.tables import Record
 from specengine.checkpoints.files import atomic
 from specengine.trace.pictures import COLOURS, MARKERS
 

@@ -30,9 +30,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from bench.policies import parse
 from specengine import Engine, policies
 from specengine import checkpoints as models
+from specengine.benchmark.ways import parse
 from specengine.costs import PUBLISHED, Costs, find_costs
 from specengine.cycle import draft_tree, walk
 from specengine.drafters import Drafter, Step

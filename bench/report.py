@@ -8,82 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench import device_tables, plots
-from bench.table import NOTHING, Record, Table, number
+from specengine.benchmark.report import not_run_table, source
+from specengine.benchmark.summaries import ALL, summaries
+from specengine.benchmark.tables import NOTHING, Record, Table, number
 
-ALL = "all"
+POLICIES = "policies"  # the ways that stand in no sweep
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
-
-
-# ---------------------------------------------------------------------------------------------------- summaries
-
-
-def summaries(records: Iterable[Record]) -> list[Record]:
-    """From the rows of bench.policies: a record per way and set, and per way over all sets.
-
-    tau: tokens per verification, the bonus token included; delta: draft passes per verification; verified and
-    drafted: nodes per cycle, the former with the root; gamma: verified nodes in all. Milliseconds are medians over
-    prompts of the prompts' medians over cycles, policy_share is the mean over prompts. speed_mean is the mean over
-    prompts of tokens per second over plain decoding's, speed_total the ratio of tokens per second over all prompts.
-    """
-    records = list(records)
-    rows = [record for record in records if record["record"] == "row"]
-    dropped = {record["way"] for record in records if record["record"] == "not run"}
-    plain = {(row["set"], row["id"]): row for row in rows if row["way"] == "plain"}
-    found = []
-    for way in dict.fromkeys(row["way"] for row in rows if row["way"] not in dropped):
-        own = [row for row in rows if row["way"] == way and (not plain or (row["set"], row["id"]) in plain)]
-        for name in (*dict.fromkeys(row["set"] for row in own), ALL):
-            members = own if name == ALL else [row for row in own if row["set"] == name]
-            base = [plain[row["set"], row["id"]] for row in members] if plain else []
-            found.append({"record": "summary", "way": way, "set": name, **_counters(members), **_times(members, base)})
-    return found
-
-
-def _counters(rows: list[Record]) -> Record:
-    total = {name: sum(row[name] for row in rows) for name in ("emitted", "passes", "verified", "drafted", "cycles")}
-    return {
-        "prompts": len(rows),
-        "new_tokens": sum(row["new_tokens"] for row in rows),
-        "cycles": total["cycles"],
-        "tau": round(total["emitted"] / total["cycles"], 4),
-        "delta": round(total["passes"] / total["cycles"], 4),
-        "verified": round(total["verified"] / total["cycles"], 3),
-        "drafted": round(total["drafted"] / total["cycles"], 3),
-        "gamma": total["verified"],
-        **_differences(rows),
-    }
-
-
-def _differences(rows: list[Record]) -> Record:
-    """How many answers leave plain decoding's; nothing where they were not compared."""
-    if any("diverges_at" not in row for row in rows):
-        return {}
-    return {"diverging": sum(row["diverges_at"] is not None for row in rows)}
-
-
-def _times(rows: list[Record], plain: list[Record]) -> Record:
-    if any("seconds" not in row for row in (*rows, *plain)):
-        return {}
-    speeds = [_rate([row]) / _rate([base]) for row, base in zip(rows, plain, strict=True)]
-    return {
-        "tokens_per_second": round(_rate(rows), 3),
-        "speed_mean": round(statistics.mean(speeds), 4),
-        "speed_total": round(_rate(rows) / _rate(plain), 4),
-        "median_ms": {
-            part: round(statistics.median(row["median_ms"][part] for row in rows), 4) for part in rows[0]["median_ms"]
-        },
-        "policy_share": round(statistics.mean(row["policy_share"] for row in rows), 5),
-    }
-
-
-def _rate(rows: list[Record]) -> float:
-    return sum(row["new_tokens"] for row in rows) / sum(statistics.median(row["seconds"]) for row in rows)
 
 
 # ---------------------------------------------------------------------------------------------------- tables
@@ -98,7 +33,7 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
         *policy_tables(records, set_),
         *sweep_tables(records, set_),
         *set_tables(records),
-        *not_run_tables(records),
+        not_run_table(records),
         *loss_tables(records),
         *construction_tables(records),
         *device_tables.graph_tables(records),
@@ -113,7 +48,7 @@ COUNTERS: list[Column] = [
     ("delta", lambda r: number(r, "delta", 2)),
     ("verified", lambda r: number(r, "verified", 1)),
     ("drafted", lambda r: number(r, "drafted", 1)),
-    ("gamma", lambda r: f"{r['gamma']:,}"),
+    ("gamma", lambda r: f"{r['gamma']:,}" if "gamma" in r else NOTHING),
 ]
 SPEEDS: list[Column] = [
     ("speed, mean", lambda r: number(r, "speed_mean", 2)),
@@ -132,7 +67,7 @@ COLUMNS: list[Column] = [
 
 def policy_tables(records: list[Record], set_: str = ALL) -> list[Table]:
     """A row per way: counters, times, speed over plain decoding, answers that differ from plain decoding's."""
-    ways = _places(records).get("policies", [])
+    ways = _places(records).get(POLICIES, [])
     picked = _picked(records, set_)
     rows = [[way, *(show(picked[way]) for _, show in COLUMNS)] for way, _ in ways if way in picked]
     if all(way == "plain" for way, *_ in rows):
@@ -146,7 +81,7 @@ def sweep_tables(records: list[Record], set_: str = ALL) -> list[Table]:
     columns = [*COLUMNS[:-3], *SPEEDS, COLUMNS[-1]]
     made = []
     for group, members in _places(records).items():
-        if group != "policies":
+        if group != POLICIES:
             rows = [[value, *(show(picked[way]) for _, show in columns)] for way, value in members if way in picked]
             made.append(
                 Table(
@@ -167,16 +102,6 @@ def set_tables(records: list[Record]) -> list[Table]:
         for way in dict.fromkeys(way for way, _ in found)
     ]
     return [Table("sets", "By set: speed over plain decoding, mean of prompts (tau)", ("policy", *names), rows)]
-
-
-def not_run_tables(records: list[Record]) -> list[Table]:
-    """What took no part, and why."""
-    rows = [
-        [r["way"], "fault" if r["fault"] else "cannot run", r["reason"].replace("|", "/").replace("\n", " ")]
-        for r in records
-        if r["record"] == "not run"
-    ]
-    return [Table("not-run", "Not run", ("policy", "", "reason"), rows)]
 
 
 def loss_tables(records: list[Record]) -> list[Table]:
@@ -268,19 +193,12 @@ def _report(path: Path, args: argparse.Namespace) -> int:
     if not found:
         print(f"{path}: no table is to be made of it", file=sys.stderr)
         return 1
-    text = "\n\n".join([_source(path, records), *(table.markdown() for table in found)])
+    text = "\n\n".join([source(path.name, records), *(table.markdown() for table in found)])
     print(text, end="\n\n")
     if args.plot:
         path.with_suffix(".md").write_text(text + "\n")
         print(plots.plot(records, path.with_suffix(".svg")), file=sys.stderr)
     return 0
-
-
-def _source(path: Path, records: list[Record]) -> str:
-    origin = next((record for record in records if record["record"] == "provenance"), None)
-    if origin is None:
-        return f"`{path.name}`"
-    return f"`{path.name}`: `{origin['command']}` at {origin['commit']}, {origin['date']}, on {origin['device']}"
 
 
 if __name__ == "__main__":

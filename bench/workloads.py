@@ -1,10 +1,11 @@
-"""Prompts for the benchmarks: JSONL files, one per set, lines with `turns` (or `prompt`)."""
+"""Prompts for the benchmarks: JSONL files, one per set, of whose conversations the first turn is asked."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
+
+from specengine.benchmark import prompts
+from specengine.benchmark.prompts import Workload
 
 # For runs without a folder of prompts; written for this project.
 BUILT_IN = {
@@ -18,29 +19,8 @@ BUILT_IN = {
 }
 
 
-@dataclass(frozen=True)
-class Workload:
-    """One prompt: the first user turn of a set's line."""
-
-    set: str
-    id: str
-    text: str
-
-
 def read(folder: Path | None, per_set: int) -> list[Workload]:
     """The first `per_set` prompts of every .jsonl file in `folder`; the built-in ones without a folder."""
     if folder is None:
-        return [Workload("built-in", name, text) for name, text in list(BUILT_IN.items())[:per_set]]
-    files = sorted(folder.glob("*.jsonl"))
-    if not files:
-        raise FileNotFoundError(f"no .jsonl files in {folder}")
-    return [item for path in files for item in _read_file(path)[:per_set]]
-
-
-def _read_file(path: Path) -> list[Workload]:
-    items = []
-    for number, line in enumerate(path.read_text().splitlines()):
-        entry = json.loads(line)
-        text = entry["turns"][0] if "turns" in entry else entry["prompt"]
-        items.append(Workload(path.stem, str(entry.get("question_id", number)), text))
-    return items
+        return [Workload("built-in", name, (text,)) for name, text in list(BUILT_IN.items())[:per_set]]
+    return prompts.read([folder], per_set)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,15 +137,34 @@ def certify(
     generation = speculative.stream(prompt, **options)
     answer = generation.run()
     limit = near_tie_logits(plain.target) if tolerance is None else tolerance
-    same = answer.token_ids == reference
-    found = () if same else tuple(_flips(plain.target, generation, answer.token_ids, reference))
+    judged = _judge(plain, generation, answer.token_ids, reference, limit)
+    verdict = judged.verdict if judged.end in (None, answer.finish_reason) else "mismatch"
+    return Certificate(verdict, limit, judged.flips, reference, answer)
+
+
+class Judged(NamedTuple):
+    """As in a Certificate; end: for which reason the options end the answer where it ends, None where they do not."""
+
+    verdict: Verdict
+    flips: tuple[Flip, ...]
+    end: str | None
+
+
+def judge(plain: Engine, prompt: Prompt, tokens: list[int], reference: list[int], **options: Any) -> Judged:
+    """An answer that is there already, `tokens`, as `certify` would judge it."""
+    return _judge(plain, plain.stream(prompt, **options), tokens, reference, near_tie_logits(plain.target))
+
+
+def _judge(plain: Engine, generation: TextGeneration, tokens: list[int], reference: list[int], limit: float) -> Judged:
+    found = () if tokens == reference else tuple(_flips(plain.target, generation, tokens, reference))
+    end = _end(generation, tokens, decoder(plain.tokenizer))
     verdict: Verdict = "mismatch"
-    if _ends_as_asked(generation, answer, decoder(speculative.tokenizer)):
-        if same:
+    if end is not None:
+        if tokens == reference:
             verdict = "exact"
         elif found and all(flip.gap <= limit for flip in found):
             verdict = "near-tie"
-    return Certificate(verdict, limit, found, reference, answer)
+    return Judged(verdict, found, end)
 
 
 def flips(plain: Engine, prompt: Prompt, tokens: list[int], **options: Any) -> list[Flip]:
@@ -258,16 +277,16 @@ def _flips(target: Target, generation: TextGeneration, tokens: list[int], refere
         history.append(token)
 
 
-def _ends_as_asked(generation: TextGeneration, answer: GenerationResult, decode: Callable[[list[int]], str]) -> bool:
-    """Whether the options end this answer after its last token, not before, and for the reason it states."""
+def _end(generation: TextGeneration, tokens: list[int], decode: Callable[[list[int]], str]) -> str | None:
+    """For which reason the options end an answer after the last of these tokens; None where not, or before."""
     stopper = generation.options.stopper(decode)
-    history = History(generation.prompt, len(generation.prompt) + len(answer.token_ids))
-    for left, token in zip(range(len(answer.token_ids) - 1, -1, -1), answer.token_ids, strict=True):
+    history = History(generation.prompt, len(generation.prompt) + len(tokens))
+    for left, token in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
         history.append(token)
         reason = stopper.reason(token, history)
         if reason is not None:
-            return left == 0 and reason == answer.finish_reason
-    return False
+            return reason if left == 0 else None
+    return None
 
 
 def _finite(value: float | None) -> float | None:

@@ -85,7 +85,8 @@ def draft_tree(
 ) -> Draft:
     """The tree under `token` that the target verifies, and the one that it was taken from.
 
-    Without a drafter, or while the policy rests, it is its root alone: plain decoding. Adds the time spent to `seconds`.
+    Without a drafter, or while the policy rests, it is its root alone: plain decoding. Adds the time spent to
+    `seconds`.
     """
     if drafter is None or policy is None or policy.rests:
         alone = TokenTree.root(token, device=device)

@@ -51,7 +51,7 @@ def load(
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
     drafts = policy != "plain" and not (isinstance(draft, str) and draft in PLAIN)
     if drafts:
-        _maker(draft, options)  # which looks at what it is given
+        check_draft(draft, options)
     loaded = load_model(model, options, options.tokenizer)
     taken = dataclasses.replace(options, graphs=_captures(loaded, options))
     try:
@@ -61,9 +61,26 @@ def load(
             raise
         taken = dataclasses.replace(options, graphs=False)
         target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, drafts, taken)
-    if _looks_up(draft, drafter, target, taken):
-        drafter = Lookup(cast(Drafter, drafter), None if isinstance(drafter, Recycling) else Recycling())
+    drafter = _mixed(draft, drafter, target, taken)
     return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer)
+
+
+def draft_for(target: Target, tokenizer: Any, draft: str, options: LoadOptions) -> Drafter:
+    """One more draft for a target that is loaded, as `load` would give it; raises what `load` raises."""
+    taken = dataclasses.replace(options, graphs=target.captured)
+    return cast(Drafter, _mixed(draft, _maker(draft, taken)(target, tokenizer), target, taken))
+
+
+def check_draft(draft: Any, options: LoadOptions) -> None:
+    """Raise what loading this draft would raise as far as that shows before any weights are read."""
+    _maker(draft, options)
+
+
+def _mixed(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> Drafter | None:
+    """With lookup, where that is wanted."""
+    if not _looks_up(draft, drafter, target, options):
+        return drafter
+    return Lookup(cast(Drafter, drafter), None if isinstance(drafter, Recycling) else Recycling())
 
 
 def _captures(loaded: LoadedModel, options: LoadOptions) -> bool:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from bench import end_to_end, provenance, report, tree_construction
 from bench import policies as bench_policies
-from bench import provenance, report, tree_construction
 from bench.tree_construction import Case, Layer, layer_of
 from specengine import policies
+from specengine.benchmark.answers import Answer
+from specengine.benchmark.ways import EngineDecoder, parse
+from specengine.costs import find_costs
 from specengine.errors import InputError
 from tests.toy import byte_tokenizer, tiny
 
@@ -130,7 +133,7 @@ def test_a_slow_case_gets_fewer_repeats() -> None:
 
 
 def test_without_a_wish_every_policy_takes_part() -> None:
-    specs = [way.spec for way in bench_policies.ways([], [])]
+    specs = [way.spec.text for way in bench_policies.ways([], [])]
     assert specs[0] == "plain"
     assert set(policies.names()) <= set(specs)
     assert {name for name in policies.presets() if name.endswith("/cpu")} <= set(specs)
@@ -138,10 +141,10 @@ def test_without_a_wish_every_policy_takes_part() -> None:
 
 
 def test_values_may_hold_commas() -> None:
-    assert bench_policies.parse("fixed,branching=2,2,1") == ("fixed", {"branching": "2,2,1"})
-    assert bench_policies.parse("eagle/cpu,width=3,budget=9") == ("eagle/cpu", {"width": "3", "budget": "9"})
+    assert parse("fixed,branching=2,2,1") == ("fixed", {"branching": "2,2,1"})
+    assert parse("eagle/cpu,width=3,budget=9") == ("eagle/cpu", {"width": "3", "budget": "9"})
     (_, way) = bench_policies.ways(["fixed,branching=2,2,1"], [])
-    assert repr(way.make()) == "Fixed(branching=(2, 2, 1))"
+    assert repr(way.spec.make()) == "Fixed(branching=(2, 2, 1))"
 
 
 def test_sweeps_take_a_preset_and_options() -> None:
@@ -160,7 +163,7 @@ def test_sweeps_take_a_preset_and_options() -> None:
 
 def test_a_policy_in_two_tables_runs_once() -> None:
     found = bench_policies.ways(["talon,mu=0.05"], ["talon-mu"])
-    (both,) = [way for way in found if way.spec == "talon,mu=0.05"]
+    (both,) = [way for way in found if way.spec.text == "talon,mu=0.05"]
     assert both.places == [("policies", ""), ("talon-mu", "0.05")]
 
 
@@ -257,7 +260,7 @@ def test_the_table_counts(folder: Path, temperature: str, capsys: pytest.Capture
 def test_by_default_every_policy_runs_or_is_listed(folder: Path) -> None:
     status, records = run(folder, "--counters-only", "--max-new-tokens", "4")
     assert status == 0
-    expected = {way.spec for way in bench_policies.ways([], [])}
+    expected = {way.spec.text for way in bench_policies.ways([], [])}
     summarised, dropped = ({record["way"] for record in of(records, kind)} for kind in ("summary", "not run"))
     assert summarised | dropped == expected
     assert not summarised & dropped
@@ -322,23 +325,17 @@ def test_counters_alone_need_no_plain_decoding(folder: Path, capsys: pytest.Capt
 
 
 def test_another_answer_than_plain_decodings_is_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bench_policies._answer
+    real = EngineDecoder.__call__
 
-    def broken(engine: Any, prompt: str, options: dict[str, Any]) -> bench_policies.Answer:
-        answer = real(engine, prompt, options)
-        return answer if engine.policy is None else answer._replace(tokens=[*answer.tokens[:5], -1])
+    def broken(self: EngineDecoder, prompt: list[int], length: int) -> Answer:
+        answer = real(self, prompt, length)
+        return answer if self.engine.policy is None else answer._replace(tokens=[*answer.tokens[:5], -1])
 
-    monkeypatch.setattr(bench_policies, "_answer", broken)
+    monkeypatch.setattr(EngineDecoder, "__call__", broken)
     status, records = run(folder, "--policy", "chain")
     assert status == 1
     assert [row["diverges_at"] for row in of(records, "row") if row["way"] == "chain"] == [5, 5]
     assert [record["diverging"] for record in of(records, "summary") if record["way"] == "chain"] == [1, 1, 2]
-
-
-def test_first_difference() -> None:
-    assert bench_policies._first_difference([1, 2], [1, 2]) is None
-    assert bench_policies._first_difference([1, 2], [1, 3]) == 1
-    assert bench_policies._first_difference([1, 2, 3], [1, 2]) == 2
 
 
 # ---------------------------------------------------------------------------------------------------- provenance
@@ -409,3 +406,18 @@ def test_records_are_on_disk_before_the_next_is_measured(tmp_path: Path) -> None
             yield {"number": number}
 
     assert len(list(provenance.kept(measured(), out))) == 3
+
+
+# ---------------------------------------------------------------------------------------------------- end to end
+
+
+def test_trees_are_measured_beside_the_baselines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "end-to-end.jsonl"
+    command = ["--model", str(folder / "model"), "--draft", "ngram", "--prompts", str(folder / "prompts")]
+    command += ["--tree", "2x2x6", "--max-new-tokens", "4", "--rounds", "1", "--dtype", "float32", "--out", str(out)]
+    assert end_to_end.main(command) == 0
+    records, tree = read(out), "eagle,width=2,expansions=2,budget=6"
+    assert [record["way"] for record in of(records, "way")] == ["plain", "generate", "prompt-lookup", tree]
+    assert find_costs(str(out)).verify
+    assert {row["verdict"] for row in of(records, "row")} == {"exact"}
+    assert f"| {tree}" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from torch import Tensor
 from bench.cpu import answers, forwards, goals
 from bench.cpu.__main__ import main
 from bench.cpu.ways import KINDS, Given, LlamaCpp, Unavailable
-from bench.table import NOTHING
+from specengine.benchmark.tables import NOTHING
 from specengine.tree import TokenTree
 from tests.toy import Tables, ToyTarget, byte_tokenizer, tiny
 

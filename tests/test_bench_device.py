@@ -11,7 +11,7 @@ import pytest
 
 from bench import plots, report
 from bench.kernels import WAYS
-from bench.table import Table
+from specengine.benchmark.tables import Table
 
 Record = dict[str, Any]
 CASE = {"nodes": 64, "heads": 32, "kv_heads": 8, "size": 128, "bytes_us": 4.0, "operations_us": 5.0}

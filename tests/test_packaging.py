@@ -24,7 +24,7 @@ LAYERS = (
     {"generation", "modeling", "checkpoints", "cuda_graphs", "policies", "drafters", "targets"},
     {"cycle", "captured", "drivers", "calibration"},
     {"engine", "loading"},
-    {"train", "serve", "integrations", "trace", "checking", "cli", "__main__"},
+    {"train", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 USERS = len(LAYERS) - 1  # bench/ ranks with the layer that uses the engine
@@ -78,6 +78,11 @@ def test_transformers_imports_from_the_repository_root() -> None:
 def test_specengine_kernels_is_importable_from_anywhere(tmp_path: Path) -> None:
     out = python("import json, specengine_kernels; print(json.dumps(list(specengine_kernels.__path__)))", cwd=tmp_path)
     assert any((Path(folder) / "README.md").is_file() for folder in json.loads(out))
+
+
+def test_the_prompts_of_the_benchmark_are_installed() -> None:
+    assert '"benchmark/**/*.jsonl"' in (ROOT / "setup.py").read_text()
+    assert len(list((ROOT / "specengine" / "benchmark").glob("**/*.jsonl"))) == 6
 
 
 # ---- what `import specengine` costs

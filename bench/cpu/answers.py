@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.cpu.ways import LLAMA_CPP, Answer, Given, LlamaCpp, Unavailable, Way, engine_way, generate
+from bench.cpu.ways import Answer, Given, LlamaCpp, Unavailable, Way, engine_way, generate
 from bench.workloads import Workload
+from specengine.benchmark.llama import LLAMA_CPP
 
 GENERATE, LOOKUP = "generate", "generate, prompt lookup"
 BASELINES = (GENERATE, LLAMA_CPP)

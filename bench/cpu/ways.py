@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,8 @@ from torch import nn
 
 from specengine import Engine
 from specengine import checkpoints as models
+from specengine.benchmark.baselines import Generate
+from specengine.benchmark.llama import Binding, decode, has_binding
 from specengine.checkpoints import embedded
 from specengine.errors import SpecEngineError
 
@@ -46,7 +47,6 @@ KINDS = {
     "native int8": Kind("native", {"quantize": "int8"}),
     "native gguf": Kind("native", packed_file=True),
 }
-LLAMA_CPP = "llama.cpp"
 
 
 @dataclass
@@ -139,15 +139,8 @@ def generate(model: Any, length: int, *, whole: bool = False, **options: Any) ->
     """transformers' `generate`. whole: `length` tokens whatever they are."""
     if whole:
         options["min_new_tokens"] = length
-
-    def run(prompt: list[int]) -> Answer:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, **options
-        )
-        return Answer(out.shape[1] - len(prompt))
-
-    return run
+    decode = Generate(model, {"temperature": 0.0}, [], **options)
+    return lambda prompt: Answer(len(decode(prompt, length).tokens))
 
 
 def engine_way(engine: Engine, length: int, ends: set[int], *, whole: bool = False) -> Way:
@@ -171,28 +164,10 @@ class LlamaCpp:
     @classmethod
     def of(cls, given: Given, context: int, length: int, *, whole: bool = False) -> LlamaCpp:
         """context: tokens of the longest prompt and its answer."""
-        try:
-            import llama_cpp
-        except ImportError as error:
-            raise Unavailable(f"llama_cpp is not installed ({error})") from error
-        file, threads = given.gguf_file(), torch.get_num_threads()
-        llama = llama_cpp.Llama(
-            str(file), n_ctx=context, n_threads=threads, n_threads_batch=threads, logits_all=False, verbose=False
-        )
-        settings = {
-            "version": importlib.metadata.version("llama-cpp-python"),
-            "file": file.name,
-            "threads": threads,
-            "context": context,
-            "system": llama_cpp.llama_print_system_info().decode(),
-        }
-        return cls(llama, length, given.end_tokens, whole, settings)
+        if not has_binding():
+            raise Unavailable("llama-cpp-python is not installed")
+        binding = Binding(given.gguf_file(), context, torch.device("cpu"), {}, given.end_tokens)
+        return cls(binding.llama, length, given.end_tokens, whole, {**binding.facts, "context": context})
 
     def __call__(self, prompt: list[int]) -> Answer:
-        self.llama.reset()  # or it would keep what it has of the prompt from the round before
-        tokens = 0
-        for token in self.llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
-            tokens += 1
-            if tokens == self.length or (token in self.ends and not self.whole):
-                break
-        return Answer(tokens)
+        return Answer(len(decode(self.llama, prompt, self.length, () if self.whole else self.ends, {})))

@@ -47,7 +47,7 @@ def draw(traces: Sequence[Trace], folder: Path) -> list[Path]:
             figure = Figure(layout="constrained")
             fill(figure, runs)
             files.append(folder / f"{name}.svg")
-            _save(figure, files[-1])
+            save(figure, files[-1], "pictures")
     return files
 
 
@@ -76,13 +76,14 @@ def literal(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text).replace("$", r"\$")
 
 
-def _save(figure: Any, file: Path) -> None:
+def save(figure: Any, file: Path, field: str) -> None:
+    """Write a figure as SVG, the same bytes every time; InputError naming the field where that fails."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as part:
             figure.savefig(part, format="svg", metadata={"Date": None})
     except OSError as error:
-        raise InputError(f"pictures: {file} cannot be written ({error.strerror or error})") from error
+        raise InputError(f"{field}: {file} cannot be written ({error.strerror or error})") from error
 
 
 # ---- acceptance by depth and rank (TALON, Fig. 3)

@@ -146,7 +146,7 @@ def test_heads_on_a_device_share_their_weights() -> None:
 def test_it_counts_answers_that_differ() -> None:
     first = {"plain": 2, "x": 3, "plain, graphs, strict": 3, "y, strict": 3, "z, strict": 2}
     ways = {name: (lambda prompt, token=token: bench.Answer([1, token])) for name, token in first.items()}
-    item = bench.workloads.Workload("set", "id", "text")
+    item = bench.workloads.Workload("set", "id", ("text",))
     assert bench._measure(bench.Field(ways), item, [1], 1)["differs_from_plain"] == ["x", "z, strict"]  # type: ignore[arg-type]
 
 
@@ -154,7 +154,7 @@ def test_a_way_is_not_charged_what_the_one_before_left_under_way(monkeypatch: py
     said: list[str] = []
     monkeypatch.setattr(bench, "_finish", lambda: said.append("finish"))
     ways = {name: (lambda prompt, name=name: said.append(name) or bench.Answer([1])) for name in ("plain", "x")}
-    bench._measure(bench.Field(ways), bench.workloads.Workload("set", "id", "text"), [1], 2)  # type: ignore[arg-type]
+    bench._measure(bench.Field(ways), bench.workloads.Workload("set", "id", ("text",)), [1], 2)  # type: ignore[arg-type]
     assert said == ["finish", "plain", "finish", "finish", "x", "finish"] * 2
 
 

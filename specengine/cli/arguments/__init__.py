@@ -6,7 +6,7 @@ A file here is a command: HELP, `add(parser)`, and where the function stands tha
 from __future__ import annotations
 
 import specengine
-from specengine.cli.arguments import calibrate, chat, check, demo, generate, inspect, trace, train
+from specengine.cli.arguments import bench, calibrate, chat, check, demo, generate, inspect, trace, train
 from specengine.cli.arguments.parser import Parser
 
 COMMANDS = {
@@ -15,6 +15,7 @@ COMMANDS = {
     "check": check,
     "inspect": inspect,
     "calibrate": calibrate,
+    "bench": bench,
     "trace": trace,
     "demo": demo,
     "train": train,

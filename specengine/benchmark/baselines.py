@@ -1,0 +1,89 @@
+"""What users have without this engine: transformers' `generate`, its prompt lookup and its assisted decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specengine.benchmark.answers import Answer
+from specengine.benchmark.ways import Way
+from specengine.checking import huggingface_model
+from specengine.drafters.small_model import check_tokenizers
+from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.modeling.load_options import LoadOptions
+from specengine.modeling.pretrained import load_model
+
+GENERATE, LOOKUP, ASSISTED = "generate", "prompt-lookup", "assisted"
+LOOKUP_TOKENS = 10
+
+
+class Generate:
+    """transformers' `generate` on a model it has loaded; `more` are keywords of it. Sampling has noise of its own."""
+
+    def __init__(self, model: Any, options: dict[str, Any], ends: list[int], **more: Any) -> None:
+        self._model, self._seed, self._more = model, options.get("seed"), more
+        shown = {name: value for name, value in more.items() if isinstance(value, int)}
+        self.facts = {"policy": "transformers generate" + (f", {shown}" if shown else "")}
+        self._options: dict[str, Any] = {"do_sample": options["temperature"] > 0}
+        if self._options["do_sample"]:
+            self._options |= {name: options[name] for name in ("temperature", "top_k", "top_p")}
+        if ends:
+            self._options |= {"eos_token_id": ends, "pad_token_id": ends[0]}
+
+    def __call__(self, prompt: list[int], length: int) -> Answer:
+        ids = torch.tensor([prompt], device=self._model.device)
+        if self._options["do_sample"]:
+            torch.manual_seed(self._seed or 0)
+        began = time.perf_counter()
+        out = self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, **self._options, **self._more
+        )
+        tokens = out[0, len(prompt) :].tolist()
+        return Answer(tokens, len(prompt), time.perf_counter() - began)
+
+    def prepare(self, tokens: int) -> None:
+        """Nothing: it makes room as it goes."""
+
+
+def generate_way(plain: Engine, options: dict[str, Any], ends: list[int]) -> Way:
+    return Way(GENERATE, lambda: Generate(huggingface_model(plain.target), options, ends), ours=False)
+
+
+def lookup_way(plain: Engine, options: dict[str, Any], ends: list[int]) -> Way:
+    def start() -> Generate:
+        return Generate(huggingface_model(plain.target), options, ends, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+
+    return Way(LOOKUP, start, ours=False)
+
+
+def assisted_way(
+    plain: Engine, options: dict[str, Any], ends: list[int], assistant: str, load_options: LoadOptions
+) -> Way:
+    """assistant: the id or path of a smaller model with the same tokenizer, on the target's device."""
+    loaded: list[Any] = []
+
+    def start() -> Generate:
+        if not loaded:
+            wanted = dataclasses.replace(load_options, device=plain.target.device, backend="huggingface", quantize=None)
+            model, tokenizer, _ = load_model(assistant, wanted)
+            if tokenizer is not None and plain.tokenizer is not None:
+                check_tokenizers(tokenizer, plain.tokenizer)
+            loaded.append(model)
+        return Generate(huggingface_model(plain.target), options, ends, assistant_model=loaded[0])
+
+    return Way(ASSISTED, start, ours=False, facts={"draft": Path(assistant).name})
+
+
+def refuse_assistant(assistant: str | None, wanted: bool) -> None:
+    """Raise InputError where an assistant is missing, idle, or a path that leads nowhere."""
+    if wanted and assistant is None:
+        raise InputError(f"assistant: way {ASSISTED} needs a smaller model with the target's tokenizer, name it")
+    if assistant is not None and not wanted:
+        raise InputError(f"assistant: no way uses it; add way {ASSISTED}")
+    if assistant is not None and assistant.startswith(("/", ".", "~")) and not Path(assistant).exists():
+        raise InputError(f"assistant: there is no {assistant}")

@@ -1,0 +1,101 @@
+"""From the names of ways to the ways: checked before a model is loaded, made once it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specengine import loading
+from specengine.benchmark import baselines, llama
+from specengine.benchmark.measuring import longest
+from specengine.benchmark.prompts import Workload
+from specengine.benchmark.ways import PLAIN, Engines, Spec, Way
+from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.generation.options import GenerationOptions
+from specengine.modeling.load_options import LoadOptions
+
+BASELINES = (baselines.GENERATE, baselines.LOOKUP, baselines.ASSISTED, llama.LLAMA_CPP)
+
+
+@dataclass
+class Choice:
+    """What is compared, plain decoding first.
+
+    names      of ways: a Spec's text, or one of BASELINES; plain decoding takes part unasked
+    model      an id, a path or None for the embedded one
+    draft      of the ways that name none; None is the model's best
+    assistant  of the assisted way, gguf of llama.cpp's, by default the model's own
+    load       options of Engine.from_pretrained
+    options    of Engine.generate but for the length
+
+    Raises SpecEngineErrors for whatever cannot be had, as far as that shows without a model.
+    """
+
+    names: list[str]
+    model: str | None = None
+    draft: str | None = None
+    assistant: str | None = None
+    gguf: Path | None = None
+    load: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = list(dict.fromkeys([PLAIN, *self.names]))
+        self.specs = {name: Spec.of(name) for name in self.names if name not in BASELINES}
+        self._load = LoadOptions.of(self.load)
+        for spec in self.specs.values():
+            spec.check(LoadOptions.of({name: value for name, value in self.load.items() if name != "draft_options"}))
+        self.drafts = any(spec.draft is None and spec.policy != PLAIN for spec in self.specs.values())
+        if self.draft is not None and not self.drafts:
+            raise InputError("draft: no way uses it; name a policy, as --way auto")
+        if self.drafts and self.draft in loading.PLAIN:
+            raise InputError(f"draft: got {self.draft!r}, but there are ways that draft; name a draft")
+        baselines.refuse_assistant(self.assistant, baselines.ASSISTED in self.names)
+        if llama.LLAMA_CPP in self.names:
+            llama.refuse_missing()
+            self.gguf = llama.gguf_file(self.model, self.gguf)
+        elif self.gguf is not None:
+            raise InputError(f"gguf: no way uses it; add way {llama.LLAMA_CPP}")
+        GenerationOptions.of(dict(self.options), None, 1, 1 << 20)
+
+    @property
+    def samples(self) -> bool:
+        return self.options["temperature"] > 0
+
+    def engine(self) -> Engine:
+        """The target, with the draft of the ways that name none."""
+        return Engine.from_pretrained(self.model, self.draft, None if self.drafts else PLAIN, **self.load)
+
+    @staticmethod
+    def plain(first: Engine) -> Engine:
+        """Plain decoding on the target of `first`."""
+        return Engine(first.target, None, None, first.tokenizer)
+
+    def ways(self, first: Engine, items: Sequence[Workload], length: int, turns: int = 1) -> list[Way]:
+        """On the target of `first`; length: of an answer."""
+        engines = Engines(first, self._load)
+        plain = self.plain(first)
+        ends = plain.stream([0], max_new_tokens=1).options.eos_token_ids
+
+        def made(name: str) -> Way:
+            if name in self.specs:
+                return engines.way(self.specs[name], self.options)
+            if name == baselines.GENERATE:
+                return baselines.generate_way(plain, self.options, ends)
+            if name == baselines.LOOKUP:
+                return baselines.lookup_way(plain, self.options, ends)
+            if name == baselines.ASSISTED:
+                return baselines.assisted_way(plain, self.options, ends, str(self.assistant), self._load)
+            return llama.way(plain, self.options, ends, self.gguf, longest(plain, items, length, turns))
+
+        return [made(name) for name in self.names]
+
+
+def sampling(temperature: float, seed: int) -> dict[str, Any]:
+    """Options of Engine.generate: greedy at 0, else the model's whole distribution at this temperature."""
+    if temperature == 0:
+        return {"temperature": 0.0}
+    return {"temperature": temperature, "seed": seed, "top_k": 0, "top_p": 1.0}

@@ -1,0 +1,97 @@
+"""The file of a run: its records as they come, so that a run that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specengine.checkpoints.files import atomic
+from specengine.errors import InputError
+
+Record = dict[str, Any]
+SAME = ("commit", "device", "specengine", "torch", "transformers", "python", "backends")  # of the provenance
+
+
+class Log:
+    """Records of one run, in a file where one is given.
+
+    file        may be there: then it is of a run with the same settings on the same machine and versions, InputError
+                otherwise, and `records` are what it holds; a line that was cut off half-way is measured again
+    provenance  the first record, settings the second
+    """
+
+    def __init__(self, file: Path | None, provenance: Record, settings: Record) -> None:
+        self._file = file
+        self.records: list[Record] = json.loads(json.dumps([provenance, settings]))  # as they come back from a file
+        if file is None:
+            return
+        if _is_empty(file):
+            return
+        provenance, settings = self.records
+        self.records = read(file)
+        _require_same("provenance", file, self.records[0], provenance, SAME)
+        _require_same("settings", file, self.records[1], settings, tuple(self.records[1] | settings))
+        _cut(file)
+
+    @property
+    def resumed(self) -> bool:
+        return len(self.records) > 2
+
+    def add(self, record: Record) -> None:
+        """On disk before this returns; InputError where that fails."""
+        self.records.append(record)
+        if self._file is not None:
+            try:
+                if not self._file.stat().st_size:
+                    with atomic(self._file) as part:
+                        part.write_text("".join(json.dumps(each) + "\n" for each in self.records[:2]), encoding="ascii")
+                with self._file.open("a", encoding="ascii", newline="\n") as log:
+                    log.write(json.dumps(record) + "\n")
+            except OSError as error:
+                raise _unwritable(self._file, error) from error
+
+
+def _is_empty(file: Path) -> bool:
+    """Whether nothing is in this file, which is made where it is not there."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("ab").close()
+        return not file.stat().st_size
+    except OSError as error:
+        raise _unwritable(file, error) from error
+
+
+def read(file: Path) -> list[Record]:
+    """The records of a file that a run has written, as far as it got; InputError for any other file."""
+    try:
+        lines = file.read_bytes().split(b"\n")[:-1]
+        records = [json.loads(line) for line in lines]
+    except OSError as error:
+        raise InputError(f"file: {file} cannot be read ({error.strerror or error})") from error
+    except ValueError:
+        records = []
+    kinds = [record.get("record") if isinstance(record, dict) else None for record in records]
+    if kinds[:2] != ["provenance", "settings"] or None in kinds:
+        raise InputError(f"file: {file} is none that `specengine bench --out` has written")
+    return records
+
+
+def _cut(file: Path) -> None:
+    """Cut off what comes behind the last whole record."""
+    try:
+        with file.open("r+b") as log:
+            log.truncate(log.read().rfind(b"\n") + 1)
+    except OSError as error:
+        raise _unwritable(file, error) from error
+
+
+def _require_same(what: str, file: Path, was: Record, now: Record, names: tuple[str, ...]) -> None:
+    differing = [name for name in names if was.get(name) != now.get(name)]
+    if differing:
+        listed = "; ".join(f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing)
+        raise InputError(f"out: {file} is of a run with other {what} ({listed}); name another file")
+
+
+def _unwritable(file: Path, error: OSError) -> InputError:
+    return InputError(f"out: {file} cannot be written ({error.strerror or error})")

@@ -1,0 +1,183 @@
+"""The interleaved run: every way answers every prompt once per round, in turn, beside plain decoding's answer.
+
+Records, as they come: `way` for each that can run, `not run` for each that cannot, `answer` for each measured answer,
+and once a prompt is through a `row` per way, with what its answers are against plain decoding's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from specengine.benchmark.answers import Answer, first_difference, row
+from specengine.benchmark.prompts import Workload
+from specengine.benchmark.ways import PLAIN, Decoder, Way
+from specengine.checking import Judged, judge
+from specengine.engine import Engine
+from specengine.errors import SpecEngineError
+from specengine.generation.outputs import decoder
+from specengine.generation.prompts import Prompt
+
+WARM_UP = "Count: one, two, three, one, two, three, one, two,"
+WARM_UP_TOKENS = 16
+
+Record = dict[str, Any]
+Answers = dict[str, dict[int, Answer]]  # by way and round
+
+
+class Run:
+    """All ways over all prompts.
+
+    plain    an engine without a draft on the target: it tells prompts' tokens, and near-ties from faults
+    options  of Engine.generate but for the length, which every way decodes under
+    turns    so many of a conversation's turns are asked, later ones behind plain decoding's answers
+    compares whether answers of ways that are not ours are held against plain decoding's: not where they are drawn
+    say      called with a line per answered prompt
+    """
+
+    def __init__(
+        self,
+        plain: Engine,
+        ways: Sequence[Way],
+        options: dict[str, Any],
+        *,
+        length: int,
+        rounds: int = 1,
+        turns: int = 1,
+        compares: bool = True,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.plain, self.ways, self.options = plain, list(ways), options
+        self.length, self.rounds, self.turns, self.compares, self.say = length, rounds, turns, compares, say
+        self.faults = 0  # of our own ways: errors that nobody expected, and answers that are not plain decoding's
+        self._decoders: dict[str, list[Decoder]] = {}
+
+    def records(self, items: Sequence[Workload], done: Iterable[Record] = ()) -> Iterator[Record]:
+        """What is not among the records `done` of an earlier run, which goes on here; faults count theirs too."""
+        done = list(done)
+        answers = _answers(done)
+        rows = {(record["set"], record["id"], record["way"]) for record in done if record["record"] == "row"}
+        known = {record["way"] for record in done if record["record"] == "way"}
+        lost = {record["way"] for record in done if record["record"] == "not run"}
+        self.faults += sum(bool(record.get("fault")) for record in done)
+        self.ways = [way for way in self.ways if way.name not in lost]
+        yield from self._start(known, longest(self.plain, items, self.length, self.turns))
+        for number, item in enumerate(items):
+            for id_, prompt in self._questions(item, answers):
+                place = item.set, id_
+                yield from self._asked(place, prompt, number, answers[place])
+                for way in self.ways:
+                    if (*place, way.name) not in rows:
+                        yield self._row(place, way, prompt, answers[place])
+                rates = ", ".join(f"{way.name} {_rate(answers[place][way.name]):.1f}" for way in self.ways)
+                self.say(f"{number + 1}/{len(items)} {item.set} {id_}, tokens/s: {rates}")
+
+    def _start(self, known: set[str], longest: int) -> Iterator[Record]:
+        """Make the decoders and try them: what a policy or a draft lacks shows in its first cycles."""
+        prompt = tokens_of(self.plain, WARM_UP)
+        for way in list(self.ways):
+            try:
+                made = [way.start() for _ in range(self.rounds)]
+                for decode in made:
+                    decode.prepare(longest)
+                    decode(prompt, min(WARM_UP_TOKENS, self.length))
+            except Exception as error:
+                yield self._dropped(way, error)
+            else:
+                self._decoders[way.name] = made
+                if way.name not in known:
+                    yield {"record": "way", "way": way.name, "ours": way.ours, **way.facts, **made[0].facts}
+
+    def _questions(self, item: Workload, answers: dict[tuple[str, str], Answers]) -> Iterator[tuple[str, list[int]]]:
+        """Ids and token ids of the turns; each is asked before the next one is made."""
+        said: list[dict[str, str]] = []
+        for number, text in enumerate(item.turns[: self.turns], start=1):
+            id_ = item.id if number == 1 else f"{item.id}/{number}"
+            question = {"role": "user", "content": text}
+            yield id_, tokens_of(self.plain, [*said, question] if said else text)
+            if number < min(self.turns, len(item.turns)):
+                tokens = answers[item.set, id_][PLAIN][0].tokens
+                said += [question, {"role": "assistant", "content": decoder(self.plain.tokenizer)(tokens)}]
+
+    def _asked(self, place: tuple[str, str], prompt: list[int], number: int, answers: Answers) -> Iterator[Record]:
+        """The answers that are not there yet."""
+        for round_ in range(self.rounds):
+            for way in _rotated(self.ways, number + round_):
+                if round_ in answers[way.name] or way not in self.ways:
+                    continue
+                try:
+                    answer = self._decoders[way.name][round_](prompt, self.length)
+                except Exception as error:
+                    yield self._dropped(way, error, place)
+                    continue
+                answers[way.name][round_] = answer
+                head = {"record": "answer", "way": way.name, "set": place[0], "id": place[1], "round": round_}
+                yield {**head, **answer._asdict(), "seconds": round(answer.seconds, 6)}
+
+    def _row(self, place: tuple[str, str], way: Way, prompt: list[int], answers: Answers) -> Record:
+        own = [answers[way.name][round_] for round_ in range(self.rounds)]
+        found = {"record": "row", "way": way.name, "set": place[0], "id": place[1], **row(own)}
+        if PLAIN in answers and (way.ours or self.compares):
+            found |= self._compared(prompt, answers[PLAIN][0].tokens, own)
+        if way.ours and found.get("verdict") == "mismatch":
+            found["fault"] = True
+            self.faults += 1
+        return found
+
+    def _compared(self, prompt: list[int], expected: list[int], answers: Sequence[Answer]) -> Record:
+        """Where the first of these answers leaves plain decoding's, and the worst that is to be said of any of them."""
+        others = {tuple(answer.tokens): answer.tokens for answer in answers if answer.tokens != expected}
+        places = [place for tokens in others.values() if (place := first_difference(expected, tokens)) is not None]
+        found: Record = {"diverges_at": min(places, default=None), "verdict": "exact"}
+        for tokens in others.values():
+            judged = judge(self.plain, prompt, tokens, expected, max_new_tokens=self.length, **self.options)
+            if found["verdict"] != "mismatch":
+                found |= {"verdict": judged.verdict, "gap": _largest_gap(judged)}
+        return found
+
+    def _dropped(self, way: Way, error: Exception, place: tuple[str, str] | None = None) -> Record:
+        """It takes no further part. An error that is not specengine's own is a fault."""
+        if way.name == PLAIN:
+            raise error
+        fault = not isinstance(error, SpecEngineError)
+        self.faults += fault
+        self.ways = [other for other in self.ways if other is not way]
+        reason = f"{type(error).__name__}: {error}"
+        self.say(f"{way.name} {'failed' if fault else 'cannot run'}: {reason}")
+        where = {} if place is None else {"set": place[0], "id": place[1]}
+        return {"record": "not run", "way": way.name, "reason": reason, "fault": fault, **way.facts, **where}
+
+
+def tokens_of(plain: Engine, prompt: Prompt) -> list[int]:
+    return plain.stream(prompt, max_new_tokens=1).prompt
+
+
+def longest(plain: Engine, items: Sequence[Workload], length: int, turns: int = 1) -> int:
+    """At least the tokens of the longest conversation with its answers."""
+    asked = [item.turns[:turns] for item in items]
+    return max(sum(len(tokens_of(plain, text)) + length for text in texts) for texts in asked)
+
+
+def _answers(done: Iterable[Record]) -> dict[tuple[str, str], Answers]:
+    found: dict[tuple[str, str], Answers] = defaultdict(lambda: defaultdict(dict))
+    for record in done:
+        if record["record"] == "answer":
+            answer = Answer(**{name: record[name] for name in Answer._fields})
+            found[record["set"], record["id"]][record["way"]][record["round"]] = answer
+    return found
+
+
+def _largest_gap(judged: Judged) -> float | None:
+    """Of all flips, in logits; None where there is none, or an infinite one."""
+    gap = max((flip.gap for flip in judged.flips), default=float("inf"))
+    return None if gap == float("inf") else round(gap, 5)
+
+
+def _rotated(ways: list[Way], turn: int) -> list[Way]:
+    turn %= len(ways)
+    return ways[turn:] + ways[:turn]
+
+
+def _rate(answers: dict[int, Answer]) -> float:
+    return len(answers[0].tokens) / answers[0].seconds

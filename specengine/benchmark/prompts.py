@@ -1,0 +1,100 @@
+"""Prompts of a benchmark: sets from JSONL files in Spec-Bench's format, or the small sets that ship."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specengine.errors import InputError
+
+BUILT_IN = Path(__file__).parent / "built_in"  # written for this project
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One conversation of a set: the user's turns."""
+
+    set: str
+    id: str
+    turns: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The first turn."""
+        return self.turns[0]
+
+
+def read(places: Iterable[Path] | None, per_set: int | None = None, *, by_category: bool = False) -> list[Workload]:
+    """The first `per_set` conversations of every set, None for all of them; of those that ship without `places`.
+
+    places: .jsonl files, and folders of such. A line is a string, {"prompt": ...} or {"turns": [...]}, with
+    `question_id` and `category` where there are any. A file is a set, or by_category, what a line names is.
+    InputError for what cannot be read as such.
+    """
+    files = [file for place in places for file in _files(place)] if places is not None else _files(BUILT_IN)
+    found: dict[str, list[Workload]] = {}
+    for file in files:
+        for item in _items(file, by_category):
+            found.setdefault(item.set, []).append(item)
+    for name, items in found.items():
+        ids = [item.id for item in items]
+        if doubled := next((id_ for id_ in ids if ids.count(id_) > 1), None):
+            raise InputError(f"prompts: set {name} holds question_id {doubled} twice")
+    return [item for items in found.values() for item in items[:per_set]]
+
+
+def digest(items: Sequence[Workload]) -> str:
+    """What tells these prompts from others."""
+    return hashlib.sha256(json.dumps([[item.set, item.id, *item.turns] for item in items]).encode()).hexdigest()[:16]
+
+
+def lines_of(file: Path) -> list[str]:
+    """InputError for a file that is no text."""
+    try:
+        return file.read_text(encoding="utf-8").split("\n")  # not splitlines: a JSON string may hold U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"prompts: {file} cannot be read ({error})") from error
+
+
+def entry_of(line: str, where: str) -> dict[str, Any]:
+    """A line of JSON with its `turns`, a list of strings; InputError naming the place."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"prompts: {where} is no JSON ({error})") from error
+    fields = entry if isinstance(entry, dict) else {"turns": entry}
+    given = fields.get("turns", fields.get("prompt"))
+    turns = [given] if isinstance(given, str) else given
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise InputError(f'prompts: {where} is neither a string nor an object with "prompt" or "turns"')
+    return {**fields, "turns": turns}
+
+
+def _files(place: Path) -> list[Path]:
+    if not place.is_dir():
+        if place.suffix != ".jsonl":
+            raise InputError(f"prompts: got {place}, accepted a .jsonl file or a folder of such files")
+        return [place]
+    files = sorted(place.glob("*.jsonl"))
+    if not files:
+        raise InputError(f"prompts: there is no .jsonl file in {place}")
+    return files
+
+
+def _items(file: Path, by_category: bool) -> list[Workload]:
+    numbered = [(number, line) for number, line in enumerate(lines_of(file)) if line.strip()]
+    entries = [(number, entry_of(line, f"{file}, line {number + 1}")) for number, line in numbered]
+    if not entries:
+        raise InputError(f"prompts: {file} holds none")
+    return [
+        Workload(
+            str(entry.get("category", file.stem)) if by_category else file.stem,
+            str(entry.get("question_id", number)),
+            tuple(entry["turns"]),
+        )
+        for number, entry in entries
+    ]

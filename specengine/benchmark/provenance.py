@@ -1,0 +1,69 @@
+"""What makes figures believable: the command, commit, device and versions that they came from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import specengine
+from specengine import ops
+
+PACKAGE = Path(specengine.__file__).parent
+
+
+def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The first record of a result file; the commit is empty where the package is no checkout."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+    return {
+        "record": "provenance",
+        "command": f"{program} {shlex.join(public(arguments))}".strip(),
+        "commit": _git("describe", "--always", "--abbrev=12", "--dirty=+changes", "--exclude=*"),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": f"{device}, {torch.get_num_threads()} threads of {os.cpu_count()} cores",
+        "specengine": specengine.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "backends": {op: backend.name for op, backend in ops.backends(torch.device("cpu")).items()},
+    }
+
+
+def public(arguments: Sequence[str]) -> list[str]:
+    """Arguments without the folders of this machine."""
+    return [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
+
+
+def _git(*arguments: str) -> str:
+    """Empty also where the package lies in a checkout of something else, as in the .venv of a user's project."""
+    try:
+        for command in (("ls-files", "--error-unmatch", "__init__.py"), arguments):
+            done = subprocess.run(["git", *command], cwd=PACKAGE, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if _has(name)]
+    return f"{name} ({', '.join(features[:2])})"
+
+
+def _has(feature: str) -> bool:
+    try:
+        return feature in Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False

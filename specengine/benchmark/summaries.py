@@ -1,0 +1,97 @@
+"""Summaries of a run: what its rows come to, per way and set, and per way over all sets."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from specengine.benchmark.answers import COUNTS
+from specengine.benchmark.tables import Record
+
+ALL = "all"
+VERDICTS = ("exact", "near-tie", "mismatch")
+
+
+def summaries(records: Iterable[Record]) -> list[Record]:
+    """A record per way and set, and per way over all sets; without the ways that were not run to the end.
+
+    tau: tokens per verification, the bonus token included; delta: draft passes per verification; verified and
+    drafted: nodes per cycle, the former with the root; gamma: verified nodes in all; none of these for ways that have
+    no cycles. Milliseconds are medians over prompts of the prompts' medians over cycles, policy_share is the mean over
+    prompts. A prompt's time is the median over rounds. Of its tokens per second over plain decoding's, speed_mean is
+    the mean over prompts, speed_quartiles are the three quartiles; speed_total is the ratio over all prompts together.
+    rounds_apart: the median over prompts of how far the slowest round lies above the fastest, as a share.
+    """
+    records = list(records)
+    rows = [record for record in records if record["record"] == "row"]
+    dropped = {record["way"] for record in records if record["record"] == "not run"}
+    plain = {(row["set"], row["id"]): row for row in rows if row["way"] == "plain"}
+    found = []
+    for way in dict.fromkeys(row["way"] for row in rows if row["way"] not in dropped):
+        own = [row for row in rows if row["way"] == way and (not plain or (row["set"], row["id"]) in plain)]
+        for name in (*dict.fromkeys(row["set"] for row in own), ALL):
+            members = own if name == ALL else [row for row in own if row["set"] == name]
+            base = [plain[row["set"], row["id"]] for row in members] if plain else []
+            found.append({"record": "summary", "way": way, "set": name, **_counters(members), **_times(members, base)})
+    return found
+
+
+def speeds(rows: Sequence[Record], plain: Sequence[Record]) -> list[float]:
+    """Per prompt, tokens per second over those of plain decoding's row."""
+    return [_rate([row]) / _rate([base]) for row, base in zip(rows, plain, strict=True)]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """By linear interpolation, the median among them; of one value three times that."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return low, middle, high
+
+
+def _counters(rows: list[Record]) -> Record:
+    found: Record = {"prompts": len(rows), "new_tokens": sum(row["new_tokens"] for row in rows)}
+    if all("cycles" in row for row in rows):
+        total = {name: sum(row[name] for row in rows) for name in COUNTS}
+        found |= {
+            "cycles": total["cycles"],
+            "tau": round(total["emitted"] / total["cycles"], 4),
+            "delta": round(total["passes"] / total["cycles"], 4),
+            "verified": round(total["verified"] / total["cycles"], 3),
+            "drafted": round(total["drafted"] / total["cycles"], 3),
+            "gamma": total["verified"],
+        }
+    return found | _differences(rows)
+
+
+def _differences(rows: list[Record]) -> Record:
+    """How many answers leave plain decoding's, and by verdict; nothing where they were not compared."""
+    if any("diverges_at" not in row for row in rows):
+        return {}
+    found: Record = {"diverging": sum(row["diverges_at"] is not None for row in rows)}
+    if all("verdict" in row for row in rows):
+        found["verdicts"] = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
+    return found
+
+
+def _times(rows: list[Record], plain: list[Record]) -> Record:
+    if any("seconds" not in row for row in (*rows, *plain)):
+        return {}
+    found: Record = {"tokens_per_second": round(_rate(rows), 3)}
+    if plain:
+        own = speeds(rows, plain)
+        found["speed_mean"] = round(statistics.mean(own), 4)
+        found["speed_quartiles"] = [round(value, 4) for value in quartiles(own)]
+        found["speed_total"] = round(_rate(rows) / _rate(plain), 4)
+    if all(len(row["seconds"]) > 1 for row in rows):
+        apart = [max(row["seconds"]) / min(row["seconds"]) - 1 for row in rows]
+        found["rounds_apart"] = round(statistics.median(apart), 4)
+    if all("median_ms" in row for row in rows):
+        parts = rows[0]["median_ms"]
+        found["median_ms"] = {
+            part: round(statistics.median(row["median_ms"][part] for row in rows), 4) for part in parts
+        }
+        found["policy_share"] = round(statistics.mean(row["policy_share"] for row in rows), 5)
+    return found
+
+
+def _rate(rows: Sequence[Record]) -> float:
+    return sum(row["new_tokens"] for row in rows) / sum(statistics.median(row["seconds"]) for row in rows)

@@ -1,0 +1,157 @@
+"""Ways of decoding: this engine under a draft and a policy. What users have elsewhere is in `baselines` and `llama`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specengine import loading, policies
+from specengine.benchmark.answers import Answer, Figures, counted
+from specengine.drafters import Drafter
+from specengine.drafters.lookup import Lookup
+from specengine.drafters.recycling import Recycling
+from specengine.engine import Engine
+from specengine.errors import InputError
+from specengine.modeling.load_options import LoadOptions
+from specengine.policies import TreePolicy
+
+PLAIN = "plain"
+
+
+class Decoder(Protocol):
+    """Answers prompts. `facts` go into the record of its way."""
+
+    facts: dict[str, Any]
+
+    def __call__(self, prompt: list[int], length: int) -> Answer:
+        """At most `length` new tokens behind these token ids."""
+
+    def prepare(self, tokens: int) -> None:
+        """Expect prompts and answers of up to so many tokens together."""
+
+
+@dataclass
+class Way:
+    """A way by its name, and what makes its decoders: one per round, so that none has seen a prompt before.
+
+    start  may raise a SpecEngineError where this way cannot run
+    ours   an answer that is neither plain decoding's nor a near-tie is a fault
+    facts  for its record
+    """
+
+    name: str
+    start: Callable[[], Decoder]
+    ours: bool = True
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A way of this engine as it is asked for: [DRAFT:]POLICY[/PRESET][,option=value...]."""
+
+    text: str
+    draft: str | None
+    policy: str
+    options: dict[str, str]
+
+    @classmethod
+    def of(cls, text: str) -> Spec:
+        """InputError for what is no such text; see `check` for the names in it."""
+        draft, colon, own = text.rpartition(":")
+        policy, options = parse(own)
+        if policy == PLAIN and (colon or options):
+            raise InputError(f"way: {text!r}, but {PLAIN} has neither a draft nor options")
+        if colon and draft in ("", *loading.PLAIN):
+            raise InputError(
+                f"way: {text!r} names no draft; accepted DRAFT:POLICY, or POLICY with the draft of the run"
+            )
+        return cls(text, draft if colon else None, policy, options)
+
+    def make(self) -> TreePolicy | None:
+        """A policy with no history, None for plain decoding; InputError for unknown names, options and values."""
+        return None if self.policy == PLAIN else policies.make(self.policy, **self.options)
+
+    def check(self, options: LoadOptions) -> None:
+        """Raise what making it would raise as far as that shows without a model."""
+        self.make()
+        if self.draft is not None:
+            loading.check_draft(self.draft, options)
+
+
+def parse(spec: str) -> tuple[str, dict[str, str]]:
+    """NAME[/PRESET][,option=value...] as a name and options; a value may hold commas."""
+    name, *parts = spec.split(",")
+    options: dict[str, str] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if equals:
+            options[key] = value
+        elif options:
+            options[list(options)[-1]] += "," + part
+        else:
+            raise InputError(f"{spec}: {part!r} is no option=value")
+    return name, options
+
+
+class Engines:
+    """Engines on the target of one, each with its policy and the memory of its draft to itself."""
+
+    def __init__(self, first: Engine, options: LoadOptions) -> None:
+        self.first, self._options = first, options
+        self._drafts: dict[str, Drafter] = {}
+
+    def make(self, policy: TreePolicy | None, draft: str | None = None) -> Engine:
+        """With the draft of the first engine, or that of another name, which is loaded once."""
+        if policy is None:
+            return Engine(self.first.target, None, None, self.first.tokenizer)
+        drafter = self.first.drafter if draft is None else self._draft(draft)
+        if drafter is None:
+            raise InputError("draft: a policy needs one, plain decoding takes part anyway")
+        return Engine(self.first.target, without_memory(drafter), policy, self.first.tokenizer)
+
+    def way(self, spec: Spec, options: dict[str, Any]) -> Way:
+        """options: those of Engine.generate but for the length."""
+        return Way(spec.text, lambda: EngineDecoder(self.make(spec.make(), spec.draft), options))
+
+    def _draft(self, name: str) -> Drafter:
+        if name not in self._drafts:
+            target, tokenizer = self.first.target, self.first.tokenizer
+            self._drafts[name] = loading.draft_for(target, tokenizer, name, self._options)
+        return self._drafts[name]
+
+
+def without_memory(drafter: Drafter) -> Drafter:
+    """The same draft, on the same weights, that remembers no answer: what others said is no news to be recycled."""
+    if isinstance(drafter, Recycling):
+        return dataclasses.replace(drafter)
+    if isinstance(drafter, Lookup):
+        recycling = drafter.recycling
+        fresh = dataclasses.replace(recycling) if isinstance(recycling, Recycling) else recycling
+        return Lookup(without_memory(drafter.drafter), fresh)
+    return drafter
+
+
+class EngineDecoder:
+    """options: those of Engine.generate but for the length."""
+
+    def __init__(self, engine: Engine, options: dict[str, Any]) -> None:
+        self.engine, self._options = engine, options
+        policy, drafter = engine.policy, engine.drafter
+        self.facts = {"policy": "plain decoding" if policy is None else repr(policy)}
+        if drafter is not None:
+            self.facts["draft"] = drafter.name
+
+    def __call__(self, prompt: list[int], length: int) -> Answer:
+        began = time.perf_counter()
+        generation = self.engine.stream(prompt, max_new_tokens=length, **self._options)
+        cycles = [Figures.of(piece.cycle) for piece in generation]
+        seconds = time.perf_counter() - began
+        assert generation.result is not None
+        return Answer(generation.result.token_ids, len(prompt), seconds, counted(cycles))
+
+    def prepare(self, tokens: int) -> None:
+        if self.engine.drivers.own.captured is not None:
+            self.engine.warmup(min(tokens, self.engine.target.max_context))

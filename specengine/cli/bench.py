@@ -1,0 +1,116 @@
+"""specengine bench: ways of decoding against each other on this machine, losslessness checked along the way."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specengine.cli import given
+from specengine.cli.arguments.bench import DEFAULT_WAYS
+from specengine.cli.terminal import say
+from specengine.errors import InputError, require_least
+
+if TYPE_CHECKING:
+    from specengine.benchmark.prompts import Workload
+    from specengine.benchmark.tables import Table
+    from specengine.engine import Engine
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from specengine.benchmark.choice import Choice, sampling
+    from specengine.benchmark.log import Log
+    from specengine.benchmark.measuring import Run
+    from specengine.benchmark.prompts import read
+    from specengine.benchmark.provenance import provenance
+    from specengine.benchmark.report import tables
+
+    require_least(arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0)
+    items = read(arguments.prompts, arguments.per_set or None, by_category=arguments.set_by == "category")
+    choice = Choice(
+        arguments.way or list(DEFAULT_WAYS),
+        arguments.model,
+        arguments.draft,
+        arguments.assistant,
+        arguments.gguf,
+        {**given.load_options(arguments), "draft_options": dict(arguments.draft_option)},
+        sampling(arguments.temperature, arguments.seed),
+    )
+    origin = provenance("specengine", sys.argv[1:])
+    log = Log(arguments.out, origin, _settings(arguments, choice.names, items))
+    if log.resumed:
+        answers = sum(record["record"] == "answer" for record in log.records)
+        say(f"{arguments.out}: {answers} answers are there already, the run goes on behind them")
+        log.add({"record": "resumed"})
+    first = choice.engine()
+    if not any(record["record"] == "model" for record in log.records):
+        log.add(_model(first))
+    run_ = Run(
+        choice.plain(first),
+        choice.ways(first, items, arguments.max_new_tokens, arguments.turns),
+        choice.options,
+        length=arguments.max_new_tokens,
+        rounds=arguments.rounds,
+        turns=arguments.turns,
+        compares=not choice.samples,
+        say=say,
+    )
+    for record in run_.records(items, list(log.records)):
+        log.add(record)
+    _print(tables(log.records))
+    return int(run_.faults > 0)
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    from specengine.benchmark.log import read
+    from specengine.benchmark.plots import draw
+    from specengine.benchmark.report import source, tables
+    from specengine.benchmark.summaries import ALL
+
+    runs = {file: read(file) for file in arguments.file}
+    for file, records in runs.items():
+        sets = sorted({record["set"] for record in records if record["record"] == "row"})
+        if arguments.set is not None and arguments.set not in sets:
+            raise InputError(f"set: got {arguments.set!r}, accepted in {file.name} {', '.join(sets) or 'none yet'}")
+        print(source(file.name, records), end="\n\n")
+        _print(tables(records, arguments.set or ALL))
+        if arguments.plot is not None:
+            picture = arguments.plot / f"{file.stem}.svg"
+            draw(records, picture)
+            say(f"{picture}: drawn")
+    return 0
+
+
+def _print(found: list[Table]) -> None:
+    for table in found:
+        print(table.markdown(), end="\n\n")
+
+
+def _settings(arguments: argparse.Namespace, names: list[str], items: list[Workload]) -> dict[str, Any]:
+    """All that decides what is measured; another run with the same goes on with its file."""
+    from specengine.benchmark.prompts import digest
+    from specengine.benchmark.provenance import public
+
+    apart = ("run", "debug", "out", "way", "prompts", "set_by", "per_set", "command")
+    given = {name: value for name, value in vars(arguments).items() if name not in apart}
+    texts = {name: public([str(value)])[0] if isinstance(value, str | Path) else value for name, value in given.items()}
+    sets = list(dict.fromkeys(item.set for item in items))
+    return {
+        "record": "settings",
+        **texts,
+        "ways": public(names),
+        "sets": sets,
+        "prompts": len(items),
+        "of_prompts": digest(items),
+    }
+
+
+def _model(first: Engine) -> dict[str, Any]:
+    name = first.target.name or type(first.target).__name__
+    return {
+        "record": "model",
+        "name": Path(name).name if Path(name).is_dir() else name,
+        "dtype": str(first.target.dtype).removeprefix("torch."),
+        "backend": first.target.backend,
+    }

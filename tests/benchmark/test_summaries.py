@@ -1,0 +1,84 @@
+"""What rows come to: medians over rounds, quartiles over prompts, verdicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specengine.benchmark.answers import Answer, first_difference, row
+from specengine.benchmark.plots import speeds_by_way
+from specengine.benchmark.report import source, tables
+from specengine.benchmark.summaries import quartiles, summaries
+
+
+def a_row(way: str, set_: str, id_: str, *seconds: float, verdict: str = "exact") -> dict[str, Any]:
+    place = None if verdict == "exact" else 3
+    head = {"record": "row", "way": way, "set": set_, "id": id_, "new_tokens": 10}
+    return {**head, "seconds": list(seconds), "diverges_at": place, "verdict": verdict}
+
+
+ROWS = [
+    a_row("plain", "a", "1", 1.0, 1.0, 9.0),
+    a_row("fast", "a", "1", 0.5, 0.4, 7.0, verdict="near-tie"),
+    a_row("plain", "a", "2", 2.0, 2.0, 2.0),
+    a_row("fast", "a", "2", 0.5, 0.5, 0.5),
+    a_row("plain", "b", "1", 1.0, 1.0, 1.0),
+    a_row("fast", "b", "1", 2.0, 2.0, 2.0, verdict="mismatch"),
+]
+
+
+def test_a_prompt_counts_with_its_median_round() -> None:
+    found = {(record["way"], record["set"]): record for record in summaries(ROWS)}
+    assert found["fast", "a"]["speed_quartiles"] == [2.5, 3.0, 3.5]
+    whole = found["fast", "all"]
+    assert whole["speed_quartiles"] == [1.25, 2.0, 3.0]
+    assert whole["speed_mean"] == pytest.approx((2 + 4 + 0.5) / 3, abs=1e-4)
+    assert whole["speed_total"] == pytest.approx(4.0 / 3.0, abs=1e-4)
+    assert whole["verdicts"] == {"exact": 1, "near-tie": 1, "mismatch": 1}
+    assert whole["rounds_apart"] == 0.0
+    assert found["plain", "a"]["rounds_apart"] == 4.0
+    assert "tau" not in whole
+
+
+def test_a_way_that_was_lost_is_not_summed_up() -> None:
+    lost = {"record": "not run", "way": "fast", "reason": "x|y", "fault": True}
+    records = [*ROWS, lost]
+    assert {record["way"] for record in summaries(records)} == {"plain"}
+    assert speeds_by_way(records) == {}
+    assert "x/y" in tables(records)[-1].markdown()
+
+
+def test_speeds_are_drawn_by_set() -> None:
+    assert speeds_by_way(ROWS) == {"fast": {"a": [2.0, 4.0], "b": [0.5]}}
+
+
+def test_quartiles() -> None:
+    assert quartiles([3.0]) == (3.0, 3.0, 3.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
+
+
+def test_tables_tell_what_came_of_the_run() -> None:
+    first, by_set = tables(ROWS)
+    assert first.rows[1][2] == "2.00 (1.25 to 3.00)"
+    assert first.rows[1][-3:] == ["1", "1", "1"]
+    assert by_set.header == ("way", "a [2]", "b [1]")
+    assert by_set.rows[1] == ["fast", "3.00 (2.50 to 3.50)", "0.50"]
+    origin = {"record": "provenance", "command": "c", "commit": "", "specengine": "1", "date": "d", "device": "e"}
+    assert source("x", [origin, {"record": "resumed"}]) == "`x`: `c` at 1, d, on e; stopped and resumed 1 times"
+
+
+def test_a_row_of_rounds() -> None:
+    cycles = {"cycles": 2, "emitted": 3, "passes": 4, "verified": 5, "drafted": 6, "policy_s": 1.0, "total_s": 4.0}
+    times = [{"draft": ms, "policy": ms, "verify": ms, "total": ms} for ms in (1.0, 3.0)]
+    answers = [Answer([1, 2, 3], 7, 0.5, {**cycles, "median_ms": ms}) for ms in times]
+    found = row(answers)
+    assert (found["prompt_tokens"], found["new_tokens"], found["cycles"], found["emitted"]) == (7, 3, 2, 3)
+    assert (found["seconds"], found["median_ms"]["draft"], found["policy_share"]) == ([0.5, 0.5], 2.0, 0.25)
+    assert "cycles" not in row([Answer([1], 1, 0.1)])
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
