@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.table import NOTHING, Record, Table, number
+from specengine.benchmark.tables import NOTHING, Record, Table, number
 
 from bench.report import ALL, loss_tables
 
