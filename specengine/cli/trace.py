@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specengine.checkpoints.files import atomic
+from specengine.cli.terminal import say
 from specengine.cli.trees import print_line, print_tree
 from specengine.errors import InputError
 from specengine.trace import Trace, read_trace
@@ -21,6 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.pictures:
         from specengine.trace.pictures import draw
 
+        if len({tuple(tuple(query.prompt_tokens) for query in trace.queries) for trace in traces}) > 1:
+            say("specengine: note: these traces are of different prompts; the pictures compare those as well")
         for file in draw(traces, arguments.pictures):
             print(file)
     asked = arguments.query is not None or arguments.cycle is not None

@@ -10,6 +10,8 @@ import torch
 from specengine.errors import InputError
 
 MOST_HELD_BACK = 8
+LETTERS = 8  # for each token of the context, of a text whose beginning is read first
+MARGIN = 1.25  # more tokens than this for each of the context's are too many, however the text goes on
 ACCEPTED = "accepted are a string, a list of chat messages (role, content) or a list of token ids"
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor
@@ -21,6 +23,7 @@ def token_ids(prompt: Prompt, tokenizer: Any, *, raw: bool, vocab_size: int, max
     A string becomes one user message where the tokenizer has a chat template, unless `raw`. InputError for an
     empty prompt, ids outside the vocabulary, more than one sequence, or no room for a token behind the prompt.
     """
+    _refuse_far_too_long(prompt, tokenizer, max_context)
     ids = _encode(prompt, tokenizer, raw)
     if not ids:
         raise InputError("prompt: it is empty, at least one token is needed")
@@ -31,6 +34,27 @@ def token_ids(prompt: Prompt, tokenizer: Any, *, raw: bool, vocab_size: int, max
             f"the model's context is {max_context} and an answer needs room"
         )
     return ids
+
+
+def _refuse_far_too_long(prompt: Prompt, tokenizer: Any, max_context: int) -> None:
+    """Raise InputError for text whose beginning alone has too many tokens: the whole would be read for long."""
+    if tokenizer is None:
+        return
+    texts = [prompt] if isinstance(prompt, str) else [item.get("content") for item in _messages_in(prompt)]
+    for text in texts:
+        if isinstance(text, str) and len(text) > LETTERS * max_context:
+            beginning = text[: LETTERS * max_context]
+            _require_unicode("prompt", beginning)
+            count = len(tokenizer(beginning, add_special_tokens=False)["input_ids"])
+            if count > MARGIN * max_context:
+                raise InputError(
+                    f"prompt: its first {len(beginning)} of {len(text)} characters have {count} tokens, accepted at "
+                    f"most {max_context - 1}: the model's context is {max_context} and an answer needs room"
+                )
+
+
+def _messages_in(prompt: Prompt) -> list[Mapping[str, Any]]:
+    return [item for item in prompt if isinstance(item, Mapping)] if isinstance(prompt, list | tuple) else []
 
 
 def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_size: int) -> list[int]:

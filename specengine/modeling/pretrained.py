@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from specengine import checkpoints as models
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.modeling import native
+from specengine.modeling.bars import no_loading_bars
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import Opened, is_gguf, open_gguf, open_native
@@ -81,9 +82,15 @@ def _huggingface(
     common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **common)
-        loaded, found = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=options.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **common
-        )
+        with no_loading_bars():
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=options.dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **common,
+            )
     except SafetensorError as error:
         raise CheckpointError(f"model {path!r}: its weights are damaged, fetch them again ({error})") from error
     except (OSError, ValueError, StrictDataclassError) as error:

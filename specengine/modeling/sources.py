@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.modeling.bars import no_loading_bars
 
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 BLOCKS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # of GGUF files, kept packed
@@ -108,7 +109,8 @@ class FolderSource(Source):
         return stored.read(0, stored.shape[0]).to(self.dtype)
 
     def model(self) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(self.folder, config=self.config, dtype=self.dtype)
+        with no_loading_bars():
+            return AutoModelForCausalLM.from_pretrained(self.folder, config=self.config, dtype=self.dtype)
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
