@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from specengine.benchmark.tables import NOTHING, Record, Table, number
-
 from bench.report import ALL, loss_tables
+from specengine.benchmark.tables import NOTHING, Record, Table, number
 
 RESULTS = Path(__file__).parent / "results"
 SETS = {

@@ -15,6 +15,8 @@ MOST_NESTED = 32  # levels of a message's fields
 _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
 _PRIVATE = [chr(code) for code in range(0xE000, 0xE100)]  # of Unicode, for private use: hardly ever in a text
+LETTERS = 8  # for each token of the context, of a text whose beginning is read first
+MARGIN = 1.25  # more tokens than this for each of the context's are too many, however the text goes on
 ACCEPTED = "accepted are a string, a list of chat messages (role, content) or a list of token ids"
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor
@@ -36,6 +38,7 @@ def token_ids(
     allow_special_text: the text of a special token is that token wherever it stands, as transformers reads it; else it
     is text like any other in what the caller gives, and InputError where the tokenizer cannot write it so.
     """
+    _refuse_far_too_long(prompt, tokenizer, max_context)
     ids = _encode(prompt, tokenizer, raw, allow_special_text)
     if not ids:
         raise InputError("prompt: it is empty, at least one token is needed")
@@ -46,6 +49,27 @@ def token_ids(
             f"the model's context is {max_context} and an answer needs room"
         )
     return ids
+
+
+def _refuse_far_too_long(prompt: Prompt, tokenizer: Any, max_context: int) -> None:
+    """Raise InputError for text whose beginning alone has too many tokens: the whole would be read for long."""
+    if tokenizer is None:
+        return
+    texts = [prompt] if isinstance(prompt, str) else [item.get("content") for item in _messages_in(prompt)]
+    for text in texts:
+        if isinstance(text, str) and len(text) > LETTERS * max_context:
+            beginning = text[: LETTERS * max_context]
+            _require_unicode("prompt", beginning)
+            count = len(tokenizer(beginning, add_special_tokens=False)["input_ids"])
+            if count > MARGIN * max_context:
+                raise InputError(
+                    f"prompt: its first {len(beginning)} of {len(text)} characters have {count} tokens, accepted at "
+                    f"most {max_context - 1}: the model's context is {max_context} and an answer needs room"
+                )
+
+
+def _messages_in(prompt: Prompt) -> list[Mapping[str, Any]]:
+    return [item for item in prompt if isinstance(item, Mapping)] if isinstance(prompt, list | tuple) else []
 
 
 def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_size: int) -> list[int]:

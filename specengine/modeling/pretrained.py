@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from specengine import checkpoints as models
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.modeling import native
+from specengine.modeling.bars import no_loading_bars
 from specengine.modeling.configs import NO_MEMORY, config_of, refuse_other_shapes, unsupported
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
@@ -82,9 +83,15 @@ def _huggingface(
     config = config_of(path, **common)
     refuse_other_shapes(path, config)
     try:
-        loaded, found = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=options.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **common
-        )
+        with no_loading_bars():
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=options.dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **common,
+            )
     except SafetensorError as error:
         raise CheckpointError(f"model {path!r}: its weights are damaged, fetch them again ({error})") from error
     except NO_MEMORY:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.modeling.bars import no_loading_bars
 from specengine.modeling.configs import empty_model
 
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -109,7 +110,8 @@ class FolderSource(Source):
         return stored.read(0, stored.shape[0]).to(self.dtype)
 
     def model(self) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(self.folder, config=self.config, dtype=self.dtype)
+        with no_loading_bars():
+            return AutoModelForCausalLM.from_pretrained(self.folder, config=self.config, dtype=self.dtype)
 
     @cached_property
     def generation_config(self) -> GenerationConfig:

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from specengine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.generation.options import GenerationOptions
+from specengine.generation.prompts import token_ids
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests.hostile.engines import PROMPT, check_usable, engine_of, model, toy_engine
 from tests.toy import VOCABULARY, Tables, ToyDrafter, ToyTarget, byte_tokenizer, policy_for
@@ -264,3 +265,32 @@ def test_the_defaults_are_those_documented() -> None:
     assert GenerationOptions.of({"temperature": 0}, GenerationConfig(do_sample=True), 1, 99).samples is False
     assert GenerationOptions.of({"top_p": 0.9}, None, 1, 99).samples is True
     assert GenerationOptions.of({"do_sample": False}, GenerationConfig(top_p=0.9), 1, 99).samples is False
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(messages: bool) -> None:
+    class Counting:
+        chat_template = "x"
+
+        def __init__(self, letters: int) -> None:
+            self.letters, self.read = letters, 0
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            self.read += len(text)
+            return {"input_ids": [1] * (len(text) // self.letters)}
+
+        def apply_chat_template(self, found: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
+            return self("".join(message["content"] for message in found))
+
+    def ids(tokenizer: Counting, text: str) -> list[int]:
+        prompt: Any = [{"role": "user", "content": text}] if messages else text
+        return token_ids(prompt, tokenizer, raw=False, vocab_size=9, max_context=100)
+
+    usual = Counting(letters=4)
+    with pytest.raises(InputError, match="prompt: its first 800 of 1000000 characters have 200 tokens, accepted at"):
+        ids(usual, "a" * 1_000_000)
+    assert usual.read == 800
+    blanks = Counting(letters=16)  # whose beginning says nothing
+    assert len(ids(blanks, " " * 1500)) == 93
+    with pytest.raises(InputError, match="prompt: it has 125 tokens"):
+        ids(blanks, " " * 2000)

@@ -63,3 +63,13 @@ def test_pictures_need_a_cycle(written: Trace, tmp_path: Path, capsys: Any) -> N
     assert "there is no cycle" in capsys.readouterr().err
     assert main(["trace", str(file), "--html", str(tmp_path / "page.html")]) == 0
     assert main(["trace", str(file)]) == 0
+
+
+def test_pictures_of_different_prompts_say_so(written: Trace, tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    same, _ = write(tmp_path / "same.jsonl", toy_engine(None), *(query.prompt_tokens for query in written.queries))
+    other, _ = write(tmp_path / "other.jsonl", toy_engine(None), [4])
+    for second, noted in ((same, False), (other, True)):
+        given = ["trace", str(written.file), str(second.file), "--pictures", str(tmp_path / "pictures")]
+        assert main(given) == 0
+        assert ("note: these traces are of different prompts" in capsys.readouterr().err) is noted
