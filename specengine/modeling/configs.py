@@ -45,6 +45,8 @@ def config_of(name: str | Path, **options: Any) -> PretrainedConfig:
 def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError, which names the field, for sizes and numbers that no model has."""
     decoder = config.get_text_config(decoder=True)
+    if not isinstance(decoder, PretrainedConfig):
+        raise _refused(name, "text_config", decoder, "an object")
     for field, most in MOST.items():
         value = getattr(decoder, field, None)
         for size in value if isinstance(value, list | tuple) else [value]:
@@ -54,9 +56,8 @@ def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
         value = getattr(decoder, field, None)
         if value is not None and (type(value) not in (int, float) or not 0 < value <= 1):
             raise _refused(name, field, value, "a number above 0, at most 1")
-    packed = getattr(config, "quantization_config", None)
-    if not (packed is None or isinstance(packed, dict) or hasattr(packed, "to_dict")):
-        raise _refused(name, "quantization_config", packed, "an object")
+    if not isinstance(config.dtype, torch.dtype | None):
+        raise _refused(name, "dtype", config.dtype, "the name of a torch.dtype")
     stated = getattr(decoder, "rope_parameters", None) or {}
     for rope in [
         stated,

@@ -172,7 +172,6 @@ def unloadable(*_: Any) -> Any:
         (("--temperature", "-1"), "temperature"),
         (("--temperature", "inf"), "temperature"),
         (("--seed", "-1"), "seed"),
-        (("--dtype", "int3"), "dtype"),
         (("--prompts", "/no/such/file.jsonl"), "cannot be read"),
         (("--prompts", "/no/such/file.csv"), "accepted a .jsonl file"),
         (("--out", "/proc/nowhere/x.jsonl"), "out"),
@@ -186,6 +185,12 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
     err = capsys.readouterr().err
     assert err.startswith("specengine: error: ")
     assert message in err
+
+
+def test_a_word_that_is_none_of_an_option_is_refused(bench: Bench, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench("--dtype", "int3")
+    assert "--dtype" in capsys.readouterr().err
 
 
 def test_a_file_of_something_else_is_refused_and_kept(bench: Bench, tmp_path: Path, capsys: Any) -> None:

@@ -27,7 +27,7 @@ def test_demo_compares_three_ways(folder: str, capsys: Any) -> None:
 def test_demo_explains_a_difference(folder: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine, "walk", accept_blindly)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    given = ["--prompt", PROMPT, "--max-new-tokens", "24", "--rounds", "1"]
+    given = ["--policy", "eagle", "--prompt", PROMPT, "--max-new-tokens", "24", "--rounds", "1"]
     assert main(["demo", "--model", folder, *given]) == 0
     out = capsys.readouterr().out
     assert re.search(r"speculative decoding .* no\n", out)

@@ -25,7 +25,6 @@ TEXTS = (
     "\ue000",
     "é" * 300,
 )
-WIDTH = 10**400  # beside it an int has more digits than Python writes by itself
 
 
 def strange(pick: random.Random, depth: int = 0) -> Any:
@@ -50,11 +49,10 @@ def near(value: Any, pick: random.Random) -> Any:
     if isinstance(value, bool):
         return pick.choice((not value, int(value), str(value).lower()))
     if isinstance(value, int):
-        return pick.choice(
-            (value + 1, value - 1, -value, value * 2, value // 2, float(value), str(value), value * 10**6)
-        )
+        small = max(-(2**63), min(value, 2**63))
+        return pick.choice((value + 1, value - 1, -value, value // 2, small * 10**6, float(small), str(small)))
     if isinstance(value, float):
-        return pick.choice((-value, value * 1e9, value * 1e-9, int(value), str(value)))
+        return pick.choice((-value, value * 1e9, value * 1e-9, str(value)))
     if isinstance(value, str):
         return pick.choice((value + "x", value[:-1], value.upper(), [value], value * 50))
     if isinstance(value, list):

@@ -135,8 +135,11 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "zzz"}, "its config.json makes no model .KeyError: 'zzz'"),
     ({"layer_types": 5}, "its config.json cannot be read"),
     ({"dtype": "zzz"}, "its config.json cannot be read .*no attribute 'zzz'"),
+    ({"dtype": {"x": 1}}, "dtype: got {'x': 1}, accepted the name of a torch.dtype"),
+    ({"pad_token_id": 10**6}, "its config.json makes no model .AssertionError: Padding_idx"),
     ({"model_type": "zzz"}, "model type `zzz`"),
     ({"quantization_config": 5}, "its config.json cannot be read"),
+    ({"text_config": True}, "text_config: got True, accepted an object"),
 ]
 
 

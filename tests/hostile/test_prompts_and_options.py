@@ -1,5 +1,6 @@
 """Prompts, options and arguments that make no sense: the message that a user reads."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,18 @@ def test_unknown_options_list_the_known_ones() -> None:
         ({"model": "no/model", "draft": "ngram", "draft_options": {"long": 3}}, "draft ngram: unknown option 'long'"),
         ({"draft": "ngram", "draft_options": {"long": 3}}, "draft ngram: unknown option 'long', known are longest"),
         ({"draft": "ngram", "draft_options": {"longest": "x"}}, r"draft ngram\.longest: got 'x', expected int"),
+        ({"policy_options": 1e300}, "policy_options: got 1e\\+300, accepted a dict of options by name"),
+        ({"draft_options": [["a", 1]]}, "draft_options: got .*, accepted a dict of options by name"),
+        ({"strict": "no"}, "strict: got 'no', accepted True or False"),
+        ({"lookup": 0}, "lookup: got 0, accepted True, None or False"),
+        ({"draft": "x" * 5000}, r"draft: got 'x{59}\.\.\., accepted a name or a path .it is too long"),
+        ({"draft": "caf\ud800"}, r"draft: got 'caf\\ud800', accepted a name or a path"),
+        (
+            {"policy": "chain", "policy_options": {"length": 5_000_000}},
+            "its trees could have 5000001 nodes, accepted up",
+        ),
+        ({"policy": "eagle", "policy_options": {"width": math.inf}}, r"policy eagle\.width: got inf, expected int"),
+        ({"policy": "eagle", "policy_options": {"width": 10**400}}, r"policy eagle\.width: got 1000"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
@@ -294,3 +307,15 @@ def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(messages: boo
     assert len(ids(blanks, " " * 1500)) == 93
     with pytest.raises(InputError, match="prompt: it has 125 tokens"):
         ids(blanks, " " * 2000)
+
+
+def test_options_nested_deep_are_refused_and_not_printed_whole() -> None:
+    deep: Any = 1
+    for _ in range(5000):
+        deep = [deep]
+    engine = engine_of()
+    for options in ({"policy": "eagle", "policy_options": {"width": deep}}, {"stop_strings": [deep]}, {"seed": deep}):
+        with pytest.raises(InputError, match=f"{next(reversed(options))}.*: got a?.*") as refused:
+            engine.generate(PROMPT, **options)
+        assert len(str(refused.value)) < 300
+    check_usable(engine)
