@@ -210,9 +210,9 @@ class CapturedDriver(EagerDriver):
             self.prepare(sampler)
         self._capture(*self._missing(["verify"]))
 
-    def draft(self, token: int, seconds: Seconds) -> Draft:
+    def draft(self, token: int, seconds: Seconds, guided: Drafter | None = None) -> Draft:
         if self.policy is None or not self.grows_there:
-            return super().draft(token, seconds)
+            return super().draft(token, seconds, guided)
         began = time.perf_counter()
         self.tree.restart()
         self.tree.tokens[:1].fill_(token)

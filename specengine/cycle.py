@@ -119,9 +119,9 @@ class EagerDriver:
         if self.drafter is not None and self.policy is not None:
             self.drafter.reserve(tokens, self.policy.capacity, self.unread)
 
-    def draft(self, token: int, seconds: Seconds) -> Draft:
-        """As `draft_tree`."""
-        return draft_tree(token, self.drafter, self.policy, seconds, self.device)
+    def draft(self, token: int, seconds: Seconds, guided: Drafter | None = None) -> Draft:
+        """As `draft_tree`; guided: from whom trees grow instead of its own drafter."""
+        return draft_tree(token, guided or self.drafter, self.policy, seconds, self.device)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         """As `Target.verify`."""

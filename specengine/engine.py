@@ -18,9 +18,11 @@ from specengine.captured import CapturedDriver
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import Draft, EagerDriver, walk
 from specengine.drafters import Drafter
+from specengine.drafters._guided import Guided
 from specengine.drivers import Drivers, KeptDrivers
 from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.generation.custom_generate import CustomGenerate
+from specengine.generation.grammars import Constraint, Vocabularies, compiled
 from specengine.generation.options import GenerationOptions
 from specengine.generation.outputs import GenerationResult, SpeculativeOutput, StreamPiece, decoder
 from specengine.generation.prompts import Prompt, TextStream, predicted_ids, token_ids
@@ -46,6 +48,7 @@ class _Run:
     history: History
     stats: Stats
     root: int
+    guided: Drafter | None = None
     began: float = field(default_factory=time.perf_counter)
     reason: str | None = None
 
@@ -95,6 +98,7 @@ class Engine:
         self.drivers = KeptDrivers(target, drafter, policy)
         self.tokenizer = tokenizer
         self._busy = threading.Lock()
+        self._vocabularies = Vocabularies(tokenizer, target.vocab_size)
 
     def __repr__(self) -> str:
         drafter = None if self.drafter is None else self.drafter.name
@@ -171,12 +175,14 @@ class Engine:
         prediction: Sequence[int] = (),
         reuse_cache: bool = False,
         drivers: Drivers | None = None,
+        constraint: Constraint | None = None,
     ) -> Generator[Cycle, None, None]:
         """The cycles of one generation; everything else reads from these.
 
         prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way;
         prediction: token ids that the answer is expected to be like; `reuse_cache` keeps what both caches hold of the
-        prompt from the generation before; drivers: what `self.drivers` gives for a policy, by default the own one's.
+        prompt from the generation before; drivers: what `self.drivers` gives for a policy, by default the own one's;
+        constraint: that of the sampler's processors, for trees to follow.
         """
         if not self._busy.acquire(blocking=False):
             raise EngineBusyError(
@@ -190,6 +196,8 @@ class Engine:
             with self.target.running():
                 _expect(drivers.drafter, prompt, prediction)
                 run = self._begin(drivers, prompt, sampler, stopper, stats, reuse_cache)
+                if constraint is not None and drivers.drafter is not None:
+                    run.guided = cast(Drafter, Guided(drivers.drafter, constraint, stopper.tokens))
             while run.reason is None:
                 with self.target.running():
                     cycle = self._cycle(run, driver)
@@ -213,11 +221,19 @@ class Engine:
         """
         target = self.target
         asked = GenerationOptions.of(options, target.generation_config, len(prompt), target.max_context)
-        sampler = sampler or asked.sampler(len(prompt), target.device)
+        constraint = self.constraint(asked)
+        sampler = sampler or asked.sampler(len(prompt), target.device, constraint)
         prediction = predicted_ids(asked.prediction, self.tokenizer, target.vocab_size)
         drivers = self.drivers.asked(asked.policy, asked.policy_options)
-        stopper = asked.stopper(lambda tokens: "")
-        return self.cycles(prompt, sampler, stopper, Stats(), prediction=prediction, drivers=drivers)
+        stopper = asked.stopper(lambda tokens: "", constraint)
+        given = {"prediction": prediction, "drivers": drivers, "constraint": constraint}
+        return self.cycles(prompt, sampler, stopper, Stats(), **given)
+
+    def constraint(self, asked: GenerationOptions) -> Constraint | None:
+        """A new one of what these options constrain the answer to; None where they do not."""
+        if (given := asked.constrains) is None:
+            return None
+        return self._vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
 
     @torch.inference_mode()
     def warmup(
@@ -312,7 +328,7 @@ class Engine:
     def _cycle(self, run: _Run, driver: EagerDriver) -> Cycle:
         began, model_before = time.perf_counter(), self._model_seconds
         seconds = Seconds()
-        draft = driver.draft(run.root, seconds)
+        draft = driver.draft(run.root, seconds, run.guided)
         tree = draft.tree
 
         clock = time.perf_counter()
@@ -387,8 +403,9 @@ class TextGeneration:
         self._sent = 0
         self._started = False
         self._streams = False  # whether a streamer waits for the end
-        self._stopper = self.options.stopper(self._decode)
-        sampler = self.options.sampler(len(self.prompt), target.device)
+        constraint = engine.constraint(self.options)
+        self._stopper = self.options.stopper(self._decode, constraint)
+        sampler = self.options.sampler(len(self.prompt), target.device, constraint)
         prediction = predicted_ids(self.options.prediction, engine.tokenizer, target.vocab_size)
         drivers = engine.drivers.asked(self.options.policy, self.options.policy_options)
         self._cycles = engine.cycles(
@@ -399,6 +416,7 @@ class TextGeneration:
             prediction=prediction,
             reuse_cache=reuse_cache,
             drivers=drivers,
+            constraint=constraint,
         )
 
     def __iter__(self) -> Iterator[StreamPiece]:

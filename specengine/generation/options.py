@@ -23,6 +23,7 @@ from transformers import (
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
 from specengine.errors import InputError, shown
+from specengine.generation.grammars import Constraint, ConstraintProcessor, compiled
 from specengine.generation.sampling import PresenceFrequencyPenalty, Processor, Sampler, TopP
 from specengine.generation.stopping import Stopper
 
@@ -97,6 +98,11 @@ class GenerationOptions:
     allow_special_text    the text of a special token in a prompt or a message is that token, as transformers reads it:
                           a user who writes the template's markers opens a turn of another role. False, for text of
                           people who are not trusted, takes it as text like any other
+    json_schema           a JSON schema, as a dict or as JSON text, that the answer meets, written as json.dumps writes it;
+                          refused where the library, llguidance, does not support all of it
+    json_object           the answer is a JSON object of any kind
+    grammar               a grammar, as Lark or GBNF text, that the answer meets. Once it is met and nothing can follow the
+                          answer ends; cut short by max_new_tokens it is the beginning of one that does
     prediction            text, or token ids, that much of the answer is expected to be: what follows the same words in
                           it is drafted. Never changes the answer; for the drafts that copy, ngram and any with lookup
     policy                for this answer alone: a policy's name, NAME/PRESET or a TreePolicy; `plain` decodes without
@@ -130,6 +136,9 @@ class GenerationOptions:
     return_dict_in_generate: bool | None = None
     raw: bool = False
     allow_special_text: bool = True
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    grammar: str | None = None
     prediction: str | list[int] | None = None
     policy: Any = None
     policy_options: Mapping[str, Any] | None = None
@@ -172,6 +181,8 @@ class GenerationOptions:
         self = cls(**options)
         self._check_kinds()
         self._check()
+        if self.constrains is not None:
+            compiled(*self.constrains)
         return self
 
     @property
@@ -187,15 +198,23 @@ class GenerationOptions:
     def stops(self) -> list[str]:
         return [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings or [])
 
-    def stopper(self, decode: Callable[[list[int]], str]) -> Stopper:
+    @property
+    def constrains(self) -> tuple[str, Any] | None:
+        """The name and value of the option that constrains the answer."""
+        named = ("json_schema", "json_object", "grammar")
+        return next(((name, value) for name in named if (value := getattr(self, name)) not in (None, False)), None)
+
+    def stopper(self, decode: Callable[[list[int]], str], constraint: Constraint | None = None) -> Stopper:
         assert self.max_new_tokens is not None
         criteria = list(self.stopping_criteria or [])
         if self.max_time is not None:
             criteria.append(MaxTimeCriteria(self.max_time))
-        return Stopper(self.max_new_tokens, self.eos_token_ids, self.stops, criteria, decode)
+        complete = None if constraint is None else constraint.complete
+        return Stopper(self.max_new_tokens, self.eos_token_ids, self.stops, criteria, decode, complete)
 
-    def sampler(self, prompt_length: int, device: Any) -> Sampler:
-        """The sampler with all processors in transformers' order: penalties and bans, the user's own, truncation."""
+    def sampler(self, prompt_length: int, device: Any, constraint: Constraint | None = None) -> Sampler:
+        """The sampler with all processors: as in transformers penalties and bans, then the user's own, the constraint,
+        and truncation."""
         eos = self.eos_token_ids
         chain: list[Processor] = []
         if self.sequence_bias:
@@ -213,6 +232,8 @@ class GenerationOptions:
         if self.suppress_tokens:
             chain.append(SuppressTokensLogitsProcessor(self.suppress_tokens, device=device))
         chain.extend(self.logits_processor or [])
+        if constraint is not None:
+            chain.append(ConstraintProcessor(constraint, prompt_length))
         if not self.samples:
             return Sampler(chain)
         if self.temperature not in (None, 1.0):
@@ -255,9 +276,12 @@ class GenerationOptions:
 
     def _check_kinds(self) -> None:
         """Refuse what is of another type than its reader expects."""
-        for name in ("raw", "allow_special_text"):
+        for name in ("raw", "allow_special_text", "json_object"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}: got {shown(getattr(self, name))}, accepted True or False")
+        asked = [name for name in ("json_schema", "json_object", "grammar") if getattr(self, name) not in (None, False)]
+        if len(asked) > 1:
+            raise InputError(f"{', '.join(asked)}: accepted one of them")
         strings = self.stop_strings
         if not isinstance(strings, str | list | tuple | None):
             raise InputError(f"stop_strings: got {shown(strings)}, accepted a string or a list of strings")

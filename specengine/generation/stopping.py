@@ -13,7 +13,7 @@ from specengine.generation.sampling import History
 class Stopper:
     """Says after each committed token whether the answer ends there, and why.
 
-    Reasons: `stop` (an end-of-sequence token or a stop string), `length` (max_new_tokens or the context is full),
+    Reasons: `stop` (an end-of-sequence token, a stop string or the end of a grammar), `length` (max_new_tokens or the context is full),
     `criteria` (a StoppingCriteria).
     """
 
@@ -24,12 +24,13 @@ class Stopper:
         stop_strings: Sequence[str] = (),
         criteria: Sequence[Callable[..., Any]] = (),
         decode: Callable[[list[int]], str] | None = None,
+        complete: Callable[[list[int]], bool] | None = None,
     ) -> None:
         self.left = max_new_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self.stop_strings = list(stop_strings)
         self.criteria = list(criteria)
-        self.decode = decode
+        self.decode, self.complete = decode, complete
         self.tokens: list[int] = []
         self.last_reason: str | None = None
         self._window = max((len(string.encode()) for string in self.stop_strings), default=0) + 8
@@ -39,6 +40,8 @@ class Stopper:
         self.tokens.append(token)
         self.left -= 1
         if token in self.eos_token_ids or (self.stop_strings and self._hit_stop_string()):
+            self.last_reason = "stop"
+        elif self.complete is not None and self.complete(self.tokens):
             self.last_reason = "stop"
         elif any(_is_true(criterion(history.ids, None)) for criterion in self.criteria):
             self.last_reason = "criteria"

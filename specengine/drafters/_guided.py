@@ -1,0 +1,105 @@
+"""Drafting inside a grammar: what is forced costs no draft pass, and what is forbidden is not proposed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from specengine.drafters import FREE, Drafter, Free, Step
+from specengine.drafters._mixing import _ids_with
+from specengine.generation.grammars import Constraint
+from specengine.ops import Nodes
+from specengine.tree import TokenTree
+
+
+class Guided:
+    """What a tree is grown from where the answer is constrained: `drafter`, corrected along every node's path.
+
+    written: the tokens generated so far, the tree's root among them unless it is the prompt's last; it grows outside.
+    Tokens that the grammar forces have probability 1, in a draft pass and, as `free`, without one.
+    """
+
+    def __init__(self, drafter: Drafter, constraint: Constraint, written: list[int]) -> None:
+        self.drafter, self.constraint, self.written = drafter, constraint, written
+
+    def root(self, tree: TokenTree) -> Step:
+        return self._guided(self.drafter.root(tree), tree, tree.root_alone())
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        return self._guided(self.drafter.step(tree, frontier), tree, frontier)
+
+    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
+        """What is forced below these nodes, and behind its ends, and behind other nodes, what the drafter has free."""
+        size, made, ends = len(tree), Free([], [], [], [], []), []
+        scores, parents, tokens = (values[:size].tolist() for values in (tree.path_log_probs, tree.parents, tree.tokens))
+        children = set(zip(parents, tokens, strict=True))
+        for node in sorted(nodes.alive().tolist(), key=lambda node: -scores[node]):
+            end = node
+            if scores[node] >= least:
+                for token in self.constraint.forced(self._path(tree, node))[: most - len(made.tokens)]:
+                    if (end, token) in children:
+                        break
+                    _append(made, end, token, 0.0, FREE, 0)
+                    end = size + len(made.tokens) - 1
+            ends.append(end)
+        grown = _grafted(tree, made)
+        left = most - len(made.tokens)
+        below = torch.tensor(sorted(ends), dtype=torch.int64, device=tree.device)
+        found = self.drafter.free(grown, Nodes.of(below), left, least) if left else None
+        if found is not None:
+            self._add_allowed(made, found, grown)
+        return made if made.tokens else None
+
+    def _add_allowed(self, made: Free, found: Free, tree: TokenTree) -> None:
+        """Of what was found below this tree, what its own path allows."""
+        size, first = len(tree), len(tree) - len(made.tokens)
+        places: dict[int, int | None] = {}
+        paths: dict[int, list[int]] = {}
+        for entry, (parent, token) in enumerate(zip(found.parents, found.tokens, strict=True)):
+            place = parent if parent < size else places[parent]
+            path = paths.get(parent) or self._path(tree, parent) if parent < size else paths.get(parent, [])
+            allowed = place is not None and self.constraint.allows(path, token)
+            places[size + entry] = first + len(made.tokens) if allowed else None
+            if allowed:
+                assert place is not None
+                paths[size + entry] = [*path, token]
+                _append(made, place, token, found.log_probs[entry], found.marks[entry], found.ranks[entry])
+
+    def _guided(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
+        paths = [self._path(tree, node) for node in frontier.alive().tolist()]
+        forced = [found[0] if (found := self.constraint.forced(path)) else None for path in paths]
+        ids = None if step.token_ids is None else step.token_ids.cpu().numpy()
+        width, rows = step.logits.shape[1], step.logits.shape[0]
+        known = set(range(width)) if ids is None else set(ids.tolist())
+        new = sorted({token for token in forced if token is not None and token not in known})
+        columns = np.concatenate([np.arange(width) if ids is None else ids, np.array(new, np.int64)])
+        kept = np.ones((rows, len(columns)), bool)
+        kept[:, width:] = False
+        for row, (path, token) in enumerate(zip(paths, forced, strict=True)):
+            kept[row] = self.constraint.allowed(path)[columns] if token is None else columns == token
+            kept[row, width:] &= token is not None
+        logits = torch.nn.functional.pad(step.logits.float(), (0, len(new)), value=-float("inf"))
+        logits = logits.masked_fill(torch.from_numpy(~kept).to(logits.device), -float("inf"))
+        marks = step.marks if step.marks is None else torch.nn.functional.pad(step.marks, (0, len(new)))
+        sure = [row for row, token in enumerate(forced) if token is not None]
+        if sure:
+            marks = torch.zeros_like(logits, dtype=torch.uint8) if marks is None else marks.clone()
+            marks[sure] = FREE
+            logits[sure] = torch.where(torch.from_numpy(kept[sure]).to(logits.device), 0.0, -float("inf"))
+        return Step(logits, _ids_with(step, new), step.normalized, step.hidden, marks)
+
+    def _path(self, tree: TokenTree, node: int) -> list[int]:
+        return [*self.written, *tree.path_tokens(node)]
+
+
+def _append(made: Free, *entry: float) -> None:
+    for values, value in zip(made, entry, strict=True):
+        values.append(value)  # type: ignore[arg-type]
+
+
+def _grafted(tree: TokenTree, made: Free) -> TokenTree:
+    if not made.tokens:
+        return tree
+    grown = tree.to(tree.device)
+    grown.graft(made.parents, made.tokens, made.log_probs)
+    return grown
