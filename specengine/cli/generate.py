@@ -13,6 +13,7 @@ from specengine.cli.colours import DraftColours, PlainText
 from specengine.cli.terminal import say, why_no_colours, write
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.generation.options import GenerationOptions
 from specengine.generation.outputs import GenerationResult, StreamPiece
 
 
@@ -21,8 +22,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--json prints one object at the end; leave out --stream and --show-draft")
     text = given.read_prompt(arguments.prompt)
     prompt = given.as_prompt(given.messages(arguments), text, raw=arguments.raw)
-    prediction = _read(arguments.prediction)
-    options = given.generation_options(arguments)
+    prediction = _read("prediction", arguments.prediction)
+    asked = {name: _read(name, getattr(arguments, name)) for name in ("json_schema", "grammar")}
+    constraint = {name: text for name, text in asked.items() if text is not None}
+    GenerationOptions.check(constraint)
+    options = given.generation_options(arguments) | constraint
     engine = given.load_engine(arguments)
     generation = engine.stream(prompt, prediction=prediction, **options)
     given.note_idle_options(arguments, generation)
@@ -44,11 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read(file: Path | None) -> str | None:
+def _read(field: str, file: Path | None) -> str | None:
     try:
         return None if file is None else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"prediction: {file} cannot be read ({error})") from error
+        raise InputError(f"{field}: {file} cannot be read ({error})") from error
 
 
 def _as_json(result: GenerationResult) -> dict[str, object]:

@@ -31,7 +31,9 @@ class Guided:
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
         """What is forced below these nodes, and behind its ends, and behind other nodes, what the drafter has free."""
         size, made, ends = len(tree), Free([], [], [], [], []), []
-        scores, parents, tokens = (values[:size].tolist() for values in (tree.path_log_probs, tree.parents, tree.tokens))
+        scores, parents, tokens = (
+            values[:size].tolist() for values in (tree.path_log_probs, tree.parents, tree.tokens)
+        )
         children = set(zip(parents, tokens, strict=True))
         for node in sorted(nodes.alive().tolist(), key=lambda node: -scores[node]):
             end = node

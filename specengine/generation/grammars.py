@@ -1,4 +1,4 @@
-"""Answers that keep to a JSON schema or a grammar: what is allowed, and what is forced, behind any tokens; by llguidance."""
+"""Answers that keep to a JSON schema or a grammar: what is allowed and what is forced behind any tokens."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def library() -> Any:
 
 
 def compiled(field: str, given: Any) -> str:
-    """What llguidance reads, of the value of json_schema, json_object or grammar; InputError for what it does not take."""
+    """What llguidance reads, of the value of json_schema, json_object or grammar; InputError for what is not taken."""
     text = _text_of(field, given)
-    if len(text) > MOST_TEXT or text.count('"$ref"') > MOST_REFERENCES:
+    references = text.count('"$ref"') if field == "json_schema" else 0
+    if len(text) > MOST_TEXT or references > MOST_REFERENCES:
         accepted = f"up to {MOST_TEXT} characters and {MOST_REFERENCES} references"
-        raise InputError(f"{field}: got {len(text)} characters, {text.count('\"$ref\"')} references, accepted {accepted}")
+        raise InputError(f"{field}: got {len(text)} characters and {references} references, accepted {accepted}")
     matcher = library().LLMatcher
     try:
         if field == "grammar":
@@ -66,7 +67,9 @@ def _text_of(field: str, given: Any) -> str:
         except (TypeError, ValueError, RecursionError) as error:
             raise refused(field, str(error)) from error
     if not isinstance(given, str) or not given.strip():
-        accepted = "a schema, as a dict or as JSON text" if field == "json_schema" else "a grammar, as Lark or GBNF text"
+        accepted = (
+            "a schema, as a dict or as JSON text" if field == "json_schema" else "a grammar, as Lark or GBNF text"
+        )
         raise InputError(f"{field}: got {shown(given)}, accepted {accepted}")
     try:
         given.encode()
@@ -93,20 +96,24 @@ class Vocabularies:
         matcher = library().LLMatcher(self._vocabulary(field, tuple(ends)), made, log_level=0)
         if matcher.is_error():
             raise refused(field, matcher.get_error())
-        found = Constraint(matcher, self._size)
+        found = Constraint(matcher, self._size, None if ends else self._stand_in)
         if not found.allowed([]).any():
             raise refused(field, matcher.get_error() or "no text meets it")
         return found
+
+    @property
+    def _stand_in(self) -> int:
+        """Instead of a token that ends answers, as the library wants one: never allowed, and no text if it can be."""
+        return (list(self._tokenizer.all_special_ids) or [len(self._tokenizer) - 1])[-1]
 
     def _vocabulary(self, field: str, ends: tuple[int, ...]) -> Any:
         if self._tokenizer is None:
             raise InputError(f"{field}: it needs a tokenizer, pass tokenizer= when loading the engine")
         if ends not in self._made:
             size = max(self._size, len(self._tokenizer))
-            of = library().hf.from_tokenizer
-            try:  # without an end a token that no target has takes its place: else the library would choose one
-                given = (size, list(ends)) if ends else (size + 1, size)
-                self._made[ends] = of(self._tokenizer, n_vocab=given[0], eos_token=given[1])
+            given = list(ends) or [self._stand_in]
+            try:
+                self._made[ends] = library().hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=given)
             except ValueError as error:
                 raise InputError(f"{field}: the tokenizer cannot be read for it ({error!s:.200})") from error
         return self._made[ends]
@@ -116,10 +123,11 @@ class Constraint:
     """What an answer may go on with, behind any of its beginnings; it goes back and forth between them.
 
     A beginning is the list of tokens generated so far. What depends on it is a function of it alone.
+    never: a token that is not allowed anywhere.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher, self._size = matcher, vocab_size
+    def __init__(self, matcher: Any, vocab_size: int, never: int | None = None) -> None:
+        self._matcher, self._size, self._never = matcher, vocab_size, never
         self._tokens: list[int] = []
 
     def allowed(self, tokens: Sequence[int]) -> np.ndarray:
@@ -128,7 +136,10 @@ class Constraint:
             return np.zeros(self._size, bool)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
-        return np.pad(mask, (0, self._size - len(mask)))
+        mask = np.pad(mask, (0, self._size - len(mask)))
+        if self._never is not None:
+            mask[self._never] = False
+        return mask
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
         """Tokens that write the text that must follow, as the tokenizer would; [] where there is a choice."""
@@ -136,7 +147,7 @@ class Constraint:
 
     def allows(self, tokens: Sequence[int], token: int) -> bool:
         """Whether this token may follow these."""
-        return self._go(tokens) and bool(self._matcher.validate_tokens([token]))
+        return token != self._never and self._go(tokens) and bool(self._matcher.validate_tokens([token]))
 
     def complete(self, tokens: Sequence[int]) -> bool:
         """Whether nothing can follow."""

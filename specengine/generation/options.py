@@ -98,11 +98,11 @@ class GenerationOptions:
     allow_special_text    the text of a special token in a prompt or a message is that token, as transformers reads it:
                           a user who writes the template's markers opens a turn of another role. False, for text of
                           people who are not trusted, takes it as text like any other
-    json_schema           a JSON schema, as a dict or as JSON text, that the answer meets, written as json.dumps writes it;
+    json_schema           a JSON schema, as a dict or as JSON text, that the answer meets, written as json.dumps does;
                           refused where the library, llguidance, does not support all of it
     json_object           the answer is a JSON object of any kind
-    grammar               a grammar, as Lark or GBNF text, that the answer meets. Once it is met and nothing can follow the
-                          answer ends; cut short by max_new_tokens it is the beginning of one that does
+    grammar               a grammar, as Lark or GBNF text, that the answer meets. Once nothing can follow it
+                          ends; cut short by max_new_tokens it is the beginning of one that meets it
     prediction            text, or token ids, that much of the answer is expected to be: what follows the same words in
                           it is drafted. Never changes the answer; for the drafts that copy, ngram and any with lookup
     policy                for this answer alone: a policy's name, NAME/PRESET or a TreePolicy; `plain` decodes without

@@ -13,8 +13,8 @@ from specengine.generation.sampling import History
 class Stopper:
     """Says after each committed token whether the answer ends there, and why.
 
-    Reasons: `stop` (an end-of-sequence token, a stop string or the end of a grammar), `length` (max_new_tokens or the context is full),
-    `criteria` (a StoppingCriteria).
+    Reasons: `stop` (an end-of-sequence token, a stop string or the end of a grammar), `length` (max_new_tokens or the
+    context is full), `criteria` (a StoppingCriteria).
     """
 
     def __init__(
@@ -39,15 +39,16 @@ class Stopper:
         """The reason to end after `token`, which `history` already holds; None to go on."""
         self.tokens.append(token)
         self.left -= 1
-        if token in self.eos_token_ids or (self.stop_strings and self._hit_stop_string()):
-            self.last_reason = "stop"
-        elif self.complete is not None and self.complete(self.tokens):
+        if token in self.eos_token_ids or self._is_complete() or (self.stop_strings and self._hit_stop_string()):
             self.last_reason = "stop"
         elif any(_is_true(criterion(history.ids, None)) for criterion in self.criteria):
             self.last_reason = "criteria"
         elif self.left <= 0:
             self.last_reason = "length"
         return self.last_reason
+
+    def _is_complete(self) -> bool:
+        return self.complete is not None and self.complete(self.tokens)
 
     def _hit_stop_string(self) -> bool:
         # A token is at least one byte of text, so a stop string ends within this many tokens.

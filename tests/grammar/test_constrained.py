@@ -1,4 +1,4 @@
-"""Answers constrained to a schema or a grammar: the same with and without a draft, valid, and faster where it forces."""
+"""Answers constrained to a schema or a grammar: valid, the same with any draft, and faster where it forces."""
 
 import json
 from functools import cache

@@ -27,6 +27,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a text that much of the answer is expected to be, as a file that is to be changed a little; it makes the "
         "answer faster, never another one",
     )
+    constrained = parser.add_mutually_exclusive_group()
+    constrained.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="the answer meets this JSON schema (needs specengine[grammar])"
+    )
+    constrained.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="the answer meets this grammar, Lark or GBNF (the same extra)"
+    )
     shared.add_trace(output)
     shared.add_model(parser)
     shared.add_draft_and_policy(parser)
