@@ -226,8 +226,9 @@ class Engine:
         prediction = predicted_ids(asked.prediction, self.tokenizer, target.vocab_size)
         drivers = self.drivers.asked(asked.policy, asked.policy_options)
         stopper = asked.stopper(lambda tokens: "", constraint)
-        given = {"prediction": prediction, "drivers": drivers, "constraint": constraint}
-        return self.cycles(prompt, sampler, stopper, Stats(), **given)
+        return self.cycles(
+            prompt, sampler, stopper, Stats(), prediction=prediction, drivers=drivers, constraint=constraint
+        )
 
     def constraint(self, asked: GenerationOptions) -> Constraint | None:
         """A new one of what these options constrain the answer to; None where they do not."""

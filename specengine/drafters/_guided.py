@@ -94,9 +94,12 @@ class Guided:
         return [*self.written, *tree.path_tokens(node)]
 
 
-def _append(made: Free, *entry: float) -> None:
-    for values, value in zip(made, entry, strict=True):
-        values.append(value)  # type: ignore[arg-type]
+def _append(made: Free, parent: int, token: int, log_prob: float, mark: int, rank: int) -> None:
+    made.parents.append(parent)
+    made.tokens.append(token)
+    made.log_probs.append(log_prob)
+    made.marks.append(mark)
+    made.ranks.append(rank)
 
 
 def _grafted(tree: TokenTree, made: Free) -> TokenTree:
