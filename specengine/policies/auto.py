@@ -26,7 +26,7 @@ from specengine.tree import TokenTree
 
 MEASURED = "measured"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are thought of
-LEAST = 1e-3  # chance of a path; likelier ones alone become nodes
+LEAST = 1e-4  # chance of a path; likelier ones alone become nodes
 LEAVES, MOST_FREE = 12, 20  # nodes that free continuations are asked for, and such continuations
 LEAST_FREE = 0.03  # stated probability of such a path
 SURE = 0.5  # stated probability of a free path by which a cycle may do without a draft pass
