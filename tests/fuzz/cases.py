@@ -169,8 +169,8 @@ def prompt(place: Workplace, pick: random.Random) -> tuple[Any, Callable[[], Out
         lambda: [mutated(message, pick, ("name", "tool_calls", "type")) for _ in range(pick.randint(1, 3))],
         lambda: [message | {"content": [mutated({"type": "text", "text": "hi"}, pick)]}],
         lambda: strange(pick),
-        lambda: torch.randint(-2, 300, [pick.randint(0, 3) for _ in range(pick.randint(0, 3))]),
-        lambda: torch.rand(3) * pick.choice((1, float("nan"))),
+        lambda: torch.full([pick.randint(0, 3) for _ in range(pick.randint(0, 3))], pick.randint(-2, 300)),
+        lambda: torch.full([3], pick.choice((0.5, float("nan")))),
         lambda: nested(pick.choice((2, 40, 5000))),
         lambda: pick.choice((b"hi", {1, 2}, iter([1, 2]), object(), range(3), 1j)),
     ]

@@ -127,6 +127,11 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 0}, "head_dim: got 0"),
     ({"max_position_embeddings": -1}, "max_position_embeddings: got -1"),
     ({"max_position_embeddings": 1}, "its context is 1 tokens by its config"),
+    ({"sliding_window": [1]}, r"sliding_window: got \[1\], accepted a whole number"),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10, "original_max_position_embeddings": "x"}},
+        "original_max_position_embeddings: got 'x', accepted a whole number",
+    ),
     ({"sliding_window": -1}, "its context is -1 tokens by its config"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan, accepted a number above 0"),
     ({"rope_parameters": {"rope_type": "zzz"}}, "its config.json makes no model .KeyError: 'zzz'"),

@@ -203,6 +203,7 @@ def test_unknown_options_list_the_known_ones() -> None:
     ("arguments", "message"),
     [
         ({"dtype": "int8"}, "dtype: got 'int8', accepted auto, bfloat16, float16, float32 or a torch.dtype"),
+        ({"dtype": {"a": 1}}, "dtype: got {'a': 1}, accepted auto, bfloat16"),
         ({"device": "tpu:x"}, "device: got 'tpu:x', accepted cpu, cuda or cuda:N"),
         ({"device": 1.5}, "device: got 1.5, accepted cpu, cuda or cuda:N"),
         ({"model": 7}, "model: got int, accepted a name, a path or a loaded transformers model"),
@@ -307,6 +308,12 @@ def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(messages: boo
     assert len(ids(blanks, " " * 1500)) == 93
     with pytest.raises(InputError, match="prompt: it has 125 tokens"):
         ids(blanks, " " * 2000)
+
+
+def test_whole_numbers_are_numbers() -> None:
+    engine = engine_of()
+    whole, real = (engine.generate(PROMPT, max_new_tokens=8, repetition_penalty=given) for given in (2, 2.0))
+    assert whole.token_ids == real.token_ids
 
 
 def test_options_nested_deep_are_refused_and_not_printed_whole() -> None:
