@@ -289,6 +289,25 @@ def replays(file: str, *starts: str) -> str:
     return table(("setting", "tau", "delta", "nodes verified", *curves.values()), rows, file)
 
 
+def published(file: str) -> str:
+    """From bench.replay: `auto`, told each published cost curve, beside LTD and the best setting of any other policy."""
+    found = {r["way"]: r for r in records(file) if r["record"] == "replay"}
+    rows = []
+    for curve in next(iter(found.values()))["speedup"]:
+
+        def speed(way: str, curve: str = curve) -> float:
+            return float(found[way]["speedup"][curve])
+
+        told = [way for way in found if way.startswith(f"auto,costs={curve},")]
+        others = [way for way in found if not way.startswith(("auto", "ltd"))]
+        small = max((way for way in others if found[way]["gamma"] <= 61), key=speed)
+        best = [f"{speed(way):.3f} ({code(way)})" for way in (small, max(others, key=speed))]
+        few, many = (max((way for way in told if f"budget={cap}," in way), key=speed) for cap in (60, 240))
+        rows.append([curve, f"{speed(few):.3f}", best[0], f"{speed(many):.3f}", f"{speed('ltd/paper'):.3f}", best[1]])
+    header = "costs", "auto, 60 nodes", "best other, 60", "auto, 240 nodes", "ltd/paper (120)", "best other, 240"
+    return table(header, rows, file)
+
+
 def compared(*files: str) -> str:
     """From bench.ltd: each way's speed over plain decoding under the cost table of each file."""
     found = {file: {r["way"]: r for r in records(file) if r["record"] == "replay"} for file in files}
