@@ -84,7 +84,7 @@ def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_
         _require_unicode("prediction", prediction)
         return list(tokenizer(prediction, add_special_tokens=False)["input_ids"])
     if not isinstance(prediction, list | tuple) or not all(type(token) is int for token in prediction):
-        raise InputError(f"prediction: got {prediction!r:.80}, accepted a string or a list of token ids")
+        raise InputError(f"prediction: got {shown(prediction)}, accepted a string or a list of token ids")
     _require_known("prediction", prediction, vocab_size)
     return list(prediction)
 

@@ -68,7 +68,7 @@ def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
         *(part for part in stated.values() if isinstance(part, dict)),
     ]:  # one set, or one by layer type
         theta = rope.get("rope_theta", 1)
-        if theta is not None and (type(theta) not in (int, float) or not 1 <= theta <= MOST_THETA):
+        if type(theta) not in (int, float) or not 1 <= theta <= MOST_THETA:
             raise _refused(name, "rope_theta", theta, f"a number, 1 to {MOST_THETA:g}")
         if not isinstance(original := rope.get(_ORIGINAL), int | float | None):
             raise _refused(name, _ORIGINAL, original, "a whole number")

@@ -253,10 +253,9 @@ def _asked(place: Workplace, given: Any, options: dict[str, Any]) -> Outcome:
         found = place.engine.generate(given, **options)
     except SpecEngineError as error:
         return _refused(error)
-    if isinstance(given, list | str) and "seed" in options and not options.get("return_dict_in_generate", True):
-        return Outcome(ANSWERED)
     plainly = {name: value for name, value in options.items() if name not in ("policy", "policy_options", "prediction")}
-    if isinstance(given, list | str | torch.Tensor) and ("seed" in options or not getattr(found, "seed", None)):
+    plainly["seed"] = getattr(found, "seed", options.get("seed"))
+    if isinstance(given, list | str | torch.Tensor):
         expected = place.plain.generate(given, **plainly)
         if list(_tokens(expected)) != list(_tokens(found)) and "max_time" not in options:
             raise Finding(f"another answer than plain decoding's: {_tokens(found)}, not {_tokens(expected)}")

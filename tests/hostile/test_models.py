@@ -137,6 +137,7 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "zzz"}}, "its config.json makes no model .KeyError: 'zzz'"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta: got 0, accepted a number, 1 to 1e"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta: got 'x', accepted a number"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_theta: got None, accepted a number"),
     ({"hidden_act": "zzz"}, "its config.json makes no model .KeyError: 'zzz'"),
     ({"layer_types": 5}, "its config.json cannot be read"),
     ({"dtype": "zzz"}, "its config.json cannot be read .*no attribute 'zzz'"),

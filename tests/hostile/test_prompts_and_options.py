@@ -321,7 +321,11 @@ def test_options_nested_deep_are_refused_and_not_printed_whole() -> None:
     for _ in range(5000):
         deep = [deep]
     engine = engine_of()
-    for options in ({"policy": "eagle", "policy_options": {"width": deep}}, {"stop_strings": [deep]}, {"seed": deep}):
+    for options in (
+        {"policy": "eagle", "policy_options": {"width": deep}},
+        {"stop_strings": [deep]},
+        {"prediction": deep},
+    ):
         with pytest.raises(InputError, match=f"{next(reversed(options))}.*: got a?.*") as refused:
             engine.generate(PROMPT, **options)
         assert len(str(refused.value)) < 300
