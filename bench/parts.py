@@ -299,7 +299,7 @@ def replays(file: str, *starts: str) -> str:
 
 
 def published(file: str) -> str:
-    """From bench.replay: `auto`, told each published cost curve, beside LTD and the best setting of any other policy."""
+    """From bench.replay: `auto`, told each published cost curve, beside LTD and the best of all other settings."""
     found = {r["way"]: r for r in records(file) if r["record"] == "replay"}
     rows = []
     for curve in next(iter(found.values()))["speedup"]:
