@@ -15,6 +15,7 @@ from specengine.records import Cycle, Stats
 class Answer:
     """Filled while the engine generates.
 
+    text       the engine's, a stop string included
     reason     stop or length, once it is known
     by_length  by draft length, the depth of a cycle's tree: how many cycles accepted 0, 1, 2 and so on draft tokens
     first      seconds of the first cycle, which the prompt's own time does not hold
@@ -24,6 +25,7 @@ class Answer:
     stats: Stats
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     reason: str | None = None
     by_length: dict[int, list[int]] = field(default_factory=dict)
     first: float = 0.0

@@ -172,19 +172,16 @@ async def _answered(worker: Worker, asked: Asked, request: Request) -> Response:
 
 
 async def _whole(worker: Worker, asked: Asked, coming: AsyncIterator[Any]) -> Response:
-    pieces: list[Piece] = []
     async for event in coming:
-        if isinstance(event, Piece):
-            pieces.append(event)
-        elif isinstance(event, Failed):
+        if isinstance(event, Failed):
             raise of_error(event.error, asked.prompt_field)
-        elif isinstance(event, Ended):
+        if isinstance(event, Ended):
             await coming.aclose()  # type: ignore[attr-defined]
             reply = replies.make(asked.request, asked.settings.name)
             if isinstance(reply, replies.ChatReply):
-                choice = reply.message(pieces, event.answer)
+                choice = reply.message(event.answer)
             else:
-                choice = reply.message(pieces, event.answer, _echo(worker, asked, event.answer.prompt_ids))
+                choice = reply.message(event.answer, _echo(worker, asked, event.answer.prompt_ids))
             body = reply.whole(choice, event.answer)
             if asked.request.return_token_ids:
                 body["prompt_token_ids"] = event.answer.prompt_ids

@@ -115,8 +115,8 @@ class ChatReply(Reply):
         called = self._tools is not None and self._tools.found and answer.reason == "stop"
         return "tool_calls" if called else str(answer.reason)
 
-    def message(self, pieces: list[Piece], answer: Answer) -> Choice:
-        parts = [part for piece in pieces for part in self._read(self._stop.push(piece.text))]
+    def message(self, answer: Answer) -> Choice:
+        parts = self._read(self._stop.push(answer.text))
         parts += self._read(self._stop.end()) + (self._tools.end() if self._tools else [])
         calls = [part for part in parts if isinstance(part, ToolCall)]
         text = "".join(part for part in parts if isinstance(part, str))
@@ -166,8 +166,8 @@ class TextReply(Reply):
     def last_deltas(self, answer: Answer) -> Iterator[Choice]:
         yield _text_choice(self._stop.end(), answer.reason)
 
-    def message(self, pieces: list[Piece], answer: Answer, prompt: str) -> Choice:
-        text = prompt + "".join([self._stop.push(piece.text) for piece in pieces]) + self._stop.end()
+    def message(self, answer: Answer, prompt: str) -> Choice:
+        text = prompt + self._stop.push(answer.text) + self._stop.end()
         return _text_choice(text, answer.reason) | self._ids(answer.token_ids)
 
 

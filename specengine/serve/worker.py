@@ -163,7 +163,9 @@ class Worker:
                 if piece is None:
                     break
                 answer.add(piece.cycle)
+                answer.text += piece.text
                 if generation.result is not None:
+                    answer.text = generation.result.text
                     answer.reason = "stop" if generation.result.finish_reason == "stop" else "length"
                 elif time.perf_counter() > deadline:
                     answer.reason = "length"
@@ -174,8 +176,7 @@ class Worker:
         self.metrics.count(answer, ended, waited, time.perf_counter() - job.came)
         _log(answer, ended)
         if job.asked.settings.log_contents:
-            text = generation.result.text if generation.result is not None else None
-            log.info("asked: %s, said: %r", job.asked.request.model_dump_json(exclude_none=True), text)
+            log.info("asked: %s, said: %r", job.asked.request.model_dump_json(exclude_none=True), answer.text)
         if answer.reason is not None:
             job.deliver(Ended(answer))
 
