@@ -55,6 +55,10 @@ class Asked:
         most = self.settings.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise InputError(f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server")
+        known = engine.target.vocab_size
+        outside = next((token for token in self.request.logit_bias or () if int(token) >= known), None)
+        if outside is not None:
+            raise InputError(f"logit_bias: token id {outside} is out of range, accepted 0 to {known - 1}")
         options = dict(self.options)
         limits = (self.settings.default_max_tokens, self.settings.max_tokens)
         options["max_new_tokens"] = self.request.wanted_tokens or min(limit for limit in limits if limit is not None)
