@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     """
     if getattr(config, "quantization_config", None) is not None or getattr(config, "auto_map", None) is not None:
         return
-    made = empty_model(config, torch.float32)
+    made = empty_model(copy.deepcopy(config), torch.float32)  # which notes its dtype in the config
     wanted = {key: list(weight.shape) for key, weight in made.named_parameters()}
     differing = []
     for file in sorted(Path(name).glob("*.safetensors")):

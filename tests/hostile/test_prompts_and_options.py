@@ -227,6 +227,7 @@ def test_unknown_options_list_the_known_ones() -> None:
             {"policy": "chain", "policy_options": {"length": 5_000_000}},
             "its trees could have 5000001 nodes, accepted up",
         ),
+        ({"policy": "auto", "policy_options": {"rounds": 2_000_000}}, "rounds: got 2000000, accepted 1 to 64"),
         ({"policy": "eagle", "policy_options": {"width": math.inf}}, r"policy eagle\.width: got inf, expected int"),
         ({"policy": "eagle", "policy_options": {"width": 10**400}}, r"policy eagle\.width: got 1000"),
     ],
