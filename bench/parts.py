@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.report import ALL, loss_tables
+from specengine.benchmark.summaries import summaries as summarized
 from specengine.benchmark.tables import NOTHING, Record, Table, number
 
 RESULTS = Path(__file__).parent / "results"
@@ -19,7 +20,7 @@ SETS = {
     "qa": "QA",
     ALL: "all",
 }
-WAYS = {  # as end_to_end and bench.cpu call them
+WAYS = {  # as bench.cpu calls them
     "generate": "transformers' `generate`",
     "huggingface": "the model's own modules, specengine",
     "generate, prompt lookup": "transformers' prompt lookup",
@@ -60,28 +61,41 @@ def summaries(file: str) -> dict[tuple[str, str], Record]:
     return {(r["way"], r["set"]): r for r in records(file) if r["record"] == "summary" and "way" in r}
 
 
+BENCHED = {  # ways of specengine bench that are no policies
+    "generate": "transformers' `generate`",
+    "prompt-lookup": "transformers' prompt lookup",
+    "llama.cpp": "llama.cpp, plain decoding of the same GGUF file",
+    "plain": "specengine, plain decoding",
+}
+
+
 def versus(file: str) -> str:
-    """From bench.end_to_end: each way over all sets, beside what transformers users run."""
-    whole = next(r for r in records(file) if r["record"] == "summary" and r["set"] == ALL)
-    names = {**WAYS, "huggingface": "transformers' `generate`"}
+    """From specengine bench: each way over all prompts, beside what people run instead."""
+    whole = benched(file)
     rows = [
         [
-            names.get(way, f"specengine, {_policy(way)}"),
-            f"{rate:.0f}",
-            f"{whole['speedup_over_huggingface'][way]:.2f}",
-            f"{whole['speedup_over_plain'][way]:.2f}",
+            BENCHED.get(way, f"specengine, {code(way)}"),
+            f"{r['tokens_per_second']:.0f}",
+            f"{r['tokens_per_second'] / whole['generate']['tokens_per_second']:.2f}",
+            f"{r['speed_total']:.2f}",
+            f"{r['prompts'] - r['diverging']} of {r['prompts']}",
         ]
-        for way, rate in whole["tokens_per_second"].items()
+        for way, r in sorted(whole.items(), key=lambda item: item[1]["tokens_per_second"])
     ]
-    return table(("way", "tokens/s", "over `generate`", "over plain decoding"), rows, file)
+    return table(("way", "tokens/s", "over `generate`", "over plain decoding", "answers like plain's"), rows, file)
 
 
 def headline(file: str) -> str:
-    """The one figure of bench.end_to_end: the default beside transformers' `generate`, over all sets."""
-    whole = next(r for r in records(file) if r["record"] == "summary" and r["set"] == ALL)
-    best = max(rate for way, rate in whole["speedup_over_huggingface"].items() if way not in WAYS)
+    """The one figure of specengine bench: the default beside transformers' `generate`, over all prompts."""
+    whole = benched(file)
+    times = whole["auto"]["tokens_per_second"] / whole["generate"]["tokens_per_second"]
     said = "token for token what the model\nsays when it decodes plainly ([measured](#measured))."
-    return f"**{best:.1f}x** the tokens per second of transformers' `generate` on two CPU cores, {said}"
+    return f"**{times:.1f}x** the tokens per second of transformers' `generate` on two CPU cores, {said}"
+
+
+def benched(file: str) -> dict[str, Record]:
+    """The summaries of specengine bench over all sets, by way."""
+    return {r["way"]: r for r in summarized(records(file)) if r["set"] == ALL}
 
 
 FIVE = {
@@ -98,11 +112,6 @@ def five(file: str) -> str:
     found = summaries(file)
     rows = [[code(way.partition(",")[0]), text, f"{found[way, ALL]['speed_mean']:.2f}"] for way, text in FIVE.items()]
     return table(("policy", "the tree", "speed over plain decoding"), rows, file)
-
-
-def _policy(way: str) -> str:
-    """`auto` of `eagle (...) with lookup, Auto(budget=64, ...)`."""
-    return code(way.rpartition("(")[0].rpartition(" ")[2].lower())
 
 
 def answers(file: str, part: str) -> str:
@@ -289,6 +298,25 @@ def replays(file: str, *starts: str) -> str:
     return table(("setting", "tau", "delta", "nodes verified", *curves.values()), rows, file)
 
 
+def published(file: str) -> str:
+    """From bench.replay: `auto`, told each published cost curve, beside LTD and the best of all other settings."""
+    found = {r["way"]: r for r in records(file) if r["record"] == "replay"}
+    rows = []
+    for curve in next(iter(found.values()))["speedup"]:
+
+        def speed(way: str, curve: str = curve) -> float:
+            return float(found[way]["speedup"][curve])
+
+        told = [way for way in found if way.startswith(f"auto,costs={curve},")]
+        others = [way for way in found if not way.startswith(("auto", "ltd"))]
+        small = max((way for way in others if found[way]["gamma"] <= 61), key=speed)
+        best = [f"{speed(way):.3f} ({code(way)})" for way in (small, max(others, key=speed))]
+        few, many = (max((way for way in told if f"budget={cap}," in way), key=speed) for cap in (60, 240))
+        rows.append([curve, f"{speed(few):.3f}", best[0], f"{speed(many):.3f}", f"{speed('ltd/paper'):.3f}", best[1]])
+    header = "costs", "auto, 60 nodes", "best other, 60", "auto, 240 nodes", "ltd/paper (120)", "best other, 240"
+    return table(header, rows, file)
+
+
 def compared(*files: str) -> str:
     """From bench.ltd: each way's speed over plain decoding under the cost table of each file."""
     found = {file: {r["way"]: r for r in records(file) if r["record"] == "replay"} for file in files}
@@ -309,6 +337,6 @@ PARTS: dict[str, Callable[..., str]] = {
         *(headline, rivals, five, versus, answers),
         *(policies, sets, adversarial, chances, regret),
         *(exactness, same, forward, start, instructions, perplexity),
-        *(replays, compared, losses),
+        *(replays, published, compared, losses),
     )
 }

@@ -211,7 +211,7 @@ class CapturedDriver(EagerDriver):
         self._capture(*self._missing(["verify"]))
 
     def draft(self, token: int, seconds: Seconds, guided: Drafter | None = None) -> Draft:
-        if self.policy is None or not self.grows_there:
+        if self.policy is None or self.policy.rests or not self.grows_there:
             return super().draft(token, seconds, guided)
         began = time.perf_counter()
         self.tree.restart()

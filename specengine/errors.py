@@ -45,6 +45,10 @@ class EngineBusyError(SpecEngineError, RuntimeError):
     """The engine is already generating; one engine serves one sequence at a time."""
 
 
+class QueueFullError(SpecEngineError, RuntimeError):
+    """As many requests wait for the engine as may; the message says when to come again."""
+
+
 class ProcessorError(SpecEngineError, RuntimeError):
     """A logits processor failed or returned scores of another shape; the message names the processor."""
 

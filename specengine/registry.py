@@ -19,9 +19,12 @@ T = TypeVar("T")
 
 def names(package: ModuleType | str) -> list[str]:
     """The names of all variants in the package's folder, sorted. A package given by its name is not imported."""
-    spec = importlib.util.find_spec(package) if isinstance(package, str) else package.__spec__
-    folders = spec.submodule_search_locations if spec is not None else None
-    return sorted(module.name for module in pkgutil.iter_modules(folders or []) if not module.name.startswith("_"))
+    if isinstance(package, str):
+        spec = importlib.util.find_spec(package)
+        folders = (spec.submodule_search_locations if spec is not None else None) or []
+    else:
+        folders = list(package.__path__)
+    return sorted(module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_"))
 
 
 def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:

@@ -174,7 +174,7 @@ specengine.policies.__path__.append({folder!r})
 
 def test_a_new_file_is_a_policy_of_the_command_line_and_of_the_contract(tmp_path: Path) -> None:
     (tmp_path / "policies").mkdir()
-    shown = SHOWN.search((ROOT / "docs" / "develop.md").read_text())
+    shown = SHOWN.search((ROOT / "docs" / "develop" / "policy.md").read_text())
     assert shown is not None
     (tmp_path / "policies" / "comb.py").write_text(shown[1])
     (tmp_path / "finds_it.py").write_text(FIND_IT.format(folder=str(tmp_path / "policies")))

@@ -35,7 +35,7 @@ from specengine.checkpoints.hub import why_absent
 from specengine.errors import CheckpointError, why_not_loaded
 from specengine.modeling.eagle_head import EagleConfig, make_head
 
-MOST_WEIGHT = 1e6  # no weight that was trained is larger; what comes of larger ones overflows
+MOST_WEIGHT = 1e30  # nearer to what float32 holds, sums of a few are not finite
 State = dict[str, Tensor]  # names as of EagleHead.state_dict()
 
 

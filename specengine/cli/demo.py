@@ -22,8 +22,8 @@ from specengine.generation.options import GenerationOptions
 from specengine.trace import TracedCycle
 from specengine.trace.writer import traced
 
-WARM_UP_TOKENS = 16
-ENOUGH_SECONDS = 25.0  # of timing; no further round is begun that would end after them
+WARM_UP_TOKENS, FEWEST_TOKENS = 8, 16
+ENOUGH_SECONDS = 25.0  # of timing: no further round is begun that would end after them
 MOST_NODES = 24  # of the tree that is drawn
 
 
@@ -63,9 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         print()
 
     ways = _ways(plain, engine, arguments.prompt)
-    for way in ways:
-        way.run(min(WARM_UP_TOKENS, arguments.max_new_tokens))
-        way.seconds.clear()
+    arguments.max_new_tokens = _affordable(ways, arguments.max_new_tokens)
     _time(ways, arguments)
     _print_table(ways, plain, engine, arguments)
     return 0
@@ -125,6 +123,20 @@ def _ways(plain: Engine, engine: Engine, prompt: str) -> list[Way]:
 
 def _greedy(max_new_tokens: int) -> dict[str, Any]:
     return {"max_new_tokens": max_new_tokens, "temperature": 0.0}
+
+
+def _affordable(ways: list[Way], asked: int) -> int:
+    """Warm up; so many tokens as a machine that is slow, or busy otherwise, can time in half of the seconds."""
+    slowest = 0.0
+    for way in ways:
+        for _ in range(2):  # the first run loads what it needs
+            way.run(min(WARM_UP_TOKENS, asked))
+        slowest = max(slowest, way.seconds[-1] / max(1, len(way.tokens)))
+        way.seconds.clear()
+    tokens = min(asked, max(FEWEST_TOKENS, int(ENOUGH_SECONDS / 2 / slowest)))
+    if tokens < asked:
+        say(f"This machine takes its time: {tokens} tokens instead of {asked} are timed")
+    return tokens
 
 
 def _time(ways: list[Way], arguments: argparse.Namespace) -> None:

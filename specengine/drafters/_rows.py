@@ -134,12 +134,15 @@ class RowDraft(Drafter):
         self._take(tokens, path)
 
     def _take(self, tokens: Tensor, path: Nodes) -> Tensor | slice:
-        """Have these tokens wait; where, among the rows that wait, the path's come to stand: int64 [width], a slice."""
-        count = len(path.ids)
+        """Have these tokens wait; where, among the rows that wait, the path's come to stand: int64 [width], a slice.
+
+        The slice is as long as the path without its padding.
+        """
         if ops.is_free(self.taken):
-            places: Tensor | slice = slice(waiting := int(self.taken), waiting + count)
+            waiting, count = int(self.taken), int(path.live)
+            places: Tensor | slice = slice(waiting, waiting + count)
         else:
-            places = self.taken + torch.arange(count, device=self.device)
+            places = self.taken + torch.arange(len(path.ids), device=self.device)
             places = places.clamp(max=len(self._held) - 2)  # warm-ups of a capture accept one path several times
         put(self._held, places, tokens)  # the root, then those that the next pass runs
         self.taken += path.live
@@ -166,8 +169,8 @@ class RowDraft(Drafter):
 
 
 def put(buffer: Tensor, places: Tensor | slice, rows: Tensor) -> None:
-    """Write rows of a buffer."""
+    """Write rows of a buffer, the first ones where the places are fewer."""
     if isinstance(places, slice):
-        buffer[places] = rows
+        buffer[places] = rows[: places.stop - places.start]
     else:
         buffer.index_copy_(0, places, rows.to(buffer.dtype))

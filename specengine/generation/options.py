@@ -220,7 +220,7 @@ class GenerationOptions:
         if self.sequence_bias:
             chain.append(SequenceBiasLogitsProcessor(self.sequence_bias))
         if self.repetition_penalty not in (None, 1.0):
-            chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+            chain.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
         if self.presence_penalty or self.frequency_penalty:
             chain.append(PresenceFrequencyPenalty(self.presence_penalty, self.frequency_penalty, prompt_length))
         if self.no_repeat_ngram_size:

@@ -20,6 +20,7 @@ MARGIN = 1.25  # more tokens than this for each of the context's are too many, h
 ACCEPTED = "accepted are a string, a list of chat messages (role, content) or a list of token ids"
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 def token_ids(
@@ -30,6 +31,7 @@ def token_ids(
     vocab_size: int,
     max_context: int,
     allow_special_text: bool = True,
+    tools: Tools = None,
 ) -> list[int]:
     """Ids of `prompt`: a string, a list of chat messages, ids, or an id tensor [length] or [1, length].
 
@@ -37,9 +39,10 @@ def token_ids(
     empty prompt, ids outside the vocabulary, more than one sequence, or no room for a token behind the prompt.
     allow_special_text: the text of a special token is that token wherever it stands, as transformers reads it; else it
     is text like any other in what the caller gives, and InputError where the tokenizer cannot write it so.
+    tools: functions for the chat template, as in transformers; of messages alone.
     """
     _refuse_far_too_long(prompt, tokenizer, max_context)
-    ids = _encode(prompt, tokenizer, raw, allow_special_text)
+    ids = _encode(prompt, tokenizer, raw, allow_special_text, tools)
     if not ids:
         raise InputError("prompt: it is empty, at least one token is needed")
     _require_known("prompt", ids, vocab_size)
@@ -84,12 +87,12 @@ def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_
         _require_unicode("prediction", prediction)
         return list(tokenizer(prediction, add_special_tokens=False)["input_ids"])
     if not isinstance(prediction, list | tuple) or not all(type(token) is int for token in prediction):
-        raise InputError(f"prediction: got {prediction!r:.80}, accepted a string or a list of token ids")
+        raise InputError(f"prediction: got {shown(prediction)}, accepted a string or a list of token ids")
     _require_known("prediction", prediction, vocab_size)
     return list(prediction)
 
 
-def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool) -> list[int]:
+def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool, tools: Tools) -> list[int]:
     if isinstance(prompt, torch.Tensor):
         return _from_tensor(prompt)
     if isinstance(prompt, str):
@@ -105,7 +108,7 @@ def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool) -> list[int]:
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         _require(tokenizer, "chat messages")
-        return _from_messages(items, tokenizer, live)  # type: ignore[arg-type]
+        return _from_messages(items, tokenizer, live, tools)  # type: ignore[arg-type]
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return items  # type: ignore[return-value]
     raise InputError(f"prompt: {ACCEPTED}")
@@ -121,7 +124,7 @@ def _from_tensor(prompt: torch.Tensor) -> list[int]:
     return prompt.reshape(-1).tolist()
 
 
-def _from_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any, live: bool) -> list[int]:
+def _from_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any, live: bool, tools: Tools = None) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("prompt: this tokenizer has no chat template, pass a string or token ids")
     for message in messages:
@@ -135,14 +138,18 @@ def _from_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any, live: 
             )
         for text in _strings(message):
             _require_unicode("prompt", text)
+    for text in _strings(list(tools or [])):
+        _require_unicode("tools", text)
     texts = [{**message, "content": _text_of(message["content"])} for message in messages]
     special = None if live else SpecialText.of(tokenizer)
-    if special is not None and any(special.stands_in(text) for text in _strings(texts)):
-        return special.encode(texts)
-    return list(_rendered(tokenizer, texts, tokenize=True, return_dict=True)["input_ids"])
+    if special is not None and any(special.stands_in(text) for text in _strings([*texts, *(tools or [])])):
+        return special.encode(texts, tools)
+    return list(_rendered(tokenizer, texts, tools, tokenize=True, return_dict=True)["input_ids"])
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Tools, **options: Any) -> Any:
+    if tools is not None:
+        options["tools"] = list(tools)
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     except Exception as error:  # a template raises what it likes over roles and fields that it does not know
@@ -201,15 +208,19 @@ class SpecialText(NamedTuple):
     def stands_in(self, text: str) -> bool:
         return self.pattern.search(text) is not None
 
-    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
         """Ids of the filled template, with special tokens where the template has put them and nowhere else."""
-        mark = next((char for char in _PRIVATE if not any(char in text for text in _strings(messages))), None)
+        given = list(_strings([*messages, *(tools or [])]))
+        mark = next((char for char in _PRIVATE if not any(char in text for text in given)), None)
         if mark is None:
             raise InputError("prompt: allow_special_text=False needs a private-use character that no message holds")
-        marked = _with(messages, lambda text: self.pattern.sub(lambda found: self._name(mark, found[0]), text))
-        filled = _rendered(self.tokenizer, marked, tokenize=False)
+
+        def marked(value: Any) -> Any:
+            return _with(value, lambda text: self.pattern.sub(lambda found: self._name(mark, found[0]), text))
+
+        filled = _rendered(self.tokenizer, marked(messages), tools and marked(list(tools)), tokenize=False)
         if self._pieces(filled) != list(self.tokenizer(filled, add_special_tokens=False)["input_ids"]):
-            found = next(text for text in self.texts if any(text in given for given in _strings(messages)))
+            found = next(text for text in self.texts if any(text in part for part in given))
             raise InputError(f"prompt: this tokenizer cannot write {found!r} as text; pass allow_special_text=True")
         names = re.compile(f"{mark}(\\d+){mark}")
         return self._pieces(filled, lambda piece: names.sub(lambda found: self.texts[int(found[1])], piece))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ MOST = {
 }
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 MOST_THETA = 1e15
+_ORIGINAL = "original_max_position_embeddings"
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
@@ -58,14 +60,19 @@ def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
             raise _refused(name, field, value, "a number above 0, at most 1")
     if not isinstance(config.dtype, torch.dtype | None):
         raise _refused(name, "dtype", config.dtype, "the name of a torch.dtype")
+    window = getattr(decoder, "sliding_window", None)
+    if not isinstance(window, int | None):
+        raise _refused(name, "sliding_window", window, "a whole number")
     stated = getattr(decoder, "rope_parameters", None) or {}
     for rope in [
         stated,
         *(part for part in stated.values() if isinstance(part, dict)),
     ]:  # one set, or one by layer type
         theta = rope.get("rope_theta", 1)
-        if theta is not None and (type(theta) not in (int, float) or not 1 <= theta <= MOST_THETA):
+        if type(theta) not in (int, float) or not 1 <= theta <= MOST_THETA:
             raise _refused(name, "rope_theta", theta, f"a number, 1 to {MOST_THETA:g}")
+        if not isinstance(original := rope.get(_ORIGINAL), int | float | None):
+            raise _refused(name, _ORIGINAL, original, "a whole number")
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -86,7 +93,7 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     """
     if getattr(config, "quantization_config", None) is not None or getattr(config, "auto_map", None) is not None:
         return
-    made = empty_model(config, torch.float32)
+    made = empty_model(copy.deepcopy(config), torch.float32)  # which notes its dtype in the config
     wanted = {key: list(weight.shape) for key, weight in made.named_parameters()}
     differing = []
     for file in sorted(Path(name).glob("*.safetensors")):

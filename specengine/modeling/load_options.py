@@ -77,7 +77,7 @@ class LoadOptions:
         self = cls(**options)
         self._check_kinds()
         if not isinstance(self.dtype, torch.dtype):
-            if self.dtype is not None and self.dtype not in _DTYPES:
+            if self.dtype is not None and (not isinstance(self.dtype, str) or self.dtype not in _DTYPES):
                 raise InputError(f"dtype: got {shown(self.dtype)}, accepted {', '.join(_DTYPES)} or a torch.dtype")
             self.dtype = _DTYPES[self.dtype or "auto"]
         if self.backend not in (None, *BACKENDS):

@@ -26,7 +26,8 @@ from specengine.tree import TokenTree
 
 MEASURED = "measured"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are thought of
-LEAST = 1e-3  # chance of a path; likelier ones alone become nodes
+MOST_ROUNDS = 64  # each is gone through for every width before every pass
+LEAST = 1e-4  # chance of a path; likelier ones alone become nodes
 LEAVES, MOST_FREE = 12, 20  # nodes that free continuations are asked for, and such continuations
 LEAST_FREE = 0.03  # stated probability of such a path
 SURE = 0.5  # stated probability of a free path by which a cycle may do without a draft pass
@@ -130,6 +131,7 @@ class Auto(TreePolicy):
         for name in ("budget", "width", "max_passes", "rounds"):
             value = getattr(self, name)
             require("auto", name, value, "1 or more", value >= 1)
+        require("auto", "rounds", self.rounds, f"1 to {MOST_ROUNDS}", self.rounds <= MOST_ROUNDS)
         self._costs = ASSUMED if self.costs == MEASURED else _found(self.costs)
         self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0

@@ -99,5 +99,13 @@ def test_demo_ends_in_time(folder: str, capsys: Any, monkeypatch: Any) -> None:
     assert "1 of 3 rounds have to do" in err
 
 
+def test_demo_times_fewer_tokens_where_they_take_long(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("specengine.cli.demo.ENOUGH_SECONDS", 0.0)
+    assert main(["demo", "--model", folder, "--max-new-tokens", "24", "--prompt", PROMPT, "--rounds", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "16 tokens instead of 24 are timed" in err
+    assert re.search(r"^plain decoding +16 ", out, re.MULTILINE)
+
+
 def test_demo_needs_a_round(capsys: Any) -> None:
     assert main(["demo", "--rounds", "0"]) == 2

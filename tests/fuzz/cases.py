@@ -169,8 +169,8 @@ def prompt(place: Workplace, pick: random.Random) -> tuple[Any, Callable[[], Out
         lambda: [mutated(message, pick, ("name", "tool_calls", "type")) for _ in range(pick.randint(1, 3))],
         lambda: [message | {"content": [mutated({"type": "text", "text": "hi"}, pick)]}],
         lambda: strange(pick),
-        lambda: torch.randint(-2, 300, [pick.randint(0, 3) for _ in range(pick.randint(0, 3))]),
-        lambda: torch.rand(3) * pick.choice((1, float("nan"))),
+        lambda: torch.full([pick.randint(0, 3) for _ in range(pick.randint(0, 3))], pick.randint(-2, 300)),
+        lambda: torch.full([3], pick.choice((0.5, float("nan")))),
         lambda: nested(pick.choice((2, 40, 5000))),
         lambda: pick.choice((b"hi", {1, 2}, iter([1, 2]), object(), range(3), 1j)),
     ]
@@ -253,10 +253,9 @@ def _asked(place: Workplace, given: Any, options: dict[str, Any]) -> Outcome:
         found = place.engine.generate(given, **options)
     except SpecEngineError as error:
         return _refused(error)
-    if isinstance(given, list | str) and "seed" in options and not options.get("return_dict_in_generate", True):
-        return Outcome(ANSWERED)
     plainly = {name: value for name, value in options.items() if name not in ("policy", "policy_options", "prediction")}
-    if isinstance(given, list | str | torch.Tensor) and ("seed" in options or not getattr(found, "seed", None)):
+    plainly["seed"] = getattr(found, "seed", options.get("seed"))
+    if isinstance(given, list | str | torch.Tensor):
         expected = place.plain.generate(given, **plainly)
         if list(_tokens(expected)) != list(_tokens(found)) and "max_time" not in options:
             raise Finding(f"another answer than plain decoding's: {_tokens(found)}, not {_tokens(expected)}")

@@ -57,7 +57,13 @@ def near(value: Any, pick: random.Random) -> Any:
         return pick.choice((value + "x", value[:-1], value.upper(), [value], value * 50))
     if isinstance(value, list):
         return pick.choice(
-            (value * 2, value[:-1], value[::-1], [*value, value[0] if value else 0], dict.fromkeys(map(str, value)))
+            (
+                value * 2,
+                value[:-1],
+                value[::-1],
+                [*value, value[0] if value else 0],
+                {str(i): item for i, item in enumerate(value)},
+            )
         )
     if isinstance(value, dict):
         return pick.choice((list(value.items()), {**value, "extra": 1}, dict(list(value.items())[1:]), [value]))

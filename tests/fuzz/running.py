@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specengine.errors import shown
 from tests.fuzz.cases import KINDS, Finding, Workplace
 
 MOST_SECONDS = 30.0  # of a case, on the processor
@@ -96,9 +97,5 @@ def _limited() -> Iterator[None]:
 
 def _find(report: Report, kind: str, name: str, given: Any, what: str) -> None:
     report.counts[kind]["found"] += 1
-    try:
-        shown = f"{given!r:.600}"
-    except (RecursionError, ValueError):
-        shown = "what cannot be shown"
-    report.findings.append(f"{name}: {shown}\n    {what}")
+    report.findings.append(f"{name}: {shown(given, 600)}\n    {what}")
     print(report.findings[-1], file=sys.stderr, flush=True)

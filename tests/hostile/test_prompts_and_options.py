@@ -203,6 +203,7 @@ def test_unknown_options_list_the_known_ones() -> None:
     ("arguments", "message"),
     [
         ({"dtype": "int8"}, "dtype: got 'int8', accepted auto, bfloat16, float16, float32 or a torch.dtype"),
+        ({"dtype": {"a": 1}}, "dtype: got {'a': 1}, accepted auto, bfloat16"),
         ({"device": "tpu:x"}, "device: got 'tpu:x', accepted cpu, cuda or cuda:N"),
         ({"device": 1.5}, "device: got 1.5, accepted cpu, cuda or cuda:N"),
         ({"model": 7}, "model: got int, accepted a name, a path or a loaded transformers model"),
@@ -226,6 +227,7 @@ def test_unknown_options_list_the_known_ones() -> None:
             {"policy": "chain", "policy_options": {"length": 5_000_000}},
             "its trees could have 5000001 nodes, accepted up",
         ),
+        ({"policy": "auto", "policy_options": {"rounds": 2_000_000}}, "rounds: got 2000000, accepted 1 to 64"),
         ({"policy": "eagle", "policy_options": {"width": math.inf}}, r"policy eagle\.width: got inf, expected int"),
         ({"policy": "eagle", "policy_options": {"width": 10**400}}, r"policy eagle\.width: got 1000"),
     ],
@@ -309,12 +311,22 @@ def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(messages: boo
         ids(blanks, " " * 2000)
 
 
+def test_whole_numbers_are_numbers() -> None:
+    engine = engine_of()
+    whole, real = (engine.generate(PROMPT, max_new_tokens=8, repetition_penalty=given) for given in (2, 2.0))
+    assert whole.token_ids == real.token_ids
+
+
 def test_options_nested_deep_are_refused_and_not_printed_whole() -> None:
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]
     engine = engine_of()
-    for options in ({"policy": "eagle", "policy_options": {"width": deep}}, {"stop_strings": [deep]}, {"seed": deep}):
+    for options in (
+        {"policy": "eagle", "policy_options": {"width": deep}},
+        {"stop_strings": [deep]},
+        {"prediction": deep},
+    ):
         with pytest.raises(InputError, match=f"{next(reversed(options))}.*: got a?.*") as refused:
             engine.generate(PROMPT, **options)
         assert len(str(refused.value)) < 300

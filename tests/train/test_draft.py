@@ -205,7 +205,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path) -> None:
     assert after["acceptance_length"] > 1.2
     assert (out / CURVE).read_text().startswith("<?xml")
     plain = Engine.from_pretrained(target, policy="plain", tokenizer=tokenizer)
-    engine = Engine.from_pretrained(target, str(out), tokenizer=tokenizer)
+    engine = Engine.from_pretrained(target, str(out), policy="eagle", tokenizer=tokenizer)
     answer = engine.generate("abc", max_new_tokens=40)
     assert answer.token_ids == plain.generate("abc", max_new_tokens=40).token_ids
     assert answer.stats.mean_acceptance_length > 1.2

@@ -31,11 +31,13 @@ GENERATION_OPTIONS: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Which target, and how it is loaded."""
+def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """Which target, and how it is loaded; positional: the model stands behind the command, without --model."""
     parser.set_defaults(loads=names_of)
     group = parser.add_argument_group("model")
-    group.add_argument("--model", help="a Hugging Face id, a local folder or a GGUF file (default: the embedded model)")
+    named: dict[str, Any] = {"nargs": "?", "metavar": "MODEL"} if positional else {}
+    accepted = "a Hugging Face id, a local folder or a GGUF file (default: the embedded model)"
+    group.add_argument("model" if positional else "--model", help=accepted, **named)
     add_weights(group)
     group.add_argument(
         "--backend",

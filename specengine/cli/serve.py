@@ -1,0 +1,53 @@
+"""specengine serve: a model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+from dataclasses import fields
+
+from specengine.cli import given
+from specengine.cli.arguments.shared import names_of
+from specengine.cli.terminal import say
+from specengine.errors import MissingExtraError
+from specengine.serve.settings import Settings
+
+KEY_VARIABLE = "SPECENGINE_API_KEY"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings = settings_of(arguments)
+    try:
+        from specengine.serve import running
+    except ImportError as error:
+        raise MissingExtraError(f"serve needs {error.name}: pip install 'specengine[serve]'") from error
+    if not settings.api_keys and not _is_loopback(settings.host):
+        say(f"specengine: note: {settings.host} can be reached from elsewhere, and no --api-key is asked for")
+    running.run(
+        lambda: given.load_engine(arguments),
+        settings,
+        lambda address: say(f"Serving {settings.name} at {address}/v1, once it is loaded"),
+    )
+    return 0
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """What was typed, checked."""
+    same = {field.name for field in fields(Settings)} & vars(arguments).keys()
+    chosen = {name: getattr(arguments, name) for name in same}
+    keys = arguments.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
+    name = arguments.served_model_name or os.path.basename(_target(arguments).rstrip("/"))
+    return Settings(name=name, api_keys=tuple(keys), origins=tuple(arguments.cors), **chosen)
+
+
+def _target(arguments: argparse.Namespace) -> str:
+    """The model alone, a path or an id."""
+    return names_of(argparse.Namespace(model=arguments.model))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

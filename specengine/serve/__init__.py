@@ -1,0 +1,1 @@
+"""The server: OpenAI's chat and completions over HTTP, from one engine."""

@@ -1,0 +1,246 @@
+"""The HTTP application: OpenAI's endpoints, and those that operators look at."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response, StreamingResponse
+
+import specengine
+from specengine.errors import SpecEngineError, shown
+from specengine.generation.outputs import decoder
+from specengine.serve import replies
+from specengine.serve.asking import Asked
+from specengine.serve.guards import BodyLimit, Keys
+from specengine.serve.problems import Problem, json_response, of_error, of_validation
+from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
+from specengine.serve.settings import Settings
+from specengine.serve.streaming import DONE, PING, ClientGone, events, sse
+from specengine.serve.worker import Ended, Failed, Piece, Worker
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's shape of an error."""
+
+    error: ErrorDetail
+
+
+def create_app(worker: Worker, settings: Settings) -> FastAPI:
+    """The application; the worker starts and ends with it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        worker.stop()
+
+    app = FastAPI(
+        title="specengine",
+        version=specengine.__version__,
+        lifespan=lifespan,
+        docs_url=None,  # they would fetch scripts from elsewhere
+        redoc_url=None,
+        responses={"default": {"model": ErrorBody, "description": "refused or failed"}},
+        middleware=_middleware(settings),
+    )
+    _tell_problems(app, worker)
+    _operation(app, worker, settings)
+    _openai(app, worker, settings)
+    return app
+
+
+def _middleware(settings: Settings) -> list[Middleware]:
+    made = []
+    if settings.origins:
+        headers = ["Authorization", "Content-Type"]
+        made.append(
+            Middleware(
+                CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=headers
+            )
+        )
+    if settings.api_keys:
+        made.append(Middleware(Keys, keys=settings.api_keys))
+    return [*made, Middleware(BodyLimit, most=settings.max_body_bytes)]
+
+
+def _tell_problems(app: FastAPI, worker: Worker) -> None:
+    def told(problem: Problem) -> Response:
+        worker.metrics.failed.labels(problem.status).inc()
+        if problem.status == 429:
+            problem.headers["Retry-After"] = str(worker.retry_seconds)
+        return problem.response()
+
+    @app.exception_handler(Problem)
+    async def _problem(_: Request, error: Problem) -> Response:
+        return told(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> Response:
+        model: type[BaseModel] = ChatRequest if "chat" in request.url.path else CompletionRequest
+        return told(of_validation(error.errors(), list(model.model_fields)))
+
+    @app.exception_handler(HTTPException)
+    async def _http(_: Request, error: HTTPException) -> Response:
+        return told(Problem(error.status_code, str(error.detail), headers=error.headers))
+
+    @app.exception_handler(Exception)
+    async def _unexpected(_: Request, error: Exception) -> Response:
+        return told(of_error(error))
+
+
+def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
+    @app.get("/health", summary="200 once requests are answered, 503 before")
+    async def health() -> Response:
+        _require_ready(worker)
+        return json_response({"status": "ok"})
+
+    @app.get("/metrics", summary="For Prometheus", response_class=Response)
+    async def metrics() -> Response:
+        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def described() -> dict[str, Any]:
+        _require_ready(worker)
+        assert worker.engine is not None
+        context = worker.engine.target.max_context
+        owner = {"object": "model", "created": started, "owned_by": "specengine"}
+        return {"id": settings.name} | owner | {"max_model_len": context}
+
+    started = int(time.time())
+
+    @app.get("/v1/models", summary="The one model")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [described()]})
+
+    @app.get("/v1/models/{model:path}", summary="The model of that name")
+    async def model(model: str) -> Response:
+        _require_model(model, settings)
+        return json_response(described())
+
+
+def _openai(app: FastAPI, worker: Worker, settings: Settings) -> None:
+    async def answered(asked: Sampling, request: Request) -> Response:
+        _require_ready(worker)
+        if asked.model is not None:
+            _require_model(asked.model, settings)
+        try:
+            return await _answered(worker, Asked(asked, settings), request)
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except SpecEngineError as error:
+            raise of_error(error) from error
+
+    @app.post("/v1/chat/completions", summary="Answer a conversation")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await answered(body, request)
+
+    @app.post("/v1/completions", summary="Go on with a text")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await answered(body, request)
+
+
+async def _answered(worker: Worker, asked: Asked, request: Request) -> Response:
+    coming = events(worker, asked, request)
+    try:
+        if asked.request.stream:
+            # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
+            first = await anext(coming)
+            if isinstance(first, Failed):
+                raise of_error(first.error, asked.prompt_field)
+            return StreamingResponse(_stream(worker, asked, first, coming), media_type="text/event-stream")
+        return await _whole(worker, asked, coming)
+    except BaseException:
+        await coming.aclose()  # type: ignore[attr-defined]
+        raise
+
+
+async def _whole(worker: Worker, asked: Asked, coming: AsyncIterator[Any]) -> Response:
+    async for event in coming:
+        if isinstance(event, Failed):
+            raise of_error(event.error, asked.prompt_field)
+        if isinstance(event, Ended):
+            await coming.aclose()  # type: ignore[attr-defined]
+            reply = replies.make(asked.request, asked.settings.name)
+            if isinstance(reply, replies.ChatReply):
+                choice = reply.message(event.answer)
+            else:
+                choice = reply.message(event.answer, _echo(worker, asked, event.answer.prompt_ids))
+            body = reply.whole(choice, event.answer)
+            if asked.request.return_token_ids:
+                body["prompt_token_ids"] = event.answer.prompt_ids
+            return json_response(body)
+    raise ClientGone
+
+
+async def _stream(worker: Worker, asked: Asked, event: Any, coming: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    reply = replies.make(asked.request, asked.settings.name)
+    begun = False
+    try:
+        while True:
+            if event is None:
+                yield PING
+            elif isinstance(event, Failed):
+                yield sse(of_error(event.error, asked.prompt_field).body)
+                return
+            elif isinstance(event, Piece):
+                if not begun:
+                    begun = True
+                    for choice in reply.begin(_echo(worker, asked, event.answer.prompt_ids)):
+                        chunk = reply.chunk([choice], event.answer)
+                        if asked.request.return_token_ids:
+                            chunk["prompt_token_ids"] = event.answer.prompt_ids
+                        yield sse(chunk)
+                for choice in reply.deltas(event):
+                    yield sse(reply.chunk([choice], event.answer))
+            elif isinstance(event, Ended):
+                choices = list(reply.last_deltas(event.answer))
+                for choice in choices[:-1]:
+                    yield sse(reply.chunk([choice], event.answer))
+                yield sse(reply.chunk(choices[-1:], event.answer) | {"timings": event.answer.timings})
+                usage = reply.usage_chunk(event.answer)
+                if usage is not None:
+                    yield sse(usage)
+                yield DONE
+                return
+            event = await anext(coming)
+    except ClientGone:
+        return
+    finally:
+        await coming.aclose()  # type: ignore[attr-defined]
+
+
+def _echo(worker: Worker, asked: Asked, prompt_ids: list[int]) -> str:
+    if not replies.echoed(asked.request):
+        return ""
+    prompt = asked.request.single if isinstance(asked.request, CompletionRequest) else ""
+    assert worker.engine is not None
+    return prompt if isinstance(prompt, str) else decoder(worker.engine.tokenizer)(prompt_ids)
+
+
+def _require_ready(worker: Worker) -> None:
+    if worker.state != "ready":
+        message = "the model is being loaded" if worker.state == "loading" else "the model could not be loaded"
+        raise Problem(503, message, code=worker.state, headers={"Retry-After": "5"})
+
+
+def _require_model(name: str, settings: Settings) -> None:
+    if name != settings.name:
+        message = f"model: {shown(name)} is not here, accepted is {settings.name!r}"
+        raise Problem(404, message, "model", "model_not_found")

@@ -1,0 +1,66 @@
+"""What stands before every request: keys, and how large a body may be."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specengine.serve.problems import Problem
+
+WITHOUT_KEY = ("/health",)
+
+
+class Keys:
+    """Refuses requests without one of the keys, compared in a time that does not depend on them."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app, self.keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in WITHOUT_KEY and not self._allows(Headers(scope=scope)):
+            message = "a key is needed, as Authorization: Bearer KEY"
+            problem = Problem(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            await problem.response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _allows(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self.keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """Refuses a body that is too large before it is read whole."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        said = Headers(scope=scope).get("content-length", "0")
+        if not said.isdecimal() or int(said) > self.most:
+            await self.too_large.response()(scope, receive, send)
+            return
+        count = 0
+
+        async def counted() -> Message:
+            nonlocal count
+            message = await receive()
+            count += len(message.get("body", b""))
+            if count > self.most:
+                raise HTTPException(413, str(self.too_large))
+            return message
+
+        await self.app(scope, counted, send)
+
+    @property
+    def too_large(self) -> Problem:
+        message = f"the body is larger than the {self.most} bytes that are accepted"
+        return Problem(413, message, code="body_too_large", headers={"Connection": "close"})

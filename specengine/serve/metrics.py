@@ -1,0 +1,60 @@
+"""Counters for Prometheus, under vLLM's names with a prefix of our own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from specengine.serve.answers import Answer
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """Of one server; two of them in a process share nothing."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"specengine:{name}", text, labels, registry=registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(f"specengine:{name}_seconds", text, buckets=_SECONDS, registry=registry)
+
+        self.running = Gauge("specengine:num_requests_running", "Requests being answered", registry=registry)
+        self.waiting = Gauge("specengine:num_requests_waiting", "Requests in the queue", registry=registry)
+        self.drafts = counter("spec_decode_num_drafts", "Trees verified")
+        self.drafted = counter("spec_decode_num_draft_tokens", "Draft tokens verified")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted")
+        self.by_position = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at this depth, 0 the first", ("position",)
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.cached_tokens = counter("prefix_cache_hits", "Tokens of prompts that the caches held")
+        self.generated = counter("generation_tokens", "Tokens generated")
+        self.finished = counter("request_success", "Requests answered, by how they ended", ("finished_reason",))
+        self.failed = counter("request_failure", "Requests refused or failed, by HTTP status", ("status",))
+        self.first_token = seconds("time_to_first_token", "From the engine's start to the first token")
+        self.queued = seconds("request_queue_time", "Spent waiting for the engine")
+        self.whole = seconds("e2e_request_latency", "From the request to its last token")
+
+    def count(self, answer: Answer, ended: str, waited: float, whole: float) -> None:
+        """One generation; ended: stop, length or abort; in seconds since the request came."""
+        stats = answer.stats
+        self.drafts.inc(stats.num_spec_steps - stats.num_plain_steps if stats.draft else 0)
+        self.drafted.inc(stats.num_draft_tokens)
+        self.accepted.inc(stats.num_accepted_draft_tokens)
+        for position in range(len(stats.acceptance_histogram) - 1):
+            self.by_position.labels(position).inc(sum(stats.acceptance_histogram[position + 1 :]))
+        self.prompt_tokens.inc(stats.num_prompt_tokens)
+        self.cached_tokens.inc(stats.num_cached_prompt_tokens)
+        self.generated.inc(stats.num_generated_tokens)
+        self.finished.labels(ended).inc()
+        if stats.ttft_s:
+            self.first_token.observe(stats.ttft_s)
+        self.queued.observe(waited)
+        self.whole.observe(whole)
+
+    def text(self) -> bytes:
+        """Prometheus' text format, version 0.0.4."""
+        return generate_latest(self.registry)

@@ -1,0 +1,88 @@
+"""What goes wrong with a request, in the shape of OpenAI's errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from specengine.errors import InputError, QueueFullError, SpecEngineError, shown
+
+# Names of the engine's options where clients know them by others.
+_CLIENTS_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+    "sequence_bias": "logit_bias",
+    "eos_token_id": "ignore_eos",
+}
+_FIELD = re.compile(r"(\w+)(?=:)")
+
+
+class Problem(Exception):
+    """A request that is refused: HTTP status, message, the field at fault, OpenAI's code."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return json_response(self.body, self.status, self.headers)
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """ASCII alone, so that halves of characters that a client sent can be named to it."""
+    return Response(json.dumps(body), status, headers, media_type="application/json")
+
+
+def of_error(error: Exception, prompt_field: str = "prompt") -> Problem:
+    """What a client is told of an error of the engine; of one that nobody expected, only that it happened."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, QueueFullError):
+        return Problem(429, str(error), code="queue_full")
+    if isinstance(error, InputError):
+        message = str(error)
+        found = _FIELD.match(message)
+        if found is None:
+            return Problem(400, message)
+        field = prompt_field if found[0] == "prompt" else _CLIENTS_NAMES.get(found[0], found[0])
+        return Problem(400, field + message[found.end() :], field)
+    if isinstance(error, SpecEngineError):
+        return Problem(500, str(error), code=type(error).__name__)
+    return Problem(500, f"the server failed over this request ({type(error).__name__}); its log says where")
+
+
+def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) -> Problem:
+    """The first of pydantic's complaints; accepted: the fields of the request."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    field = ".".join(part for part in place if part.isidentifier() or part.isdecimal())
+    if first["type"] == "extra_forbidden":
+        name = shown(place[-1])[1:-1]
+        known = f", accepted are {', '.join(accepted)}" if len(place) == 1 else ""
+        return Problem(400, f"{name}: unknown, or not supported by this server{known}", name, "unsupported_field")
+    if first["type"] == "json_invalid":
+        return Problem(400, f"the body is no JSON ({first.get('ctx', {}).get('error', '')})", code="invalid_json")
+    if first["type"] == "value_error" and not field:
+        message = str(first["msg"]).removeprefix("Value error, ")
+        return Problem(400, message, message.partition(":")[0])
+    if not field:
+        return Problem(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return Problem(400, f"{field}: {message}", field)

@@ -1,0 +1,191 @@
+"""Answers in OpenAI's shapes: chat and text completions, whole or as chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import specengine
+from specengine.serve.answers import Answer
+from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
+from specengine.serve.text import StopText
+from specengine.serve.tools import ToolCall, ToolReader
+from specengine.serve.worker import Piece
+
+Choice = dict[str, Any]
+
+
+@dataclass
+class Reply:
+    """What one request is told; a subclass says how a choice looks.
+
+    Pieces go through `deltas` in the order of their coming, and `last_deltas` gives what was held back.
+    """
+
+    request: Sampling
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    prefix = ""
+    kind = ""
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._stop = StopText(self.request.stops)
+
+    # ---- whole answers
+
+    def whole(self, choice: Choice, answer: Answer) -> dict[str, Any]:
+        return self._envelope(self.kind) | {"choices": [choice], **_figures(answer), "metrics": answer.metrics}
+
+    # ---- streams
+
+    def chunk(self, choices: list[Choice], answer: Answer | None = None) -> dict[str, Any]:
+        """answer: where usage is wanted with every chunk."""
+        options = self.request.stream_options
+        continuous = options is not None and options.continuous_usage_stats and answer is not None
+        return self._envelope(self.chunk_kind) | {"choices": choices} | ({"usage": answer.usage} if continuous else {})  # type: ignore[union-attr]
+
+    def usage_chunk(self, answer: Answer) -> dict[str, Any] | None:
+        """The last one, where it was asked for."""
+        options = self.request.stream_options
+        if options is None or not options.include_usage:
+            return None
+        return self.chunk([]) | _figures(answer) | {"metrics": answer.metrics}
+
+    @property
+    def chunk_kind(self) -> str:
+        return self.kind
+
+    def begin(self, prompt: str) -> list[Choice]:
+        """Choices before the first piece; prompt: its text, where it is echoed."""
+        raise NotImplementedError
+
+    def deltas(self, piece: Piece) -> Iterator[Choice]:
+        raise NotImplementedError
+
+    def last_deltas(self, answer: Answer) -> Iterator[Choice]:
+        """What was held back, then the choice that says why the answer ended."""
+        raise NotImplementedError
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"specengine-{specengine.__version__}",
+        }
+
+    def _ids(self, tokens: list[int]) -> dict[str, Any]:
+        return {"token_ids": tokens} if self.request.return_token_ids else {}
+
+
+@dataclass
+class ChatReply(Reply):
+    """One message of the assistant, in which calls of tools are told from text."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert isinstance(self.request, ChatRequest)
+        self._tools = ToolReader() if self.request.template_tools else None
+
+    @property
+    def chunk_kind(self) -> str:
+        return "chat.completion.chunk"
+
+    def begin(self, prompt: str) -> list[Choice]:
+        return [_chat_choice({"role": "assistant", "content": ""})]
+
+    def deltas(self, piece: Piece) -> Iterator[Choice]:
+        yield from self._deltas(self._read(self._stop.push(piece.text)), piece.tokens)
+
+    def last_deltas(self, answer: Answer) -> Iterator[Choice]:
+        parts = self._read(self._stop.end())
+        yield from self._deltas(parts + (self._tools.end() if self._tools else []), [])
+        yield _chat_choice({}) | {"finish_reason": self.reason(answer)}
+
+    def reason(self, answer: Answer) -> str:
+        called = self._tools is not None and self._tools.found and answer.reason == "stop"
+        return "tool_calls" if called else str(answer.reason)
+
+    def message(self, answer: Answer) -> Choice:
+        parts = self._read(self._stop.push(answer.text))
+        parts += self._read(self._stop.end()) + (self._tools.end() if self._tools else [])
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        text = "".join(part for part in parts if isinstance(part, str))
+        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text.strip() else text}
+        if calls:
+            message["tool_calls"] = [call.to_dict() for call in calls]
+        ids = self._ids(answer.token_ids)
+        return {"index": 0, "message": message, "finish_reason": self.reason(answer), "logprobs": None} | ids
+
+    def _read(self, text: str) -> list[str | ToolCall]:
+        if self._tools is None:
+            return [text] if text else []
+        return self._tools.push(text)
+
+    def _deltas(self, parts: list[str | ToolCall], tokens: list[int]) -> Iterator[Choice]:
+        calls = self._tools.found if self._tools else 0
+        first = calls - sum(isinstance(part, ToolCall) for part in parts)
+        ids = self._ids(tokens) if tokens else {}
+        if not parts and ids:
+            parts = [""]
+        for part in parts:
+            if isinstance(part, ToolCall):
+                delta: dict[str, Any] = {"tool_calls": [{"index": first} | part.to_dict()]}
+                first += 1
+            else:
+                delta = {"content": part}
+            yield _chat_choice(delta) | ids
+            ids = {}
+
+
+@dataclass
+class TextReply(Reply):
+    """A text that goes on from the prompt."""
+
+    prefix = "cmpl"
+    kind = "text_completion"
+
+    def begin(self, prompt: str) -> list[Choice]:
+        return [_text_choice(prompt)] if prompt else []
+
+    def deltas(self, piece: Piece) -> Iterator[Choice]:
+        text = self._stop.push(piece.text)
+        ids = self._ids(piece.tokens)
+        if text or ids:
+            yield _text_choice(text) | ids
+
+    def last_deltas(self, answer: Answer) -> Iterator[Choice]:
+        yield _text_choice(self._stop.end(), answer.reason)
+
+    def message(self, answer: Answer, prompt: str) -> Choice:
+        text = prompt + self._stop.push(answer.text) + self._stop.end()
+        return _text_choice(text, answer.reason) | self._ids(answer.token_ids)
+
+
+def make(request: Sampling, model: str) -> ChatReply | TextReply:
+    return ChatReply(request, model) if isinstance(request, ChatRequest) else TextReply(request, model)
+
+
+def echoed(request: Sampling) -> bool:
+    return isinstance(request, CompletionRequest) and bool(request.echo)
+
+
+def _chat_choice(delta: dict[str, Any]) -> Choice:
+    return {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
+
+
+def _text_choice(text: str, reason: str | None = None) -> Choice:
+    return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
+
+
+def _figures(answer: Answer) -> dict[str, Any]:
+    return {"usage": answer.usage, "timings": answer.timings}

@@ -1,0 +1,59 @@
+"""Settings: what a server is told once, when it starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from specengine.errors import require
+
+
+@dataclass(frozen=True)
+class Settings:
+    """InputError where a value is out of range.
+
+    name                of the model, as clients see it
+    host, port          port 0 takes a free one
+    api_keys            any of them is accepted as a bearer token; none: nobody is asked
+    origins             web origins that browsers may call from (CORS); `*` for all
+    queue               requests that may wait while another is answered
+    max_body_bytes      of a request
+    max_prompt_tokens   None: what the model's context holds
+    max_tokens          of an answer; None: what the model's context holds
+    default_max_tokens  of an answer where the request does not say
+    max_seconds         that an answer may take once it is its turn
+    ping_seconds        after which a silent stream gets a comment, which keeps proxies awake
+    drain_seconds       that answers under way have when the server is told to stop
+    allow_special_text  read the text of special tokens in prompts as those tokens
+    log_contents        write prompts and answers to the log
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    queue: int = 16
+    max_body_bytes: int = 8 << 20
+    max_prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    default_max_tokens: int = 2048
+    max_seconds: float = 600.0
+    ping_seconds: float = 15.0
+    drain_seconds: float = 30.0
+    allow_special_text: bool = False
+    log_contents: bool = False
+
+    def __post_init__(self) -> None:
+        require("port", self.port, "0 to 65535", 0 <= self.port <= 65535)
+        require("queue", self.queue, "0 or more", self.queue >= 0)
+        for field in ("max_body_bytes", "max_prompt_tokens", "max_tokens", "default_max_tokens"):
+            value = getattr(self, field)
+            require(field, value, "1 or more", value is None or value >= 1)
+        for field in ("max_seconds", "ping_seconds", "drain_seconds"):
+            value = getattr(self, field)
+            require(field, value, "above 0", 0 < value < math.inf)
+        for key in self.api_keys:
+            require("api_key", "an empty one", "a key of visible ASCII characters", bool(key.strip()))
+            shown = "one with other characters"
+            require("api_key", shown, "a key of visible ASCII characters", all("!" <= char <= "~" for char in key))
