@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specengine.drafters import Drafter
-    from specengine.engine import Engine, Session
+    from specengine.engine import Engine
     from specengine.errors import SpecEngineError
     from specengine.generation.outputs import GenerationResult, StreamPiece
     from specengine.generation.prompts import Prompt
+    from specengine.generation.session import Session
     from specengine.policies import TreePolicy
     from specengine.records import Cycle, Stats
 
@@ -35,7 +36,7 @@ _MODULES = {
     "Drafter": "drafters",
     "Engine": "engine",
     "GenerationResult": "generation.outputs",
-    "Session": "engine",
+    "Session": "generation.session",
     "SpecEngineError": "errors",
     "Stats": "records",
     "StreamPiece": "generation.outputs",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -24,10 +23,11 @@ from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.generation.custom_generate import CustomGenerate
 from specengine.generation.grammars import Constraint, Vocabularies, compiled
 from specengine.generation.options import GenerationOptions
-from specengine.generation.outputs import GenerationResult, SpeculativeOutput, StreamPiece, decoder
-from specengine.generation.prompts import Prompt, TextStream, predicted_ids, token_ids
+from specengine.generation.prompts import Prompt, predicted_ids
 from specengine.generation.sampling import History, Sampler
-from specengine.generation.stopping import Stopper, cut_after_stop
+from specengine.generation.session import Session
+from specengine.generation.stopping import Stopper
+from specengine.generation.text_generation import TextGeneration
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Nodes
@@ -219,18 +219,38 @@ class Engine:
 
         prompt: checked token ids; options: the fields of GenerationOptions; sampler: instead of the one that they make.
         """
-        target = self.target
-        asked = GenerationOptions.of(options, target.generation_config, len(prompt), target.max_context)
-        constraint = self.constraint(asked)
-        sampler = sampler or asked.sampler(len(prompt), target.device, constraint)
-        prediction = predicted_ids(asked.prediction, self.tokenizer, target.vocab_size)
-        drivers = self.drivers.asked(asked.policy, asked.policy_options)
-        stopper = asked.stopper(lambda tokens: "", constraint)
-        return self.cycles(
-            prompt, sampler, stopper, Stats(), prediction=prediction, drivers=drivers, constraint=constraint
-        )
+        asked = GenerationOptions.of(options, self.target.generation_config, len(prompt), self.target.max_context)
+        return self.start(prompt, asked, Stats(), lambda tokens: "", sampler=sampler)[0]
 
-    def constraint(self, asked: GenerationOptions) -> Constraint | None:
+    def start(
+        self,
+        prompt: list[int],
+        asked: GenerationOptions,
+        stats: Stats,
+        decode: Callable[[list[int]], str],
+        *,
+        sampler: Sampler | None = None,
+        reuse_cache: bool = False,
+    ) -> tuple[Generator[Cycle, None, None], Stopper]:
+        """The cycles of an answer with checked options, and what says when it ends and why.
+
+        decode: for stop strings; sampler: instead of the one that the options make; the others as in `cycles`.
+        """
+        constraint = self._constraint(asked)
+        stopper = asked.stopper(decode, constraint)
+        cycles = self.cycles(
+            prompt,
+            sampler or asked.sampler(len(prompt), self.target.device, constraint),
+            stopper,
+            stats,
+            prediction=predicted_ids(asked.prediction, self.tokenizer, self.target.vocab_size),
+            reuse_cache=reuse_cache,
+            drivers=self.drivers.asked(asked.policy, asked.policy_options),
+            constraint=constraint,
+        )
+        return cycles, stopper
+
+    def _constraint(self, asked: GenerationOptions) -> Constraint | None:
         """A new one of what these options constrain the answer to; None where they do not."""
         if (given := asked.constrains) is None:
             return None
@@ -369,154 +389,6 @@ class Engine:
         stats.elapsed_s = elapsed
         stats.num_generated_tokens += len(cycle.tokens)
         stats.add(cycle)
-
-
-class TextGeneration:
-    """One generation as an iterator of StreamPiece; closing it, or letting it go, frees the engine.
-
-    Options and prompt are checked at construction. `result` is there once the iterator has ended.
-    """
-
-    # Nothing it holds may hold it in turn: only then does letting it go free the engine at once.
-
-    def __init__(
-        self, engine: Engine, prompt: Prompt, options: Mapping[str, Any], *, reuse_cache: bool = False
-    ) -> None:
-        target = engine.target
-        self.prompt = token_ids(
-            prompt,
-            engine.tokenizer,
-            raw=bool(options.get("raw", False)),
-            vocab_size=target.vocab_size,
-            max_context=target.max_context,
-            allow_special_text=bool(options.get("allow_special_text", True)),
-        )
-        self.options = GenerationOptions.of(
-            dict(options), target.generation_config, len(self.prompt), target.max_context
-        )
-        if self.options.stops and engine.tokenizer is None:
-            raise InputError("stop_strings: they need a tokenizer, pass tokenizer= when loading the engine")
-        self.stats = Stats()
-        self.result: GenerationResult | None = None
-        self._decode = decoder(engine.tokenizer)
-        self._texts = TextStream(self._decode)
-        self._tokens: list[int] = []
-        self._sent = 0
-        self._started = False
-        self._streams = False  # whether a streamer waits for the end
-        constraint = engine.constraint(self.options)
-        self._stopper = self.options.stopper(self._decode, constraint)
-        sampler = self.options.sampler(len(self.prompt), target.device, constraint)
-        prediction = predicted_ids(self.options.prediction, engine.tokenizer, target.vocab_size)
-        drivers = engine.drivers.asked(self.options.policy, self.options.policy_options)
-        self._cycles = engine.cycles(
-            self.prompt,
-            sampler,
-            self._stopper,
-            self.stats,
-            prediction=prediction,
-            reuse_cache=reuse_cache,
-            drivers=drivers,
-            constraint=constraint,
-        )
-
-    def __iter__(self) -> Iterator[StreamPiece]:
-        return self
-
-    def __next__(self) -> StreamPiece:
-        try:
-            return self._advance()
-        except StopIteration:
-            raise
-        except BaseException:  # also from a streamer or a tokenizer: a traceback may keep this object for long
-            self._cycles.close()
-            with contextlib.suppress(Exception):  # the error that is under way says more
-                self._end_streamer()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _advance(self) -> StreamPiece:
-        streamer = self.options.streamer
-        if streamer is not None and not self._started:
-            self._streams = True
-            streamer.put(torch.tensor([self.prompt]))
-        self._started = True
-        cycle = next(self._cycles)
-        self._tokens += cycle.tokens
-        text = self._texts.push(cycle.tokens)
-        if streamer is not None:
-            streamer.put(torch.tensor(cycle.tokens))
-        if self._stopper.last_reason is not None:
-            text = self._finish(self._stopper.last_reason)[self._sent :]
-            next(self._cycles, None)  # runs the generator to its end, which frees the engine
-            self._end_streamer()
-        self._sent += len(text)
-        return StreamPiece(text, cycle)
-
-    def run(self) -> Any:
-        """Generate to the end; the result in the form that `return_dict_in_generate` asks for."""
-        for _ in self:
-            pass
-        assert self.result is not None
-        wanted = self.options.return_dict_in_generate
-        if wanted is None:
-            return self.result
-        sequences = torch.tensor([[*self.prompt, *self._tokens]])
-        if not wanted:
-            return sequences
-        fields = {name: getattr(self.result, name) for name in ("text", "token_ids", "finish_reason", "stats")}
-        return SpeculativeOutput(sequences=sequences, **fields)
-
-    def close(self) -> None:
-        """Stop generating and free the engine; what was streamed stays valid, and a streamer is told the end."""
-        self._cycles.close()
-        self._end_streamer()
-
-    def _end_streamer(self) -> None:
-        if self._streams:
-            self._streams = False
-            self.options.streamer.end()
-
-    def _finish(self, reason: str) -> str:
-        text = cut_after_stop(self._decode(self._tokens), self.options.stops)
-        self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed)
-        return text
-
-
-class Session:
-    """A conversation. `messages` holds the turns so far; each turn runs only what the caches do not hold yet."""
-
-    def __init__(self, engine: Engine, messages: list[dict[str, str]] | None = None) -> None:
-        self.engine = engine
-        self.messages = list(messages or [])
-
-    def generate(self, text: str, **options: Any) -> Any:
-        """Add a user turn and answer it; options and result as in Engine.generate."""
-        return self.stream(text, **options).run()
-
-    def stream(self, text: str, **options: Any) -> TextGeneration:
-        """As `generate`, streamed; the turn enters `messages` when the stream has ended."""
-        return _Turn(self, text, options)
-
-
-class _Turn(TextGeneration):
-    """A turn that writes itself into its session once it is complete."""
-
-    def __init__(self, session: Session, text: str, options: Mapping[str, Any]) -> None:
-        if not isinstance(text, str) or not text:
-            raise InputError("text: it is empty, a turn needs a string")
-        self._session, self._turn = session, {"role": "user", "content": text}
-        super().__init__(session.engine, [*session.messages, self._turn], options, reuse_cache=True)
-
-    def _finish(self, reason: str) -> str:
-        text = super()._finish(reason)
-        self._session.messages += [self._turn, {"role": "assistant", "content": text}]
-        return text
 
 
 def _expect(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int]) -> None:

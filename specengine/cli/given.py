@@ -12,11 +12,12 @@ from specengine import calibration
 from specengine.cli.arguments.parser import flag
 from specengine.cli.arguments.shared import GENERATION_OPTIONS
 from specengine.cli.terminal import say, tell
-from specengine.engine import Engine, TextGeneration
+from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.generation.options import GenerationOptions
 from specengine.generation.outputs import StreamPiece
 from specengine.generation.prompts import Prompt
+from specengine.generation.text_generation import TextGeneration
 from specengine.trace import TraceWriter
 
 SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from specengine.engine import Engine, TextGeneration
+from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.generation.options import GenerationOptions
 from specengine.generation.prompts import token_ids
+from specengine.generation.text_generation import TextGeneration
 from specengine.serve import constraints, tools
 from specengine.serve.problems import Problem
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling

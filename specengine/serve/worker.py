@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from specengine.engine import Engine, TextGeneration
+from specengine.engine import Engine
 from specengine.errors import InputError, QueueFullError
 from specengine.generation.prompts import predicted_ids
+from specengine.generation.text_generation import TextGeneration
 from specengine.serve.answers import Answer, found_again
 from specengine.serve.asking import Asked
 from specengine.serve.metrics import Metrics

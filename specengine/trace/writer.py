@@ -14,9 +14,10 @@ import torch
 import transformers
 
 import specengine
-from specengine.engine import Engine, TextGeneration
+from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.generation.outputs import StreamPiece
+from specengine.generation.text_generation import TextGeneration
 from specengine.records import Cycle
 from specengine.trace.records import FORMAT, TracedCycle
 
