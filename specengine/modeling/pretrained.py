@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,8 @@ from specengine.modeling.configs import NO_MEMORY, config_of, refuse_other_shape
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import Opened, is_gguf, open_gguf, open_native
+
+_MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 
 
 class LoadedModel(NamedTuple):
@@ -103,16 +107,36 @@ def _huggingface(
 
 
 def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any]) -> None:
-    """Raise CheckpointError where weights would be random: files that lack them, or have them in another shape."""
+    """Raise CheckpointError where the model is not that of its files: they lack weights or have them in another shape,
+    so that it would hold random ones, or have more of its parts (layers, biases) than the config asks for."""
     problems = {
         "missing": sorted({name for name, _ in model.named_parameters()} & set(found["missing_keys"])),
         "of another shape": sorted(
             f"{name} {list(has)}, not {list(wants)}" for name, has, wants in found["mismatched_keys"]
         ),
+        "unexpected": sorted(_left_out(model, found["unexpected_keys"])),
     }
     listed = [f"{what}: {', '.join(names[:4])}" for what, names in problems.items() if names]
     if listed:
         raise CheckpointError(f"model {path!r}: its weights do not fit its config.json; {'; '.join(listed)}")
+
+
+def _left_out(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
+    """Of a file's tensors that the model has no place for, those of parts that it has, in whichever layer.
+
+    The others (towers for pictures, heads for predicting several tokens, values) are no part of what answers, and
+    neither are the causal masks that old files hold.
+    """
+    has = {_any_layer(name) for name, _ in model.named_modules()} - {""}
+    for name in unexpected:
+        part = _any_layer(name.rpartition(".")[0])
+        held = part in has or f"{model.base_model_prefix}.{part}" in has
+        if held and not name.endswith(_MASKS):
+            yield name
+
+
+def _any_layer(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", f".{name}")[1:]
 
 
 def _tokenizer_of(opened: Opened) -> Any:

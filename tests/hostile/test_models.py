@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -121,6 +122,8 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 0}, "its config.json cannot be read .*modulo by zero"),
     ({"num_key_value_heads": 0}, f"num_key_value_heads: got 0, {WHOLE} 16384"),
     ({"num_hidden_layers": 10**9}, f"num_hidden_layers: got 1000000000, {WHOLE} 1024"),
+    ({"num_hidden_layers": 1}, r"(unexpected|not used): .*model\.layers\.1\."),
+    ({"num_hidden_layers": 3}, r"missing: .*model\.layers\.2\."),
     ({"vocab_size": 10}, r"of another shape: lm_head.weight \[260, 32\], not \[10, 32\]"),
     ({"vocab_size": 1 << 24}, "of another shape: lm_head.weight"),
     ({"intermediate_size": 1 << 24}, "of another shape: model.layers.0.mlp.down_proj.weight"),
@@ -169,6 +172,35 @@ def test_a_damaged_config_is_refused_by_what_is_wrong(
     (saved / "config.json").write_text(json.dumps(raw))
     with pytest.raises((UnsupportedModelError, CheckpointError), match=message):
         Engine.from_pretrained(str(saved), "none", offline=True, backend=backend)
+
+
+def with_tensors(folder: Path, model: PreTrainedModel, shapes: dict[str, list[int]]) -> str:
+    """A folder of this model, its file with more tensors."""
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: torch.ones(shape) for name, shape in shapes.items()}, file)
+    return str(folder)
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_parts_that_the_config_leaves_out_are_refused(prefix: str, tmp_path: Path) -> None:
+    """Without its biases, or a layer, another model would answer; `prefix`: saved with its head, and without."""
+    whole = tiny("llama", tie_word_embeddings=True)
+    more = {f"{prefix}layers.1.self_attn.q_proj.bias": [32], "vision.patch.weight": [4]}
+    folder = with_tensors(tmp_path, whole if prefix else whole.model, more)
+    with pytest.raises(CheckpointError, match=r"unexpected: (model\.)?layers\.1\.self_attn\.q_proj\.bias$"):
+        Engine.from_pretrained(folder, "none", offline=True, backend="huggingface")
+
+
+def test_what_is_no_part_of_the_answer_may_be_in_the_file(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=4)
+    more = {"transformer.h.0.attn.bias": [1, 1, 4, 4], "transformer.h.0.attn.masked_bias": [1], "score.weight": [2, 32]}
+    folder = with_tensors(tmp_path / "gpt2", transformers.GPT2LMHeadModel(config), more)
+    assert Engine.from_pretrained(folder, "none", offline=True).generate([1, 2], max_new_tokens=1).token_ids
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": [4], "mtp.fc.weight": [32, 64]}
+    folder = with_tensors(tmp_path / "llama", tiny("llama"), more)
+    engine = Engine.from_pretrained(folder, "none", offline=True, backend="huggingface")
+    assert engine.generate([1, 2], max_new_tokens=1).token_ids
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, "[]", "{", "\ud800".encode("utf-8", "surrogatepass")])
