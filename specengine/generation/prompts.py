@@ -10,7 +10,7 @@ import torch
 
 from specengine.errors import InputError, shown
 
-MOST_HELD_BACK = 8
+MOST_HELD_BACK = 256  # tokens
 MOST_NESTED = 32  # levels of a message's fields
 _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
@@ -272,7 +272,8 @@ def _require(tokenizer: Any, what: str, field: str = "prompt") -> None:
 class TextStream:
     """Decodes a growing list of tokens piece by piece; the pieces add up to the decoded whole.
 
-    Text is held back while it ends inside a character, which is at most MOST_HELD_BACK tokens long.
+    Text is held back from where it ends in replacement characters, which the next bytes may make a character of: over
+    at most MOST_HELD_BACK tokens, which no text needs.
     """
 
     def __init__(self, decode: Any) -> None:
@@ -280,13 +281,18 @@ class TextStream:
         self._tokens: list[int] = []
         self._start = 0  # the tokens before are settled; some context is kept, spaces depend on it
         self._end = 0
+        self._given = ""  # of the text from there, what was given
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete."""
         self._tokens.extend(tokens)
-        before = self._decode(self._tokens[self._start : self._end])
         now = self._decode(self._tokens[self._start :])
-        if now.endswith("\N{REPLACEMENT CHARACTER}") and len(self._tokens) - self._end < MOST_HELD_BACK:
-            return ""
-        self._start, self._end = self._end, len(self._tokens)
-        return now[len(before) :]
+        held = len(self._tokens) - self._end < MOST_HELD_BACK
+        settled = now.rstrip("\N{REPLACEMENT CHARACTER}") if held else now
+        piece = settled[len(self._given) :]
+        if settled == now:
+            self._start, self._end = self._end, len(self._tokens)
+            self._given = self._decode(self._tokens[self._start :])
+        else:
+            self._given += piece
+        return piece

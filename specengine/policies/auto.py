@@ -123,7 +123,7 @@ class Auto(TreePolicy):
     costs: str | Costs = MEASURED
 
     patience: ClassVar[int] = 16
-    plain_reason: ClassVar[str] = "no draft promised more than it costs"
+    plain_reason: ClassVar[str] = "no draft promised more than it costs, or trees had not paid and rested"
 
     _state: PerDevice[_State] = field(init=False, repr=False, compare=False)
 

@@ -21,11 +21,14 @@ class TrainOptions:
     learning_rate      at its peak, above 0; falls to 0 on a cosine
     warmup             share of the steps in which the learning rate rises, 0 to below 1
     weight_decay       of AdamW, 0 or more
+    average            share of its past that the average of the weights keeps at each step, 0 to below 1; less in the
+                       first steps. What is measured and saved is the average; 0: the weights themselves
     clip               norm that the gradient is scaled down to, above 0
     draft_vocab_size   of an EAGLE-3 head: so many of the answers' most frequent tokens, 0 or more; 0: all of the
                        target's
     kv_heads           of the draft's attention, 0 or more; 0: as many as the target has
-    intermediate_size  units of the draft's MLP, 0 or more; 0: the target's
+    intermediate_size  units of the draft's MLP, 0 or more; 0: the target's, or those of the head to start from, which
+                       may also become more
     start              target: from the target's head, final norm and last layer; random; or the path of a head
     autocast           true: run in bfloat16 where the weights are kept in float32
     held_back          share of the texts that nothing is learnt from, 0 to below 1
@@ -43,6 +46,7 @@ class TrainOptions:
     learning_rate: float = 1e-3
     warmup: float = 0.03
     weight_decay: float = 0.0
+    average: float = 0.0
     clip: float = 0.5
     draft_vocab_size: int = 8192
     kv_heads: int = 0
@@ -65,5 +69,5 @@ class TrainOptions:
             require(name, value := getattr(self, name), "above 0", 0 < value < math.inf)
         for name in ("weight_decay", "keep_gib"):
             require(name, value := getattr(self, name), "0 or more", 0 <= value < math.inf)
-        for name in ("warmup", "held_back"):
+        for name in ("warmup", "held_back", "average"):
             require(name, value := getattr(self, name), "0 to below 1", 0 <= value < 1)

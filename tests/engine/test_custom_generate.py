@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache, StopStringCriteria
 
-from specengine.engine import SpeculativeOutput
 from specengine.errors import InputError
+from specengine.generation.outputs import SpeculativeOutput
 from tests.engine.engines import PROMPT, DependsOnThePath, engine_of, plainly, tokenizer, untouched
 from tests.toy import POLICIES, RecordingStreamer
 

@@ -1,8 +1,11 @@
 """Sessions that reuse their caches, streams whose pieces add up, and stop strings."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specengine.errors import InputError
+from specengine.generation.prompts import TextStream
 from tests.engine.engines import engine_of, forced, tokenizer
 from tests.toy import POLICIES
 
@@ -76,3 +79,17 @@ def test_the_same_text_twice_is_streamed_to_the_end_of_the_limit() -> None:
     engine = engine_of("llama", "ngram", "chain", tokenizer())
     stream = engine.stream("hi", max_new_tokens=9, logits_processor=[forced(text)])
     assert "".join(piece.text for piece in stream) == "äöüä\N{REPLACEMENT CHARACTER}"  # 9 of 12 bytes
+
+
+CHARACTERS = "aé€\N{GRINNING FACE}".encode()
+
+
+@given(st.lists(st.binary(max_size=4) | st.lists(st.sampled_from(CHARACTERS), max_size=5).map(bytes), max_size=30))
+def test_pieces_of_any_bytes_begin_the_whole(chunks: list[bytes]) -> None:
+    """Also where they are no UTF-8: what was given is never another text later, and only its uncertain end waits."""
+    texts, given_, tokens = TextStream(lambda tokens: bytes(tokens).decode(errors="replace")), "", []
+    for chunk in chunks:
+        tokens += chunk
+        given_ += texts.push(list(chunk))
+        whole = bytes(tokens).decode(errors="replace")
+        assert given_ == whole.rstrip("\N{REPLACEMENT CHARACTER}")

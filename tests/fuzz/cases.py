@@ -18,8 +18,8 @@ from specengine import Engine, policies
 from specengine.checkpoints.eagle import save_head
 from specengine.cli import main
 from specengine.drafters.small_model import SmallModel
-from specengine.engine import GenerationOptions
 from specengine.errors import SpecEngineError
+from specengine.generation.options import GenerationOptions
 from specengine.modeling.load_options import LoadOptions
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests.fuzz.mutations import NUMBERS, TEXTS, mutated, near, nested, strange

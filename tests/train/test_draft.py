@@ -175,7 +175,40 @@ def test_training_goes_on_from_a_head(model: PreTrainedModel, tmp_path: Path) ->
         torch.testing.assert_close(load_head(second).state[name], tensor, rtol=0, atol=1e-6)
 
 
+def test_a_head_to_start_from_may_become_wider(model: PreTrainedModel, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "data", random_texts(12))
+    first = train_draft(model, corpus, tmp_path / "first", OPTIONS, LOSS)
+    teacher = Teacher(model, load_head(first).config.feature_ids(LAYERS))
+    size = load_head(first).config.intermediate_size
+    heads = [
+        new_head(model, replace(OPTIONS, start=str(first), intermediate_size=wide), LOSS, torch.ones(VOCABULARY))
+        for wide in (0, size + 24)
+    ]
+    assert heads[1].config.intermediate_size == size + 24
+    narrow, wider = (agreement(head, teacher, random_texts(4, seed=1), autocast=False)[1] for head in heads)
+    assert wider == pytest.approx(narrow, abs=1e-6)
+    with pytest.raises(InputError, match=f"intermediate_size: got 8, the head to start from has {size}"):
+        new_head(model, replace(OPTIONS, start=str(first), intermediate_size=8), LOSS, torch.ones(VOCABULARY))
+
+
 # ---------------------------------------------------------------------------------------------------- the loop
+
+
+def test_the_saved_head_is_the_average_of_those_on_the_way(model: PreTrainedModel, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "data", random_texts(20))
+    options = replace(OPTIONS, average=0.2)
+    steps = [train_draft(model, corpus, tmp_path / "each", OPTIONS, LOSS, stop_after=step) and
+             torch.load(tmp_path / "each" / STATE, weights_only=True)["head"] for step in (1, 2, 3)]  # fmt: skip
+    averaged = train_draft(model, corpus, tmp_path / "averaged", options, LOSS, stop_after=3)
+    assert log(averaged)[0] == log(tmp_path / "each")[0]
+    shares = [1 - 2 / 11, 1 - 0.2]  # what is new: the beginning is left sooner than options.average says
+    expected = {name: tensor.clone() for name, tensor in steps[0].items()}
+    for head, share in zip(steps[1:], shares, strict=True):
+        for name, tensor in head.items():
+            if tensor.is_floating_point():
+                expected[name] += share * (tensor - expected[name])
+    for name, tensor in load_head(averaged).state.items():
+        torch.testing.assert_close(tensor, expected[name].to(tensor.dtype))
 
 
 def test_from_nothing_to_a_head_that_serves(tmp_path: Path) -> None:
@@ -211,30 +244,34 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path) -> None:
     assert answer.stats.mean_acceptance_length > 1.2
 
 
+@pytest.mark.parametrize("average", [0.0, 0.5])
 def test_a_killed_training_resumes_to_the_same_curve(
-    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, average: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed between two savings, with a log that is ahead of the last one, and text that has grown since."""
+    options = replace(OPTIONS, average=average)
     texts = random_texts(30)
-    whole = train_draft(model, corpus_of(tmp_path / "a", texts), tmp_path / "whole", OPTIONS, LOSS)
+    whole = train_draft(model, corpus_of(tmp_path / "a", texts), tmp_path / "whole", options, LOSS)
     corpus, lines = corpus_of(tmp_path / "b", texts), []
     step = torch.optim.AdamW.step
 
-    def dies(self: Any, *arguments: Any, **options: Any) -> Any:
+    def dies(self: Any, *arguments: Any, **named: Any) -> Any:
         lines.append(0)
         if len(lines) == 7:
             raise KeyboardInterrupt
-        return step(self, *arguments, **options)
+        return step(self, *arguments, **named)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", dies)
     with pytest.raises(KeyboardInterrupt):
-        train_draft(model, corpus, tmp_path / "cut", OPTIONS, LOSS)
+        train_draft(model, corpus, tmp_path / "cut", options, LOSS)
     monkeypatch.undo()
     (tmp_path / "cut" / LOG).open("a").write('{"step": 7, "loss"')  # the rest of the line was not written any more
     said: list[str] = []
-    resumed = train_draft(model, corpus, tmp_path / "cut", replace(OPTIONS, keep_gib=0.0), LOSS, progress=said.append)
+    resumed = train_draft(model, corpus, tmp_path / "cut", replace(options, keep_gib=0.0), LOSS, progress=said.append)
     assert "going on at step 4 of 12" in said
     assert log(resumed) == log(whole)
+    states = [load_head(folder).state for folder in (resumed, whole)]
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
     states = [torch.load(folder / STATE, weights_only=True)["head"] for folder in (resumed, whole)]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
 
@@ -287,6 +324,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(model: PreTrainedModel, tmp
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"clip": float("inf")}, "clip"),
         ({"warmup": 1.0}, "warmup"),
+        ({"average": 1.0}, "average"),
         ({"held_back": -0.1}, "held_back"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: 
     device = model.get_input_embeddings().weight.device
     if options.start not in ("target", "random"):
         config, state, _ = load_head(options.start)
+        config, state = _widened(config, state, options)
         head = head_from(config, state, torch.float32, device).train().requires_grad_(True)
         if config.own_embeddings:
             head.embed_tokens.requires_grad_(False)
@@ -49,6 +51,26 @@ def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: 
     if options.start == "target" and version == 3:
         _start_from_target(head, model)
     return head
+
+
+def _widened(
+    config: EagleConfig, state: dict[str, Tensor], options: TrainOptions
+) -> tuple[EagleConfig, dict[str, Tensor]]:
+    """The head with an MLP of `options.intermediate_size` units, of which the new ones say nothing yet."""
+    more = options.intermediate_size - config.intermediate_size
+    if options.intermediate_size in (0, config.intermediate_size):
+        return config, state
+    if more < 0:
+        least = config.intermediate_size
+        raise InputError(f"intermediate_size: got {options.intermediate_size}, the head to start from has {least}")
+    torch.manual_seed(options.seed)
+    state = dict(state)
+    for name, tensor in state.items():
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            state[name] = torch.cat([tensor, torch.randn(more, tensor.shape[1]).to(tensor) * 0.02])
+        elif name.endswith("down_proj.weight"):
+            state[name] = torch.cat([tensor, tensor.new_zeros(len(tensor), more)], dim=1)
+    return replace(config, intermediate_size=options.intermediate_size), state
 
 
 @torch.no_grad()

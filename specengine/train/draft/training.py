@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 from transformers import PreTrainedModel
 
 from specengine.checkpoints.eagle import save_head
 from specengine.checkpoints.files import atomic
 from specengine.errors import InputError, why_not_loaded
-from specengine.modeling.eagle_head import require_fit
+from specengine.modeling.eagle_head import EagleHead, require_fit
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.train.draft.curve import plot
 from specengine.train.draft.epochs import Batch, Epochs
@@ -106,6 +107,7 @@ class _Run:
         self.optimizer = torch.optim.AdamW(
             self.learns, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
         )
+        self.average = _average(self.head, options.average)
         self.step, self.seconds = 0, 0.0
         if saved is not None:
             self._restore(saved)
@@ -126,6 +128,8 @@ class _Run:
             report = self._backward(number, batch, measure=measure)
             norm = float(torch.nn.utils.clip_grad_norm_(self.learns, options.clip))
             self.optimizer.step()
+            if self.average is not None:
+                self.average.update_parameters(self.head)
             self.step += 1
             self.seconds = before + time.perf_counter() - began
             last = self.step == until
@@ -170,9 +174,14 @@ class _Run:
             group["lr"] = options.learning_rate * factor
         return options.learning_rate * factor
 
+    @property
+    def result(self) -> EagleHead:
+        """What the training gives so far: the averaged weights where they are averaged."""
+        return self.head if self.average is None else cast(EagleHead, self.average.module)
+
     def _validate(self) -> Validation:
         texts = self.epochs.held_back or _as_texts(self.epochs.batches[0])
-        return validate(self.head, self.teacher, self.target, texts, autocast=self.options.autocast)
+        return validate(self.result, self.teacher, self.target, texts, autocast=self.options.autocast)
 
     # ---- on disk
 
@@ -180,7 +189,7 @@ class _Run:
         dtype = self.model.dtype
         state = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in self.head.state_dict().items()
+            for name, tensor in self.result.state_dict().items()
         }
         save_head(self.head.config, state, self.out, target=self.name or None)
         with atomic(self.out / STATE) as part:
@@ -191,6 +200,7 @@ class _Run:
                     "seconds": self.seconds,
                     "shards": self.epochs.shards,
                     "head": self.head.state_dict(),
+                    "average": None if self.average is None else self.average.state_dict(),
                     "optimizer": self.optimizer.state_dict(),
                 },
                 part,
@@ -216,6 +226,8 @@ class _Run:
     def _restore(self, saved: dict[str, Any]) -> None:
         self.head.load_state_dict(saved["head"])
         self.optimizer.load_state_dict(saved["optimizer"])
+        if self.average is not None:
+            self.average.load_state_dict(saved["average"])
         self.step, self.seconds = saved["step"], saved["seconds"]
         lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True) if self.log.is_file() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
@@ -244,6 +256,13 @@ class _Run:
     def _coverage(self, counts: Tensor) -> float:
         ids = self.head.target_ids()
         return 1.0 if ids is None else float(counts[ids.cpu()].sum() / counts.sum())
+
+
+def _average(head: EagleHead, kept: float) -> AveragedModel | None:
+    def moved(average: Tensor, now: Tensor, steps: Tensor | int) -> Tensor:
+        return average.lerp(now.to(average.dtype), 1 - min(kept, float((1 + steps) / (10 + steps))))
+
+    return AveragedModel(head, avg_fn=moved) if kept else None
 
 
 def _as_texts(batch: Batch) -> list[Text]:
