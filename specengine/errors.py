@@ -57,6 +57,10 @@ class NumericalError(SpecEngineError, ArithmeticError):
     """The target's logits are NaN or infinite, so no token can be chosen."""
 
 
+class RankError(SpecEngineError, RuntimeError):
+    """A rank of a tensor parallel run is gone; the message names it."""
+
+
 class BackendError(SpecEngineError, RuntimeError):
     """The backend asked for is unknown or not built; the message names the accepted ones or the build command."""
 

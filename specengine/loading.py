@@ -18,11 +18,13 @@ from specengine.drafters.recycling import Recycling
 from specengine.errors import InputError, UnsupportedModelError, shown
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
+from specengine.modeling.opening import is_gguf
 from specengine.modeling.pretrained import LoadedModel, load_model
 from specengine.policies import TreePolicy
 from specengine.targets import Target
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget
+from specengine.targets.tensor_parallel import lead_or_follow
 
 PLAIN = ("plain", "none")
 
@@ -49,6 +51,8 @@ def load(
     _check_names(draft, policy, options)
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
+    if options.tp_plan is not None and (not isinstance(model, str | None) or (model is not None and is_gguf(model))):
+        raise InputError("tp_plan: accepted with a model's name or its folder, which all ranks read")
     drafts = policy != "plain" and not (isinstance(draft, str) and draft in PLAIN)
     if drafts:
         check_draft(draft, options)
@@ -85,7 +89,7 @@ def _mixed(draft: Any, drafter: Drafter | None, target: Target, options: LoadOpt
 
 def _captures(loaded: LoadedModel, options: LoadOptions) -> bool:
     """Whether graphs are tried: unasked on a CUDA device."""
-    unasked = not isinstance(loaded.model, NativeLM) and loaded.model.device.type == "cuda"
+    unasked = options.tp_plan is None and not isinstance(loaded.model, NativeLM) and loaded.model.device.type == "cuda"
     return unasked if options.graphs is None else options.graphs
 
 
@@ -94,13 +98,16 @@ def _pair(
 ) -> tuple[HuggingFaceTarget | NativeTarget, Drafter | None]:
     """Target and draft, both for graphs or neither."""
     target = _target(loaded, options)
-    return target, _maker(draft, options)(target, loaded.tokenizer) if drafts else None
+    alone = dataclasses.replace(options, tp_plan=None)
+    return target, _maker(draft, alone)(target, loaded.tokenizer) if drafts else None
 
 
 def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | NativeTarget:
     model = loaded.model
     if isinstance(model, NativeLM):
         return NativeTarget(model)
+    if options.tp_plan is not None:
+        return lead_or_follow(model, strict=options.strict, reason=loaded.reason)
     return HuggingFaceTarget(
         model,
         pack=options.pack,

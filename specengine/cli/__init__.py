@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specengine.cli.arguments import make_parser
+from specengine.cli.arguments.shared import RANKS
 from specengine.cli.terminal import say, tell
-from specengine.errors import SpecEngineError
+from specengine.errors import InputError, SpecEngineError
+
+SPLIT = ("generate", "chat", "serve")  # commands that run one engine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = getattr(parsed, "debug", False)
     try:
         model = parsed.loads(parsed)
+        if os.environ.get("RANK", "0") != "0" and RANKS > 1:
+            return _follow(parsed)
         if model is not None:
             tell(f"Loading {model}")
         status: int = _function(parsed.run)(parsed)
@@ -41,6 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind, hint = ("", "") if expected else (f"{type(error).__name__}: ", " (--debug shows where)")
         say(f"specengine: error: {kind}{' '.join(str(error).split())}{hint}")
         return 2 if expected else 70
+
+
+def _follow(parsed: Any) -> int:
+    """Of several ranks any but the first: its engine does what the first one's does, and reads and says nothing."""
+    from specengine.cli import given
+
+    if not hasattr(parsed, "tp_plan") or parsed.run.partition(":")[0].rpartition(".")[2] not in SPLIT:
+        raise InputError(f"torchrun: accepted for {', '.join(SPLIT)}")
+    given.load_engine(parsed, progress=lambda line: None)
+    return 0
 
 
 def _function(name: str) -> Callable[[Any], int]:

@@ -46,6 +46,7 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "quantize",
         "pack",
         "strict",
+        "tp_plan",
         "offline",
         "trust_remote_code",
     )

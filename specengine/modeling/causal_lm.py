@@ -168,9 +168,14 @@ class CausalLM:
         """The bare language-model head: logits, [..., vocabulary], of states behind the final norm."""
         return self._runs.get_output_embeddings()(states.to(self.dtype))
 
+    @property
+    def table(self) -> Tensor:
+        """Token embeddings, [vocabulary, hidden size], without a scale that the model may have."""
+        return self.model.get_input_embeddings().weight
+
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings, [..., hidden size], without a scale that the model may have."""
-        return embedding(tokens, self.model.get_input_embeddings().weight)
+        """Rows of `table`, [..., hidden size]."""
+        return embedding(tokens, self.table)
 
     @torch.inference_mode()
     def prepare_features(self, ids: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -75,8 +75,9 @@ class TorchHead:
         head = self.module
         if isinstance(self._target, NativeLM) and not head.config.own_embeddings:
             return states.index_select(0, sources), self._target.embed(rows.tokens)
-        table = head.embed_tokens if head.config.own_embeddings else self._target.model.get_input_embeddings()
-        return ops.gather_rows(states, sources, table.weight, rows.tokens)
+        own = head.config.own_embeddings
+        table = head.embed_tokens.weight if own else cast(CausalLM, self._target).table
+        return ops.gather_rows(states, sources, table, rows.tokens)
 
 
 class _PromptAttention:

@@ -11,6 +11,7 @@ import torch
 
 from specengine.errors import InputError, shown
 from specengine.modeling import native
+from specengine.modeling.tensor_parallel import require_launched
 
 BACKENDS = ("native", "huggingface")
 _DTYPES = {
@@ -44,6 +45,8 @@ class LoadOptions:
                        once); None is True on a CUDA device where model and draft can, and False elsewhere;
                        without a CUDA device the same padded forwards run uncaptured, which only tests have a use for
     compile_blocks     with graphs: the target's norms and feed-forward layers through torch.compile, on first use
+    tp_plan            `auto` splits the target over the processes that torchrun started, by the plan that transformers
+                       has for it; rank 0 drafts, and the others do not return from loading
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
                        precision is as exact as float32; costs more per node
     progress           called with lines about what takes long; by default they go to stderr
@@ -62,6 +65,7 @@ class LoadOptions:
     pack: bool | None = None
     graphs: bool | None = None
     compile_blocks: bool = False
+    tp_plan: str | None = None
     strict: bool = False
     progress: Callable[[str], None] | None = None
 
@@ -86,10 +90,21 @@ class LoadOptions:
             raise InputError(
                 f"quantize: got {shown(self.quantize)}, accepted {', '.join(native.QUANTIZATIONS)} or none"
             )
+        if self.tp_plan is not None:
+            self._check_splitting()
         if self.compile_blocks and not self.graphs:
             raise InputError("compile_blocks: it is for the padded forwards of graphs; add graphs=True")
         self.device = _device(self.device) if self.device is not None else None
         return self
+
+    def _check_splitting(self) -> None:
+        if self.tp_plan != "auto":
+            raise InputError(f"tp_plan: got {shown(self.tp_plan)}, accepted auto or none")
+        given = {name: getattr(self, name) for name in ("quantize", "pack", "graphs", "compile_blocks", "device")}
+        given["backend"] = self.backend == "native"
+        if alone := [name for name, value in given.items() if value]:
+            raise InputError(f"tp_plan: got {', '.join(alone)} too, which are for a model in one process")
+        require_launched()
 
     def _check_kinds(self) -> None:
         for name in ("draft_options", "policy_options"):

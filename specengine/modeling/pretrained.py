@@ -19,6 +19,7 @@ from specengine.modeling.configs import NO_MEMORY, config_of, refuse_other_shape
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import Opened, is_gguf, open_gguf, open_native
+from specengine.modeling.tensor_parallel import splitting
 
 _MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 
@@ -55,6 +56,7 @@ def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> st
         on_cpu = model.device.type == "cpu"
     reasons = {
         "backend='huggingface' was asked for": options.backend == "huggingface",
+        "its weights are split over ranks": options.tp_plan is not None,
         "it runs on a CPU alone": not on_cpu,
         "graphs are made of the model's own modules": bool(options.graphs),
         "pack= is an option of the Hugging Face backend": options.pack is not None,
@@ -86,6 +88,8 @@ def _huggingface(
     common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
     config = config_of(path, **common)
     refuse_other_shapes(path, config)
+    if options.tp_plan is not None:
+        common["distributed_config"] = splitting(config)
     try:
         with no_loading_bars():
             loaded, found = AutoModelForCausalLM.from_pretrained(
@@ -103,7 +107,9 @@ def _huggingface(
     except Exception as error:  # a model's class may raise anything over a config of other types than it expects
         raise unsupported(path, error, "it cannot be loaded") from error
     _require_weights(path, loaded, found)
-    return loaded.to(options.device or default_device()), tokenizer or _tokenizer(path, options)
+    if options.tp_plan is None:
+        loaded = loaded.to(options.device or default_device())
+    return loaded, tokenizer or _tokenizer(path, options)
 
 
 def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any]) -> None:

@@ -27,6 +27,8 @@ class HuggingFaceTarget(Target):
     UnsupportedModelError where this model on this device cannot keep what is asked for.
     """
 
+    makes: type[CausalLM] = CausalLM
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -39,7 +41,7 @@ class HuggingFaceTarget(Target):
     ) -> None:
         """reason: why it is not the native forward, or not graphs, that run this model, for people."""
         self.reason, self.captured = reason, captured
-        self.lm = CausalLM(model, pack=pack, compile_blocks=compile_blocks)
+        self.lm = self.makes(model, pack=pack, compile_blocks=compile_blocks)
         if captured:
             self.lm.require_capture()
         self.strict_rows = strict_rows(self.lm, padded=captured) if strict else 0  # of each forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ BACKENDS = ("native", "huggingface")
 QUANTIZATIONS = ("int8",)
 POLICIES = (*registry.names("specengine.policies"), "plain")
 DEFAULT_MAX_NEW_TOKENS = 256
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun sets it
 
 # name of the option in GenerationOptions, type, help
 GENERATION_OPTIONS: tuple[tuple[str, Any, str], ...] = (
@@ -70,6 +72,12 @@ def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> N
         action=argparse.BooleanOptionalAction,
         default=False,
         help="the same bits in every tree and in plain decoding, in bfloat16 too; costs more per node",
+    )
+    group.add_argument(
+        "--tp-plan",
+        choices=("auto",),
+        default="auto" if RANKS > 1 else None,
+        help="split the model over the processes that torchrun started, by its own plan (default: under torchrun)",
     )
     add_access(group)
 

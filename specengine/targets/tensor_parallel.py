@@ -1,0 +1,151 @@
+"""A target that several ranks run: rank 0 drafts and decides, the others do with their shards what it tells them."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from specengine import ops
+from specengine.errors import RankError
+from specengine.modeling.tensor_parallel import Ranks, ShardedLM, ranks
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.tree import TokenTree
+
+T = TypeVar("T")
+END = "end"
+ROLL_CALL = timedelta(seconds=10)
+
+
+class ShardedTarget(HuggingFaceTarget):
+    """Every rank's own part: shards of the weights, and a cache of its own heads' keys and values."""
+
+    makes = ShardedLM
+
+    def __init__(self, model: PreTrainedModel, *, strict: bool = False, reason: str = "") -> None:
+        self.ranks = ranks()
+        super().__init__(model, pack=False, strict=strict, reason=reason)
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        return f"{super().backend}, {self.ranks.size} ranks"
+
+    def run_tree(self, tokens: list[int], parents: list[int], depths: list[int]) -> tuple[Tensor, Tensor | None]:
+        """As `verify`, of a tree as lists."""
+        ids, above, steps = (torch.tensor(values, device=self.device) for values in (tokens, parents, depths))
+        scores = torch.zeros(len(tokens), device=self.device)
+        return super().verify(TokenTree.of(ids, above, steps, scores, scores))
+
+    def keep_path(self, path: list[int]) -> None:
+        """As `commit`, without the tokens."""
+        self.cache.commit(path)
+
+
+class Leader(ShardedTarget):
+    """Rank 0: as any other target for the engine. RankError once a rank is gone."""
+
+    def __init__(self, model: PreTrainedModel, *, strict: bool = False, reason: str = "") -> None:
+        self._lost: str | None = None
+        super().__init__(model, strict=strict, reason=reason)
+        atexit.register(self._dismiss)
+
+    def reserve(self, tokens: int, scratch: int) -> None:
+        self._together("reserve", super().reserve, tokens, scratch)
+
+    def want_features(self, ids: tuple[int, ...]) -> None:
+        if ids != self._features:
+            self._together("want_features", super().want_features, ids)
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
+        kept = self.cached(tokens) if keep is None else keep
+        return self._together("prefill", super().prefill, tokens, kept)
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        given = tree.trimmed() if ops.is_free(tree.size) else tree
+        nodes = (part[: len(given)].tolist() for part in (given.tokens, given.parents, given.depths))
+        return self._together("run_tree", self.run_tree, *nodes)
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        self._together("keep_path", self.keep_path, path)
+        self.tokens.extend(tree.tokens[path].tolist())
+
+    def reset(self) -> None:
+        self._together("reset", super().reset)
+
+    def _together(self, name: str, run: Callable[..., T], *arguments: Any) -> T:
+        """Have all ranks do this."""
+        if self._lost is not None:
+            raise RankError(self._lost)
+        try:
+            _broadcast((name, arguments), self.ranks)
+            return run(*arguments)
+        except BaseException as error:
+            # Another rank may wait inside this for ever: what was begun together cannot be left alone.
+            self._lost = _told(error, self.ranks) or f"the ranks stopped inside {name}; start them anew"
+            if isinstance(error, RuntimeError) and _is_connection(error):
+                raise RankError(self._lost) from error
+            raise
+
+    def _dismiss(self) -> None:
+        if self._lost is None:
+            self._lost = "the ranks have been dismissed"
+            try:
+                _broadcast((END, ()), self.ranks)
+            except RuntimeError:
+                return
+            dist.destroy_process_group()
+
+
+def lead_or_follow(model: PreTrainedModel, *, strict: bool, reason: str) -> Leader:
+    """The target, on rank 0. On the others it does not return: they follow, and exit when rank 0 does."""
+    if ranks().own == 0:
+        return Leader(model, strict=strict, reason=reason)
+    sys.exit(follow(ShardedTarget(model, strict=strict, reason=reason)))
+
+
+@torch.inference_mode()
+def follow(target: ShardedTarget) -> int:
+    """Do what rank 0 says until it ends; the exit status."""
+    try:
+        while (command := _broadcast(None, target.ranks))[0] != END:
+            with target.running():
+                getattr(target, command[0])(*command[1])
+    except RuntimeError as error:
+        if not _is_connection(error):
+            raise
+        told = _told(error, target.ranks)
+        print(f"specengine: error: rank {target.ranks.own} ends: {told}", file=sys.stderr, flush=True)
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def _broadcast(command: Any, ranks: Ranks) -> Any:
+    held = [command]
+    dist.broadcast_object_list(held, src=0, group=ranks.control, device=torch.device("cpu"))
+    return held[0]
+
+
+def _is_connection(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, dist.DistError) or any(word in text for word in ("onnection", "gloo", "NCCL", "socket"))
+
+
+def _told(error: BaseException, ranks: Ranks) -> str | None:
+    """Who is gone, by a call of the roll that rank 0 holds; None for an error of another kind."""
+    if not (isinstance(error, RuntimeError) and _is_connection(error)):
+        return None
+    if ranks.size == 2 or ranks.own:
+        return f"rank {1 - ranks.own if ranks.size == 2 else 'another'} of {ranks.size} is gone"
+    try:
+        dist.monitored_barrier(ranks.control, ROLL_CALL, wait_all_ranks=True)
+    except RuntimeError as missing:
+        return f"of {ranks.size} ranks one or more are gone: {str(missing).splitlines()[0]}"
+    return f"the connection of {ranks.size} ranks broke: {str(error).splitlines()[0]}"

@@ -1,0 +1,26 @@
+"""What one run of torchrun answers: python -m tests.parallel.answers MODEL DRAFT TOKENS POLICY..., as JSON lines."""
+
+import json
+import sys
+
+from specengine import Engine
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+WAYS = ({}, {"temperature": 1.0, "seed": 4})
+
+
+def main(model: str, draft: str, tokens: str, *names: str) -> None:
+    dtype = {"dtype": "float32", "offline": True}
+    engine = Engine.from_pretrained(model, draft, tp_plan="auto", **dtype)  # the other ranks stay in here
+    print(json.dumps({"backend": engine.target.backend}), flush=True)
+    for name in names:
+        policy = None if name == "default" else name
+        for way, options in enumerate(WAYS):
+            given = {"policy": policy} if policy else {}
+            found = engine.generate(PROMPT, max_new_tokens=int(tokens), **given, **options)
+            line = {"policy": name, "way": way, "tokens": found.token_ids, "steps": found.stats.num_spec_steps}
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

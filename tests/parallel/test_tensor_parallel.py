@@ -1,0 +1,164 @@
+"""A model split over two processes: the same tokens as in one, and an error that names a rank that is gone."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from specengine import Engine
+from specengine.checkpoints.eagle import save_head
+from specengine.cli import main
+from specengine.errors import InputError, UnsupportedModelError
+from specengine.modeling import tensor_parallel
+from specengine.modeling.eagle_head import EagleConfig
+from tests.heads import deep
+from tests.parallel.answers import PROMPT, WAYS
+from tests.toy import byte_tokenizer, near_copy, random_state, tiny
+
+pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="torch was built without gloo")
+
+ROOT = Path(__file__).parents[2]
+ALONE = {"OMP_NUM_THREADS": "1"}
+PLAIN = {"dtype": "float32", "offline": True, "backend": "huggingface"}
+
+
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def torchrun(*arguments: str, count: int = 2) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    command = [*launcher, "--master-port", str(port()), "-m", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | ALONE, timeout=240, check=False
+    )
+
+
+def answers(model: Path, draft: str, *policies: str, tokens: int = 30) -> tuple[str, list[dict[str, Any]]]:
+    run = torchrun("tests.parallel.answers", str(model), draft, str(tokens), *policies)
+    assert run.returncode == 0, run.stderr[-3000:]
+    first, *lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert [(line["policy"], line["way"]) for line in lines] == [(name, way) for name in policies for way in (0, 1)]
+    return first["backend"], lines
+
+
+def expected(model: Path, way: int, tokens: int = 30) -> list[int]:
+    engine = Engine.from_pretrained(str(model), "none", **PLAIN)
+    return engine.generate(PROMPT, max_new_tokens=tokens, **WAYS[way]).token_ids
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi"])
+def test_two_ranks_answer_as_one_process_does(family: str, tmp_path: Path) -> None:
+    tiny(family).save_pretrained(tmp_path / "target")
+    near_copy(family).save_pretrained(tmp_path / "draft")
+    backend, lines = answers(tmp_path / "target", str(tmp_path / "draft"), "auto", "eagle", "talon")
+    assert "2 ranks" in backend
+    wanted = [expected(tmp_path / "target", way) for way in (0, 1)]
+    assert [line["tokens"] for line in lines] == [wanted[line["way"]] for line in lines]
+    assert any(line["steps"] < len(line["tokens"]) for line in lines)  # trees were accepted
+
+
+def test_a_head_reads_embeddings_and_states_of_a_split_model(tmp_path: Path) -> None:
+    """Its heads cannot be dealt out to two: attention stays whole."""
+    target = deep("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48, head_dim=16)
+    target.save_pretrained(tmp_path / "target")
+    config = EagleConfig(
+        version=3, hidden_size=48, intermediate_size=64, num_heads=3, num_kv_heads=3, head_dim=16,
+        target_hidden_size=48, vocab_size=260, draft_vocab_size=260, layer_ids=(1, 3, 4),
+    )  # fmt: skip
+    save_head(config, random_state(config), tmp_path / "head")
+    _, lines = answers(tmp_path / "target", str(tmp_path / "head"), "default", "talon")
+    wanted = [expected(tmp_path / "target", way) for way in (0, 1)]
+    assert [line["tokens"] for line in lines] == [wanted[line["way"]] for line in lines]
+
+
+@pytest.mark.model
+def test_the_default_model_on_two_ranks(default_model_path: Path) -> None:
+    _, lines = answers(default_model_path, "recycling", "auto", "eagle", "talon", tokens=16)
+    wanted = [expected(default_model_path, way, 16) for way in (0, 1)]
+    assert [line["tokens"] for line in lines] == [wanted[line["way"]] for line in lines]
+
+
+def test_the_command_line_answers_once(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    asked = ["specengine", "generate", "Hello", "--model", str(tmp_path), "--offline", "--max-new-tokens", "8"]
+    run = torchrun(*asked, "--json", "--dtype", "float32")
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout)
+    one = Engine.from_pretrained(str(tmp_path), "none", **PLAIN).generate("Hello", max_new_tokens=8)
+    assert found["token_ids"] == one.token_ids
+    refused = torchrun("specengine", "check", "--model", str(tmp_path), "--offline")
+    assert refused.returncode != 0
+    assert "torchrun: accepted for generate, chat, serve" in refused.stderr
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_killed_rank_ends_the_other_with_an_error_that_names_it(gone: int, tmp_path: Path) -> None:
+    tiny("llama", max_position_embeddings=1 << 16).save_pretrained(tmp_path)
+    world = ALONE | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+    ranks = []
+    for rank in (0, 1):
+        own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-m", "tests.parallel.answers", str(tmp_path), "recycling", "60000", "eagle"]
+        ranks.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | own
+            )
+        )
+    try:
+        assert ranks[0].stdout is not None
+        assert "2 ranks" in ranks[0].stdout.readline()
+        time.sleep(1.0)  # in the middle of an answer
+        ranks[gone].send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        _, told = ranks[1 - gone].communicate(timeout=60)
+        assert time.monotonic() - began < 30
+        assert ranks[1 - gone].returncode not in (0, None)
+        assert re.search(rf"rank {gone} of 2 is gone", told), told[-2000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_plan": "all"}, "tp_plan: got 'all', accepted auto or none"),
+        ({"tp_plan": "auto"}, "tp_plan: this process is alone; start it by torchrun"),
+        ({"tp_plan": "auto", "quantize": "int8"}, "tp_plan: got quantize too"),
+        ({"tp_plan": "auto", "graphs": True}, "tp_plan: got graphs too"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        Engine.from_pretrained(str(tmp_path), "none", **options)
+
+
+def test_models_without_a_plan_or_with_an_odd_one_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UnsupportedModelError, match="64 units of a layer's MLP cannot be dealt out to 3 ranks"):
+        tensor_parallel.splitting(tiny("llama", intermediate_size=64).config)
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no plan of its own"):
+        tensor_parallel.splitting(tiny("gpt2").config)
+
+
+def test_a_command_of_a_rank_says_nothing_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specengine.cli.RANKS", 2)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["check"]) == 2
+    assert "torchrun: accepted for generate, chat, serve" in capsys.readouterr().err
