@@ -19,6 +19,7 @@ from specengine.cuda_graphs import Graphs
 from specengine.cycle import Draft, EagerDriver, walk
 from specengine.drafters import Drafter
 from specengine.drafters._guided import Guided
+from specengine.drafters._origins import Origins
 from specengine.drivers import Drivers, KeptDrivers
 from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.generation.custom_generate import CustomGenerate
@@ -49,6 +50,7 @@ class _Run:
     stats: Stats
     root: int
     guided: Drafter | None = None
+    origins: Origins | None = None
     began: float = field(default_factory=time.perf_counter)
     reason: str | None = None
 
@@ -176,13 +178,14 @@ class Engine:
         reuse_cache: bool = False,
         drivers: Drivers | None = None,
         constraint: Constraint | None = None,
+        origins: Origins | None = None,
     ) -> Generator[Cycle, None, None]:
         """The cycles of one generation; everything else reads from these.
 
         prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way;
         prediction: token ids that the answer is expected to be like; `reuse_cache` keeps what both caches hold of the
         prompt from the generation before; drivers: what `self.drivers` gives for a policy, by default the own one's;
-        constraint: that of the sampler's processors, for trees to follow.
+        constraint: that of the sampler's processors, for trees to follow; origins: see Cycle, noted where it is wanted.
         """
         if not self._busy.acquire(blocking=False):
             raise EngineBusyError(
@@ -198,6 +201,9 @@ class Engine:
                 run = self._begin(drivers, prompt, sampler, stopper, stats, reuse_cache)
                 if constraint is not None and drivers.drafter is not None:
                     run.guided = cast(Drafter, Guided(drivers.drafter, constraint, stopper.tokens))
+                if origins is not None and origins.wanted and drivers.drafter is not None:
+                    run.origins = origins
+                    run.guided = cast(Drafter, origins.around(run.guided or drivers.drafter))
             while run.reason is None:
                 with self.target.running():
                     cycle = self._cycle(run, driver)
@@ -347,7 +353,10 @@ class Engine:
         if not tokens:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")
         self.target.commit(tree, path)
-        cycle = Cycle(tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept, successors)
+        origins = None if run.origins is None else run.origins.of(draft.grown)
+        cycle = Cycle(
+            tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept, successors, origins
+        )
         if driver.drafter is not None and driver.policy is not None:
             driver.drafter.observe(cycle)
             if not driver.policy.rests:
@@ -404,6 +413,7 @@ class TextGeneration:
         self._sent = 0
         self._started = False
         self._streams = False  # whether a streamer waits for the end
+        self._origins = Origins()
         constraint = engine.constraint(self.options)
         self._stopper = self.options.stopper(self._decode, constraint)
         sampler = self.options.sampler(len(self.prompt), target.device, constraint)
@@ -418,7 +428,17 @@ class TextGeneration:
             reuse_cache=reuse_cache,
             drivers=drivers,
             constraint=constraint,
+            origins=self._origins,
         )
+
+    @property
+    def origins(self) -> bool:
+        """Whether cycles say where their nodes come from, which takes time; to be set before the first piece."""
+        return self._origins.wanted
+
+    @origins.setter
+    def origins(self, wanted: bool) -> None:
+        self._origins.wanted = wanted
 
     def __iter__(self) -> Iterator[StreamPiece]:
         return self
