@@ -383,7 +383,8 @@ class Engine:
 class TextGeneration:
     """One generation as an iterator of StreamPiece; closing it, or letting it go, frees the engine.
 
-    Options and prompt are checked at construction. `result` is there once the iterator has ended.
+    Options and prompt are checked at construction; `policy` is what shapes its trees, None where it decodes plainly.
+    `result` is there once the iterator has ended.
     """
 
     # Nothing it holds may hold it in turn: only then does letting it go free the engine at once.
@@ -419,6 +420,7 @@ class TextGeneration:
         sampler = self.options.sampler(len(self.prompt), target.device, constraint)
         prediction = predicted_ids(self.options.prediction, engine.tokenizer, target.vocab_size)
         drivers = engine.drivers.asked(self.options.policy, self.options.policy_options)
+        self.policy = drivers.policy
         self._cycles = engine.cycles(
             self.prompt,
             sampler,
