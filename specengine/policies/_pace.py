@@ -37,10 +37,6 @@ class Pace:
         self.resting, self._length, self._worked, self._new = 0, SHORTEST, SHORTEST, True
         self._gain = max(self._gain, NEW_TEXT)
 
-    def plain(self, thought: float) -> float:
-        """Seconds of a plain cycle that was thought to take so many, by those that were timed."""
-        return thought * (statistics.median(self._plain) if self._plain else 1.0)
-
     def observe(self, tokens: int, seconds: float, plain: float) -> None:
         """A cycle brought so many tokens in so many seconds; plain: those that a plain cycle was thought to take."""
         if self.resting:
@@ -52,7 +48,7 @@ class Pace:
         self._worked += 1
         if not self._worked:  # the first one after a rest also does what the rest had left
             return
-        gain = tokens - seconds / self.plain(plain)
+        gain = tokens - seconds / (plain * (statistics.median(self._plain) if self._plain else 1.0))
         off = max(gain, WORST) - self._gain
         self._gain += off * (1 - MEMORY)
         self._spread += (off * off - self._spread) * (1 - MEMORY)

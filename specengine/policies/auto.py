@@ -251,7 +251,7 @@ class Auto(TreePolicy):
 
     @property
     def plain_seconds(self) -> float | None:  # type: ignore[override]
-        return self._pace.plain(self._plain) if self._costs.measured else None
+        return self._plain * self._scale[0] if self._costs.measured else None
 
     @property
     def _pace(self) -> Pace:

@@ -21,10 +21,11 @@
     copied: "M-4 -4H4V4H-4Z",
     recycled: "M0 -5.4L5.4 0L0 5.4L-5.4 0Z",
     forced: "M0 -5L5 4H-5Z",
+    root: "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0Z",
     null: "M-4.5 -1.5H4.5V1.5H-4.5Z",
     own: "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
   };
-  const LETTER = 7.25, MARK = 15, GAP = 30, ROW = 21, LONGEST = 16; // pixels, and letters of a label
+  const LETTER = 7.25, MARK = 15, GAP = 26, ROW = 21, MOST_ROW = 30, LONGEST = 16; // pixels, and letters of a label
   const LEAST_BARS = 40;
   const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -342,7 +343,7 @@
     while (stack.length) {
       const node = stack.pop();
       node.below = node.children.filter((child) => withPruned || child.fate !== "pruned");
-      node.y = 20 + ROW * rows;
+      node.row = rows;
       if (!node.below.length) rows += 1;
       node.label = shorten(visible(node.text) || `#${node.token}`);
       node.width = MARK + columns(node.label) * LETTER;
@@ -355,14 +356,16 @@
     }
     const lefts = [];
     const width = widths.reduce((left, one, depth) => ((lefts[depth] = left), left + one + GAP), 18);
-    for (const node of order) node.x = lefts[node.depth];
-    return { order, width: width - GAP + 14, height: ROW * rows + 20 };
+    const pitch = Math.min(Math.max(ROW, (at("stage").clientHeight - 30) / rows), MOST_ROW);
+    for (const node of order) Object.assign(node, { x: lefts[node.depth], y: 22 + pitch * node.row });
+    return { order, width: width - GAP + 14, height: pitch * (rows - 1) + 44 };
   }
 
   function drawTree(tree) {
     const svg = at("tree"), hadFocus = svg.contains(document.activeElement);
     svg.replaceChildren();
     nodes = [];
+    at("none").hidden = tree.length > 0;
     if (!tree.length) {
       svg.setAttribute("width", 0);
       svg.setAttribute("height", 0);
@@ -388,7 +391,7 @@
     const x0 = parent.x + parent.width + 1, x1 = x - 8, bend = Math.max(x0, x1 - GAP), middle = (bend + x1) / 2;
     const d = y === parent.y ? `M${x0} ${y}H${x1}` : `M${x0} ${parent.y}H${bend}C${middle} ${parent.y} ${middle} ${y} ${x1} ${y}`;
     const made = drawn("path", { class: `edge ${fate}`, d });
-    if (fate === "rejected") made.setAttribute("stroke-opacity", Math.max(0.45, Math.sqrt(p)).toFixed(2));
+    if (fate === "rejected") made.setAttribute("stroke-opacity", Math.max(0.6, Math.sqrt(p)).toFixed(2));
     made.style.setProperty("--depth", depth);
     return made;
   }
@@ -399,7 +402,7 @@
       "aria-level": node.depth + 1, "aria-label": spoken(node), "data-node": node.id ?? "own", "data-origin": String(node.origin),
     });
     group.append(drawn("rect", { class: "back", x: -9, y: -ROW / 2 + 1, width: node.width + 7, height: ROW - 2, rx: 5 }));
-    group.append(drawn("path", { class: "shape", d: SHAPES[node.origin] ?? SHAPES.null }));
+    group.append(drawn("path", { class: "shape", d: SHAPES[node.id === 0 ? "root" : node.origin] }));
     group.append(drawn("text", { x: 10, y: 4, "aria-hidden": true }, node.label));
     group.style.setProperty("--depth", node.depth);
     group.addEventListener("mouseenter", () => describe(node));
@@ -475,16 +478,20 @@
     } else if (compared) at("compared").textContent = compared.text;
     if (!cycles.length) return list("figures", []);
     const tokens = sum(cycles.map((one) => one.committed.length)), counts = {};
-    for (const one of cycles)
-      for (const node of one.accepted.slice(1)) counts[one.origins?.[node] ?? "not noted"] = (counts[one.origins?.[node] ?? "not noted"] ?? 0) + 1;
-    const from = Object.entries(counts).map(([name, count]) => `${name} ${count}`).join(", ");
+    for (const one of cycles) {
+      for (const node of one.accepted.slice(1)) {
+        const origin = one.origins?.[node] ?? "not noted";
+        counts[origin] = (counts[origin] ?? 0) + 1;
+      }
+    }
+    const from = ["draft", "copied", "recycled", "forced", "not noted"].filter((name) => counts[name]).map((name) => `${name} ${counts[name]}`).join(", ");
     const plain = turn.plain, estimate = plain ? rate(cycles) * plain : null;
     list("figures", [
       ["Tokens per pass", (tokens / cycles.length).toFixed(2), `${tokens} tokens in ${cycles.length} cycles`],
       ["Accepted drafts", sum(Object.values(counts)), from],
       ["Speed", `${rate(cycles).toFixed(1)} tokens/s`, "of the cycles alone"],
       estimate
-        ? ["Against plain", `${estimate.toFixed(2)}×`, `estimated: a plain pass takes ${(1000 * plain).toFixed(1)} ms, as measured here`]
+        ? ["Against plain", `${estimate.toFixed(2)}×`, `estimated: by the measured costs a plain pass takes ${(1000 * plain).toFixed(1)} ms`]
         : ["Against plain", "–", "no measured cost of a plain pass"],
     ]);
   }
