@@ -35,8 +35,12 @@ class Watched(Lookup):
         after = [self._copies.after(context) for context in contexts(self._copies.context(), tokens, parents)]
         below = list(zip(tokens, parents, strict=True))[1:]
         mixtures = [after[parent] for _, parent in below]
-        copied = [mixture is not None and token in mixture.copied for (token, _), mixture in zip(below, mixtures, strict=True)]
-        recycled = [self.recycling is not None and token in self.recycling.row(tokens[parent]) for token, parent in below]
+        copied = [
+            mixture is not None and token in mixture.copied for (token, _), mixture in zip(below, mixtures, strict=True)
+        ]
+        recycled = [
+            self.recycling is not None and token in self.recycling.row(tokens[parent]) for token, parent in below
+        ]
         self.seen.append((cycle, copied, recycled))
         super().observe(cycle)
 
@@ -53,7 +57,9 @@ def test_origins_are_what_the_sources_say(name: str, sources: str, seed: int, sa
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, **({"seed": seed} if sampled else {})}
 
     def engine() -> Engine:
-        draft = Watched(Recycling()) if sources == "recycled" else Watched(toy, Recycling() if sources == "both" else None)
+        draft = (
+            Watched(Recycling()) if sources == "recycled" else Watched(toy, Recycling() if sources == "both" else None)
+        )
         return Engine(ToyTarget(tables), draft, policy_for(name, seed))
 
     unasked = engine()
@@ -80,7 +86,9 @@ def test_origins_are_what_the_sources_say(name: str, sources: str, seed: int, sa
 
 @pytest.mark.parametrize(("draft", "origin"), [(NGram(3, 1), "copied"), (Recycling(), "recycled")])
 def test_a_source_by_itself(draft: Any, origin: str) -> None:
-    stream = Engine(ToyTarget(Tables(6, concentration=0.2)), draft, policy_for("eagle")).stream(PROMPT, max_new_tokens=24)
+    stream = Engine(ToyTarget(Tables(6, concentration=0.2)), draft, policy_for("eagle")).stream(
+        PROMPT, max_new_tokens=24
+    )
     stream.origins = True
     found = {name for piece in stream for name in piece.cycle.origins or []}
     assert found == {None, origin}

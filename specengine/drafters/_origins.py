@@ -16,9 +16,13 @@ class Origins:
     Waits for a device in every pass.
     """
 
+    _drafter: Drafter | Guided
+    _passed: set[int]  # nodes that were drafted from
+    _marks: dict[tuple[int, int], int]  # by parent and token
+    _free: dict[tuple[int, int], int]
+
     def __init__(self) -> None:
         self.wanted = False
-        self._drafter: Drafter | Guided
         self._forget()
 
     def around(self, drafter: Drafter | Guided) -> Origins:
@@ -59,9 +63,7 @@ class Origins:
         return step
 
     def _forget(self) -> None:
-        self._passed: set[int] = set()  # nodes that were drafted from
-        self._marks: dict[tuple[int, int], int] = {}  # by parent and token
-        self._free: dict[tuple[int, int], int] = {}
+        self._passed, self._marks, self._free = set(), {}, {}
 
     def _origin(self, parent: int, token: int) -> str | None:
         edge = parent, token

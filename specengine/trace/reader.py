@@ -199,7 +199,9 @@ def _check_tree(record: dict[str, Any], where: str) -> None:
     require("tokens", "at least the root", size > 0)
     for name in ("texts", "parents", "probabilities", "path_probabilities"):
         require(name, f"{size} entries, as many as tokens", len(record[name]) == size)
-    require("origins", f"{size} entries, as many as tokens", record["origins"] is None or len(record["origins"]) == size)
+    require(
+        "origins", f"{size} entries, as many as tokens", record["origins"] is None or len(record["origins"]) == size
+    )
     ordered = parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents[1:], start=1))
     require("parents", "-1 at the root, and an earlier node for every other", ordered)
 

@@ -26,11 +26,15 @@ def cycles_of(streamed: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("draft", ["small_model", "ngram", "recycling", "none"])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}, {"stop": ["\ufffd", "e"], "return_token_ids": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.9, "seed": 3}, {"stop": ["\ufffd", "e"], "return_token_ids": True}]
+)
 def test_cycles_are_those_of_a_trace(draft: str, options: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     engine = tiny_engine(draft=draft)
-    named = {{"stop": "stop_strings"}.get(name, name): value for name, value in options.items() if name != "return_token_ids"}
+    named = {
+        {"stop": "stop_strings"}.get(name, name): value for name, value in options.items() if name != "return_token_ids"
+    }
     with TraceWriter(file, engine) as trace:
         for _ in trace.follow(engine.stream(CHAT["messages"], max_new_tokens=24, **named)):
             pass

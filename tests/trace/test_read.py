@@ -77,7 +77,10 @@ def test_a_trace_of_before_there_were_origins_is_read(written: Trace) -> None:
         for line in lines:
             line.pop("origins", None)
 
-    assert {name for query in written.queries for cycle in query.cycles for name in cycle.origins or []} == {None, "draft"}
+    assert {name for query in written.queries for cycle in query.cycles for name in cycle.origins or []} == {
+        None,
+        "draft",
+    }
     read = read_trace(rewritten(written, without))
     assert {cycle.origins for query in read.queries for cycle in query.cycles} == {None}
     assert [cycle.tokens for cycle in read.queries[0].cycles] == [cycle.tokens for cycle in written.queries[0].cycles]
