@@ -57,7 +57,7 @@
   function list(id, rows) {
     at(id).replaceChildren(...rows.map(([name, value, note, kind]) => {
       const pair = element("div"), told = element("dd", kind ? { class: kind } : {}, String(value));
-      if (note) told.append(element("small", {}, note));
+      if (note) told.append(" ", element("small", {}, note));
       pair.append(element("dt", {}, name), told);
       return pair;
     }));
