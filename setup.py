@@ -160,6 +160,7 @@ if __name__ == "__main__":
                 "**/*.json",
                 "**/*.md",
                 "trace/page.*",
+                "serve/page/*",
                 "benchmark/**/*.jsonl",
             ],
             "specengine_kernels": ["README.md"],

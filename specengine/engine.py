@@ -18,6 +18,7 @@ from specengine.cuda_graphs import Graphs
 from specengine.cycle import Draft, EagerDriver, walk
 from specengine.drafters import Drafter
 from specengine.drafters._guided import Guided
+from specengine.drafters._origins import Origins
 from specengine.drivers import Drivers, KeptDrivers
 from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.generation.custom_generate import CustomGenerate
@@ -27,7 +28,7 @@ from specengine.generation.prompts import Prompt, predicted_ids
 from specengine.generation.sampling import History, Sampler
 from specengine.generation.session import Session
 from specengine.generation.stopping import Stopper
-from specengine.generation.text_generation import TextGeneration
+from specengine.generation.text_generation import Answering, TextGeneration
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Nodes
@@ -49,6 +50,7 @@ class _Run:
     stats: Stats
     root: int
     guided: Drafter | None = None
+    origins: Origins | None = None
     began: float = field(default_factory=time.perf_counter)
     reason: str | None = None
 
@@ -176,13 +178,14 @@ class Engine:
         reuse_cache: bool = False,
         drivers: Drivers | None = None,
         constraint: Constraint | None = None,
+        origins: Origins | None = None,
     ) -> Generator[Cycle, None, None]:
         """The cycles of one generation; everything else reads from these.
 
         prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way;
         prediction: token ids that the answer is expected to be like; `reuse_cache` keeps what both caches hold of the
         prompt from the generation before; drivers: what `self.drivers` gives for a policy, by default the own one's;
-        constraint: that of the sampler's processors, for trees to follow.
+        constraint: that of the sampler's processors, for trees to follow; origins: see Cycle, noted where it is wanted.
         """
         if not self._busy.acquire(blocking=False):
             raise EngineBusyError(
@@ -198,6 +201,9 @@ class Engine:
                 run = self._begin(drivers, prompt, sampler, stopper, stats, reuse_cache)
                 if constraint is not None and drivers.drafter is not None:
                     run.guided = cast(Drafter, Guided(drivers.drafter, constraint, stopper.tokens))
+                if origins is not None and origins.wanted and drivers.drafter is not None:
+                    run.origins = origins
+                    run.guided = cast(Drafter, origins.around(run.guided or drivers.drafter))
             while run.reason is None:
                 with self.target.running():
                     cycle = self._cycle(run, driver)
@@ -220,7 +226,7 @@ class Engine:
         prompt: checked token ids; options: the fields of GenerationOptions; sampler: instead of the one that they make.
         """
         asked = GenerationOptions.of(options, self.target.generation_config, len(prompt), self.target.max_context)
-        return self.start(prompt, asked, Stats(), lambda tokens: "", sampler=sampler)[0]
+        return self.start(prompt, asked, Stats(), lambda tokens: "", sampler=sampler).cycles
 
     def start(
         self,
@@ -231,13 +237,14 @@ class Engine:
         *,
         sampler: Sampler | None = None,
         reuse_cache: bool = False,
-    ) -> tuple[Generator[Cycle, None, None], Stopper]:
-        """The cycles of an answer with checked options, and what says when it ends and why.
+    ) -> Answering:
+        """An answer with checked options, about to begin.
 
         decode: for stop strings; sampler: instead of the one that the options make; the others as in `cycles`.
         """
         constraint = self._constraint(asked)
-        stopper = asked.stopper(decode, constraint)
+        stopper, origins = asked.stopper(decode, constraint), Origins()
+        drivers = self.drivers.asked(asked.policy, asked.policy_options)
         cycles = self.cycles(
             prompt,
             sampler or asked.sampler(len(prompt), self.target.device, constraint),
@@ -245,10 +252,11 @@ class Engine:
             stats,
             prediction=predicted_ids(asked.prediction, self.tokenizer, self.target.vocab_size),
             reuse_cache=reuse_cache,
-            drivers=self.drivers.asked(asked.policy, asked.policy_options),
+            drivers=drivers,
             constraint=constraint,
+            origins=origins,
         )
-        return cycles, stopper
+        return Answering(cycles, stopper, drivers.policy, origins)
 
     def _constraint(self, asked: GenerationOptions) -> Constraint | None:
         """A new one of what these options constrain the answer to; None where they do not."""
@@ -367,7 +375,10 @@ class Engine:
         if not tokens:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")
         self.target.commit(tree, path)
-        cycle = Cycle(tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept, successors)
+        origins = None if run.origins is None else run.origins.of(draft.grown)
+        cycle = Cycle(
+            tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept, successors, origins
+        )
         if driver.drafter is not None and driver.policy is not None:
             driver.drafter.observe(cycle)
             if not driver.policy.rests:

@@ -72,6 +72,8 @@ class Cycle:
     kept     int64 [len(tree)], the nodes of `grown` that make up `tree`, in its order; None where those are all
     successors  what the target would say after each of the tree's nodes, rejected ones included, where the draft reads
                 it and the cycle did not stay on a device
+    origins  by node of `grown`: draft, copied, recycled or forced (by a grammar), None of the root and of nodes grown
+             in graphs; where TextGeneration.origins asks for them
     """
 
     tree: TokenTree
@@ -83,6 +85,7 @@ class Cycle:
     grown: TokenTree | None = field(default=None, repr=False, compare=False)
     kept: Tensor | None = field(default=None, repr=False, compare=False)
     successors: Successors | None = field(default=None, repr=False, compare=False)
+    origins: list[str | None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def accepted(self) -> int:

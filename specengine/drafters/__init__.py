@@ -134,6 +134,7 @@ class Drafter(ABC):
     default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("auto", {})
     # whether drafters/lookup.py mixes copies in: by default on a CPU, never, or (None) on request
     lookup: ClassVar[bool | None] = None
+    origin: str = "draft"  # of what it proposes by itself: draft, copied or recycled
     takes_any_model: ClassVar[bool] = False  # of all kinds it is asked last whether a draft is its own
     captures: bool = False
     device: torch.device = torch.device("cpu")  # where the trees stand that it drafts

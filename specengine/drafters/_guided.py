@@ -21,6 +21,7 @@ class Guided:
 
     def __init__(self, drafter: Drafter, constraint: Constraint, written: list[int]) -> None:
         self.drafter, self.constraint, self.written = drafter, constraint, written
+        self.origin = drafter.origin
 
     def root(self, tree: TokenTree) -> Step:
         return self._guided(self.drafter.root(tree), tree, tree.root_alone())

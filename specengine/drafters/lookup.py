@@ -52,7 +52,7 @@ class Lookup(Drafter):
 
     def __init__(self, drafter: Drafter, recycling: Recycler | None = None) -> None:
         self.drafter, self.recycling = drafter, recycling
-        self.device = drafter.device
+        self.device, self.origin = drafter.device, drafter.origin
         self.name = f"{drafter.name} with lookup" + (" and recycling" if recycling is not None else "")
         self.features = drafter.features
         self.successors = max(getattr(source, "successors", 0) for source in self._sources)

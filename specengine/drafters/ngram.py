@@ -33,6 +33,7 @@ class NGram(Drafter):
     shortest: int = 2
 
     name = "ngram"
+    origin = "copied"
     lookup: ClassVar[bool | None] = False  # it copies already
 
     _seen: Suffixes = field(init=False, repr=False)

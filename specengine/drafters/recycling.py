@@ -33,6 +33,7 @@ class Recycling(Drafter):
     successors: int = 8
 
     name = "recycling"
+    origin = "recycled"
     lookup: ClassVar[bool | None] = True
 
     _rows: dict[int, dict[int, float]] = field(default_factory=dict, init=False, repr=False)

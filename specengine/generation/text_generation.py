@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -15,6 +15,21 @@ from specengine.generation.prompts import Prompt, TextStream, token_ids
 from specengine.generation.stopping import Stopper, cut_after_stop
 from specengine.records import Cycle, Stats
 from specengine.targets import Target
+
+
+class Answering(NamedTuple):
+    """An answer about to begin.
+
+    cycles   its cycles
+    stopper  says when it ends and why
+    policy   a TreePolicy, what shapes its trees; None where it decodes plainly
+    origins  a drafters._origins.Origins, whose `wanted` may be set before the first cycle
+    """
+
+    cycles: Generator[Cycle, None, None]
+    stopper: Stopper
+    policy: Any
+    origins: Any
 
 
 class Starts(Protocol):
@@ -31,13 +46,14 @@ class Starts(Protocol):
         decode: Callable[[list[int]], str],
         *,
         reuse_cache: bool = False,
-    ) -> tuple[Generator[Cycle, None, None], Stopper]: ...
+    ) -> Answering: ...
 
 
 class TextGeneration:
     """One generation as an iterator of StreamPiece; closing it, or letting it go, frees the engine.
 
-    Options and prompt are checked at construction. `result` is there once the iterator has ended.
+    Options and prompt are checked at construction; `policy` is what shapes its trees, None where it decodes plainly.
+    `result` is there once the iterator has ended.
     """
 
     # Nothing it holds may hold it in turn: only then does letting it go free the engine at once.
@@ -67,9 +83,18 @@ class TextGeneration:
         self._sent = 0
         self._started = False
         self._streams = False  # whether a streamer waits for the end
-        self._cycles, self._stopper = engine.start(
+        self._cycles, self._stopper, self.policy, self._origins = engine.start(
             self.prompt, self.options, self.stats, self._decode, reuse_cache=reuse_cache
         )
+
+    @property
+    def origins(self) -> bool:
+        """Whether cycles say where their nodes come from, which takes time; to be set before the first piece."""
+        return bool(self._origins.wanted)
+
+    @origins.setter
+    def origins(self, wanted: bool) -> None:
+        self._origins.wanted = wanted
 
     def __iter__(self) -> Iterator[StreamPiece]:
         return self

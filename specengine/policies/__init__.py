@@ -38,6 +38,7 @@ class TreePolicy:
     reads_costs: bool = False  # whether the engine's measured costs are asked for
     patience: ClassVar[int] = 0  # so many cycles in a row may go without a draft pass
     plain_reason: ClassVar[str] = "nothing was proposed"  # where a tree is its root alone
+    plain_seconds: float | None = None  # what a plain cycle takes now, where that has been measured
     rests: bool = False  # whether the next cycle, of an eager driver, is plain: it is not asked then, but observes
 
     @property

@@ -250,6 +250,10 @@ class Auto(TreePolicy):
         return self._pace.resting > 0
 
     @property
+    def plain_seconds(self) -> float | None:  # type: ignore[override]
+        return self._plain * self._scale[0] if self._costs.measured else None
+
+    @property
     def _pace(self) -> Pace:
         return self._paces[self._group]
 

@@ -24,6 +24,7 @@ from specengine.serve.guards import BodyLimit, Keys
 from specengine.serve.problems import Problem, json_response, of_error, of_validation
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.serve.settings import Settings
+from specengine.serve.static import add_page
 from specengine.serve.streaming import DONE, PING, ClientGone, events, sse
 from specengine.serve.worker import Ended, Failed, Piece, Worker
 
@@ -61,6 +62,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         responses={"default": {"model": ErrorBody, "description": "refused or failed"}},
         middleware=_middleware(settings),
     )
+    add_page(app)
     _tell_problems(app, worker)
     _operation(app, worker, settings)
     _openai(app, worker, settings)
@@ -207,8 +209,12 @@ async def _stream(worker: Worker, asked: Asked, event: Any, coming: AsyncIterato
                         if asked.request.return_token_ids:
                             chunk["prompt_token_ids"] = event.answer.prompt_ids
                         yield sse(chunk)
+                extra = event.extra
                 for choice in reply.deltas(event):
-                    yield sse(reply.chunk([choice], event.answer))
+                    yield sse(reply.chunk([choice], event.answer) | extra)
+                    extra = {}
+                if extra:
+                    yield sse(reply.chunk([], event.answer) | extra)
             elif isinstance(event, Ended):
                 choices = list(reply.last_deltas(event.answer))
                 for choice in choices[:-1]:

@@ -23,6 +23,7 @@ _SAME = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
+    "policy",
 )
 
 
@@ -68,7 +69,9 @@ class Asked:
         processors = constraints.processors(self.request, engine.tokenizer)
         if processors:
             options["logits_processor"] = processors
-        return TextGeneration(engine, ids, options, reuse_cache=True)
+        generation = TextGeneration(engine, ids, options, reuse_cache=True)
+        generation.origins = bool(self.request.return_cycles)
+        return generation
 
     def _prompt_ids(self, engine: Engine) -> list[int]:
         request = self.request

@@ -10,8 +10,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specengine.serve.problems import Problem
+from specengine.serve.static import FILES
 
-WITHOUT_KEY = ("/health",)
+WITHOUT_KEY = ("/health", *FILES)
 
 
 class Keys:

@@ -149,6 +149,8 @@ class Sampling(BaseModel):
     response_format: dict[str, Any] | None = None
     grammar: str | None = None
     return_token_ids: bool | None = Field(None, description="vLLM's: the ids of the prompt and of the answer's tokens")
+    return_cycles: bool | None = Field(None, description="in a stream: each cycle's tree, as trace files hold it")
+    policy: Literal["plain"] | None = Field(None, description="plain: decode without the draft")
 
     @field_validator("stop")
     @classmethod
@@ -169,6 +171,8 @@ class Sampling(BaseModel):
     def _options_of_a_stream(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
+        if self.return_cycles and not self.stream:
+            raise ValueError("return_cycles: only with stream")
         return self
 
     @property

@@ -11,7 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from specengine.engine import Engine
 from specengine.errors import InputError, QueueFullError
@@ -21,17 +21,22 @@ from specengine.serve.answers import Answer, found_again
 from specengine.serve.asking import Asked
 from specengine.serve.metrics import Metrics
 from specengine.serve.problems import Problem
+from specengine.trace.writer import Texts, cycle_record
 
 log = logging.getLogger("specengine.serve")
 MOST_RETRY_SECONDS = 600
 
 
 class Piece(NamedTuple):
-    """Text of one cycle and the tokens that it committed; prompt tokens for usage on the way."""
+    """Text of one cycle and the tokens that it committed; prompt tokens for usage on the way.
+
+    extra: fields of the chunk, for those who look at cycles.
+    """
 
     text: str
     tokens: list[int]
     answer: Answer
+    extra: dict[str, Any]
 
 
 class Ended(NamedTuple):
@@ -156,6 +161,7 @@ class Worker:
 
     def _answer(self, engine: Engine, job: Job, waited: float) -> None:
         generation = job.asked.start(engine)
+        texts = Texts(engine.tokenizer)
         answer = Answer(generation.stats, generation.prompt)
         deadline = time.perf_counter() + job.asked.settings.max_seconds
         with contextlib.closing(generation):
@@ -170,7 +176,11 @@ class Worker:
                     answer.reason = "stop" if generation.result.finish_reason == "stop" else "length"
                 elif time.perf_counter() > deadline:
                     answer.reason = "length"
-                job.deliver(Piece(piece.text, piece.cycle.tokens, answer))
+                extra = {}
+                if job.asked.request.return_cycles:
+                    plain = generation.policy and generation.policy.plain_seconds
+                    extra = {"cycles": [cycle_record(piece.cycle, piece.text, texts)], "plain_cycle_seconds": plain}
+                job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra))
         if answer.reason is not None:
             self._count_prediction(engine, job, generation, answer)
         ended = answer.reason or "abort"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine.errors import InputError
-from specengine.trace.records import FORMAT, Query, Trace, TracedCycle
+from specengine.trace.records import FORMAT, ORIGINS, Query, Trace, TracedCycle
 
 Check = tuple[str, Callable[[Any], bool]]
 
@@ -57,6 +57,7 @@ class _Reading:
             raise InputError(
                 f"trace: {where}: format: got {_short(record.get('format'))}, this specengine reads {FORMAT}"
             )
+        record = {**_LATER.get(kind, {}), **record}
         _check_fields(record, kind, where)
         getattr(self, f"_take_{kind}")(record, where)
 
@@ -127,7 +128,12 @@ _TOKENS: Check = ("a list of token ids", _every(lambda value: _is_int(value) and
 _NODES: Check = ("a list of node numbers", _every(_is_int))
 _PROBABILITIES: Check = ("a list of numbers from 0 to 1", _every(_is_probability))
 _TEXTS: Check = ("a list of strings", _every(_TEXT[1]))
+_ORIGINS: Check = (
+    f"null or a list of {', '.join(ORIGINS)} and null",
+    lambda value: value is None or _every(lambda name: name is None or name in ORIGINS)(value),
+)
 
+_LATER = {"cycle": {"origins": None}}  # what earlier versions did not write
 _FIELDS: dict[str, dict[str, Check]] = {
     "trace": {
         "format": (str(FORMAT), _is_int),
@@ -160,6 +166,7 @@ _FIELDS: dict[str, dict[str, Check]] = {
             "an object of seconds",
             lambda value: isinstance(value, dict) and all(map(_is_seconds, value.values())),
         ),
+        "origins": _ORIGINS,
     },
     "end": {
         "finish_reason": ("a string or null", lambda value: value is None or isinstance(value, str)),
@@ -192,6 +199,9 @@ def _check_tree(record: dict[str, Any], where: str) -> None:
     require("tokens", "at least the root", size > 0)
     for name in ("texts", "parents", "probabilities", "path_probabilities"):
         require(name, f"{size} entries, as many as tokens", len(record[name]) == size)
+    require(
+        "origins", f"{size} entries, as many as tokens", record["origins"] is None or len(record["origins"]) == size
+    )
     ordered = parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents[1:], start=1))
     require("parents", "-1 at the root, and an earlier node for every other", ordered)
 

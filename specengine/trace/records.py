@@ -21,6 +21,7 @@ from typing import Any
 FORMAT = 1
 _TEMPLATE_MARK = re.compile(r"<\|[^|]{1,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
 ROOT, ACCEPTED, REJECTED, PRUNED = "root", "accepted", "rejected", "pruned"
+ORIGINS = ("draft", "copied", "recycled", "forced")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class TracedCycle:
     text                     what the committed tokens added to the answer; it may lag inside a character
     passes                   draft passes
     seconds                  by part, the fields of cycle.Seconds
+    origins                  by node, where it comes from: the draft itself, a copy from the text, what the target said
+                             after the same token before, or a grammar that forces it; None at the root and where that
+                             is not known. None as a whole where none is, as in files of earlier versions
     """
 
     tokens: list[int]
@@ -51,6 +55,7 @@ class TracedCycle:
     text: str
     passes: int
     seconds: dict[str, float]
+    origins: list[str | None] | None = None
 
     @cached_property
     def depths(self) -> list[int]:

@@ -31,8 +31,7 @@ class TraceWriter:
     """
 
     def __init__(self, file: Path, engine: Engine) -> None:
-        self._tokenizer = engine.tokenizer
-        self._texts: dict[int, str] = {}
+        self._texts = Texts(engine.tokenizer)
         self._name = file
         try:
             self._file = file.open("w", encoding="ascii", newline="\n")
@@ -56,34 +55,50 @@ class TraceWriter:
         """
         self._write(
             "query",
-            prompt=self._decode(generation.prompt),
+            prompt=self._texts.decode(generation.prompt),
             prompt_tokens=generation.prompt,
             seed=generation.options.seed,
         )
+        generation.origins = True
         try:
             for piece in generation:
-                self._write("cycle", **vars(traced(piece.cycle, piece.text, self._text)))
+                self._put(cycle_record(piece.cycle, piece.text, self._texts))
                 yield piece
         finally:
             reason = generation.result.finish_reason if generation.result else None
             self._write("end", finish_reason=reason, stats=generation.stats.to_dict())
 
-    def _text(self, token: int) -> str:
-        if token not in self._texts:
-            self._texts[token] = self._decode([token])
-        return self._texts[token]
-
-    def _decode(self, tokens: list[int]) -> str:
-        """With special tokens, unlike answers: they are nodes like any other."""
-        return "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=False)
-
     def _write(self, record: str, **fields: Any) -> None:
-        line = json.dumps({"record": record, **fields}, allow_nan=False, separators=(",", ":"))
+        self._put({"record": record, **fields})
+
+    def _put(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record, allow_nan=False, separators=(",", ":"))
         try:
             self._file.write(line + "\n")
             self._file.flush()
         except OSError as error:
             raise _unwritable(self._name, error) from error
+
+
+class Texts:
+    """The texts of tokens, each by itself; special tokens too, unlike in answers: they are nodes like any other."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self.decode([token])
+        return self._known[token]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def cycle_record(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """The record of a trace file of a cycle that added `text` to the answer; text_of: of a token alone."""
+    return {"record": "cycle", **vars(traced(cycle, text, text_of))}
 
 
 def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycle:
@@ -104,6 +119,7 @@ def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycl
         text=text,
         passes=int(grown.passes),
         seconds={part: round(seconds, 7) for part, seconds in asdict(cycle.seconds).items() if part != "split"},
+        origins=cycle.origins,
     )
 
 

@@ -66,8 +66,24 @@ BROKEN: list[tuple[Any, str]] = [
     (set_field(2, "committed", []), "line 3: cycle.committed: got [], expected the accepted tokens and one more"),
     (set_field(2, "passes", -1), "line 3: cycle.passes: got -1, expected 0 or more"),
     (set_field(2, "seconds", {"draft": -1}), "line 3: cycle.seconds"),
+    (set_field(2, "origins", ["stolen"] * 22), "line 3: cycle.origins: got ['stolen', 'stolen',"),
+    (set_field(2, "origins", []), "line 3: cycle.origins: got [], expected 22 entries, as many as tokens"),
     (set_field(-1, "finish_reason", 3), "end.finish_reason: got 3"),
 ]
+
+
+def test_a_trace_of_before_there_were_origins_is_read(written: Trace) -> None:
+    def without(lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            line.pop("origins", None)
+
+    assert {name for query in written.queries for cycle in query.cycles for name in cycle.origins or []} == {
+        None,
+        "draft",
+    }
+    read = read_trace(rewritten(written, without))
+    assert {cycle.origins for query in read.queries for cycle in query.cycles} == {None}
+    assert [cycle.tokens for cycle in read.queries[0].cycles] == [cycle.tokens for cycle in written.queries[0].cycles]
 
 
 @pytest.mark.parametrize(("change", "message"), BROKEN)

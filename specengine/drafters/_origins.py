@@ -1,0 +1,73 @@
+"""Where the nodes of a tree come from, for those who look at trees."""
+
+from __future__ import annotations
+
+import math
+
+from specengine.drafters import COPIED, RECYCLED, Drafter, Free, Step
+from specengine.drafters._guided import Guided
+from specengine.ops import Nodes
+from specengine.tree import TokenTree
+
+
+class Origins:
+    """Stands between a generation's trees and their drafter where it is `wanted`, and notes what comes from elsewhere.
+
+    Waits for a device in every pass.
+    """
+
+    _drafter: Drafter | Guided
+    _passed: set[int]  # nodes that were drafted from
+    _marks: dict[tuple[int, int], int]  # by parent and token
+    _free: dict[tuple[int, int], int]
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._forget()
+
+    def around(self, drafter: Drafter | Guided) -> Origins:
+        """This, to grow trees from instead of `drafter`."""
+        self._drafter = drafter
+        self._forget()
+        return self
+
+    def of(self, tree: TokenTree) -> list[str | None]:
+        """By node of the tree that was grown last; None of the root, and of what was grown without asking here."""
+        found = list(map(self._origin, tree.parents.tolist(), tree.tokens.tolist()))
+        self._forget()
+        return found
+
+    def root(self, tree: TokenTree) -> Step:
+        return self._noted(self._drafter.root(tree), tree.root_alone())
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        return self._noted(self._drafter.step(tree, frontier), frontier)
+
+    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
+        found = self._drafter.free(tree, nodes, most, least)
+        self._free = {}  # what a rule has only looked at
+        for parent, token, mark in zip(*found[:2], found.marks, strict=True) if found is not None else ():
+            self._free[parent, token] = mark
+        return found
+
+    def _noted(self, step: Step, frontier: Nodes) -> Step:
+        ids = frontier.alive().tolist()
+        self._passed.update(ids)
+        self._free = {}
+        if step.marks is not None:
+            raised = (step.marks[: len(ids)] > 0) & (step.logits[: len(ids)] > -math.inf)
+            rows, columns = raised.nonzero(as_tuple=True)
+            tokens, marks = step.tokens_of(columns).tolist(), step.marks[rows, columns].tolist()
+            for row, token, mark in zip(rows.tolist(), tokens, marks, strict=True):
+                self._marks[ids[row], token] = mark
+        return step
+
+    def _forget(self) -> None:
+        self._passed, self._marks, self._free = set(), {}, {}
+
+    def _origin(self, parent: int, token: int) -> str | None:
+        edge = parent, token
+        mark = self._free.get(edge) or self._marks.get(edge)
+        if mark is None:
+            return self._drafter.origin if parent in self._passed else None
+        return "copied" if mark & COPIED else "recycled" if mark & RECYCLED else "forced"

@@ -1,0 +1,44 @@
+"""The page at `/`: three files of the package, with headers that let nothing else run and nothing be fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+FILES = {"/": "index.html", "/page/style.css": "style.css", "/page/script.js": "script.js"}
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "connect-src": "'self'",
+    "img-src": "'self' data:",
+    "frame-ancestors": "'none'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+}
+HEADERS = {
+    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_page(app: FastAPI) -> None:
+    """Serve the files; they need no key, as they hold nothing that is not in the package."""
+    for path, name in FILES.items():
+        app.add_api_route(path, _serving(name), include_in_schema=False)
+
+
+def _serving(name: str) -> Callable[[], Response]:
+    content = resources.files("specengine.serve").joinpath("page", name).read_bytes()
+    kind = f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
+
+    def serve() -> Response:
+        return Response(content, headers=HEADERS, media_type=kind)
+
+    return serve

@@ -1,0 +1,299 @@
+"""The page at `/`: its headers, and a browser that talks through it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specengine import Engine
+from specengine.serve import asking
+from specengine.trace.records import TracedCycle
+from tests.engine.engines import forced
+from tests.serve.served import CHAT, Served, served, tiny_engine
+
+CHROMIUM = Path("/usr/bin/chromium")
+HOSTILE = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>\u202e&lt;b&gt;\u0007"
+SMALL = {"width": 360, "height": 740}
+
+in_a_browser = pytest.mark.skipif(
+    importlib.util.find_spec("playwright") is None or not CHROMIUM.exists(),
+    reason=f"needs the extra browser and {CHROMIUM}",
+)
+
+
+# ---- as it is served
+
+
+def test_it_is_served_with_strict_headers(server: Served) -> None:
+    links = {"/", *(f"/{link}" for link in re.findall(r'(?:src|href)="(page/[^"]+)"', server.client.get("/").text))}
+    assert links == {"/", "/page/style.css", "/page/script.js"}
+    for path in links:
+        answer = server.client.get(path)
+        assert answer.status_code == 200
+        parts = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+        assert parts.pop("default-src") == parts.pop("frame-ancestors") == "'none'"
+        assert parts.pop("base-uri") == parts.pop("form-action") == "'none'"
+        assert parts.pop("img-src") == "'self' data:"
+        assert set(parts) == {"script-src", "style-src", "connect-src"}
+        assert set(parts.values()) == {"'self'"}
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", answer.text)
+    assert server.client.get("/page/else.js").status_code == 404
+
+
+def test_nothing_in_it_is_inline_or_made_of_markup(server: Served) -> None:
+    html, script = server.client.get("/").text, server.client.get("/page/script.js").text
+    assert not re.search(r"<style|<script(?![^>]*\bsrc=)|\bstyle=|\bon\w+=", html)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc", script)
+
+
+def test_it_needs_no_key_but_the_api_does() -> None:
+    with served(api_keys=("right",)) as server:
+        assert {server.client.get(path).status_code for path in ("/", "/page/style.css", "/page/script.js")} == {200}
+        assert server.client.get("/v1/models").status_code == 401
+        assert server.client.get("/page/").status_code == 401
+        assert server.post(CHAT).status_code == 401
+
+
+# ---- in a browser
+
+
+class Browsed:
+    """A page of a server; what it complained of, what it asked for, and the streams that it was answered with."""
+
+    def __init__(self, page: Any, server: Served) -> None:
+        self.page, self.complaints, self.bodies = page, [], []
+        self.elsewhere: list[str] = []
+        page.on("console", lambda message: self._heard(message))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self._asked(request, server.address))
+        page.goto(server.address)
+        page.wait_for_selector("#model:not(:empty), #settings[open]")
+
+    def ask(self, text: str, *, wait: bool = True) -> None:
+        self.page.fill("#message", text)
+        self.page.press("#message", "Enter")
+        if wait:
+            self.done()
+
+    def done(self) -> None:
+        self.page.wait_for_selector("#stop", state="hidden", timeout=60_000)
+
+    def limit(self, tokens: int, **fields: Any) -> None:
+        self.page.click("#open-settings")
+        for name, value in {"max_tokens": tokens, **fields}.items():
+            self.page.fill(f"#{name}", str(value))
+        self.page.keyboard.press("Escape")
+        self.page.wait_for_selector("#settings", state="hidden")
+
+    def nodes(self) -> dict[str, tuple[str, str, str]]:
+        """Of the tree that is shown: fate, origin and label by node."""
+        script = """all => all.map(one => [one.dataset.node, one.classList[1], one.dataset.origin,
+                                           one.querySelector('text').textContent])"""
+        return {node: tuple(rest) for node, *rest in self.page.locator("#tree .node").evaluate_all(script)}
+
+    @property
+    def slider(self) -> dict[str, int]:
+        named = {name: self.page.get_attribute("#cycle", f"aria-value{name}") for name in ("min", "max", "now")}
+        return {name: int(value) for name, value in named.items()}
+
+    def _heard(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def _asked(self, request: Any, address: str) -> None:
+        if not request.url.startswith((address, "data:")):
+            self.elsewhere.append(request.url)
+        if request.method == "POST":
+            self.bodies.append(request.post_data_json)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def browsed(chromium: Any, server: Served, **context: Any) -> Iterator[Browsed]:
+    with chromium.new_context(**context) as opened:
+        yield Browsed(opened.new_page(), server)
+
+
+def streamed(server: Served, body: dict[str, Any]) -> list[TracedCycle]:
+    """The cycles of the same request, asked again."""
+    events = [line.removeprefix("data: ") for line in server.post(body).text.split("\n\n") if line]
+    found = [cycle for event in events[:-1] for cycle in json.loads(event).get("cycles", [])]
+    return [TracedCycle(**{name: value for name, value in cycle.items() if name != "record"}) for cycle in found]
+
+
+@in_a_browser
+def test_the_nodes_on_the_page_are_those_of_the_chunks(chromium: Any, server: Served) -> None:
+    with browsed(chromium, server) as seen:
+        seen.limit(24, temperature=0.9, seed=3)
+        seen.ask("Hello there")
+        cycles = streamed(server, seen.bodies[0])
+        assert seen.slider == {"min": 1, "max": len(cycles), "now": len(cycles)}
+        seen.page.focus("#cycle")
+        seen.page.keyboard.press("Home")
+        for cycle in cycles:
+            shown = seen.nodes()
+            assert shown.pop("own")[0] == "own"
+            fates = {
+                str(node): (state, str(origin or "null").lower())
+                for node, (state, origin) in enumerate(zip(cycle.states, cycle.origins or [], strict=True))
+            }
+            assert {node: (fate, origin) for node, (fate, origin, _) in shown.items()} == fates
+            seen.page.keyboard.press("ArrowRight")
+        assert seen.slider["now"] == len(cycles)
+        seen.page.uncheck("#pruned")
+        assert len(seen.nodes()) == len(cycles[-1].kept) + 1
+        seen.page.click("#compare")
+        assert "the same text" in seen.page.text_content("#compared:has(strong)", timeout=30_000)
+        assert seen.bodies[1] == {**seen.bodies[0], "policy": "plain"}
+        assert not seen.complaints
+        assert not seen.elsewhere
+
+
+@in_a_browser
+def test_text_that_would_be_markup_is_text(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = asking._options
+    monkeypatch.setattr(asking, "_options", lambda request: {**options(request), "logits_processor": [forced(HOSTILE)]})
+    with served(lambda: tiny_engine(draft="ngram")) as server, browsed(chromium, server) as seen:
+        seen.limit(len(HOSTILE.encode()))
+        seen.ask(HOSTILE)
+        said, answered = (turn.text_content() for turn in seen.page.locator(".turn").all())
+        assert said == HOSTILE
+        assert answered == HOSTILE
+        assert seen.page.locator("main img, main script, main b").count() == 0
+        seen.page.focus("#cycle")
+        seen.page.keyboard.press("Home")
+        labels = set()
+        for _ in range(seen.slider["max"]):
+            labels.update(label for _, _, label in seen.nodes().values())
+            seen.page.keyboard.press("ArrowRight")
+        assert {"<", "\\u{7}"} <= labels
+        assert seen.page.title() == "specengine"
+        assert not seen.complaints
+
+
+@in_a_browser
+def test_a_conversation_by_keyboard(chromium: Any, server: Served) -> None:
+    with browsed(chromium, server, reduced_motion="reduce") as seen:
+        focused = "document.activeElement.id"
+        assert seen.page.evaluate(focused) == "message"
+        seen.limit(20)
+        seen.page.focus("#message")
+        seen.page.keyboard.type("one")
+        seen.page.keyboard.press("Shift+Enter")
+        seen.page.keyboard.type("two")
+        seen.page.keyboard.press("Enter")
+        seen.done()
+        assert seen.bodies[0]["messages"] == [{"role": "user", "content": "one\ntwo"}]
+        seen.page.keyboard.type("more")
+        seen.page.keyboard.press("Enter")
+        seen.done()
+        assert [message["role"] for message in seen.bodies[1]["messages"]] == ["user", "assistant", "user"]
+        for wanted in ("send", "previous", "cycle"):
+            for _ in range(4):
+                if seen.page.evaluate(focused) == wanted:
+                    break
+                seen.page.keyboard.press("Tab")
+            assert seen.page.evaluate(focused) == wanted
+            if wanted == "previous":
+                before = seen.slider["now"]
+                seen.page.keyboard.press("Enter")
+                assert seen.slider["now"] == before - 1
+        seen.page.keyboard.press("Home")
+        assert seen.slider["now"] == 1
+        seen.page.keyboard.press("Tab")
+        chosen = "document.activeElement.dataset.node"
+        assert seen.page.evaluate(chosen) == "own"
+        seen.page.keyboard.press("Home")
+        assert seen.page.evaluate(chosen) == "0"
+        seen.page.keyboard.press("ArrowRight")
+        seen.page.keyboard.press("ArrowDown")
+        label = seen.page.evaluate("document.activeElement.getAttribute('aria-label')")
+        assert re.search(r": (accepted|rejected|pruned).*; probability .* %; the draft", label)
+        told = seen.page.text_content("#node")
+        assert "Probability" in told
+        assert "the draft: a head or a small model" in told
+        seen.page.click("#new")
+        assert (seen.page.locator(".turn").count(), seen.page.locator("#tree .node").count()) == (0, 0)
+        assert not seen.complaints
+
+
+@in_a_browser
+def test_stopping_and_what_is_refused(chromium: Any) -> None:
+    with served(max_prompt_tokens=200) as server, browsed(chromium, server) as seen:
+        seen.limit(4000)
+        seen.ask("go on", wait=False)
+        seen.page.wait_for_selector(".piece")
+        seen.page.keyboard.press("Escape")
+        seen.done()
+        assert seen.page.text_content("#status") == "Stopped."
+        assert seen.page.locator(".turn").count() == 2
+        seen.page.click("#new")
+        seen.ask("long " * 45)
+        assert "accepted at most 200 on this server" in seen.page.text_content("#status")
+        assert seen.page.input_value("#message").startswith("long long")
+        assert seen.page.locator(".turn").count() == 0
+
+
+@in_a_browser
+def test_a_key_is_asked_for_and_kept_for_the_tab(chromium: Any) -> None:
+    with served(api_keys=("right",)) as server, browsed(chromium, server) as seen:
+        assert seen.page.is_visible("#asks-for-key")
+        assert seen.page.evaluate("document.activeElement.id") == "key"
+        seen.page.keyboard.type("right")
+        seen.page.keyboard.press("Enter")
+        seen.page.wait_for_selector("#model:not(:empty)")
+        seen.page.reload()
+        seen.page.wait_for_selector("#model:not(:empty)")
+        seen.limit(8)
+        seen.ask("Hello")
+        assert seen.slider["max"] > 0
+
+
+@in_a_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_small_screen(chromium: Any, server: Served, scheme: str) -> None:
+    with browsed(chromium, server, viewport=SMALL, color_scheme=scheme) as seen:
+        wide = "document.documentElement.scrollWidth"
+        assert seen.page.evaluate(wide) == SMALL["width"]
+        seen.limit(24)
+        seen.ask("w" * 300)
+        assert seen.page.evaluate(wide) == SMALL["width"]
+        assert seen.page.locator("#trees").bounding_box()["y"] > seen.page.locator("#composer").bounding_box()["y"]
+        seen.page.click("#open-settings")
+        assert seen.page.evaluate(wide) == SMALL["width"]
+
+
+@in_a_browser
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_default_model(chromium: Any, default_model_path: Path) -> None:
+    with served(lambda: Engine.from_pretrained(offline=True)) as server, browsed(chromium, server) as seen:
+        seen.limit(48, temperature=0)
+        seen.ask('Repeat this: <img src=x onerror="document.title=1">')
+        seen.ask("Name three rivers of France.")
+        cycles = streamed(server, seen.bodies[1])
+        committed = "".join(text for cycle in cycles for text in cycle.committed_texts).removesuffix("<|im_end|>")
+        assert seen.page.locator(".turn").last.text_content() == committed
+        assert seen.page.locator("main img").count() == 0
+        assert seen.page.text_content(".piece.at") == cycles[-1].text.removesuffix("<|im_end|>")
+        assert "×" in seen.page.text_content("#figures")
+        assert not seen.complaints
+        assert not seen.elsewhere
