@@ -21,7 +21,7 @@ from specengine.generation.outputs import decoder
 from specengine.serve import replies
 from specengine.serve.asking import Asked
 from specengine.serve.guards import BodyLimit, Keys
-from specengine.serve.problems import Problem, json_response, of_error, of_validation
+from specengine.serve.problems import Problem, json_response, of_error, of_validation, unavailable
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.serve.settings import Settings
 from specengine.serve.streaming import DONE, PING, ClientGone, events, sse
@@ -236,8 +236,7 @@ def _echo(worker: Worker, asked: Asked, prompt_ids: list[int]) -> str:
 
 def _require_ready(worker: Worker) -> None:
     if worker.state != "ready":
-        message = "the model is being loaded" if worker.state == "loading" else "the model could not be loaded"
-        raise Problem(503, message, code=worker.state, headers={"Retry-After": "5"})
+        raise unavailable(worker.state)
 
 
 def _require_model(name: str, settings: Settings) -> None:
