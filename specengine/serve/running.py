@@ -32,7 +32,7 @@ LOGGING: dict[str, Any] = {
 
 
 class Server(uvicorn.Server):
-    """Told to stop, it answers what it has within `drain_seconds`, and refuses what comes; told again, it ends at once."""
+    """Told to stop, it answers what it has within `drain_seconds` and refuses what comes; told again, it just ends."""
 
     def __init__(self, worker: Worker, settings: Settings, **options: Any) -> None:
         super().__init__(uvicorn.Config(create_app(worker, settings), server_header=False, lifespan="on", **options))

@@ -38,11 +38,11 @@ async def told_to_stop(process: Any, client: httpx.AsyncClient, count: int) -> t
 @pytest.mark.slow
 def test_killed_it_starts_again_on_its_port_and_a_signal_lets_it_answer_what_it_has(folder: Path) -> None:
     port = free_port()
-    with running([str(folder), "--draft", "none"], port=port) as process:
-        with httpx.stream("POST", f"http://127.0.0.1:{port}{PATH}", json=LONG | {"stream": True}) as answer:
-            next(answer.iter_lines())
-            process.kill()
-            process.wait(10)
+    stream = httpx.stream("POST", f"http://127.0.0.1:{port}{PATH}", json=LONG | {"stream": True})
+    with running([str(folder), "--draft", "none"], port=port) as process, stream as answer:
+        next(answer.iter_lines())
+        process.kill()
+        process.wait(10)
     assert not is_healthy(port)
 
     async def stop(process: Any) -> tuple[list[httpx.Response], Any]:
