@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 import specengine
 from specengine.errors import SpecEngineError, shown
 from specengine.generation.outputs import decoder
-from specengine.serve import replies
+from specengine.serve import replies, shapes
 from specengine.serve.asking import Asked
 from specengine.serve.guards import BodyLimit, Keys
 from specengine.serve.problems import Problem, json_response, of_error, of_validation, unavailable
@@ -28,19 +28,7 @@ from specengine.serve.streaming import DONE, PING, ClientGone, events, sse
 from specengine.serve.worker import Ended, Failed, Piece, Worker
 
 CLIENT_CLOSED_REQUEST = 499
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """OpenAI's shape of an error."""
-
-    error: ErrorDetail
+_EVENTS = "text/event-stream"
 
 
 def create_app(worker: Worker, settings: Settings) -> FastAPI:
@@ -58,7 +46,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # they would fetch scripts from elsewhere
         redoc_url=None,
-        responses={"default": {"model": ErrorBody, "description": "refused or failed"}},
+        responses={"default": {"model": shapes.ErrorBody, "description": "refused or failed"}},
         middleware=_middleware(settings),
     )
     _tell_problems(app, worker)
@@ -107,12 +95,16 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
 
 
 def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
-    @app.get("/health", summary="200 once requests are answered, 503 before")
+    health_says = shapes.answers(shapes.Health)
+
+    @app.get("/health", summary="200 while requests are taken, else 503", responses=health_says)
     async def health() -> Response:
         _require_ready(worker)
         return json_response({"status": "ok"})
 
-    @app.get("/metrics", summary="For Prometheus", response_class=Response)
+    text = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @app.get("/metrics", summary="For Prometheus", response_class=Response, responses=text)
     async def metrics() -> Response:
         return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -125,11 +117,11 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
 
     started = int(time.time())
 
-    @app.get("/v1/models", summary="The one model")
+    @app.get("/v1/models", summary="The one model", responses=shapes.answers(shapes.Models))
     async def models() -> Response:
         return json_response({"object": "list", "data": [described()]})
 
-    @app.get("/v1/models/{model:path}", summary="The model of that name")
+    @app.get("/v1/models/{model:path}", summary="The model of that name", responses=shapes.answers(shapes.Model))
     async def model(model: str) -> Response:
         _require_model(model, settings)
         return json_response(described())
@@ -147,11 +139,15 @@ def _openai(app: FastAPI, worker: Worker, settings: Settings) -> None:
         except SpecEngineError as error:
             raise of_error(error) from error
 
-    @app.post("/v1/chat/completions", summary="Answer a conversation")
+    chat_says = shapes.answers(shapes.ChatAnswer, _EVENTS)
+
+    @app.post("/v1/chat/completions", summary="Answer a conversation", responses=chat_says)
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await answered(body, request)
 
-    @app.post("/v1/completions", summary="Go on with a text")
+    text_says = shapes.answers(shapes.TextAnswer, _EVENTS)
+
+    @app.post("/v1/completions", summary="Go on with a text", responses=text_says)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await answered(body, request)
 
@@ -164,7 +160,7 @@ async def _answered(worker: Worker, asked: Asked, request: Request) -> Response:
             first = await anext(coming)
             if isinstance(first, Failed):
                 raise of_error(first.error, asked.prompt_field)
-            return StreamingResponse(_stream(worker, asked, first, coming), media_type="text/event-stream")
+            return StreamingResponse(_stream(worker, asked, first, coming), media_type=_EVENTS)
         return await _whole(worker, asked, coming)
     except BaseException:
         await coming.aclose()  # type: ignore[attr-defined]

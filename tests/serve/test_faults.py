@@ -30,6 +30,10 @@ from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"logit_bias": {"9": 1e39}}, "logit_bias.9"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty"),
+        ({"presence_penalty": -1e39}, "presence_penalty"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(server: Served, change: dict[str, Any], field: str) -> None:
