@@ -331,6 +331,45 @@ def losses(file: str) -> str:
     return table(made.header, made.rows, file)
 
 
+def load(file: str) -> str:
+    """From bench.load: the server under one client and more."""
+    rows = [
+        [
+            str(r["clients"]),
+            f"{r['answered']} of {r['answered'] + r['failed']}",
+            f"{r['tokens_per_second']:.0f}",
+            f"{r['first_token_ms_p50']:.0f} / {r['first_token_ms_p95']:.0f}",
+            f"{r['between_tokens_ms_p50']:.1f}",
+            f"{r['answer_s_p50']:.2f} / {r['answer_s_p95']:.2f}",
+        ]
+        for r in records(file)
+        if r["record"] == "load"
+    ]
+    header = ("clients", "answered", "tokens/s", "ms to the first token, p50 / p95", "ms between tokens", "s an answer")
+    return table(header, rows, file)
+
+
+def storm(file: str) -> str:
+    """From tests.serve.storm: what became of crowds of clients."""
+    rows = [
+        [
+            "half of them rude" if r["rude"] else "all patient",
+            str(r["clients"]),
+            *(str(r.get(outcome, 0)) for outcome in ("right", "error", "left", "refused", "lost")),
+        ]
+        for r in records(file)
+        if r["record"] == "storm"
+    ]
+    header = ("crowd", "clients", "right answers", "deserved errors", "left", "told to come again", "lost")
+    return table(header, rows, file)
+
+
+def memory(file: str) -> str:
+    """From tests.serve.storm: what the server's process holds after so many requests in a row."""
+    rows = [[f"{r['requests']:,}", f"{r['resident_mb']:.1f}"] for r in records(file) if r["record"] == "memory"]
+    return table(("requests", "MB resident"), rows, file)
+
+
 PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
     for part in (
@@ -338,5 +377,6 @@ PARTS: dict[str, Callable[..., str]] = {
         *(policies, sets, adversarial, chances, regret),
         *(exactness, same, forward, start, instructions, perplexity),
         *(replays, published, compared, losses),
+        *(load, storm, memory),
     )
 }

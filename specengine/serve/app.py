@@ -47,7 +47,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         docs_url=None,  # they would fetch scripts from elsewhere
         redoc_url=None,
         responses={"default": {"model": shapes.ErrorBody, "description": "refused or failed"}},
-        middleware=_middleware(settings),
+        middleware=_middleware(worker, settings),
     )
     _tell_problems(app, worker)
     _operation(app, worker, settings)
@@ -55,8 +55,8 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     return app
 
 
-def _middleware(settings: Settings) -> list[Middleware]:
-    made = []
+def _middleware(worker: Worker, settings: Settings) -> list[Middleware]:
+    made, failed = [], worker.metrics.failed
     if settings.origins:
         headers = ["Authorization", "Content-Type"]
         made.append(
@@ -65,8 +65,8 @@ def _middleware(settings: Settings) -> list[Middleware]:
             )
         )
     if settings.api_keys:
-        made.append(Middleware(Keys, keys=settings.api_keys))
-    return [*made, Middleware(BodyLimit, most=settings.max_body_bytes)]
+        made.append(Middleware(Keys, keys=settings.api_keys, failed=failed))
+    return [*made, Middleware(BodyLimit, most=settings.max_body_bytes, failed=failed)]
 
 
 def _tell_problems(app: FastAPI, worker: Worker) -> None:
@@ -102,7 +102,7 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
         _require_ready(worker)
         return json_response({"status": "ok"})
 
-    text = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
     @app.get("/metrics", summary="For Prometheus", response_class=Response, responses=text)
     async def metrics() -> Response:
@@ -193,7 +193,9 @@ async def _stream(worker: Worker, asked: Asked, event: Any, coming: AsyncIterato
             if event is None:
                 yield PING
             elif isinstance(event, Failed):
-                yield sse(of_error(event.error, asked.prompt_field).body)
+                problem = of_error(event.error, asked.prompt_field)
+                worker.metrics.failed.labels(problem.status).inc()
+                yield sse(problem.body)
                 return
             elif isinstance(event, Piece):
                 if not begun:

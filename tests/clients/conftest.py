@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -45,5 +44,5 @@ def default_server() -> Iterator[str]:
 
 
 def _require_extra() -> None:
-    if PYTHON == sys.executable and not all(map(importlib.util.find_spec, ("torch", "fastapi", "uvicorn"))):
+    if sys.executable == PYTHON and not all(map(importlib.util.find_spec, ("torch", "fastapi", "uvicorn"))):
         pytest.skip("the server cannot run here: SPECENGINE_SERVER_PYTHON names no Python that has it")
