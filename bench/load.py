@@ -2,8 +2,8 @@
 
     python -m bench.load --guidellm .venv-load/bin/guidellm --out FILE
 
-The server answers one request at a time, so what more clients add is waiting: tokens a second should stay what they
-are with one client, and the time to the first token grow with the queue.
+The server answers one request at a time, so what more clients add is waiting. No prompt comes twice in a run, so each
+number of clients meets other prompts; runs with --clients in another order tell the one from the other.
 """
 
 from __future__ import annotations

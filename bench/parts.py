@@ -331,29 +331,37 @@ def losses(file: str) -> str:
     return table(made.header, made.rows, file)
 
 
-def load(file: str) -> str:
-    """From bench.load: the server under one client and more."""
+def load(*files: str) -> str:
+    """From bench.load: the server under one client and more; every run's figures, in the order of the files."""
+    runs: dict[int, list[Record]] = {}
+    for file in files:
+        for r in records(file):
+            if r["record"] == "load":
+                runs.setdefault(r["clients"], []).append(r)
+
+    def each(rows: list[Record], name: str, digits: int) -> str:
+        return ", ".join(f"{r[name]:.{digits}f}" for r in rows)
+
     rows = [
         [
-            str(r["clients"]),
-            f"{r['answered']} of {r['answered'] + r['failed']}",
-            f"{r['tokens_per_second']:.0f}",
-            f"{r['first_token_ms_p50']:.0f} / {r['first_token_ms_p95']:.0f}",
-            f"{r['between_tokens_ms_p50']:.1f}",
-            f"{r['answer_s_p50']:.2f} / {r['answer_s_p95']:.2f}",
+            str(clients),
+            f"{sum(r['answered'] for r in found)} of {sum(r['answered'] + r['failed'] for r in found)}",
+            each(found, "tokens_per_second", 0),
+            each(found, "first_token_ms_p50", 0),
+            each(found, "answer_s_p50", 2),
+            each(found, "answer_s_p95", 2),
         ]
-        for r in records(file)
-        if r["record"] == "load"
+        for clients, found in sorted(runs.items())
     ]
-    header = ("clients", "answered", "tokens/s", "ms to the first token, p50 / p95", "ms between tokens", "s an answer")
-    return table(header, rows, file)
+    header = ("clients", "answered", "tokens/s", "ms to the first token, p50", "s an answer, p50", "s an answer, p95")
+    return table(header, rows, *files)
 
 
 def storm(file: str) -> str:
     """From tests.serve.storm: what became of crowds of clients."""
     rows = [
         [
-            "half of them rude" if r["rude"] else "all patient",
+            "about half rude" if r["rude"] else "all patient",
             str(r["clients"]),
             *(str(r.get(outcome, 0)) for outcome in ("right", "error", "left", "refused", "lost")),
         ]
