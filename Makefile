@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/cpu/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs test-gpu test-gpu-offline bench-gpu clean
+.PHONY: help demo test test-clients lint bench bench-server docs test-gpu test-gpu-offline bench-gpu clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -21,6 +21,12 @@ demo: $(VENV)/.installed-run  ## generate with and without speculation, and comp
 
 test: $(VENV)/.installed-dev  ## all tests that need no GPU, with coverage
 	$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal --cov=specengine --cov-report=term --cov-fail-under=90
+
+# some clients want other versions than specengine: they have environments of their own, and speak to a server's process
+CLIENTS := .venv-clients
+LOAD := .venv-load
+test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed  ## clients of the server that others wrote, against a server
+	SPECENGINE_SERVER_PYTHON=$(CURDIR)/$(RUN) $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(RUN) -m ruff check .
@@ -34,6 +40,10 @@ bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine'
 	$(RUN) -m bench.tree_construction --out build/results/tree-construction.jsonl
 	$(RUN) -m bench.policies --per-set 3 --max-new-tokens 64 --out build/results/policies.jsonl
 	$(RUN) -m bench.report build/results/policies.jsonl build/results/tree-construction.jsonl
+
+bench-server: $(VENV)/.installed-dev $(LOAD)/.installed  ## the server under load, and under badly behaved clients
+	$(RUN) -m bench.load --guidellm $(LOAD)/bin/guidellm --out build/results/server-load.jsonl
+	$(RUN) -m tests.serve.storm --out build/results/server-storm.jsonl
 
 docs: $(VENV)/.installed-docs  ## the documentation as a site in build/docs, its figures and links checked
 	$(RUN) -m bench.pages --check
@@ -84,6 +94,16 @@ $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "specengine: the pinned versions need Python 3.11 or newer, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r $<
+	@touch $@
+
+$(LOAD)/.installed: bench/load-requirements.txt
+	$(PYTHON) -m venv $(LOAD)
+	$(LOAD)/bin/python -m pip install --disable-pip-version-check -r $<
+	@touch $@
 
 $(VENV)/.installed-run: $(INSTALL_FILES) | $(VENV)/bin/pip
 	$(PIP_INSTALL) -e .

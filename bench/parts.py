@@ -331,6 +331,53 @@ def losses(file: str) -> str:
     return table(made.header, made.rows, file)
 
 
+def load(*files: str) -> str:
+    """From bench.load: the server under one client and more; every run's figures, in the order of the files."""
+    runs: dict[int, list[Record]] = {}
+    for file in files:
+        for r in records(file):
+            if r["record"] == "load":
+                runs.setdefault(r["clients"], []).append(r)
+
+    def each(rows: list[Record], name: str, digits: int) -> str:
+        return ", ".join(f"{r[name]:.{digits}f}" for r in rows)
+
+    rows = [
+        [
+            str(clients),
+            f"{sum(r['answered'] for r in found)} of {sum(r['answered'] + r['failed'] for r in found)}",
+            each(found, "tokens_per_second", 0),
+            each(found, "first_token_ms_p50", 0),
+            each(found, "answer_s_p50", 2),
+            each(found, "answer_s_p95", 2),
+        ]
+        for clients, found in sorted(runs.items())
+    ]
+    header = ("clients", "answered", "tokens/s", "ms to the first token, p50", "s an answer, p50", "s an answer, p95")
+    return table(header, rows, *files)
+
+
+def storm(file: str) -> str:
+    """From tests.serve.storm: what became of crowds of clients."""
+    rows = [
+        [
+            "about half rude" if r["rude"] else "all patient",
+            str(r["clients"]),
+            *(str(r.get(outcome, 0)) for outcome in ("right", "error", "left", "refused", "lost")),
+        ]
+        for r in records(file)
+        if r["record"] == "storm"
+    ]
+    header = ("crowd", "clients", "right answers", "deserved errors", "left", "told to come again", "lost")
+    return table(header, rows, file)
+
+
+def memory(file: str) -> str:
+    """From tests.serve.storm: what the server's process holds after so many requests in a row."""
+    rows = [[f"{r['requests']:,}", f"{r['resident_mb']:.1f}"] for r in records(file) if r["record"] == "memory"]
+    return table(("requests", "MB resident"), rows, file)
+
+
 PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
     for part in (
@@ -338,5 +385,6 @@ PARTS: dict[str, Callable[..., str]] = {
         *(policies, sets, adversarial, chances, regret),
         *(exactness, same, forward, start, instructions, perplexity),
         *(replays, published, compared, losses),
+        *(load, storm, memory),
     )
 }

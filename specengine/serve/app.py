@@ -18,10 +18,10 @@ from starlette.responses import Response, StreamingResponse
 import specengine
 from specengine.errors import SpecEngineError, shown
 from specengine.generation.outputs import decoder
-from specengine.serve import replies
+from specengine.serve import replies, shapes
 from specengine.serve.asking import Asked
 from specengine.serve.guards import BodyLimit, Keys
-from specengine.serve.problems import Problem, json_response, of_error, of_validation
+from specengine.serve.problems import Problem, json_response, of_error, of_validation, unavailable
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.serve.settings import Settings
 from specengine.serve.static import add_page
@@ -29,19 +29,7 @@ from specengine.serve.streaming import DONE, PING, ClientGone, events, sse
 from specengine.serve.worker import Ended, Failed, Piece, Worker
 
 CLIENT_CLOSED_REQUEST = 499
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """OpenAI's shape of an error."""
-
-    error: ErrorDetail
+_EVENTS = "text/event-stream"
 
 
 def create_app(worker: Worker, settings: Settings) -> FastAPI:
@@ -59,8 +47,8 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # they would fetch scripts from elsewhere
         redoc_url=None,
-        responses={"default": {"model": ErrorBody, "description": "refused or failed"}},
-        middleware=_middleware(settings),
+        responses={"default": {"model": shapes.ErrorBody, "description": "refused or failed"}},
+        middleware=_middleware(worker, settings),
     )
     add_page(app)
     _tell_problems(app, worker)
@@ -69,8 +57,8 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     return app
 
 
-def _middleware(settings: Settings) -> list[Middleware]:
-    made = []
+def _middleware(worker: Worker, settings: Settings) -> list[Middleware]:
+    made, failed = [], worker.metrics.failed
     if settings.origins:
         headers = ["Authorization", "Content-Type"]
         made.append(
@@ -79,8 +67,8 @@ def _middleware(settings: Settings) -> list[Middleware]:
             )
         )
     if settings.api_keys:
-        made.append(Middleware(Keys, keys=settings.api_keys))
-    return [*made, Middleware(BodyLimit, most=settings.max_body_bytes)]
+        made.append(Middleware(Keys, keys=settings.api_keys, failed=failed))
+    return [*made, Middleware(BodyLimit, most=settings.max_body_bytes, failed=failed)]
 
 
 def _tell_problems(app: FastAPI, worker: Worker) -> None:
@@ -109,12 +97,16 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
 
 
 def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
-    @app.get("/health", summary="200 once requests are answered, 503 before")
+    health_says = shapes.answers(shapes.Health)
+
+    @app.get("/health", summary="200 while requests are taken, else 503", responses=health_says)
     async def health() -> Response:
         _require_ready(worker)
         return json_response({"status": "ok"})
 
-    @app.get("/metrics", summary="For Prometheus", response_class=Response)
+    text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @app.get("/metrics", summary="For Prometheus", response_class=Response, responses=text)
     async def metrics() -> Response:
         return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -127,11 +119,11 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
 
     started = int(time.time())
 
-    @app.get("/v1/models", summary="The one model")
+    @app.get("/v1/models", summary="The one model", responses=shapes.answers(shapes.Models))
     async def models() -> Response:
         return json_response({"object": "list", "data": [described()]})
 
-    @app.get("/v1/models/{model:path}", summary="The model of that name")
+    @app.get("/v1/models/{model:path}", summary="The model of that name", responses=shapes.answers(shapes.Model))
     async def model(model: str) -> Response:
         _require_model(model, settings)
         return json_response(described())
@@ -149,11 +141,15 @@ def _openai(app: FastAPI, worker: Worker, settings: Settings) -> None:
         except SpecEngineError as error:
             raise of_error(error) from error
 
-    @app.post("/v1/chat/completions", summary="Answer a conversation")
+    chat_says = shapes.answers(shapes.ChatAnswer, _EVENTS)
+
+    @app.post("/v1/chat/completions", summary="Answer a conversation", responses=chat_says)
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await answered(body, request)
 
-    @app.post("/v1/completions", summary="Go on with a text")
+    text_says = shapes.answers(shapes.TextAnswer, _EVENTS)
+
+    @app.post("/v1/completions", summary="Go on with a text", responses=text_says)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await answered(body, request)
 
@@ -166,7 +162,7 @@ async def _answered(worker: Worker, asked: Asked, request: Request) -> Response:
             first = await anext(coming)
             if isinstance(first, Failed):
                 raise of_error(first.error, asked.prompt_field)
-            return StreamingResponse(_stream(worker, asked, first, coming), media_type="text/event-stream")
+            return StreamingResponse(_stream(worker, asked, first, coming), media_type=_EVENTS)
         return await _whole(worker, asked, coming)
     except BaseException:
         await coming.aclose()  # type: ignore[attr-defined]
@@ -199,7 +195,9 @@ async def _stream(worker: Worker, asked: Asked, event: Any, coming: AsyncIterato
             if event is None:
                 yield PING
             elif isinstance(event, Failed):
-                yield sse(of_error(event.error, asked.prompt_field).body)
+                problem = of_error(event.error, asked.prompt_field)
+                worker.metrics.failed.labels(problem.status).inc()
+                yield sse(problem.body)
                 return
             elif isinstance(event, Piece):
                 if not begun:
@@ -242,8 +240,7 @@ def _echo(worker: Worker, asked: Asked, prompt_ids: list[int]) -> str:
 
 def _require_ready(worker: Worker) -> None:
     if worker.state != "ready":
-        message = "the model is being loaded" if worker.state == "loading" else "the model could not be loaded"
-        raise Problem(503, message, code=worker.state, headers={"Retry-After": "5"})
+        raise unavailable(worker.state)
 
 
 def _require_model(name: str, settings: Settings) -> None:

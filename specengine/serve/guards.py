@@ -6,6 +6,7 @@ import hmac
 from collections.abc import Sequence
 
 from fastapi import HTTPException
+from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,15 +17,19 @@ WITHOUT_KEY = ("/health", *FILES)
 
 
 class Keys:
-    """Refuses requests without one of the keys, compared in a time that does not depend on them."""
+    """Refuses requests without one of the keys, compared in a time that does not depend on them.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app, self.keys = app, [key.encode() for key in keys]
+    failed: counts refusals by status.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], failed: Counter) -> None:
+        self.app, self.keys, self.failed = app, [key.encode() for key in keys], failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in WITHOUT_KEY and not self._allows(Headers(scope=scope)):
             message = "a key is needed, as Authorization: Bearer KEY"
             problem = Problem(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            self.failed.labels(problem.status).inc()
             await problem.response()(scope, receive, send)
             return
         await self.app(scope, receive, send)
@@ -36,10 +41,10 @@ class Keys:
 
 
 class BodyLimit:
-    """Refuses a body that is too large before it is read whole."""
+    """Refuses a body that is too large before it is read whole; failed: counts refusals by status."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self.app, self.most = app, most
+    def __init__(self, app: ASGIApp, most: int, failed: Counter) -> None:
+        self.app, self.most, self.failed = app, most, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,6 +52,7 @@ class BodyLimit:
             return
         said = Headers(scope=scope).get("content-length", "0")
         if not said.isdecimal() or int(said) > self.most:
+            self.failed.labels(self.too_large.status).inc()
             await self.too_large.response()(scope, receive, send)
             return
         count = 0

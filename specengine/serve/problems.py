@@ -11,6 +11,12 @@ from starlette.responses import Response
 
 from specengine.errors import InputError, QueueFullError, SpecEngineError, shown
 
+_UNAVAILABLE = {
+    "loading": "the model is being loaded",
+    "failed": "the model could not be loaded",
+    "stopping": "the server is stopping",
+}
+
 # Names of the engine's options where clients know them by others.
 _CLIENTS_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -43,6 +49,11 @@ class Problem(Exception):
 
     def response(self) -> Response:
         return json_response(self.body, self.status, self.headers)
+
+
+def unavailable(state: str) -> Problem:
+    """What a client is told while no answers are begun; state: of the worker."""
+    return Problem(503, _UNAVAILABLE[state], code=state, headers={"Retry-After": "5"})
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
+import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -27,6 +31,29 @@ LOGGING: dict[str, Any] = {
 }
 
 
+class Server(uvicorn.Server):
+    """Told to stop, it answers what it has within `drain_seconds` and refuses what comes; told again, it just ends."""
+
+    def __init__(self, worker: Worker, settings: Settings, **options: Any) -> None:
+        super().__init__(uvicorn.Config(create_app(worker, settings), server_header=False, lifespan="on", **options))
+        self.worker, self.drain_seconds = worker, settings.drain_seconds
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        end = time.monotonic() + self.drain_seconds
+        self.worker.drain()
+        while not self.worker.idle and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        self.worker.abandon()
+        self.config.timeout_graceful_shutdown = max(round(end - time.monotonic()), 1)  # to be read by their clients
+        await super().shutdown(sockets)
+
+
 def run(load: Callable[[], Engine], settings: Settings, listening: Callable[[str], None]) -> None:
     """Serve until a signal says to stop; what `load` raises comes out here.
 
@@ -37,14 +64,7 @@ def run(load: Callable[[], Engine], settings: Settings, listening: Callable[[str
     host, port = opened.getsockname()[:2]
     listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     worker = Worker(load, settings.queue, Metrics())
-    config = uvicorn.Config(
-        create_app(worker, settings),
-        log_config=LOGGING,
-        server_header=False,
-        lifespan="on",
-        timeout_graceful_shutdown=max(round(settings.drain_seconds), 1),
-    )
-    server = uvicorn.Server(config)
+    server = Server(worker, settings, log_config=LOGGING)
 
     def give_up() -> None:
         server.should_exit = True

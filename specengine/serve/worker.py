@@ -20,7 +20,7 @@ from specengine.generation.text_generation import TextGeneration
 from specengine.serve.answers import Answer, found_again
 from specengine.serve.asking import Asked
 from specengine.serve.metrics import Metrics
-from specengine.serve.problems import Problem
+from specengine.serve.problems import Problem, unavailable
 from specengine.trace.writer import Texts, cycle_record
 
 log = logging.getLogger("specengine.serve")
@@ -76,7 +76,7 @@ class Worker:
     """
 
     def __init__(self, load: Callable[[], Engine], waiting: int, metrics: Metrics) -> None:
-        self.state: Literal["loading", "ready", "failed"] = "loading"
+        self.state: Literal["loading", "ready", "failed", "stopping"] = "loading"
         self.failure: BaseException | None = None
         self.failed: Callable[[], None] = lambda: None
         self.metrics = metrics
@@ -92,6 +92,23 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
+    def drain(self) -> None:
+        """Answer what there is; whoever submits sees to it that nothing more comes."""
+        with self._changed:
+            if self.state == "ready":
+                self.state = "stopping"
+
+    def abandon(self) -> None:
+        """Tell all whose answers have not ended that they will not."""
+        with self._changed:
+            jobs = [*self._jobs, *([self._job] if self._job else [])]
+            for job in jobs:
+                job.cancelled = True
+            self._jobs.clear()
+            self._gauge()
+        for job in jobs:
+            job.deliver(Failed(unavailable("stopping")))
+
     def stop(self, seconds: float = 10.0) -> None:
         """Cancel everything and end the thread, which is not waited for while it loads."""
         with self._changed:
@@ -99,7 +116,7 @@ class Worker:
             for job in [*self._jobs, *([self._job] if self._job else [])]:
                 job.cancelled = True
             self._changed.notify_all()
-        if self.state == "ready":
+        if self.engine is not None:
             self._thread.join(seconds)
 
     def submit(self, job: Job) -> None:
@@ -125,6 +142,12 @@ class Worker:
         return self._job is not None
 
     @property
+    def idle(self) -> bool:
+        """Nothing is being answered, and nothing waits."""
+        with self._changed:
+            return not self._jobs and self._job is None
+
+    @property
     def retry_seconds(self) -> int:
         """When the queue is likely to have moved on, from what answers took of late."""
         return min(max(math.ceil(self._mean_seconds), 1), MOST_RETRY_SECONDS)
@@ -136,7 +159,8 @@ class Worker:
             self.failure, self.state = error, "failed"
             self.failed()
             return
-        self.state = "ready"
+        with self._changed:
+            self.state = "ready"
         log.info("ready: %r", self.engine)
         while (job := self._next()) is not None:
             began = time.perf_counter()

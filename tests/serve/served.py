@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 
 from specengine import Engine
-from specengine.serve.app import create_app
 from specengine.serve.metrics import Metrics
+from specengine.serve.running import Server
 from specengine.serve.settings import Settings
 from specengine.serve.worker import Worker
 from tests.engine.engines import engine_of
@@ -32,11 +31,12 @@ def tiny_engine(**options: Any) -> Engine:
 
 @dataclass
 class Served:
-    """A running server; `client` speaks to it."""
+    """A running server; `client` speaks to it, `stop` is what a signal does."""
 
     address: str
     worker: Worker
     client: httpx.Client
+    stop: Callable[[], None]
 
     def post(self, body: dict[str, Any], path: str = "/v1/chat/completions", **options: Any) -> httpx.Response:
         return self.client.post(path, json=body, **options)
@@ -48,22 +48,25 @@ class Served:
 
 @contextlib.contextmanager
 def served(load: Callable[[], Engine] = tiny_engine, *, wait: bool = True, **settings: Any) -> Iterator[Served]:
-    chosen = Settings(name=NAME, **settings)
+    chosen = Settings(**{"name": NAME, "drain_seconds": 2} | settings)
     worker = Worker(load, chosen.queue, Metrics())
     opened = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(worker, chosen), log_config=None, lifespan="on", timeout_graceful_shutdown=2)
-    server = uvicorn.Server(config)
+    server = Server(worker, chosen, log_config=None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
     address = f"http://127.0.0.1:{opened.getsockname()[1]}"
+
+    def stop() -> None:
+        server.should_exit = True
+
     try:
         until(lambda: server.started)
         if wait:
             until(lambda: worker.state != "loading")
         with httpx.Client(base_url=address, timeout=60) as client:
-            yield Served(address, worker, client)
+            yield Served(address, worker, client, stop)
     finally:
-        server.should_exit = True
+        stop()
         thread.join(20)
         opened.close()
         assert not thread.is_alive()

@@ -1,0 +1,89 @@
+"""What is answered, as /openapi.json tells it; fields beyond these may be there."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's shape of an error."""
+
+    error: ErrorDetail
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Models(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Usage(BaseModel):
+    prompt_tokens: int = Field(ge=1)
+    completion_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=1)
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class TextChoice(BaseModel):
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    timings: dict[str, Any]
+    metrics: dict[str, Any]
+
+
+class ChatAnswer(_Answer):
+    """The whole answer; a stream has the same as OpenAI's `chat.completion.chunk` events."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice] = Field(min_length=1)
+
+
+class TextAnswer(_Answer):
+    """The whole answer; a stream has the same as `text_completion` events."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice] = Field(min_length=1)
+
+
+def answers(model: type[BaseModel], *others: str) -> dict[int | str, dict[str, Any]]:
+    """FastAPI's `responses` of an endpoint; others: media types of text that it may answer with instead of JSON."""
+    content = {kind: {"schema": {"type": "string"}} for kind in others}
+    return {200: {"model": model, "content": content}}

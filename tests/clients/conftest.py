@@ -1,0 +1,48 @@
+"""Servers for clients that others wrote, in a process of their own: these tests need nothing of specengine themselves.
+
+The server runs with the Python in SPECENGINE_SERVER_PYTHON, else with that of the tests. `make test-clients` runs them
+where the clients are installed; a client that is not is skipped.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("httpx")
+from tests.serve.processes import ROOT, free_port, running
+
+PYTHON = os.environ.get("SPECENGINE_SERVER_PYTHON", sys.executable)
+KEY = "a-key"
+
+
+def address(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a model that is named `tiny` and answers with random bytes: for shapes, not for meaning. No key is asked."""
+    _require_extra()
+    folder, port = tmp_path_factory.mktemp("models") / "tiny", free_port()
+    subprocess.run([PYTHON, "-m", "tests.serve.tiny_model", str(folder)], cwd=ROOT, check=True, capture_output=True)
+    limits = ["--default-max-tokens", "8", "--max-tokens", "256", "--queue", "64"]
+    with running([str(folder), "--draft", "none", *limits], port=port, python=PYTHON, seconds=300):
+        yield address(port)
+
+
+@pytest.fixture(scope="session")
+def default_server() -> Iterator[str]:
+    """Of the default model, named `smol`, for tests marked `model`; KEY is asked for."""
+    _require_extra()
+    port = free_port()
+    with running(["--served-model-name", "smol", "--api-key", KEY], port=port, python=PYTHON, seconds=300):
+        yield address(port)
+
+
+def _require_extra() -> None:
+    if sys.executable == PYTHON and not all(map(importlib.util.find_spec, ("torch", "fastapi", "uvicorn"))):
+        pytest.skip("the server cannot run here: SPECENGINE_SERVER_PYTHON names no Python that has it")

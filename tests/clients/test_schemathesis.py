@@ -1,0 +1,21 @@
+"""Requests that Schemathesis makes of the server's own /openapi.json, valid and invalid, and what is answered."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+st = shutil.which("st", path=str(Path(sys.executable).parent))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(st is None, reason="schemathesis is not installed")
+def test_no_failures_and_answers_as_the_schema_says(tiny_server: str, tmp_path: Path) -> None:
+    config = Path(__file__).with_name("schemathesis.toml")
+    command = [str(st), "--config-file", str(config), "run", f"{tiny_server}/openapi.json", "--no-color"]
+    options = ["--max-examples", "50", "--phases", "coverage,fuzzing", "--seed", "1", "--continue-on-failure"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "Tested: 6" in done.stdout
