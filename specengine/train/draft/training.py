@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specengine.checkpoints.dialects import Verifier
 from specengine.checkpoints.eagle import save_head
 from specengine.checkpoints.files import atomic
 from specengine.errors import InputError, why_not_loaded
@@ -182,7 +183,7 @@ class _Run:
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in self.head.state_dict().items()
         }
-        save_head(self.head.config, state, self.out, target=self.name or None)
+        save_head(self.head.config, state, self.out, verifier=Verifier(self.name or None))
         with atomic(self.out / STATE) as part:
             torch.save(
                 {
