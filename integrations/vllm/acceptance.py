@@ -1,4 +1,4 @@
-"""What vLLM accepts of a head's chain, by position: `python acceptance.py ASKED.json FOUND.json`, in vLLM's environment.
+"""What vLLM accepts of a chain, by position: `python acceptance.py ASKED.json FOUND.json`, in its own environment.
 
 ASKED: model (a folder; an exported head in the speculators layout names its own target), speculative_config or null,
 prompts (lists of token ids), max_new_tokens, dtype. FOUND: versions, and a list of answers with token_ids, drafts and
