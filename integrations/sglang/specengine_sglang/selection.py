@@ -60,9 +60,7 @@ def organize(
     return joined, chosen, ids.gather(1, chosen)
 
 
-def select(
-    policy: TreePolicy, scores: list[Tensor], tokens: list[Tensor], parents: list[Tensor], count: int
-) -> Tensor:
+def select(policy: TreePolicy, scores: list[Tensor], tokens: list[Tensor], parents: list[Tensor], count: int) -> Tensor:
     """Numbers of the `count` tokens to verify of one request, ascending and closed under parent, int64 [count].
 
     scores, tokens, parents: as of `organize`, without the requests.

@@ -15,10 +15,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
+from specengine_sglang.selection import ACCEPTED, chosen_policy, organize, select
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine_sglang.selection import ACCEPTED, chosen_policy, organize, select
 
 TOPK, STEPS, COUNT, VOCABULARY = 4, 4, 12, 50
 QLEN_ONLY = 1  # of its modes of masks: the drafted nodes alone
@@ -31,18 +31,16 @@ def sglang_functions(file: str, *names: str) -> dict[str, Any]:
         pytest.skip("SGLang is not installed")
     path = Path(spec.submodule_search_locations[0]) / file
     body = [
-        part
-        for part in ast.parse(path.read_text()).body
-        if isinstance(part, ast.FunctionDef) and part.name in names
+        part for part in ast.parse(path.read_text()).body if isinstance(part, ast.FunctionDef) and part.name in names
     ]
     assert len(body) == len(names), f"{file} has other functions than {names}"
     for function in body:
-        function.decorator_list = [
-            kind for kind in function.decorator_list if ast.unparse(kind).startswith("triton")
-        ]
+        function.decorator_list = [kind for kind in function.decorator_list if ast.unparse(kind).startswith("triton")]
     code = ["from __future__ import annotations\n", *(ast.unparse(function) + "\n" for function in body)]
     made = Path(os.environ["SGLANG_PARTS"]) / f"{path.stem}_parts.py"
-    made.write_text("import torch\nimport triton\nimport triton.language as tl\nfrom typing import *\n" + "".join(code[1:]))
+    made.write_text(
+        "import torch\nimport triton\nimport triton.language as tl\nfrom typing import *\n" + "".join(code[1:])
+    )
     part = importlib.util.spec_from_file_location(made.stem, made)
     assert part is not None
     assert part.loader is not None
