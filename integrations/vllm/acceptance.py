@@ -1,8 +1,8 @@
 """What vLLM accepts of a chain, by position: `python acceptance.py ASKED.json FOUND.json`, in its own environment.
 
 ASKED: model (a folder; an exported head in the speculators layout names its own target), speculative_config or null,
-prompts (lists of token ids), max_new_tokens, max_model_len, dtype. FOUND: versions, answers (lists of token ids), drafts
-and accepted: how many drafts had their first, second ... token accepted. Greedy, all prompts in one batch.
+prompts (lists of token ids), max_new_tokens, max_model_len, dtype. FOUND: versions, answers (lists of token ids),
+drafts and accepted: how many drafts had their first, second ... token accepted. Greedy, all prompts in one batch.
 """
 
 from __future__ import annotations
