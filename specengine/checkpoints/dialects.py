@@ -31,6 +31,7 @@ PREFIXES: dict[tuple[Layout, int], dict[str, str]] = {
 _ORIGINAL = "original_max_position_embeddings"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _MOST_FEATURES = 64
+MOST_TOKENS = 64  # of a chain
 _MOST_POSITIONS = 1 << 30
 # Numbers of rotary sets beside rope_theta: least and most, and by type those that it needs and those that it may have.
 _ROPE_NUMBERS = {
@@ -53,6 +54,20 @@ _ROPE_MAY: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", _ORIGINAL),
 }
 _ROPE_WITHOUT_EFFECT = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """What the speculators layout says of the target.
+
+    name           a Hub id or a path, from which engines load the target when they are given the head alone
+    architectures  as in the target's config.json
+    tokens         length of the chain that is drafted per cycle where nobody asks for another
+    """
+
+    name: str | None = None
+    architectures: tuple[str, ...] = ()
+    tokens: int = 3
 
 
 @dataclass(frozen=True)
@@ -330,10 +345,11 @@ def listed(ids: Iterable[int]) -> str:
     return ", ".join(map(str, ids))
 
 
-def official_config(config: EagleConfig) -> dict[str, Any]:
-    """As SpecForge writes it, which the EAGLE repository, SGLang and vLLM read."""
+def official_config(config: EagleConfig, dtype: str) -> dict[str, Any]:
+    """As SpecForge writes it, which the EAGLE repository, SGLang and vLLM read; dtype: of the weights."""
     _refuse("official", norm_recurrent=config.norm_recurrent, qk_norm=config.qk_norm)
     raw = _layer_config(config) | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+    raw["torch_dtype"] = dtype
     if config.target_hidden_size != config.hidden_size:
         raw["target_hidden_size"] = config.target_hidden_size
     if config.version == 1:
@@ -351,29 +367,34 @@ def official_config(config: EagleConfig) -> dict[str, Any]:
     return raw
 
 
-def speculators_config(config: EagleConfig, target: str | None) -> dict[str, Any]:
-    """As speculators writes it and vLLM reads it; target: name of the model that the head was made for.
+def speculators_config(config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+    """As speculators writes it and vLLM reads it; dtype: of the weights.
 
-    CheckpointError without one: readers of this layout load what a head shares with its target from there.
+    CheckpointError without the verifier's name: readers of this layout load what a head shares with its target from
+    there.
     """
-    if not target:
-        raise CheckpointError(f"target: got {target!r}, accepted the name of the model that the head was made for")
+    if not verifier.name:
+        found = f"target: got {verifier.name!r}"
+        raise CheckpointError(f"{found}, accepted the name of the model that the head was made for")
+    if type(verifier.tokens) is not int or not 1 <= verifier.tokens <= MOST_TOKENS:
+        raise refused("tokens", verifier.tokens, f"a whole number, 1 to {MOST_TOKENS}")
     _refuse("speculators", norm_logits_false=not config.norm_logits)
     if config.qkv_bias != config.o_bias:
         raise CheckpointError("qkv_bias, o_bias: the speculators layout knows only both or none")
     layer = _layer_config(config) | {"attention_bias": config.qkv_bias, "num_hidden_layers": 1}
     layer["model_type"] = "qwen3" if config.qk_norm else "llama"
     algorithm = "eagle" if config.version == 1 else "eagle3"
-    raw: dict[str, Any] = {"speculators_model_type": algorithm, "transformer_layer_config": layer}
+    raw: dict[str, Any] = {"speculators_model_type": algorithm, "transformer_layer_config": layer, "dtype": dtype}
     raw["speculators_config"] = {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-        "verifier": {"architectures": [], "name_or_path": target},
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": verifier.tokens}],
+        "verifier": {"architectures": list(verifier.architectures), "name_or_path": verifier.name},
     }
     if config.version == 1:
         return raw | {"architectures": ["EagleSpeculator"], "fusion_bias": config.fc_bias, "layernorms": False}
     _refuse("speculators", fc_bias=config.fc_bias)
+    layer["num_aux_hidden_states"] = config.num_features  # vLLM counts the layer ids of the official layout alone
     same = config.target_hidden_size == config.hidden_size
     return raw | {
         "architectures": ["Eagle3Speculator"],
@@ -409,6 +430,37 @@ def _variant_fields(config: EagleConfig) -> dict[str, bool]:
         "norm_before_fc": config.fusion_norm == "whole",
         "norm_before_residual": config.norm_before_residual,
     }
+
+
+def unread(config: EagleConfig, layout: Layout) -> list[str]:
+    """What engines that read this layout would not do as this head means it, a line each; usual heads have none.
+
+    Found in the sources of vLLM 0.32, speculators 0.9 and SGLang 0.5.23.
+    """
+    if config.version == 1:
+        return (
+            [] if layout == "official" else ["vLLM and speculators have no reader of EAGLE-1 in this layout any more"]
+        )
+    partly = config.qkv_bias != config.o_bias
+    found = {
+        "vLLM knows no head whose logits are read before the final norm": not config.norm_logits,
+        "vLLM drops biases that only some of the attention's projections have": partly,
+        f"vLLM runs no hidden_act but silu, this head has {config.hidden_act}": config.hidden_act != "silu",
+    }
+    if layout == "official":
+        found |= {
+            "SGLang ignores norm_before_residual": config.norm_before_residual,
+            "SGLang drops the biases of queries, keys and values": config.qkv_bias,
+        }
+    else:
+        wide = config.target_hidden_size != config.hidden_size
+        found["speculators loads no head whose hidden size is not the target's"] = wide
+        found["speculators loads no head that reads a hidden state twice"] = _repeats(config.layer_ids)
+    return [line for line, there in found.items() if there]
+
+
+def _repeats(ids: tuple[int, ...] | None) -> bool:
+    return ids is not None and len(set(ids)) < len(ids)
 
 
 def _refuse(layout: Layout, **variants: bool) -> None:

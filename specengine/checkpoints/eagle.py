@@ -24,6 +24,7 @@ from specengine.checkpoints.dialects import (
     Dialect,
     Layout,
     Producer,
+    Verifier,
     names_head,
     official_config,
     read_config,
@@ -122,17 +123,19 @@ def save_head(
     path: str | os.PathLike[str],
     layout: Layout = "official",
     *,
-    target: str | None = None,
+    verifier: Verifier | None = None,
 ) -> None:
     """Write a head; reading it back gives the same config and the same bits.
 
-    Each file is written beside its place and then moved there. target: name of the model it was made for, which the
+    Each file is written beside its place and then moved there. verifier: the model it was made for, whose name the
     speculators layout needs. CheckpointError where that is missing or the layout has no word for a variant.
     """
     if layout not in get_args(Layout):
         raise CheckpointError(f"layout: got {layout!r}, accepted {', '.join(get_args(Layout))}")
     folder = Path(path)
-    raw = official_config(config) if layout == "official" else speculators_config(config, target)
+    dtype = _dtype_name(state)
+    official = layout == "official"
+    raw = official_config(config, dtype) if official else speculators_config(config, dtype, verifier or Verifier())
     _check(folder, config, dict(state), {})
     back = {new: old for old, new in PREFIXES[layout, config.version].items()}
     tensors = {with_prefix(name, back): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -284,6 +287,12 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
     found = [f"{kind}: {', '.join(with_prefix(n, back) for n in names)}" for kind, names in wrong.items() if names]
     if found:
         raise CheckpointError(f"{folder}: its tensors are not those of {_described(config)}; {'; '.join(found)}")
+
+
+def _dtype_name(state: Mapping[str, Tensor]) -> str:
+    """Of the fusion layer, which every whole head has, and so of engines that load the head as it is stored."""
+    weight = state.get("fc.weight")
+    return "float32" if weight is None else str(weight.dtype).removeprefix("torch.")
 
 
 def _described(config: EagleConfig) -> str:

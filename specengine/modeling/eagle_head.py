@@ -380,16 +380,22 @@ def embedding_table(head: EagleHead, target: PreTrainedModel) -> Tensor:
 
 def require_fit(config: EagleConfig, target: CausalLM | NativeLM) -> None:
     """Raise InputError unless the head was made for a target of this shape."""
-    size = int(target.config.hidden_size)
+    require_shape(
+        config, hidden_size=int(target.config.hidden_size), vocab_size=target.vocab_size, layers=target.layers
+    )
+
+
+def require_shape(config: EagleConfig, *, hidden_size: int, vocab_size: int, layers: int) -> None:
+    """Raise InputError unless the head was made for a target of these sizes."""
     wanted = {"hidden size": config.target_hidden_size, "vocabulary": config.vocab_size}
-    given = {"hidden size": size, "vocabulary": target.vocab_size}
+    given = {"hidden size": hidden_size, "vocabulary": vocab_size}
     for name, value in wanted.items():
         if value != given[name]:
             raise InputError(f"draft: it was made for a target with {name} {value}, this one has {given[name]}")
-    ids = config.feature_ids(target.layers)
+    ids = config.feature_ids(layers)
     # transformers gives the last hidden state behind the final norm, and EAGLE-3 reads states before it
-    if config.version == 3 and not all(0 <= i < target.layers for i in ids):
+    if config.version == 3 and not all(0 <= i < layers for i in ids):
         raise InputError(
-            f"draft: it reads hidden states {', '.join(map(str, ids))}; a target of {target.layers} layers has "
-            f"0 to {target.layers - 1} before its final norm"
+            f"draft: it reads hidden states {', '.join(map(str, ids))}; a target of {layers} layers has "
+            f"0 to {layers - 1} before its final norm"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specengine import Engine, policies
 from specengine.checkpoints import eagle as checkpoints
+from specengine.checkpoints.dialects import Verifier
 from specengine.checkpoints.eagle import load_head, save_head
 from specengine.drafters.eagle import Eagle
 from specengine.errors import CheckpointError, InputError
@@ -21,6 +22,7 @@ from specengine.modeling.eagle_head import EagleConfig, causal, head_from
 from tests.models.layouts import LAYER_IDS, official, same
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 
+MODEL = Verifier("some/model")
 BOTH = [
     head_config(1, fc_bias=True, own_embeddings=True),
     head_config(1),
@@ -55,9 +57,9 @@ def test_round_trips_between_the_layouts_are_bit_identical(
 ) -> None:
     state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in random_state(config).items()}
     other: Any = "speculators" if first == "official" else "official"
-    save_head(config, state, tmp_path / "one", first, target="some/model")
+    save_head(config, state, tmp_path / "one", first, verifier=MODEL)
     there = load_head(tmp_path / "one")
-    save_head(there.config, there.state, tmp_path / "two", other, target="some/model")
+    save_head(there.config, there.state, tmp_path / "two", other, verifier=MODEL)
     back = load_head(tmp_path / "two")
     for found in (there, back):
         assert found.config == config
@@ -65,18 +67,18 @@ def test_round_trips_between_the_layouts_are_bit_identical(
     assert there.dialect.layout == first
     assert back.dialect.layout == other
     assert torch.equal(logits(config, state, dtype), logits(back.config, back.state, dtype))
-    save_head(back.config, back.state, tmp_path / "three", first, target="some/model")
+    save_head(back.config, back.state, tmp_path / "three", first, verifier=MODEL)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes()
 
 
 @pytest.mark.parametrize(("layout", "config"), [(layout, config) for layout, many in ONE.items() for config in many])
 def test_what_one_layout_cannot_say_is_refused_by_it(tmp_path: Path, layout: Any, config: EagleConfig) -> None:
-    save_head(config, random_state(config), tmp_path, layout, target="some/model")
+    save_head(config, random_state(config), tmp_path, layout, verifier=MODEL)
     assert load_head(tmp_path).config == config
     other: Any = "speculators" if layout == "official" else "official"
     with pytest.raises(CheckpointError, match=r"layout (has no word for it|knows only both or none)"):
-        save_head(config, random_state(config), tmp_path / "other", other, target="some/model")
+        save_head(config, random_state(config), tmp_path / "other", other, verifier=MODEL)
     assert not (tmp_path / "other").exists()
 
 
@@ -106,9 +108,9 @@ def test_what_is_not_the_usual_stands_in_the_official_file(tmp_path: Path) -> No
 def test_the_speculators_layout_needs_the_targets_name(tmp_path: Path, target: str | None) -> None:
     config = head_config()
     with pytest.raises(CheckpointError, match=r"target: got .*, accepted the name of the model that the head was made"):
-        save_head(config, random_state(config), tmp_path / "head", "speculators", target=target)
+        save_head(config, random_state(config), tmp_path / "head", "speculators", verifier=Verifier(target))
     assert not (tmp_path / "head").exists()
-    save_head(config, random_state(config), tmp_path / "head", "speculators", target="some/model")
+    save_head(config, random_state(config), tmp_path / "head", "speculators", verifier=MODEL)
     raw = json.loads((tmp_path / "head" / "config.json").read_text())
     assert raw["speculators_config"]["verifier"]["name_or_path"] == "some/model"
 
@@ -154,7 +156,7 @@ def test_only_a_whole_head_is_saved(tmp_path: Path) -> None:
 def test_engines_load_heads_by_their_path(tmp_path: Path, layout: Any, version: Any) -> None:
     model = tiny(num_hidden_layers=6)
     config = head_config(version)
-    save_head(config, random_state(config), tmp_path / "my-head", layout, target="some/model")
+    save_head(config, random_state(config), tmp_path / "my-head", layout, verifier=MODEL)
     engine = Engine.from_pretrained(model, draft=str(tmp_path / "my-head"), lookup=False)
     plain = Engine.from_pretrained(model, policy="plain")
     result = engine.generate([1, 2, 3, 4], max_new_tokens=12)

@@ -6,7 +6,7 @@ A file here is a command: HELP, `add(parser)`, and where the function stands tha
 from __future__ import annotations
 
 import specengine
-from specengine.cli.arguments import bench, calibrate, chat, check, demo, generate, inspect, serve, trace, train
+from specengine.cli.arguments import bench, calibrate, chat, check, demo, export, generate, inspect, serve, trace, train
 from specengine.cli.arguments.parser import Parser
 
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "trace": trace,
     "demo": demo,
     "train": train,
+    "export": export,
 }
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 from transformers import PreTrainedModel
 
+from specengine.checkpoints.dialects import Verifier
 from specengine.checkpoints.eagle import save_head
 from specengine.checkpoints.files import atomic
 from specengine.errors import InputError, why_not_loaded
@@ -191,7 +192,7 @@ class _Run:
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in self.result.state_dict().items()
         }
-        save_head(self.head.config, state, self.out, target=self.name or None)
+        save_head(self.head.config, state, self.out, verifier=Verifier(self.name or None))
         with atomic(self.out / STATE) as part:
             torch.save(
                 {

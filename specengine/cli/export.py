@@ -1,0 +1,87 @@
+"""specengine export: an EAGLE head as other engines read it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from specengine import checkpoints as models
+from specengine import registry
+from specengine.checkpoints.dialects import Layout, Verifier, unread
+from specengine.checkpoints.eagle import Checkpoint, HeadOptions, head_folder, load_head, save_head
+from specengine.checkpoints.hub import why_absent
+from specengine.cli.arguments.export import FORMATS
+from specengine.cli.terminal import say
+from specengine.errors import InputError
+from specengine.modeling.configs import config_of
+from specengine.modeling.eagle_head import EagleConfig, require_shape
+
+
+class _Source(NamedTuple):
+    folder: Path
+    target: str | None  # the model it ships for
+
+
+def run(arguments: argparse.Namespace) -> int:
+    layout: Layout = cast(Layout, FORMATS[arguments.format])
+    _require_new(arguments.folder)
+    if layout == "official" and arguments.tokens is not None:
+        raise InputError("tokens: the eagle format has no field for it; engines are told when they start")
+    source = _source(arguments)
+    head = _read(source.folder, arguments)
+    target = arguments.target or (source.target if layout == "speculators" else None)
+    verifier = Verifier()
+    if target is not None:
+        config, verifier = _fitted(head.config, target, arguments)
+        head = head._replace(config=config)
+    if arguments.tokens is not None:
+        verifier = replace(verifier, tokens=arguments.tokens)
+    save_head(head.config, head.state, arguments.folder, layout, verifier=verifier)
+    for note in head.dialect.notes:
+        say(f"specengine: note: {note}")
+    for line in unread(head.config, layout):
+        say(f"specengine: warning: {line}")
+    print(arguments.folder)
+    return 0
+
+
+def _require_new(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists():
+        raise InputError(f"folder: {folder} is there already, a new or an empty one is needed")
+
+
+def _source(arguments: argparse.Namespace) -> _Source:
+    found = head_folder(arguments.head, offline=arguments.offline)
+    if found is not None:
+        return _Source(found, None)
+    shipped = models.embedded.draft_head(arguments.head) if arguments.head == models.embedded.NAME else None
+    if shipped is None:
+        raise InputError(f"head: {arguments.head} is no folder or Hub id of an EAGLE head")
+    return _Source(shipped, models.embedded.NAME)
+
+
+def _read(folder: Path, arguments: argparse.Namespace) -> Checkpoint:
+    options = registry.build(HeadOptions, dict(arguments.draft_option), "draft_options")
+    return load_head(folder, producer=cast(Any, options.producer), layer_ids=options.layer_ids)
+
+
+def _fitted(head: EagleConfig, target: str, arguments: argparse.Namespace) -> tuple[EagleConfig, Verifier]:
+    """The head with the layers that it reads of this target, and the target as the export names it.
+
+    InputError where the head was made for another, UnsupportedModelError where the target's config cannot be had.
+    """
+    name = models.resolve(target, offline=arguments.offline)
+    if (reason := why_absent(name, offline=arguments.offline)) is not None:
+        raise InputError(f"target: {target}: {reason}")
+    access = {"local_files_only": arguments.offline, "trust_remote_code": arguments.trust_remote_code}
+    config = config_of(name, **access)
+    decoder = config.get_text_config(decoder=True)
+    layers = int(decoder.num_hidden_layers)
+    require_shape(head, hidden_size=int(decoder.hidden_size), vocab_size=int(decoder.vocab_size), layers=layers)
+    fitted = head if head.version == 1 else replace(head, layer_ids=head.feature_ids(layers))
+    name = str(Path(name).resolve()) if Path(name).exists() else name  # it is read from anywhere
+    return fitted, Verifier(name, tuple(config.architectures or ()))
