@@ -100,8 +100,7 @@ class Files:
             self._handles.append(file.open("ab", buffering=0))
 
     def _resume(self, answers: list[bytes], stats: list[bytes]) -> None:
-        provenance, settings = self._head
-        head = [_parsed(line) for line in stats[:3]]
+        settings, head = self._head[1], [_parsed(line) for line in stats[:3]]
         kinds = [record.get("record") for record in head]
         if kinds[:2] != ["provenance", "settings"] or kinds[2:] not in ([], ["engine"]):
             raise InputError(f"out: {self.stats} is none that `specengine batch` has written; name another file")

@@ -21,7 +21,7 @@ _NOT_OF_A_LINE = {
 }  # fmt: skip
 LINE_OPTIONS = tuple(item.name for item in fields(GenerationOptions) if item.name not in _NOT_OF_A_LINE)
 KINDS = ("prompt", "turns", "messages", "body")
-_FORMS = f'a string or an object with one of {", ".join(json.dumps(kind) for kind in KINDS)}'
+_FORMS = f"a string or an object with one of {', '.join(json.dumps(kind) for kind in KINDS)}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def _item(
         if "body" in entry:
             url, prompt, own = requests.read(entry)
         else:
-            prompt, own = next(entry[kind] for kind in KINDS if kind in entry), _options(entry.get("options", {}))
+            own = _options(entry.get("options", {}))
+            prompt = next(entry[kind] for kind in KINDS if kind in entry)
         options = {"seed": seed_of(seed, place), **run, **own}
         GenerationOptions.check(dict(options))
     except InputError as error:
@@ -114,7 +115,7 @@ def _item(
     return Item(place, given, prompt, options, tuple(later), url)
 
 
-def _options(given: Any) -> Mapping[str, Any]:
+def _options(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise InputError(f"options: got {shown(given)}, accepted an object of options by name")
     for name in given:
@@ -147,5 +148,3 @@ def _all(given: Any, holds: Any) -> bool:
 
 def _is_message(given: Any) -> bool:
     return isinstance(given, dict) and isinstance(given.get("role"), str) and "content" in given
-
-

@@ -14,6 +14,7 @@ from specengine.engine import Engine
 from specengine.errors import ReplicaError
 from specengine.replicas.cluster import needs, ray
 from specengine.replicas.recipe import Recipe, facts
+from specengine.replicas.scale import Scale
 
 MOST_TRIES = 3
 AHEAD = 256  # answers of a replica that may wait for an earlier one, of which the file is in need
@@ -39,18 +40,15 @@ class Answering:
 class Spread:
     """Gives every item to whichever replica is free.
 
-    replicas   processes; the first of them loads alone, so that what it measures and keeps is there for the others
-    gpu        each has a GPU of its own
-    loaded     told what the engine of each replica is; what it raises comes out of `answered`
+    The first replica loads alone, so that what it measures and keeps is there for the others.
+    loaded: told what the engine of each is; what it raises comes out of `answered`.
 
     A process that ends is replaced. The item that it had is tried again, MOST_TRIES times in all, and then is an error
     of that line.
     """
 
     recipe: Recipe
-    replicas: int
-    threads: int
-    gpu: bool
+    scale: Scale
     loaded: Callable[[Record], None]
     _tries: Counter[int] = field(default_factory=Counter)
     _under_way: dict[Any, tuple[Any, Item | None]] = field(default_factory=dict)
@@ -64,7 +62,7 @@ class Spread:
         started = 1
         while missing:
             first = min(missing)
-            while self._free and waiting and waiting[0].place < first + AHEAD * self.replicas:
+            while self._free and waiting and waiting[0].place < first + AHEAD * self.scale.replicas:
                 self._give(self._free.pop(), waiting.popleft())
             ready, _ = ray.wait(list(self._under_way), num_returns=1)
             replica, item = self._under_way.pop(ready[0])
@@ -83,16 +81,16 @@ class Spread:
                 if got is not None:
                     self.loaded(got)
                     self._lost_loading = 0
-                    for _ in range(self.replicas - started):
+                    for _ in range(self.scale.replicas - started):
                         self._start()
-                    started = self.replicas
+                    started = self.scale.replicas
             elif got is not None:
                 missing.remove(item.place)
                 yield got
 
     def _start(self) -> None:
-        options = needs(self.threads, gpu=self.gpu)
-        replica = ray.remote(Answering).options(max_restarts=0, **options).remote(self.recipe)
+        made: Any = ray.remote(Answering)
+        replica = made.options(max_restarts=0, **needs(self.scale)).remote(self.recipe)
         self._under_way[replica.load.remote()] = (replica, None)
 
     def _give(self, replica: Any, item: Item) -> None:

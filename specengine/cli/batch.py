@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,13 @@ from specengine.batch.prompts import Item
 from specengine.benchmark.provenance import provenance
 from specengine.cli import given
 from specengine.cli.terminal import say
-from specengine.errors import require
-from specengine.replicas.recipe import Recipe
+from specengine.replicas.scale import Scale
 
 EVERY_SECONDS = 30  # a line of progress, where standard error is no terminal
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require("replicas", arguments.replicas, "1 or more", arguments.replicas >= 1)
-    require("threads", arguments.threads, "1 or more", arguments.threads is None or arguments.threads >= 1)
+    Scale(arguments.replicas, threads=arguments.threads)  # refused before anything is read
     options = given.generation_options(arguments)
     seed = options.pop("seed", 0)
     found = prompts.read(arguments.prompts, options, seed=seed, system=arguments.system)
@@ -70,33 +68,18 @@ def settings_of(arguments: argparse.Namespace, found: prompts.Prompts, options: 
     }
 
 
-def recipe_of(arguments: argparse.Namespace, *, prefer_strict: bool, threads: int | None = None) -> Recipe:
-    """How each replica loads."""
-    named = {"draft_options": dict(arguments.draft_option), "policy_options": dict(arguments.policy_option)}
-    options = given.load_options(arguments) | named
-    return Recipe(arguments.model, arguments.draft, arguments.policy, options, threads, prefer_strict)
-
-
-def wants_gpu(arguments: argparse.Namespace) -> bool:
-    """Whether each replica takes a GPU of its own."""
-    return torch.cuda.is_available() if arguments.device is None else str(arguments.device).startswith("cuda")
-
-
-def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Files) -> Iterator[Answered]:
-    if arguments.replicas == 1 and arguments.ray_address is None:
-        yield from alone.answered(
-            recipe_of(arguments, prefer_strict=True, threads=arguments.threads), items, files.loaded
-        )
+def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Files) -> Generator[Answered, None, None]:
+    scale = Scale(arguments.replicas, None, arguments.threads, arguments.ray_address, given.wants_gpu(arguments))
+    if scale.replicas == 1 and scale.address is None:
+        yield from alone.answered(given.recipe(arguments, threads=scale.threads, strict=True), items, files.loaded)
         return
     from specengine.replicas import cluster  # MissingExtraError without Ray
 
-    cpus = arguments.threads and arguments.threads * arguments.replicas
-    with cluster.running(arguments.ray_address, max(cluster.cores(), arguments.replicas, cpus or 0)):
+    with cluster.running(scale):
         from specengine.batch import spread
 
-        threads = cluster.share(arguments.replicas, arguments.threads)
-        recipe = recipe_of(arguments, prefer_strict=True, threads=threads)
-        spreading = spread.Spread(recipe, arguments.replicas, threads, wants_gpu(arguments), files.loaded)
+        recipe = given.recipe(arguments, threads=cluster.threads(scale), strict=True)
+        spreading = spread.Spread(recipe, scale, files.loaded)
         yield from spread.in_order(spreading.answered(items), items[0].place)
 
 

@@ -8,13 +8,14 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from specengine.errors import InputError, MissingExtraError, require
+from specengine.errors import InputError, MissingExtraError
+from specengine.replicas.scale import Scale
 
 OBJECT_STORE_BYTES = 100 << 20  # prompts and answers are small
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 try:
-    import ray
+    import ray as ray
 except ImportError as error:
     raise MissingExtraError(f"replicas need {error.name}: pip install 'specengine[ray]'") from error
 
@@ -25,43 +26,53 @@ def cores() -> int:
 
 
 @contextlib.contextmanager
-def running(address: str | None, cpus: int | None = None) -> Iterator[None]:
-    """Joined to the cluster at `address`, or to one of this machine alone that ends with this process.
+def running(scale: Scale) -> Iterator[None]:
+    """Joined to the cluster of `scale`, or to one of this machine alone that ends with this process.
 
-    address: as ray.init takes it, `auto` for the one that runs here. InputError where there is none.
+    InputError where there is no such cluster, or where it is too small.
     """
     own: dict[str, Any] = {
-        "num_cpus": cpus or cores(),
+        "num_cpus": max(cores(), scale.most * (scale.threads or 1)),
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
     }
     try:
         ray.init(
-            address=address or "local",
+            address=scale.address or "local",
             log_to_driver=False,
             logging_level=logging.ERROR,
-            **({} if address else own),
+            **({} if scale.address else own),
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        place = f"there is no Ray cluster at {address}" if address else "Ray does not start"
+        place = f"there is no Ray cluster at {scale.address}" if scale.address else "Ray does not start"
         raise InputError(f"ray_address: {place} ({' '.join(str(error).split()):.200})") from error
     try:
+        _require_room(scale)
         yield
     finally:
         ray.shutdown()
 
 
-def share(replicas: int, threads: int | None) -> int:
-    """Threads of each replica: as asked, else all processors of the cluster divided among them."""
-    require("replicas", replicas, "1 or more", replicas >= 1)
-    require("threads", threads, "1 or more", threads is None or threads >= 1)
-    return threads or max(int(ray.cluster_resources().get("CPU", 1)) // replicas, 1)
+def threads(scale: Scale) -> int:
+    """Of each replica: as asked, else its share of the processors, were there as many replicas as there may be."""
+    return scale.threads or max(int(ray.cluster_resources().get("CPU", 1)) // scale.most, 1)
 
 
-def needs(threads: int, *, gpu: bool) -> dict[str, Any]:
+def needs(scale: Scale) -> dict[str, Any]:
     """What a replica asks of the machine that it runs on, as Ray's options name it."""
-    return {"num_cpus": threads, "num_gpus": 1 if gpu else 0, "runtime_env": {"env_vars": _environment(threads)}}
+    environment = {"OMP_NUM_THREADS": str(threads(scale))}
+    return {
+        "num_cpus": threads(scale), "num_gpus": int(scale.gpu), "runtime_env": {"env_vars": environment}
+    }  # fmt: skip
 
 
-def _environment(threads: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(threads)}
+def _require_room(scale: Scale) -> None:
+    """Raise InputError where replicas would wait for ever for processors or GPUs that no machine has."""
+    there = ray.cluster_resources()
+    for name, each, field in (("CPU", threads(scale), "threads"), ("GPU", int(scale.gpu), "device")):
+        room = int(there.get(name, 0))
+        if each * scale.replicas > room:
+            raise InputError(
+                f"replicas, {field}: {scale.replicas} replicas need {each * scale.replicas} {name}s, "
+                f"accepted up to {room} in this cluster"
+            )

@@ -59,7 +59,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         docs_url=None,  # they would fetch scripts from elsewhere
         redoc_url=None,
         responses={"default": {"model": ErrorBody, "description": "refused or failed"}},
-        middleware=_middleware(settings),
+        middleware=middleware(settings),
     )
     _tell_problems(app, worker)
     _operation(app, worker, settings)
@@ -67,7 +67,8 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     return app
 
 
-def _middleware(settings: Settings) -> list[Middleware]:
+def middleware(settings: Settings) -> list[Middleware]:
+    """What stands before every request."""
     made = []
     if settings.origins:
         headers = ["Authorization", "Content-Type"]

@@ -160,7 +160,7 @@ def test_an_engine_that_answers_otherwise_is_refused(tmp_path: Path) -> None:
         opened.loaded({"device": "one", "dtype": "float32"})
     with (
         Files(tmp_path / "out.jsonl", items, PROVENANCE, SETTINGS) as opened,
-        pytest.raises(InputError, match="other engine .device: 'one' there, 'two' now"),
+        pytest.raises(InputError, match=r"other engine .device: 'one' there, 'two' now"),
     ):
         opened.loaded({"device": "two", "dtype": "float32"})
 

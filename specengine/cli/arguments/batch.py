@@ -21,8 +21,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE",
-        help="the answers, in the order of the prompts; what was measured goes to NAME.stats.jsonl beside it. If they are "
-        "there, the run goes on",
+        help="the answers, in the order of the prompts; what was measured goes to NAME.stats.jsonl beside it. If "
+        "they are there, the run goes on",
     )  # fmt: skip
     parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
     add_replicas(parser.add_argument_group("replicas"), "engines, each in a process of its own (needs specengine[ray])")
