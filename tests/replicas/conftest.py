@@ -1,5 +1,6 @@
 """Without Ray there is nothing to test here; one cluster for all tests, whose start takes seconds."""
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,10 @@ from pathlib import Path
 import pytest
 
 NEEDED = ("ray", "fastapi", "uvicorn", "prometheus_client", "httpx", "psutil")
-collect_ignore_glob = ["test_*.py"] if not all(map(importlib.util.find_spec, NEEDED)) else []
+collect_ignore_glob = ["test_*.py"]
+if all(map(importlib.util.find_spec, NEEDED)):
+    collect_ignore_glob = []
+    importlib.import_module("tests.replicas.clusters")  # sets what Ray reads when it is imported
 
 
 @pytest.fixture(scope="session")
