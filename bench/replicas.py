@@ -31,10 +31,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--way", action="append", metavar="REPLICASxTHREADS", help="(default: 1x2, 1x1, 2x1)")
+    parser.add_argument("--way", action="append", metavar="REPLICASxTHREADS", help="(default: 1x2, 1x1, 2x1, 4x1)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    ways = [tuple(map(int, way.split("x"))) for way in args.way or ["1x2", "1x1", "2x1"]]
+    ways = [tuple(map(int, way.split("x"))) for way in args.way or ["1x2", "1x1", "2x1", "4x1"]]
     workloads = prompts.read(None)
     options = {"temperature": 0.0, "max_new_tokens": args.max_new_tokens, "seed": 0}
     items = [Item(place, item.id, item.text, options) for place, item in enumerate(workloads)]
