@@ -32,8 +32,9 @@ class Replicated:
     client: httpx.Client
 
     def metric(self, name: str) -> float:
-        text = self.client.get("/metrics").text
-        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"specengine:{name}"))
+        """0 where nothing was counted under this label yet."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return next((float(line.split()[-1]) for line in lines if line.startswith(f"specengine:{name}")), 0.0)
 
 
 @contextlib.contextmanager
