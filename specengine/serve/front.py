@@ -84,14 +84,23 @@ class Front:
 
 
 async def _pass(coming: AsyncIterator[Message], send: Send) -> None:
-    """Send what a replica says; Problem where it ends before it has said anything."""
+    """Send what a replica says; Problem where it ends before it has said any of its answer.
+
+    A status is sent with what comes behind it: a replica that ends between the two has not answered.
+    """
+    start: Message | None = None
     streams = begun = False
     try:
         async for message in coming:
             if message["type"] == "http.response.start":
+                start = message
                 streams = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+                continue
+            if start is not None:
+                begun = True
+                await send(start)
+                start = None
             await send(message)
-            begun = True
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 return
     except RequestCancelledError:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ray.exceptions import ActorDiedError
 
 from specengine import Engine
 from specengine.batch import alone, prompts, spread
@@ -17,8 +18,10 @@ from specengine.errors import InputError
 from specengine.replicas import cluster
 from specengine.replicas.recipe import Recipe
 from specengine.replicas.scale import Scale
+from specengine.serve import front
 from specengine.serve.adding import Added
 from specengine.serve.metrics import Metrics
+from specengine.serve.problems import Problem
 from specengine.serve.routing import conversation_of
 from tests.batch import files
 from tests.replicas.clusters import workers
@@ -167,6 +170,32 @@ def _one_of_two_is_killed(server: Replicated, model: Path, address: str) -> None
 
 
 # ---- without a cluster
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream; charset=utf-8"])
+def test_an_answer_that_breaks_off_is_refused_before_its_first_piece_and_ends_behind_it(
+    kind: bytes, pieces: int
+) -> None:
+    async def coming() -> Any:
+        yield {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]}
+        for _ in range(pieces):
+            yield {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}
+        raise ActorDiedError
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    if not pieces:
+        with pytest.raises(Problem) as error:
+            asyncio.run(front._pass(coming(), send))
+        assert (error.value.status, error.value.headers, sent) == (503, {"Retry-After": "1"}, [])
+    else:
+        asyncio.run(front._pass(coming(), send))
+        assert [message["type"] for message in sent] == ["http.response.start"] + ["http.response.body"] * 2
+        assert (b"replica_lost" in sent[-1]["body"], sent[-1]["more_body"]) == (kind != b"application/json", False)
 
 
 def test_counters_are_added_and_stay_where_a_replica_goes() -> None:
