@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,7 @@ from specengine.serve.settings import Settings
 
 log = logging.getLogger("specengine.serve")
 APPLICATION = "specengine"
+_ERROR = re.compile(r"^(?:[\w.]*\.)?(\w+(?:Error|Exception): .+)$", re.MULTILINE)
 AT_ONCE = 2  # requests that a replica has: the one that it answers and the next; the others wait for whoever is free
 
 
@@ -44,7 +47,7 @@ def run(recipe: Callable[[int], Recipe], settings: Settings, scale: Scale, liste
     )
     with opened, cluster.running(scale):
         listening(address)
-        failures: list[Exception] = []
+        failures: list[str] = []
         count = cluster.threads(scale)
 
         def load() -> None:
@@ -54,7 +57,7 @@ def run(recipe: Callable[[int], Recipe], settings: Settings, scale: Scale, liste
                 log.info("ready: %d replicas of %d threads", scale.replicas, count)
             except Exception as error:  # told below
                 front.state = "failed"
-                failures.append(error)
+                failures.append(_why(error))
                 server.should_exit = True
 
         threading.Thread(target=load, name="specengine", daemon=True).start()
@@ -63,7 +66,7 @@ def run(recipe: Callable[[int], Recipe], settings: Settings, scale: Scale, liste
         finally:
             serve.shutdown()
         if failures:
-            raise ReplicaError(f"the replicas do not start: {_last_line(failures[0])}") from failures[0]
+            raise ReplicaError(f"the replicas do not start: {failures[0]}")
 
 
 def deploy(recipe: Recipe, settings: Settings, scale: Scale) -> Any:
@@ -90,6 +93,11 @@ def deploy(recipe: Recipe, settings: Settings, scale: Scale) -> Any:
     return serve.run(replicas.bind(recipe, settings), name=APPLICATION, route_prefix=None)
 
 
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+def _why(error: Exception) -> str:
+    """What the last replica said that did not start, as far as Ray Serve kept it."""
+    texts = [str(error)]
+    with contextlib.suppress(Exception):
+        deployments = serve.status().applications[APPLICATION].deployments
+        texts += [deployment.message for deployment in deployments.values()]
+    found = [line for text in texts for line in _ERROR.findall(text)]
+    return found[-1] if found else " ".join(texts[0].split()) or type(error).__name__
