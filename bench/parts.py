@@ -378,13 +378,31 @@ def memory(file: str) -> str:
     return table(("requests", "MB resident"), rows, file)
 
 
+def replicas(file: str) -> str:
+    """Throughput of replicas that share a machine's cores."""
+    rows = [
+        [
+            str(record["replicas"]),
+            str(record["threads"]),
+            number(record, "tokens_per_second", 0),
+            number(record, "per_replica", 0),
+            number(record, "over_first", 2),
+            number(record, "median_answer_s", 2),
+        ]
+        for record in records(file)
+        if record["record"] == "row"
+    ]
+    header = ("replicas", "threads of each", "tokens/s", "of each replica", "over the first", "seconds of an answer")
+    return table(header, rows, file)
+
+
 PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
     for part in (
         *(headline, rivals, five, versus, answers),
         *(policies, sets, adversarial, chances, regret),
         *(exactness, same, forward, start, instructions, perplexity),
-        *(replays, published, compared, losses),
+        *(replays, published, compared, losses, replicas),
         *(load, storm, memory),
     )
 }

@@ -49,6 +49,10 @@ class QueueFullError(SpecEngineError, RuntimeError):
     """As many requests wait for the engine as may; the message says when to come again."""
 
 
+class ReplicaError(SpecEngineError, RuntimeError):
+    """The process of a replica ended, again and again; the message says over what."""
+
+
 class ProcessorError(SpecEngineError, RuntimeError):
     """A logits processor failed or returned scores of another shape; the message names the processor."""
 

@@ -24,7 +24,7 @@ LAYERS = (
     {"generation", "modeling", "checkpoints", "cuda_graphs", "policies", "drafters", "targets"},
     {"cycle", "captured", "drivers", "calibration"},
     {"engine", "loading"},
-    {"train", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},
+    {"train", "replicas", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 USERS = len(LAYERS) - 1  # bench/ ranks with the layer that uses the engine

@@ -30,8 +30,8 @@ class Log:
             return
         provenance, settings = self.records
         self.records = read(file)
-        _require_same("provenance", file, self.records[0], provenance, SAME)
-        _require_same("settings", file, self.records[1], settings, tuple(self.records[1] | settings))
+        require_same("provenance", file, self.records[0], provenance, SAME)
+        require_same("settings", file, self.records[1], settings, tuple(self.records[1] | settings))
         _cut(file)
 
     @property
@@ -49,7 +49,7 @@ class Log:
                 with self._file.open("a", encoding="ascii", newline="\n") as log:
                     log.write(json.dumps(record) + "\n")
             except OSError as error:
-                raise _unwritable(self._file, error) from error
+                raise unwritable(self._file, error) from error
 
 
 def _is_empty(file: Path) -> bool:
@@ -59,7 +59,7 @@ def _is_empty(file: Path) -> bool:
         file.open("ab").close()
         return not file.stat().st_size
     except OSError as error:
-        raise _unwritable(file, error) from error
+        raise unwritable(file, error) from error
 
 
 def read(file: Path) -> list[Record]:
@@ -83,15 +83,15 @@ def _cut(file: Path) -> None:
         with file.open("r+b") as log:
             log.truncate(log.read().rfind(b"\n") + 1)
     except OSError as error:
-        raise _unwritable(file, error) from error
+        raise unwritable(file, error) from error
 
 
-def _require_same(what: str, file: Path, was: Record, now: Record, names: tuple[str, ...]) -> None:
+def require_same(what: str, file: Path, was: Record, now: Record, names: tuple[str, ...]) -> None:
     differing = [name for name in names if was.get(name) != now.get(name)]
     if differing:
         listed = "; ".join(f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing)
         raise InputError(f"out: {file} is of a run with other {what} ({listed}); name another file")
 
 
-def _unwritable(file: Path, error: OSError) -> InputError:
+def unwritable(file: Path, error: OSError) -> InputError:
     return InputError(f"out: {file} cannot be written ({error.strerror or error})")

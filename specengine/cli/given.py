@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from specengine import calibration
 from specengine.cli.arguments.parser import flag
 from specengine.cli.arguments.shared import GENERATION_OPTIONS
@@ -18,6 +20,7 @@ from specengine.generation.options import GenerationOptions
 from specengine.generation.outputs import StreamPiece
 from specengine.generation.prompts import Prompt
 from specengine.generation.text_generation import TextGeneration
+from specengine.replicas.recipe import Recipe
 from specengine.trace import TraceWriter
 
 SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")
@@ -71,6 +74,18 @@ def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
             tell("Measuring what drafting and verifying cost here, once")
         calibration.find(engine.target, engine.drafter)
     return engine
+
+
+def recipe(arguments: argparse.Namespace, *, threads: int | None = None, strict: bool = False) -> Recipe:
+    """How a replica loads the engine asked for; strict: with `strict` where the model can, even unasked."""
+    named = {"draft_options": dict(arguments.draft_option), "policy_options": dict(arguments.policy_option)}
+    options = load_options(arguments) | named
+    return Recipe(arguments.model, arguments.draft, arguments.policy, options, threads, strict)
+
+
+def wants_gpu(arguments: argparse.Namespace) -> bool:
+    """Whether each replica takes a GPU of its own."""
+    return torch.cuda.is_available() if arguments.device is None else str(arguments.device).startswith("cuda")
 
 
 def _costs_known(engine: Engine) -> bool:

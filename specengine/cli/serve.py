@@ -7,10 +7,13 @@ import ipaddress
 import os
 from dataclasses import fields
 
+import torch
+
 from specengine.cli import given
 from specengine.cli.arguments.shared import names_of
 from specengine.cli.terminal import say
 from specengine.errors import MissingExtraError
+from specengine.replicas.scale import Scale
 from specengine.serve.settings import Settings
 
 KEY_VARIABLE = "SPECENGINE_API_KEY"
@@ -24,12 +27,27 @@ def run(arguments: argparse.Namespace) -> int:
         raise MissingExtraError(f"serve needs {error.name}: pip install 'specengine[serve]'") from error
     if not settings.api_keys and not _is_loopback(settings.host):
         say(f"specengine: note: {settings.host} can be reached from elsewhere, and no --api-key is asked for")
-    running.run(
-        lambda: given.load_engine(arguments),
-        settings,
-        lambda address: say(f"Serving {settings.name} at {address}/v1, once it is loaded"),
-    )
+
+    def listening(address: str) -> None:
+        say(f"Serving {settings.name} at {address}/v1, once it is loaded")
+
+    if (scale := _scale(arguments)) is None:
+        if arguments.threads is not None:
+            torch.set_num_threads(arguments.threads)
+        running.run(lambda: given.load_engine(arguments), settings, listening)
+        return 0
+    from specengine.serve import scaled
+
+    scaled.run(lambda threads: given.recipe(arguments, threads=threads), settings, scale, listening)
     return 0
+
+
+def _scale(arguments: argparse.Namespace) -> Scale | None:
+    """None for one engine in this process."""
+    scale = Scale(
+        arguments.replicas, arguments.max_replicas, arguments.threads, arguments.ray_address, given.wants_gpu(arguments)
+    )
+    return None if scale.most == 1 and scale.address is None else scale
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:

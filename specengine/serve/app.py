@@ -48,7 +48,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         docs_url=None,  # they would fetch scripts from elsewhere
         redoc_url=None,
         responses={"default": {"model": shapes.ErrorBody, "description": "refused or failed"}},
-        middleware=_middleware(worker, settings),
+        middleware=middleware(settings, worker.metrics.failed),
     )
     add_page(app)
     _tell_problems(app, worker)
@@ -57,8 +57,9 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     return app
 
 
-def _middleware(worker: Worker, settings: Settings) -> list[Middleware]:
-    made, failed = [], worker.metrics.failed
+def middleware(settings: Settings, failed: Any) -> list[Middleware]:
+    """What stands before every request; failed: a counter of refusals by status."""
+    made = []
     if settings.origins:
         headers = ["Authorization", "Content-Type"]
         made.append(

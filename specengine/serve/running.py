@@ -60,9 +60,8 @@ def run(load: Callable[[], Engine], settings: Settings, listening: Callable[[str
     load: makes the engine, in the worker's thread; listening: told the address before anything is loaded.
     InputError where the address cannot be had.
     """
-    opened = _open(settings)
-    host, port = opened.getsockname()[:2]
-    listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    opened, address = open_socket(settings)
+    listening(address)
     worker = Worker(load, settings.queue, Metrics())
     server = Server(worker, settings, log_config=LOGGING)
 
@@ -76,9 +75,12 @@ def run(load: Callable[[], Engine], settings: Settings, listening: Callable[[str
         raise worker.failure
 
 
-def _open(settings: Settings) -> socket.socket:
+def open_socket(settings: Settings) -> tuple[socket.socket, str]:
+    """The socket and its address; InputError where it cannot be had."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        opened = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
         raise InputError(f"host, port: {settings.host}:{settings.port} cannot be had ({error.strerror})") from error
+    host, port = opened.getsockname()[:2]
+    return opened, f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -138,6 +138,11 @@ class Worker:
                 self._gauge()
 
     @property
+    def alive(self) -> bool:
+        """Whether the thread runs that answers."""
+        return self._thread.is_alive()
+
+    @property
     def busy(self) -> bool:
         return self._job is not None
 

@@ -6,13 +6,27 @@ A file here is a command: HELP, `add(parser)`, and where the function stands tha
 from __future__ import annotations
 
 import specengine
-from specengine.cli.arguments import bench, calibrate, chat, check, demo, export, generate, inspect, serve, trace, train
+from specengine.cli.arguments import (
+    batch,
+    bench,
+    calibrate,
+    chat,
+    check,
+    demo,
+    export,
+    generate,
+    inspect,
+    serve,
+    trace,
+    train,
+)
 from specengine.cli.arguments.parser import Parser
 
 COMMANDS = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "batch": batch,
     "check": check,
     "inspect": inspect,
     "calibrate": calibrate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from specengine.cli.arguments import shared
+from specengine.cli.arguments.batch import add_replicas
 
 HELP = "answer OpenAI's clients over HTTP, with one model, one request at a time"
 
@@ -51,5 +52,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument(
         "--drain-seconds", type=float, default=30.0, metavar="S", help="for answers under way at a stop (default 30)"
+    )
+    replicas = parser.add_argument_group("replicas")
+    add_replicas(replicas, "engines behind one address, each in a process of its own (needs specengine[ray])")
+    replicas.add_argument(
+        "--max-replicas", type=int, metavar="N", help="as many as there is work for, up to N (default: --replicas)"
     )
     shared.add_draft_and_policy(parser)

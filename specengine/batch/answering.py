@@ -1,0 +1,71 @@
+"""One line answered by one engine."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from specengine.batch import requests
+from specengine.batch.prompts import Item
+from specengine.engine import Engine
+from specengine.generation.outputs import GenerationResult
+
+
+class Answered(NamedTuple):
+    """What is written of a line.
+
+    line   for the file of answers: nothing in it was measured
+    stats  of each turn, as Stats.to_dict gives them; empty where it failed
+    """
+
+    place: int
+    line: dict[str, Any]
+    stats: list[dict[str, Any]]
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.line.get("error"))
+
+
+def answer(engine: Engine, item: Item) -> Answered:
+    """With caches that hold nothing of other lines; whatever goes wrong is the line's answer."""
+    try:
+        results = _turns(engine, item)
+    except Exception as error:
+        return failed(item, type(error).__name__, " ".join(str(error).split()))
+    stats = [result.stats.to_dict() for result in results]
+    if item.url is None:
+        turns = [_said(result) for result in results]
+        said = {"turns": turns} if item.later else turns[0]
+        return Answered(item.place, {"id": item.id, **said}, stats)
+    said = _said(results[0]) | {"text": _without_stop(results[0], item.options.get("stop_strings") or [])}
+    model = os.path.basename(engine.target.name) or type(engine.target).__name__
+    prompt_tokens = results[0].stats.num_prompt_tokens
+    return Answered(item.place, requests.answer(item.url, item.id, item.place, said, prompt_tokens, model), stats)
+
+
+def failed(item: Item, kind: str, message: str) -> Answered:
+    """The line of one that gets no answer."""
+    if item.url is not None:
+        return Answered(item.place, requests.failure(item.id, item.place, kind, message), [])
+    return Answered(item.place, {"id": item.id, "error": {"type": kind, "message": message}}, [])
+
+
+def _turns(engine: Engine, item: Item) -> list[GenerationResult]:
+    results = [engine.generate(item.prompt, **item.options)]
+    prompt = item.prompt
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    for text in item.later:
+        messages = [*messages, {"role": "assistant", "content": results[-1].text}, {"role": "user", "content": text}]
+        results.append(engine.generate(messages, **item.options))
+    return results
+
+
+def _said(result: GenerationResult) -> dict[str, Any]:
+    return {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
+
+
+def _without_stop(result: GenerationResult, stops: str | list[str]) -> str:
+    """As OpenAI's clients expect it."""
+    ends = [stop for stop in ([stops] if isinstance(stops, str) else stops) if result.text.endswith(stop)]
+    return result.text[: -max(map(len, ends))] if ends else result.text

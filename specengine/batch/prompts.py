@@ -1,0 +1,150 @@
+"""The file of prompts: a line is a prompt, a conversation, or a request of OpenAI's batches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specengine.batch import requests
+from specengine.benchmark.prompts import lines_of
+from specengine.errors import InputError, shown
+from specengine.generation.options import GenerationOptions
+
+# Not of a line: objects of Python, and what depends on the clock.
+_NOT_OF_A_LINE = {
+    "max_time", "logits_processor", "stopping_criteria", "streamer", "generation_config", "return_dict_in_generate",
+    "policy", "policy_options",
+}  # fmt: skip
+LINE_OPTIONS = tuple(item.name for item in fields(GenerationOptions) if item.name not in _NOT_OF_A_LINE)
+KINDS = ("prompt", "turns", "messages", "body")
+_FORMS = f"a string or an object with one of {', '.join(json.dumps(kind) for kind in KINDS)}"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line.
+
+    place    among the prompts, from 0
+    id       as the line names it, else its number in the file, from 1
+    prompt   as Engine.generate takes it; of several turns the first
+    later    the user's further turns
+    options  of Engine.generate
+    url      of a request of OpenAI's batches, whose answer has its form
+    """
+
+    place: int
+    id: Any
+    prompt: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    later: tuple[str, ...] = ()
+    url: str | None = None
+
+
+class Prompts(NamedTuple):
+    """All lines, and what tells this file from others."""
+
+    items: list[Item]
+    digest: str
+
+
+def read(file: Path, options: Mapping[str, Any], *, seed: int = 0, system: str | None = None) -> Prompts:
+    """Every line, checked as far as that goes without the model; InputError names the line.
+
+    options: of Engine.generate, for lines that do not say otherwise; seed: each line samples with a seed of its own,
+    made of this and its place; system: a message before prompts and turns that are strings.
+    """
+    lines = [(number, line) for number, line in enumerate(lines_of(file), start=1) if line.strip()]
+    if not lines:
+        raise InputError(f"prompts: {file} holds none")
+    items, seen = [], dict[str, int]()
+    for place, (number, line) in enumerate(lines):
+        where = f"{file}, line {number}"
+        item = _item(place, number, _parsed(line, where), where, options, seed, system)
+        if (first := seen.setdefault(str(item.id), number)) != number:
+            raise InputError(f"prompts: {where} has the id of line {first}, {shown(item.id)}; accepted are new ones")
+        items.append(item)
+    return Prompts(items, hashlib.sha256("\n".join(line for _, line in lines).encode()).hexdigest()[:32])
+
+
+def seed_of(seed: int, place: int) -> int:
+    """Of one prompt's sampling, below 2**63; no two places share theirs by more than chance."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {place}".encode()).digest()[:8], "big") >> 1
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"prompts: {where} is no JSON ({error})") from error
+    entry = {"prompt": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, dict) or len([kind for kind in KINDS if kind in entry]) != 1:
+        raise InputError(f"prompts: {where} is not {_FORMS}")
+    if misplaced := [name for name in LINE_OPTIONS if name in entry and name not in KINDS]:
+        raise InputError(f'prompts: {where}: {misplaced[0]} is an option; accepted within "options": {{...}}')
+    return entry
+
+
+def _item(
+    place: int, number: int, entry: dict[str, Any], where: str, run: Mapping[str, Any], seed: int, system: str | None
+) -> Item:
+    given = next((entry[name] for name in ("id", "custom_id", "question_id") if name in entry), number)
+    if not isinstance(given, str | int) or isinstance(given, bool):
+        raise InputError(f"prompts: {where}: id is {shown(given)}, accepted a string or a whole number")
+    url = None
+    try:
+        if "body" in entry:
+            url, prompt, own = requests.read(entry)
+        else:
+            own = _options(entry.get("options", {}))
+            prompt = next(entry[kind] for kind in KINDS if kind in entry)
+        options = {"seed": seed_of(seed, place), **run, **own}
+        GenerationOptions.check(dict(options))
+    except InputError as error:
+        raise InputError(f"prompts: {where}: {error}") from error
+    later: tuple[str, ...] = ()
+    if "turns" in entry:
+        prompt, *later = _turns(prompt, where)  # type: ignore[assignment]
+    else:
+        _require_prompt(prompt, "messages" in entry or url == requests.CHAT, where)
+    if system and isinstance(prompt, str) and url is None:
+        prompt = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+    return Item(place, given, prompt, options, tuple(later), url)
+
+
+def _options(given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise InputError(f"options: got {shown(given)}, accepted an object of options by name")
+    for name in given:
+        if name not in LINE_OPTIONS:
+            raise InputError(f"options: unknown {shown(name)}, accepted are {', '.join(LINE_OPTIONS)}")
+    return given
+
+
+def _turns(given: Any, where: str) -> list[str]:
+    if not isinstance(given, list) or not given or not all(isinstance(turn, str) and turn for turn in given):
+        raise InputError(f"prompts: {where}: turns is {shown(given)}, accepted a list of strings")
+    return given
+
+
+def _require_prompt(prompt: Any, messages: bool, where: str) -> None:
+    """Raise InputError for another kind than Engine.generate takes; what the model says to it comes later."""
+    if messages:
+        accepted, holds = "a list of messages with role and content", _all(prompt, _is_message)
+    else:
+        accepted = "a string or a list of token ids"
+        holds = (isinstance(prompt, str) and bool(prompt)) or _all(prompt, lambda token: type(token) is int)
+    if not holds:
+        name = "messages" if messages else "prompt"
+        raise InputError(f"prompts: {where}: {name} is {shown(prompt)}, accepted {accepted}")
+
+
+def _all(given: Any, holds: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(map(holds, given))
+
+
+def _is_message(given: Any) -> bool:
+    return isinstance(given, dict) and isinstance(given.get("role"), str) and "content" in given

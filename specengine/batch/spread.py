@@ -1,0 +1,122 @@
+"""Lines spread over replicas, each an engine in a process of its own, on this machine or on a cluster of Ray's."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specengine.batch.answering import Answered, answer, failed
+from specengine.batch.files import Record
+from specengine.batch.prompts import Item
+from specengine.engine import Engine
+from specengine.errors import ReplicaError
+from specengine.replicas.cluster import needs, ray
+from specengine.replicas.recipe import Recipe, facts
+from specengine.replicas.scale import Scale
+
+MOST_TRIES = 3
+AHEAD = 256  # answers of a replica that may wait for an earlier one, of which the file is in need
+
+
+class Answering:
+    """What a replica's process does."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._engine: Engine | None = None
+
+    def load(self) -> Record:
+        self._engine = self._recipe.load()
+        return facts(self._engine)
+
+    def answer(self, item: Item) -> Answered:
+        assert self._engine is not None
+        return answer(self._engine, item)
+
+
+@dataclass
+class Spread:
+    """Gives every item to whichever replica is free.
+
+    The first replica loads alone, so that what it measures and keeps is there for the others.
+    loaded: told what the engine of each is; what it raises comes out of `answered`.
+
+    A process that ends is replaced. The item that it had is tried again, MOST_TRIES times in all, and then is an error
+    of that line.
+    """
+
+    recipe: Recipe
+    scale: Scale
+    loaded: Callable[[Record], None]
+    _tries: Counter[int] = field(default_factory=Counter)
+    _under_way: dict[Any, tuple[Any, Item | None]] = field(default_factory=dict)
+    _free: list[Any] = field(default_factory=list)
+    _lost_loading: int = 0
+
+    def answered(self, items: Sequence[Item]) -> Iterator[Answered]:
+        """As they come, in no order, but at most AHEAD of each replica before the first that is missing."""
+        waiting, missing = deque(items), {item.place for item in items}
+        self._start()
+        started = 1
+        while missing:
+            first = min(missing)
+            while self._free and waiting and waiting[0].place < first + AHEAD * self.scale.replicas:
+                self._give(self._free.pop(), waiting.popleft())
+            ready, _ = ray.wait(list(self._under_way), num_returns=1)
+            replica, item = self._under_way.pop(ready[0])
+            try:
+                got = ray.get(ready[0])
+            except ray.exceptions.RayTaskError as error:
+                raise (error.cause if isinstance(error.cause, Exception) else error) from error
+            except ray.exceptions.RayError:
+                self._start()
+                got = self._lost(item)
+                if got is None and item is not None:
+                    waiting.appendleft(item)
+            else:
+                self._free.append(replica)
+            if item is None:
+                if got is not None:
+                    self.loaded(got)
+                    self._lost_loading = 0
+                    for _ in range(self.scale.replicas - started):
+                        self._start()
+                    started = self.scale.replicas
+            elif got is not None:
+                missing.remove(item.place)
+                yield got
+
+    def _start(self) -> None:
+        made: Any = ray.remote(Answering)
+        replica = made.options(max_restarts=0, **needs(self.scale)).remote(self.recipe)
+        self._under_way[replica.load.remote()] = (replica, None)
+
+    def _give(self, replica: Any, item: Item) -> None:
+        self._under_way[replica.answer.remote(item)] = (replica, item)
+
+    def _lost(self, item: Item | None) -> Answered | None:
+        """What becomes of the work of a process that has ended: None for trying it again."""
+        if item is None:
+            self._lost_loading += 1
+            if self._lost_loading == MOST_TRIES:
+                raise ReplicaError(
+                    f"replicas: {MOST_TRIES} processes in succession ended while they loaded the model, as they do "
+                    "where memory is short; ask for fewer replicas"
+                )
+            return None
+        self._tries[item.place] += 1
+        if self._tries[item.place] < MOST_TRIES:
+            return None
+        return failed(item, ReplicaError.__name__, f"the process that answered it ended, {MOST_TRIES} times")
+
+
+def in_order(answers: Iterator[Answered], first: int) -> Iterator[Answered]:
+    """The same by place, from `first` on, each as soon as all before it are there."""
+    early: dict[int, Answered] = {}
+    for answered in answers:
+        early[answered.place] = answered
+        while first in early:
+            yield early.pop(first)
+            first += 1

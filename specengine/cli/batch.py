@@ -1,0 +1,112 @@
+"""specengine batch: answer a file of prompts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import specengine
+from specengine.batch import alone, prompts
+from specengine.batch.answering import Answered
+from specengine.batch.files import Files, beside
+from specengine.batch.prompts import Item
+from specengine.benchmark.provenance import provenance
+from specengine.cli import given
+from specengine.cli.terminal import say
+from specengine.replicas.scale import Scale
+
+EVERY_SECONDS = 30  # a line of progress, where standard error is no terminal
+
+
+def run(arguments: argparse.Namespace) -> int:
+    Scale(arguments.replicas, threads=arguments.threads)  # refused before anything is read
+    options = given.generation_options(arguments)
+    seed = options.pop("seed", 0)
+    found = prompts.read(arguments.prompts, options, seed=seed, system=arguments.system)
+    settings = settings_of(arguments, found, options | {"seed": seed, "system": arguments.system})
+    with Files(arguments.out, found.items, provenance("specengine", sys.argv[1:]), settings) as files:
+        if left := found.items[files.done :]:
+            if files.done:
+                say(f"Going on behind the first {files.done} of {len(found.items)} answers")
+            progress = Progress(len(left))
+            with contextlib.closing(_answers(arguments, left, files)) as answers:
+                for answered in answers:
+                    files.add(answered)
+                    progress.count(answered)
+            progress.end(arguments.out)
+        if files.failures:
+            say(f"specengine: note: {files.failures} of {files.done} answers are errors, as their lines say")
+        return 1 if files.failures else 0
+
+
+def settings_of(arguments: argparse.Namespace, found: prompts.Prompts, options: dict[str, Any]) -> dict[str, Any]:
+    """All that was asked for and that answers, or their figures, may depend on, JSON-ready."""
+    loading = {name: value for name, value in given.load_options(arguments).items() if name != "offline"}
+    return {
+        "record": "settings",
+        "format": 1,
+        "prompts": len(found.items),
+        "digest": found.digest,
+        "model": arguments.model,
+        "draft": arguments.draft,
+        "policy": arguments.policy,
+        "draft_options": dict(arguments.draft_option),
+        "policy_options": dict(arguments.policy_option),
+        **loading,
+        "options": options,
+        "specengine": specengine.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }
+
+
+def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Files) -> Generator[Answered, None, None]:
+    scale = Scale(arguments.replicas, None, arguments.threads, arguments.ray_address, given.wants_gpu(arguments))
+    if scale.replicas == 1 and scale.address is None:
+        yield from alone.answered(given.recipe(arguments, threads=scale.threads, strict=True), items, files.loaded)
+        return
+    from specengine.replicas import cluster  # MissingExtraError without Ray
+
+    with cluster.running(scale):
+        from specengine.batch import spread
+
+        recipe = given.recipe(arguments, threads=cluster.threads(scale), strict=True)
+        spreading = spread.Spread(recipe, scale, files.loaded)
+        yield from spread.in_order(spreading.answered(items), items[0].place)
+
+
+class Progress:
+    """On standard error: a line that is written over at a terminal, one now and then elsewhere, and a summary."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._done, self._failed, self._tokens = count, 0, 0, 0
+        self._began = self._said = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+
+    def count(self, answered: Answered) -> None:
+        self._done += 1
+        self._failed += answered.failed
+        self._tokens += sum(turn["num_generated_tokens"] for turn in answered.stats)
+        now = time.monotonic()
+        if self._terminal:
+            print(f"\r{self}\x1b[K", end="", file=sys.stderr, flush=True)
+        elif now - self._said >= EVERY_SECONDS:
+            self._said = now
+            say(str(self))
+
+    def end(self, out: Path) -> None:
+        say(f"{chr(13) if self._terminal else ''}{self}; {out}, figures in {beside(out)}")
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._began
+        failed = f" ({self._failed} failed)" if self._failed else ""
+        rate = self._tokens / seconds if seconds else 0.0
+        return f"{self._done} of {self._count} answers{failed}, {self._tokens} tokens in {seconds:.1f} s, {rate:.1f}/s"

@@ -1,0 +1,1 @@
+"""Several engines side by side, each in a process of its own: how one is loaded, and the cluster that they run on."""

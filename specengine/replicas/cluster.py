@@ -1,0 +1,78 @@
+"""Ray: a cluster on this machine for as long as it is needed, or one that runs already."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from specengine.errors import InputError, MissingExtraError
+from specengine.replicas.scale import Scale
+
+OBJECT_STORE_BYTES = 100 << 20  # prompts and answers are small
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+try:
+    import ray as ray
+except ImportError as error:
+    raise MissingExtraError(f"replicas need {error.name}: pip install 'specengine[ray]'") from error
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def running(scale: Scale) -> Iterator[None]:
+    """Joined to the cluster of `scale`, or to one of this machine alone that ends with this process.
+
+    InputError where there is no such cluster, or where it is too small.
+    """
+    own: dict[str, Any] = {
+        "num_cpus": max(cores(), scale.most * (scale.threads or 1)),
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
+    try:
+        ray.init(
+            address=scale.address or "local",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({} if scale.address else own),
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        place = f"there is no Ray cluster at {scale.address}" if scale.address else "Ray does not start"
+        raise InputError(f"ray_address: {place} ({' '.join(str(error).split()):.200})") from error
+    try:
+        _require_room(scale)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def threads(scale: Scale) -> int:
+    """Of each replica: as asked, else its share of the processors, were there as many replicas as there may be."""
+    return scale.threads or max(int(ray.cluster_resources().get("CPU", 1)) // scale.most, 1)
+
+
+def needs(scale: Scale) -> dict[str, Any]:
+    """What a replica asks of the machine that it runs on, as Ray's options name it."""
+    environment = {"OMP_NUM_THREADS": str(threads(scale))}
+    return {
+        "num_cpus": threads(scale), "num_gpus": int(scale.gpu), "runtime_env": {"env_vars": environment}
+    }  # fmt: skip
+
+
+def _require_room(scale: Scale) -> None:
+    """Raise InputError where replicas would wait for ever for processors or GPUs that no machine has."""
+    there = ray.cluster_resources()
+    for name, each, field in (("CPU", threads(scale), "threads"), ("GPU", int(scale.gpu), "device")):
+        room = int(there.get(name, 0))
+        if each * scale.replicas > room:
+            raise InputError(
+                f"replicas, {field}: {scale.replicas} replicas need {each * scale.replicas} {name}s, "
+                f"accepted up to {room} in this cluster"
+            )

@@ -1,0 +1,95 @@
+"""One of several engines behind a front: the application in a process of its own, spoken to in ASGI's messages."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, MutableMapping
+from typing import Any, NamedTuple
+
+from ray import serve
+
+from specengine.replicas.recipe import Recipe
+from specengine.serve.app import create_app
+from specengine.serve.metrics import Metrics
+from specengine.serve.settings import Settings
+from specengine.serve.worker import Worker
+
+Message = MutableMapping[str, Any]
+LOADING_SECONDS = 0.05  # between two looks
+
+
+class Asking(NamedTuple):
+    """A request whose body has been read."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    @property
+    def scope(self) -> dict[str, Any]:
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "query_string": self.query,
+            "root_path": "",
+            "headers": self.headers,
+            "client": None,
+            "server": None,
+        }
+
+
+class Replica:
+    """A deployment of Ray Serve. Its front has asked for keys and told browsers what they may do."""
+
+    async def __init__(self, recipe: Recipe, settings: Settings) -> None:  # type: ignore[misc]
+        """Until the engine is loaded; raises what loading it raises."""
+        self._worker = Worker(recipe.load, settings.queue, Metrics())
+        self._app = create_app(self._worker, dataclasses.replace(settings, api_keys=(), origins=()))
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        await self._lifespan.__aenter__()
+        while self._worker.state == "loading":
+            await asyncio.sleep(LOADING_SECONDS)
+        if self._worker.failure is not None:
+            raise self._worker.failure
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def ask(self, asking: Asking, conversation: str | None = None) -> AsyncIterator[Message]:
+        """The application's messages; whoever leaves early is a client that has gone.
+
+        conversation: what the router reads.
+        """
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        gone, bodies = asyncio.Event(), [asking.body]
+
+        async def receive() -> Message:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.ensure_future(self._app(asking.scope, receive, messages.put))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+        finally:
+            gone.set()
+
+    async def figures(self) -> tuple[str, str]:
+        """Which replica, and its counters in Prometheus' text format."""
+        return serve.get_replica_context().replica_id.unique_id, self._worker.metrics.text().decode()
+
+    def check_health(self) -> None:
+        """Called by Ray Serve, which replaces a replica where this raises."""
+        if not self._worker.alive:
+            raise RuntimeError("the engine's thread has ended")

@@ -1,0 +1,212 @@
+"""`specengine batch`: the engine's answers, one a line, the same bytes however often it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specengine import Engine
+from specengine.batch import prompts
+from specengine.batch.files import Files, beside
+from specengine.errors import InputError
+from tests.batch import files
+from tests.batch.conftest import Example
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SETTINGS: dict[str, Any] = {"record": "settings"}
+PROVENANCE: dict[str, Any] = {"record": "provenance"}
+
+
+# ---- answers
+
+
+def test_answers_are_the_engines(example: Example) -> None:
+    engine = Engine.from_pretrained(str(example.model), policy="plain")
+    entries, answers = files.read(example.prompts), files.read(example.out)
+    assert len(answers) == len(entries)
+    for place, (entry, answer) in enumerate(zip(entries[:7], answers, strict=False)):
+        options = {"max_new_tokens": 12, "seed": prompts.seed_of(0, place)}
+        if place == 0:
+            assert (answer["id"], answer["text"]) == (1, engine.generate(entry, **options).text)
+        elif place == 1:
+            assert answer["token_ids"] == engine.generate(entry["messages"], **options).token_ids
+        elif place == 2:
+            assert answer["token_ids"] == engine.generate(entry["prompt"], **options | entry["options"]).token_ids
+        elif place == 3:
+            assert answer["id"] == 1003
+            session = engine.session()
+            assert [turn["text"] for turn in answer["turns"]] == [
+                session.generate(turn, **options).text for turn in entry["turns"]
+            ]
+        elif place == 4:
+            choice = answer["response"]["body"]["choices"][0]
+            result = engine.generate(entry["body"]["messages"], **options, temperature=1)
+            assert (answer["custom_id"], choice["message"]["content"]) == ("r4", result.text)
+        elif place == 5:
+            assert answer["token_ids"] == engine.generate(entry["prompt"], **options).token_ids
+        else:
+            assert answer["error"]["type"] == "InputError"
+            assert "99999" in answer["error"]["message"]
+
+
+def test_figures_stand_beside_and_nothing_measured_in_the_answers(example: Example) -> None:
+    head, stats = files.read(beside(example.out))[:3], files.read(beside(example.out))[3:]
+    assert [record["record"] for record in head] == ["provenance", "settings", "engine"]
+    assert [record["id"] for record in stats] == [_id(answer) for answer in files.read(example.out)]
+    turns = [turn for record in stats for turn in record["stats"]]
+    assert all(turn["elapsed_s"] > 0 for turn in turns)
+    assert "elapsed_s" not in example.out.read_text()
+
+
+def _id(answer: dict[str, Any]) -> Any:
+    return answer.get("custom_id", answer["id"])
+
+
+def test_each_place_samples_with_a_seed_of_its_own(example: Example, tmp_path: Path) -> None:
+    file = files.write(tmp_path / "same.jsonl", ["tell me"] * 3 + [{"prompt": "tell me", "options": {"seed": 7}}])
+    sampled = ("--temperature", "1", "--seed", "4")
+    assert files.batch(file, tmp_path / "out.jsonl", example.model, *sampled) == 0
+    answers = [answer["token_ids"] for answer in files.read(tmp_path / "out.jsonl")]
+    assert len({tuple(answer) for answer in answers}) == 4
+    engine = Engine.from_pretrained(str(example.model))
+    for place, answer in enumerate(answers):
+        seed = 7 if place == 3 else prompts.seed_of(4, place)
+        assert engine.generate("tell me", temperature=1, max_new_tokens=12, seed=seed).token_ids == answer
+
+
+def test_openais_form(example: Example, tmp_path: Path) -> None:
+    body = {"prompt": "the cat and the dog", "max_tokens": 12, "model": "any"}
+    entry = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    out = tmp_path / "out.jsonl"
+    assert files.batch(files.write(tmp_path / "in.jsonl", [entry]), out, example.model) == 0
+    whole = files.read(out)[0]["response"]["body"]
+    text = whole["choices"][0]["text"]
+    assert whole["usage"] == {"prompt_tokens": 19, "completion_tokens": 12, "total_tokens": 31}
+    stop = text[3]
+    stopped = {**entry, "custom_id": "b", "body": body | {"stop": stop}}
+    bad = {**entry, "custom_id": "c", "body": body | {"prompt": [1, 99999]}}
+    assert files.batch(files.write(tmp_path / "2.jsonl", [stopped, bad]), tmp_path / "2", example.model) == 1
+    first, second = files.read(tmp_path / "2")
+    assert first["response"]["body"]["choices"][0]["text"] == text[: text.index(stop)]
+    assert (second["response"], second["error"]["code"], second["custom_id"]) == (None, "InputError", "c")
+
+
+# ---- going on
+
+
+def test_files_cut_anywhere_go_on_to_the_same_bytes(example: Example, tmp_path: Path) -> None:
+    whole, stats = example.out.read_bytes(), beside(example.out).read_bytes()
+    out = tmp_path / "answers.jsonl"
+    draw = random.Random(0)
+    for _ in range(8):
+        out.write_bytes(whole[: draw.randrange(len(whole))])
+        beside(out).write_bytes(stats[: draw.randrange(stats.index(b'{"record": "answer"'), len(stats))])
+        assert files.batch(example.prompts, out, example.model) == 1
+        assert out.read_bytes() == whole
+        assert [record.get("id") for record in files.read(beside(out))] == [
+            record.get("id") for record in map(json.loads, stats.splitlines())
+        ]
+
+
+def test_a_finished_file_is_not_touched_and_loads_nothing(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = example.out.read_bytes(), beside(example.out).read_bytes()
+    monkeypatch.setattr(Engine, "from_pretrained", None)
+    assert files.batch(example.prompts, example.out, example.model) == 1
+    assert (example.out.read_bytes(), beside(example.out).read_bytes()) == before
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("--max-new-tokens", "13"), "options: {'max_new_tokens': 12"),
+        (("--policy", "chain"), "policy: None there, 'chain' now"),
+        (("--draft", "ngram"), "draft: None there"),
+        (("--dtype", "bfloat16"), "dtype: 'auto' there"),
+        (("--seed", "3"), "options"),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    example: Example, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], named: str
+) -> None:
+    before = example.out.read_bytes()
+    assert files.batch(example.prompts, example.out, example.model, *more) == 2
+    assert named in capsys.readouterr().err
+    assert example.out.read_bytes() == before
+
+
+def test_other_prompts_and_files_of_others_are_refused(
+    example: Example, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = files.write(tmp_path / "changed.jsonl", ["another", *files.lines(28)[1:]])
+    assert files.batch(changed, example.out, example.model) == 2
+    assert "digest: " in capsys.readouterr().err
+    alone = tmp_path / "alone.jsonl"
+    shutil.copy(example.out, alone)
+    assert files.batch(example.prompts, alone, example.model) == 2
+    assert "is there without" in capsys.readouterr().err
+    beside(alone).write_text('{"record": "trace"}\n')
+    assert files.batch(example.prompts, alone, example.model) == 2
+    assert "is none that `specengine batch` has written" in capsys.readouterr().err
+
+
+def test_an_engine_that_answers_otherwise_is_refused(tmp_path: Path) -> None:
+    items = [prompts.Item(0, "a", "x", {"seed": 0})]
+    with Files(tmp_path / "out.jsonl", items, PROVENANCE, SETTINGS) as opened:
+        opened.loaded({"device": "one", "dtype": "float32"})
+    with (
+        Files(tmp_path / "out.jsonl", items, PROVENANCE, SETTINGS) as opened,
+        pytest.raises(InputError, match=r"other engine .device: 'one' there, 'two' now"),
+    ):
+        opened.loaded({"device": "two", "dtype": "float32"})
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    first = Files(tmp_path / "out.jsonl", [], PROVENANCE, SETTINGS)
+    with first, pytest.raises(InputError, match="another process is writing"):
+        Files(tmp_path / "out.jsonl", [], PROVENANCE, SETTINGS).__enter__()
+
+
+# ---- what is refused before any work
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ("{", "line 2 is no JSON"),
+        ({"text": "x"}, 'one of "prompt", "turns", "messages", "body"'),
+        ({"prompt": "x", "messages": []}, "is not a string or an object with one of"),
+        ({"prompt": ""}, "prompt is '', accepted a string or a list"),
+        ({"prompt": 3}, "prompt is 3"),
+        ({"turns": [1]}, "turns is [1]"),
+        ({"messages": [{"content": "x"}]}, "messages is"),
+        ({"prompt": "x", "temperature": 1}, 'temperature is an option; accepted within "options"'),
+        ({"prompt": "x", "options": {"nonsense": 1}}, "options: unknown 'nonsense'"),
+        ({"prompt": "x", "options": {"max_time": 1}}, "options: unknown 'max_time'"),
+        ({"prompt": "x", "options": {"temperature": -1}}, "temperature: got -1"),
+        ({"prompt": "x", "id": [1]}, "id is [1]"),
+        ({"prompt": "x", "id": 1}, "has the id of line 1, 1"),
+        ({"custom_id": "a", "body": {"messages": [], "n": 2}}, "body.n: got 2"),
+        ({"custom_id": "a", "body": {"messages": [], "tools": []}}, "body.tools: unknown"),
+        ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "url: got '/v1/embeddings'"),
+        ({"body": {"messages": []}}, "custom_id: got None"),
+    ],
+)
+def test_a_line_that_cannot_be_taken_is_named(tmp_path: Path, entry: Any, named: str) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('"fine"\n' + (entry if entry == "{" else json.dumps(entry)) + "\n")
+    with pytest.raises(InputError) as error:
+        prompts.read(file, {})
+    assert str(error.value).startswith(f"prompts: {file}, line 2")
+    assert named in str(error.value)
+
+
+def test_system_messages_stand_before_prompts_and_turns_alone(tmp_path: Path) -> None:
+    file = files.write(tmp_path / "in.jsonl", ["a", {"messages": [{"role": "user", "content": "b"}]}, {"prompt": [1]}])
+    found = prompts.read(file, {}, system="be kind").items
+    assert found[0].prompt == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a"}]
+    assert (found[1].prompt, found[2].prompt) == ([{"role": "user", "content": "b"}], [1])

@@ -1,0 +1,251 @@
+"""Several engines: the same bytes in a batch, a server that loses one of them, and what is known of conversations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray.exceptions import ActorDiedError
+
+from specengine import Engine
+from specengine.batch import alone, prompts, spread
+from specengine.batch.answering import Answered
+from specengine.errors import InputError
+from specengine.replicas import cluster
+from specengine.replicas.recipe import Recipe
+from specengine.replicas.scale import Scale
+from specengine.serve import front
+from specengine.serve.adding import Added
+from specengine.serve.metrics import Metrics
+from specengine.serve.problems import Problem
+from specengine.serve.routing import conversation_of
+from tests.batch import files
+from tests.replicas.clusters import workers
+from tests.replicas.deadly import DEADLY, Deadly
+from tests.replicas.replicated import Replicated, replicated
+from tests.serve.served import NAME, until
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CHATS = 100
+
+
+# ---- batch
+
+
+@pytest.mark.slow
+def test_a_batch_loses_nothing_to_workers_that_end(model: Path, address: str, tmp_path: Path) -> None:
+    """One prompt ends whichever process has it."""
+    entries = [*files.lines(20), {"id": "deadly", "prompt": DEADLY}, *files.lines(27)[20:]]
+    items = prompts.read(files.write(tmp_path / "in.jsonl", entries), {"max_new_tokens": 12}).items
+    expected = list(alone.answered(Recipe(str(model)), [item for item in items if item.id != "deadly"], lambda _: None))
+    scale = Scale(2, threads=1, address=address)
+    loaded: list[Any] = []
+    with cluster.running(scale):
+        spreading = spread.Spread(Deadly(str(model), threads=1), scale, loaded.append)
+        found = list(spread.in_order(spreading.answered(items), 0))
+    assert [answered.line for answered in found if answered.line["id"] != "deadly"] == [each.line for each in expected]
+    assert [answered.place for answered in found] == list(range(len(items)))
+    error = found[20].line["error"]
+    assert (error["type"], error["message"]) == ("ReplicaError", "the process that answered it ended, 3 times")
+    assert all(facts == loaded[0] for facts in loaded)
+    assert len(loaded) >= 4, "replicas that have ended are replaced"
+
+
+def test_a_cluster_without_room_is_refused_and_a_model_that_is_not_there_is_named(
+    model: Path, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = files.write(tmp_path / "in.jsonl", ["a"])
+    on = ("--ray-address", address, "--replicas")
+    assert files.batch(file, tmp_path / "1.jsonl", model, *on, "9", "--threads", "2") == 2
+    assert "9 replicas need 18 CPUs, accepted up to 4" in capsys.readouterr().err
+    assert files.batch(file, tmp_path / "2.jsonl", tmp_path / "none", *on, "2", "--threads", "1") == 2
+    assert "replicas" not in (said := capsys.readouterr().err), said
+
+
+def test_answers_are_put_in_order_as_early_as_can_be() -> None:
+    come = [Answered(place, {}, []) for place in (5, 3, 4, 7, 6)]
+    seen: list[int] = []
+
+    def coming() -> Any:
+        for answered in come:
+            seen.append(answered.place)
+            yield answered
+
+    order = [(answered.place, len(seen)) for answered in spread.in_order(coming(), 3)]
+    assert order == [(3, 2), (4, 3), (5, 3), (6, 5), (7, 5)]
+
+
+# ---- server
+
+
+def chat(text: str, *more: str, **options: Any) -> dict[str, Any]:
+    """A conversation of which `text` is the first turn, and `more` the turns behind it, the model's and the user's."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[place % 2], "content": said} for place, said in enumerate((text, *more))]
+    return {"model": NAME, "messages": messages, "max_tokens": 16, **options}
+
+
+@pytest.mark.slow
+def test_a_server_of_two_replicas(model: Path, address: str) -> None:
+    with replicated(model, address, queue=CHATS, api_keys=("right",)) as server:
+        assert server.client.post("/v1/chat/completions", json=chat("x")).status_code == 401
+        server.client.headers["Authorization"] = "Bearer right"
+        assert server.client.get("/v1/models").json()["data"][0]["id"] == NAME
+        _second_turns_go_where_the_first_was(server)
+        _streams_are_the_same(server)
+        _who_goes_away_is_not_answered(server)
+        _one_of_two_is_killed(server, model, address)
+
+
+def _second_turns_go_where_the_first_was(server: Replicated) -> None:
+    """Two conversations in turn, one on each replica at the most: each finds its own beginning."""
+    for number in range(3):
+        first = server.client.post("/v1/chat/completions", json=chat(f"hello {number}")).json()
+        said = first["choices"][0]["message"]["content"]
+        turn = chat(f"hello {number}", said, "and then?")
+        usage = server.client.post("/v1/chat/completions", json=turn).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > len(f"hello {number}")
+
+
+def _streams_are_the_same(server: Replicated) -> None:
+    whole = server.client.post("/v1/chat/completions", json=chat("a stream", return_token_ids=True)).json()
+    text = server.client.post("/v1/chat/completions", json=chat("a stream", stream=True, return_token_ids=True)).text
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    assert f'"finish_reason":"{whole["choices"][0]["finish_reason"]}"' in events[-2]
+    refused = server.client.post("/v1/chat/completions", json=chat("x", nonsense=1, stream=True))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "nonsense")
+
+
+def _who_goes_away_is_not_answered(server: Replicated) -> None:
+    asked = chat("long", max_tokens=470, ignore_eos=True, stream=True)
+
+    def leave() -> bool:
+        with server.client.stream("POST", "/v1/chat/completions", json=asked) as coming:
+            next(coming.iter_lines())
+        until(lambda: server.metric("num_requests_running") == 0, 30)
+        return server.metric('request_success_total{finished_reason="abort"}') > 0
+
+    until(leave, 30)  # one may have ended before the word of it came
+
+
+def _one_of_two_is_killed(server: Replicated, model: Path, address: str) -> None:
+    """A hundred clients meanwhile: each is answered rightly, or told to come again."""
+    engine = Engine.from_pretrained(str(model))
+    expected = {number: engine.generate(chat(f"c{number}")["messages"], max_new_tokens=16).text for number in range(9)}
+    counted = server.metric("generation_tokens_total")
+    done: list[tuple[int, httpx.Response]] = []
+
+    async def crowd() -> None:
+        limits = httpx.Limits(max_connections=CHATS)
+        headers = server.client.headers
+        async with httpx.AsyncClient(base_url=server.address, timeout=120, limits=limits, headers=headers) as client:
+
+            async def ask(number: int) -> None:
+                answer = await client.post("/v1/chat/completions", json=chat(f"c{number % 9}"))
+                done.append((number % 9, answer))
+
+            asking = [asyncio.create_task(ask(number)) for number in range(CHATS)]
+            while len(done) < CHATS // 10:
+                await asyncio.sleep(0.01)
+            workers(address, "ServeReplica")[0].kill()
+            await asyncio.gather(*asking)
+
+    asyncio.run(crowd())
+    statuses = Counter(answer.status_code for _, answer in done)
+    assert set(statuses) <= {200, 429, 503}, statuses
+    assert statuses[200] > CHATS // 2, statuses
+    for number, answer in done:
+        if answer.status_code == 200:
+            assert answer.json()["choices"][0]["message"]["content"] == expected[number]
+        else:
+            assert int(answer.headers["Retry-After"]) >= 1
+    assert len(done) == CHATS
+    assert server.client.post("/v1/chat/completions", json=chat("after")).status_code == 200
+    assert server.metric("generation_tokens_total") >= counted, "what a lost replica had counted stays"
+
+
+# ---- without a cluster
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream; charset=utf-8"])
+def test_an_answer_that_breaks_off_is_refused_before_its_first_piece_and_ends_behind_it(
+    kind: bytes, pieces: int
+) -> None:
+    async def coming() -> Any:
+        yield {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]}
+        for _ in range(pieces):
+            yield {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}
+        raise ActorDiedError
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    if not pieces:
+        with pytest.raises(Problem) as error:
+            asyncio.run(front._pass(coming(), send))
+        assert (error.value.status, error.value.headers, sent) == (503, {"Retry-After": "1"}, [])
+    else:
+        asyncio.run(front._pass(coming(), send))
+        assert [message["type"] for message in sent] == ["http.response.start"] + ["http.response.body"] * 2
+        assert (b"replica_lost" in sent[-1]["body"], sent[-1]["more_body"]) == (kind != b"application/json", False)
+
+
+def test_counters_are_added_and_stay_where_a_replica_goes() -> None:
+    first, second = Metrics(), Metrics()
+    added = Added()
+    first.generated.inc(3)
+    second.generated.inc(4)
+    first.running.set(1)
+    second.running.set(1)
+    first.first_token.observe(0.02)
+    second.first_token.observe(20)
+    added.take([("a", first.text().decode()), ("b", second.text().decode())])
+    assert _value(added, "generation_tokens_total") == 7
+    assert _value(added, "num_requests_running") == 2
+    assert _value(added, 'time_to_first_token_seconds_bucket{le="0.025"}') == 1
+    assert _value(added, 'time_to_first_token_seconds_bucket{le="+Inf"}') == 2
+    second.generated.inc(1)
+    added.take([("b", second.text().decode())])
+    assert _value(added, "generation_tokens_total") == 8
+    assert _value(added, "num_requests_running") == 1
+
+
+def _value(added: Added, name: str) -> float:
+    lines = added.text().decode().splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"specengine:{name}"))
+
+
+def test_a_conversation_is_known_by_its_beginning() -> None:
+    def of(asked: dict[str, Any]) -> str | None:
+        return conversation_of(httpx.Request("POST", "http://x", json=asked).read())
+
+    system = {"role": "system", "content": "be kind"}
+    start = of(chat("one"))
+    assert start == of(chat("one", "yes", "two", temperature=1)) is not None
+    assert start != of(chat("another"))
+    assert start != of({"messages": [system, *chat("one")["messages"]]})
+    assert of({"prompt": "a" * 300}) == of({"prompt": "a" * 256 + "b"}) != of({"prompt": "b"})
+    for nothing in ({}, {"prompt": 3}, {"messages": []}):
+        assert of(nothing) is None
+    assert conversation_of(b"{") is conversation_of(b"[1]") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"replicas": 0}, "replicas: got 0"),
+        ({"threads": 0}, "threads: got 0"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas: got 2, accepted 3 or more"),
+    ],
+)
+def test_a_scale_out_of_range_is_refused(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        Scale(**given)
