@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops
+from specengine.generation.logprobs import TokenLogprob
 from specengine.ops.select import LARGEST
 from specengine.tree import TokenTree
 
@@ -72,6 +73,7 @@ class Cycle:
     kept     int64 [len(tree)], the nodes of `grown` that make up `tree`, in its order; None where those are all
     successors  what the target would say after each of the tree's nodes, rejected ones included, where the draft reads
                 it and the cycle did not stay on a device
+    logprobs of each of `tokens`, where they were asked for
     """
 
     tree: TokenTree
@@ -83,6 +85,7 @@ class Cycle:
     grown: TokenTree | None = field(default=None, repr=False, compare=False)
     kept: Tensor | None = field(default=None, repr=False, compare=False)
     successors: Successors | None = field(default=None, repr=False, compare=False)
+    logprobs: list[TokenLogprob] | None = field(default=None, repr=False, compare=False)
 
     @property
     def accepted(self) -> int:

@@ -8,18 +8,21 @@ from typing import Any, NamedTuple
 
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from specengine.generation.logprobs import TokenLogprob
 from specengine.records import Cycle, Stats
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """An answer. `token_ids` are the new tokens only; `finish_reason` is stop, length or criteria."""
+    """An answer. `token_ids` are the new tokens only; `finish_reason` is stop, length or criteria; `logprobs` has an
+    entry for each token, where they were asked for."""
 
     text: str
     token_ids: list[int]
     finish_reason: str
     stats: Stats
     seed: int | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 class StreamPiece(NamedTuple):
@@ -37,6 +40,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     stats: Stats | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
