@@ -162,7 +162,7 @@ class Engine:
         Closing the iterator frees the engine. InputError, EngineBusyError, NumericalError, and UnsupportedModelError
         of a target that has no way to do it.
         """
-        require("top", top, "0 or more", isinstance(top, int) and top >= 0)
+        require("top", top, "0 or more", type(top) is int and top >= 0)
         target = self.target
         ids = token_ids(prompt, self.tokenizer, raw=True, vocab_size=target.vocab_size, max_context=target.max_context)
         return self._scored(ids, top)

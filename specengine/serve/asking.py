@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from specengine.drivers import PLAIN
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError
+from specengine.generation.logprobs import TokenLogprob
 from specengine.generation.options import GenerationOptions
 from specengine.generation.prompts import token_ids
 from specengine.serve import constraints, tools
@@ -49,6 +52,21 @@ class Asked:
         asked = self.request.prediction if isinstance(self.request, ChatRequest) else None
         return None if asked is None else asked.text or None
 
+    @property
+    def echoes(self) -> bool:
+        return isinstance(self.request, CompletionRequest) and bool(self.request.echo)
+
+    @property
+    def answers(self) -> bool:
+        """Whether anything is wanted but the prompt."""
+        return self.request.wanted_tokens != 0
+
+    def score(self, engine: Engine, prompt: list[int]) -> Generator[TokenLogprob, None, None]:
+        """The log-probabilities of a prompt's tokens, where they are wanted."""
+        top = self.request.wanted_logprobs
+        if self.echoes and top is not None:
+            yield from engine.score(prompt, top)
+
     def start(self, engine: Engine) -> TextGeneration:
         """The generation, which continues from what the caches hold of the prompt; InputError or Problem."""
         ids = self._prompt_ids(engine)
@@ -62,6 +80,8 @@ class Asked:
         options = dict(self.options)
         limits = (self.settings.default_max_tokens, self.settings.max_tokens)
         options["max_new_tokens"] = self.request.wanted_tokens or min(limit for limit in limits if limit is not None)
+        if self.echoes and options["max_new_tokens"] == 1:
+            options["policy"] = PLAIN  # the draft would read the prompt for one token
         if self.prediction is not None:
             options["prediction"] = self.prediction
         processors = constraints.processors(self.request, engine.tokenizer)
@@ -104,6 +124,8 @@ def _options(request: Sampling) -> dict[str, Any]:
         options["eos_token_id"] = []
     if request.min_tokens:
         options["min_new_tokens"] = request.min_tokens
+    if request.wanted_logprobs is not None:
+        options["logprobs"] = request.wanted_logprobs
     if request.logit_bias:
         options["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in request.logit_bias.items()]
     return options

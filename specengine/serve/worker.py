@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError, QueueFullError
+from specengine.generation.logprobs import TokenLogprob
 from specengine.generation.prompts import predicted_ids
 from specengine.serve.answers import Answer, found_again
 from specengine.serve.asking import Asked
@@ -31,6 +32,7 @@ class Piece(NamedTuple):
     text: str
     tokens: list[int]
     answer: Answer
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Ended(NamedTuple):
@@ -157,6 +159,13 @@ class Worker:
         generation = job.asked.start(engine)
         answer = Answer(generation.stats, generation.prompt)
         deadline = time.perf_counter() + job.asked.settings.max_seconds
+        began = time.perf_counter()
+        with contextlib.closing(job.asked.score(engine, generation.prompt)) as scores:
+            while not job.cancelled and (rated := next(scores, None)) is not None:
+                answer.prompt_logprobs.append(rated)
+        answer.scored_s = time.perf_counter() - began
+        if not job.asked.answers:
+            generation.stats.num_prompt_tokens, answer.reason = len(generation.prompt), "length"
         with contextlib.closing(generation):
             while not job.cancelled and answer.reason is None:
                 piece = next(generation, None)
@@ -169,7 +178,7 @@ class Worker:
                     answer.reason = "stop" if generation.result.finish_reason == "stop" else "length"
                 elif time.perf_counter() > deadline:
                     answer.reason = "length"
-                job.deliver(Piece(piece.text, piece.cycle.tokens, answer))
+                job.deliver(Piece(piece.text, piece.cycle.tokens, answer, piece.cycle.logprobs))
         if answer.reason is not None:
             self._count_prediction(engine, job, generation, answer)
         ended = answer.reason or "abort"

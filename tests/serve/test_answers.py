@@ -82,8 +82,8 @@ def test_openais_client_sync_async_and_streaming(server: Served) -> None:
             return await asynchronous.chat.completions.create(**asked)
 
     assert asyncio.run(ask()).choices[0].message.content == text
-    with pytest.raises(openai.BadRequestError, match="logprobs"):
-        client.chat.completions.create(**CHAT, logprobs=True)
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=21)
 
 
 def test_prediction_is_counted_and_refused_where_nothing_copies() -> None:
