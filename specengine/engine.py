@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -420,8 +420,15 @@ class TextGeneration:
     # Nothing it holds may hold it in turn: only then does letting it go free the engine at once.
 
     def __init__(
-        self, engine: Engine, prompt: Prompt, options: Mapping[str, Any], *, reuse_cache: bool = False
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        options: Mapping[str, Any],
+        *,
+        reuse_cache: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
+        """shown: special tokens whose text the answer shows."""
         target = engine.target
         self.prompt = token_ids(
             prompt,
@@ -438,7 +445,7 @@ class TextGeneration:
             raise InputError("stop_strings: they need a tokenizer, pass tokenizer= when loading the engine")
         self.stats = Stats()
         self.result: GenerationResult | None = None
-        self._decode = decoder(engine.tokenizer)
+        self._decode = decoder(engine.tokenizer, shown)
         self._texts = TextStream(self._decode)
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,8 +43,14 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     logprobs: list[TokenLogprob] | None = None
 
 
-def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Token ids to text without special tokens; empty text where there is no tokenizer."""
+def decoder(tokenizer: Any, shown: Collection[int] = ()) -> Callable[[list[int]], str]:
+    """Token ids to text without special tokens but those of `shown`; empty text where there is no tokenizer."""
     if tokenizer is None:
         return lambda tokens: ""
-    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def decode(tokens: list[int]) -> str:
+        at = next((at for at, token in enumerate(tokens) if token in shown), len(tokens))
+        text = tokenizer.decode(tokens[:at], skip_special_tokens=True)
+        return text if at == len(tokens) else text + tokenizer.decode([tokens[at]]) + decode(tokens[at + 1 :])
+
+    return decode

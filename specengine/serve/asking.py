@@ -87,17 +87,20 @@ class Asked:
         processors = constraints.processors(self.request, engine.tokenizer)
         if processors:
             options["logits_processor"] = processors
-        return TextGeneration(engine, ids, options, reuse_cache=True)
+        shown = tools.marks(tools.format_of(engine.tokenizer), engine.tokenizer) if self._functions else ()
+        return TextGeneration(engine, ids, options, reuse_cache=True, shown=shown)
+
+    @property
+    def _functions(self) -> list[dict[str, Any]] | None:
+        return self.request.template_tools if isinstance(self.request, ChatRequest) else None
 
     def _prompt_ids(self, engine: Engine) -> list[int]:
         request = self.request
         prompt: Any
-        functions = None
         if isinstance(request, ChatRequest):
             prompt = [message.for_template() for message in request.messages]
-            functions = request.template_tools
-            if functions is not None:
-                tools.require_support(engine.tokenizer)
+            if self._functions:
+                tools.format_of(engine.tokenizer)
         elif isinstance(request, CompletionRequest):
             prompt = request.single
         else:
@@ -109,7 +112,7 @@ class Asked:
             vocab_size=engine.target.vocab_size,
             max_context=engine.target.max_context,
             allow_special_text=self.settings.allow_special_text,
-            tools=functions,
+            tools=self._functions,
         )
 
 

@@ -14,7 +14,8 @@ from specengine.serve.answers import Answer
 from specengine.serve.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.serve.text import StopText
-from specengine.serve.tools import ToolCall, ToolReader
+from specengine.serve.tool_formats import ToolCall
+from specengine.serve.tools import ToolReader, format_of
 from specengine.serve.worker import Piece
 
 Choice = dict[str, Any]
@@ -102,7 +103,9 @@ class ChatReply(Reply):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert isinstance(self.request, ChatRequest)
-        self._tools = ToolReader() if self.request.template_tools else None
+        offered = [tool["function"] for tool in self.request.template_tools or ()]
+        schemas = {function["name"]: function.get("parameters") for function in offered}
+        self._tools = ToolReader(format_of(self.tokenizer), schemas) if offered else None
         self._logprobs = ChatLogprobs(TokenTexts(self.tokenizer))
 
     @property
