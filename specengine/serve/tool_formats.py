@@ -37,12 +37,18 @@ class Format:
 
     title     for people
     openings  where a call may begin; what they stand in but is none is text
+    inner     what else marks calls
     bare      a call may also begin an answer without any of them
     """
 
     title: str
     openings: tuple[str, ...]
+    inner: tuple[str, ...] = ()
     bare = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.openings + self.inner
 
     def read(self, text: str, schemas: Schemas) -> Read | None:
         """The calls that `text`, which starts with an opening, begins with; None while that cannot be known yet.
@@ -115,6 +121,7 @@ class Mistral(Format):
 
     title = "[TOOL_CALLS]"
     openings = ("[TOOL_CALLS]",)
+    inner = ("[ARGS]", "[CALL_ID]")
     _NAME = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\][^\s\[\]{}]*)?(?:\[ARGS\])?\s*(?=\{)")
     _MOST_NAME = 256
 

@@ -37,11 +37,8 @@ def format_of(tokenizer: Any) -> Format:
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
 
     try:
-        without, with_tools, called = (
-            written([_USER], None),
-            written([_USER], [_TOOL]),
-            written([_USER, _SAID], [_TOOL]),
-        )
+        without, with_tools = written([_USER], None), written([_USER], [_TOOL])
+        called = written([_USER, _SAID], [_TOOL])
     except Exception as error:  # a template raises what it likes
         text = " ".join(str(error).split())
         raise Problem(400, f"tools: the chat template does not take them ({text:.200})", "tools") from error
@@ -68,9 +65,8 @@ def _reads(known: Format, text: str, template: str) -> bool:
 
 def marks(known: Format, tokenizer: Any) -> list[int]:
     """Special tokens that calls are marked with, whose text an answer must therefore show."""
-    names = {*known.openings, "[ARGS]", "[CALL_ID]"}
     special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-    return [token for token, name in special if str(name) in names]
+    return [token for token, name in special if str(name) in known.marks]
 
 
 class ToolReader:
@@ -97,6 +93,9 @@ class ToolReader:
                 continue
             if read is None:
                 return parts
+            if not (read.calls or self.found):
+                self._text(parts, len(opening))
+                continue
             self._rest = self._rest[read.length :]
             self.found += len(read.calls)
             parts += read.calls
