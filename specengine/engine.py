@@ -23,7 +23,7 @@ from specengine.drivers import Drivers, KeptDrivers
 from specengine.errors import EngineBusyError, InputError, NumericalError, require
 from specengine.generation.custom_generate import CustomGenerate
 from specengine.generation.grammars import Constraint, Vocabularies, compiled
-from specengine.generation.logprobs import TokenLogprob, of_rows
+from specengine.generation.logprobs import of_rows
 from specengine.generation.options import GenerationOptions
 from specengine.generation.outputs import GenerationResult, SpeculativeOutput, StreamPiece, decoder
 from specengine.generation.prompts import Prompt, TextStream, predicted_ids, token_ids
@@ -33,7 +33,7 @@ from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Seconds, Stats, Successors
+from specengine.records import Cycle, Seconds, Stats, Successors, TokenLogprob
 from specengine.targets import Target
 
 DEFAULT_WARMUP_TOKENS = 2048

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.generation.logprobs import TokenLogprob
 from specengine.ops.select import LARGEST
 from specengine.tree import TokenTree
 
@@ -36,6 +35,18 @@ class Successors(NamedTuple):
         values, tokens = ops.top_children(logits, count, normalized=True)
         missing = (values == -math.inf) | (values >= LARGEST)
         return cls(tokens.masked_fill(missing, -1), values.masked_fill(missing, -math.inf))
+
+
+class TokenLogprob(NamedTuple):
+    """A token and its natural log-probability given all before it; `top`: the likeliest tokens there, with theirs.
+
+    Of the target's logits in float32, before temperature, processors and constraints. The likeliest comes first, the
+    lower token of equals; what is not finite counts as -inf.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass

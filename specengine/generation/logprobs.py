@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specengine import ops
-
-
-class TokenLogprob(NamedTuple):
-    """A token and its natural log-probability given all before it; `top`: the likeliest tokens there, with theirs.
-
-    Of the target's logits in float32, before temperature, processors and constraints. The likeliest comes first, the
-    lower token of equals; what is not finite counts as -inf.
-    """
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
+from specengine.records import TokenLogprob
 
 
 def of_rows(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from specengine.generation.logprobs import TokenLogprob
-from specengine.records import Cycle, Stats
+from specengine.records import Cycle, Stats, TokenLogprob
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specengine.generation.logprobs import TokenLogprob
-from specengine.records import Cycle, Stats
+from specengine.records import Cycle, Stats, TokenLogprob
 
 
 @dataclass

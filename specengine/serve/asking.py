@@ -9,9 +9,9 @@ from typing import Any
 from specengine.drivers import PLAIN
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError
-from specengine.generation.logprobs import TokenLogprob
 from specengine.generation.options import GenerationOptions
 from specengine.generation.prompts import token_ids
+from specengine.records import TokenLogprob
 from specengine.serve import constraints, tools
 from specengine.serve.problems import Problem
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling

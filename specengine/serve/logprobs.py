@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specengine.generation.logprobs import TokenLogprob
+from specengine.records import TokenLogprob
 
 LEAST = -9999.0  # instead of minus infinity, which JSON has not; as other servers do
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import specengine
-from specengine.generation.logprobs import TokenLogprob
+from specengine.records import TokenLogprob
 from specengine.serve.answers import Answer
 from specengine.serve.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError, QueueFullError
-from specengine.generation.logprobs import TokenLogprob
 from specengine.generation.prompts import predicted_ids
+from specengine.records import TokenLogprob
 from specengine.serve.answers import Answer, found_again
 from specengine.serve.asking import Asked
 from specengine.serve.metrics import Metrics

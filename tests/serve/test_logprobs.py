@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specengine.generation.logprobs import TokenLogprob
+from specengine.records import TokenLogprob
 from specengine.serve.answers import Answer
 from specengine.serve.asking import Asked
 from specengine.serve.logprobs import LEAST, ChatLogprobs, TextLogprobs, TokenTexts
