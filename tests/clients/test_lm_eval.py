@@ -1,6 +1,6 @@
 """lm-eval's `local-completions`: texts rated and answered, with and without a draft the same.
 
-lm-eval may have an environment of its own, with torch and transformers: LM_EVAL_PYTHON names its Python, as
+lm-eval may have an environment of its own, with its extras api and hf: LM_EVAL_PYTHON names its Python, as
 SPECENGINE_SERVER_PYTHON does the server's.
 """
 
@@ -25,13 +25,13 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALL
 
 
 def has_lm_eval() -> bool:
-    return subprocess.run([PYTHON, "-c", "import lm_eval, transformers"], capture_output=True).returncode == 0
+    return subprocess.run([PYTHON, "-c", "import accelerate, lm_eval, transformers"], capture_output=True).returncode == 0
 
 
 pytestmark = [
     pytest.mark.model,
     pytest.mark.slow,
-    pytest.mark.skipif(not has_lm_eval(), reason="lm_eval is not installed"),
+    pytest.mark.skipif(not has_lm_eval(), reason="lm_eval with its extra hf is not installed"),
 ]
 
 
