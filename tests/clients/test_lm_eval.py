@@ -66,7 +66,7 @@ def test_scores_are_the_same_with_and_without_a_draft(default_model_path: Path, 
     for task, samples in plain.items():
         assert [one["resps"] for one in drafted[task]] == [one["resps"] for one in samples]
     assert all(len(one["resps"][0][0]) > 10 for one in plain["specengine_generate"])
-    here = {"pretrained": default_model_path, "dtype": "float32", "device": "cpu"}
+    here = {"pretrained": default_model_path, "dtype": "float32"}
     own = evaluated("hf", tmp_path / "own", "specengine_choice", here)["specengine_choice"]
     for rated, expected in zip(plain["specengine_choice"], own, strict=True):
         assert likelihoods(rated) == pytest.approx(likelihoods(expected), abs=0.5)  # of bfloat16, summed up
