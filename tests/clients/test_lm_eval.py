@@ -25,7 +25,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALL
 
 
 def has_lm_eval() -> bool:
-    return subprocess.run([PYTHON, "-c", "import accelerate, lm_eval, transformers"], capture_output=True).returncode == 0
+    tried = subprocess.run([PYTHON, "-c", "import accelerate, lm_eval, transformers"], capture_output=True)
+    return tried.returncode == 0
 
 
 pytestmark = [
