@@ -184,7 +184,7 @@ class CapturedDriver(EagerDriver):
     def serves(self, sampler: Sampler) -> bool:
         """Whether whole cycles, choices by this sampler included, can stay on the device."""
         chooses = not sampler.processors if sampler.seed is None else not sampler.reads_history
-        return self.grows_there and chooses
+        return self.grows_there and chooses and sampler.logprobs is None
 
     def reserve(self, tokens: int) -> None:
         """As EagerDriver, with room for the cycle that may run behind the last token, and for the runs of a capture."""

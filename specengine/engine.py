@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -20,12 +21,13 @@ from specengine.drafters import Drafter
 from specengine.drafters._guided import Guided
 from specengine.drafters._origins import Origins
 from specengine.drivers import Drivers, KeptDrivers
-from specengine.errors import EngineBusyError, InputError, NumericalError
+from specengine.errors import EngineBusyError, InputError, NumericalError, require
 from specengine.generation.custom_generate import CustomGenerate
 from specengine.generation.grammars import Constraint, Vocabularies, compiled
+from specengine.generation.logprobs import of_rows
 from specengine.generation.options import GenerationOptions
-from specengine.generation.prompts import Prompt, predicted_ids
-from specengine.generation.sampling import History, Sampler
+from specengine.generation.prompts import Prompt, predicted_ids, token_ids
+from specengine.generation.sampling import History, Sampler, refuse_no_choice
 from specengine.generation.session import Session
 from specengine.generation.stopping import Stopper
 from specengine.generation.text_generation import Answering, TextGeneration
@@ -33,10 +35,11 @@ from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Seconds, Stats, Successors
+from specengine.records import Cycle, Seconds, Stats, Successors, TokenLogprob
 from specengine.targets import Target
 
 DEFAULT_WARMUP_TOKENS = 2048
+SCORED_ROWS = 128  # of a text's logits at once, each as long as the vocabulary
 
 
 @dataclass
@@ -155,6 +158,18 @@ class Engine:
         """As `generate`, as an iterator of StreamPiece; `.result` holds the GenerationResult at the end."""
         return TextGeneration(self, prompt, options)
 
+    def score(self, prompt: Prompt, top: int = 0) -> Iterator[TokenLogprob]:
+        """How likely the model finds a text: each of its tokens from the second on, as it is asked for.
+
+        prompt: a string, without the chat template, or token ids; top: how many of the likeliest tokens come with each.
+        Closing the iterator frees the engine. InputError, EngineBusyError, NumericalError, and UnsupportedModelError
+        of a target that has no way to do it.
+        """
+        require("top", top, "0 or more", type(top) is int and top >= 0)
+        target = self.target
+        ids = token_ids(prompt, self.tokenizer, raw=True, vocab_size=target.vocab_size, max_context=target.max_context)
+        return self._scored(ids, top)
+
     def session(self, messages: list[dict[str, str]] | None = None) -> Session:
         """A conversation whose turns reuse the target's and the draft's caches."""
         return Session(self, messages)
@@ -187,12 +202,7 @@ class Engine:
         prompt from the generation before; drivers: what `self.drivers` gives for a policy, by default the own one's;
         constraint: that of the sampler's processors, for trees to follow; origins: see Cycle, noted where it is wanted.
         """
-        if not self._busy.acquire(blocking=False):
-            raise EngineBusyError(
-                "this engine is generating for another caller; finish or close that stream first, or make an Engine "
-                "for each thread (they can share the loaded model)"
-            )
-        try:
+        with self._serving():
             eager, captured = drivers = self.drivers.own if drivers is None else drivers
             whole = captured is not None and captured.serves(sampler)
             driver = captured if captured is not None and not whole else eager
@@ -212,13 +222,6 @@ class Engine:
                     yield from self._captured_cycles(cast(CapturedDriver, captured), run)
             if drivers.drafter is not None and stats.num_draft_passes:
                 stats.notes += drivers.drafter.notes
-        except GeneratorExit:
-            raise  # the caller has had enough; the caches are as after the last cycle
-        except BaseException:
-            self.reset()
-            raise
-        finally:
-            self._busy.release()
 
     def answer(self, prompt: list[int], sampler: Sampler | None = None, **options: Any) -> Generator[Cycle, None, None]:
         """The cycles of an answer without its text, for training and measuring; stop strings are not looked for.
@@ -299,10 +302,43 @@ class Engine:
         if self.drafter is not None:
             self.drafter.reset()
 
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise EngineBusyError(
+                "this engine is generating for another caller; finish or close that stream first, or make an Engine "
+                "for each thread (they can share the loaded model)"
+            )
+        try:
+            yield
+        except GeneratorExit:
+            raise  # the caller has had enough; the caches are as after the last cycle
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self._busy.release()
+
     def _want(self, drafter: Drafter | None) -> None:
         """Have the target give what the draft reads."""
         self.target.want_features(drafter.features if drafter is not None else ())
         self.target.want_successors(drafter.successors if drafter is not None else 0)
+
+    def _scored(self, tokens: list[int], top: int) -> Iterator[TokenLogprob]:
+        with self._serving():
+            self.target.reset()
+            self.target.reserve(len(tokens), 0)
+            for first in range(0, len(tokens) - 1, SCORED_ROWS):
+                with self.target.running():
+                    yield from self._rated(tokens, first, min(first + SCORED_ROWS, len(tokens) - 1), top)
+
+    @torch.inference_mode()
+    def _rated(self, tokens: list[int], first: int, end: int, top: int) -> list[TokenLogprob]:
+        logits = self.target.rate(tokens[first:end])
+        found = torch.isfinite(logits).any(1).tolist()
+        if not all(found):
+            refuse_no_choice(None, first + found.index(False) + 1)
+        return of_rows(logits, tokens[first + 1 : end + 1], top)
 
     @property
     def _model_seconds(self) -> float:
@@ -362,6 +398,7 @@ class Engine:
 
         clock = time.perf_counter()
         chosen = self.target.choose(tree) if run.sampler.takes_largest else None
+        logits = None
         if chosen is not None:
             choose, features, successors = _of_list(chosen.tokens), chosen.features, chosen.successors
         else:
@@ -374,10 +411,22 @@ class Engine:
         seconds.walk = -clock + (clock := time.perf_counter())
         if not tokens:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")
+        top = run.sampler.logprobs
+        logprobs = None if top is None or logits is None else of_rows(logits[path], tokens, top)
         self.target.commit(tree, path)
         origins = None if run.origins is None else run.origins.of(draft.grown)
         cycle = Cycle(
-            tree, path, tokens, seconds, draft.drafted, features, draft.grown, draft.kept, successors, origins
+            tree,
+            path,
+            tokens,
+            seconds,
+            draft.drafted,
+            features,
+            draft.grown,
+            draft.kept,
+            successors,
+            origins,
+            logprobs,
         )
         if driver.drafter is not None and driver.policy is not None:
             driver.drafter.observe(cycle)

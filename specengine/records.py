@@ -37,6 +37,18 @@ class Successors(NamedTuple):
         return cls(tokens.masked_fill(missing, -1), values.masked_fill(missing, -math.inf))
 
 
+class TokenLogprob(NamedTuple):
+    """A token and its natural log-probability given all before it; `top`: the likeliest tokens there, with theirs.
+
+    Of the target's logits in float32, before temperature, processors and constraints. The likeliest comes first, the
+    lower token of equals; what is not finite counts as -inf.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 @dataclass
 class Seconds:
     """Wall-clock seconds of one cycle by part; `model` is what the draft and target forwards took of `total`.
@@ -74,6 +86,7 @@ class Cycle:
                 it and the cycle did not stay on a device
     origins  by node of `grown`: draft, copied, recycled or forced (by a grammar), None of the root and of nodes grown
              in graphs; where TextGeneration.origins asks for them
+    logprobs of each of `tokens`, where they were asked for
     """
 
     tree: TokenTree
@@ -86,6 +99,7 @@ class Cycle:
     kept: Tensor | None = field(default=None, repr=False, compare=False)
     successors: Successors | None = field(default=None, repr=False, compare=False)
     origins: list[str | None] | None = field(default=None, repr=False, compare=False)
+    logprobs: list[TokenLogprob] | None = field(default=None, repr=False, compare=False)
 
     @property
     def accepted(self) -> int:

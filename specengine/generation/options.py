@@ -105,6 +105,8 @@ class GenerationOptions:
                           ends; cut short by max_new_tokens it is the beginning of one that meets it
     prediction            text, or token ids, that much of the answer is expected to be: what follows the same words in
                           it is drafted. Never changes the answer; for the drafts that copy, ngram and any with lookup
+    logprobs              the log-probability of each token under the target's own distribution, before temperature and
+                          processors, and those of so many of the likeliest tokens at its place; 0 for its own alone
     policy                for this answer alone: a policy's name, NAME/PRESET or a TreePolicy; `plain` decodes without
                           the draft; by default the engine's own. What a named one learns stays for later calls
     policy_options        options of a policy given by name
@@ -140,6 +142,7 @@ class GenerationOptions:
     json_object: bool = False
     grammar: str | None = None
     prediction: str | list[int] | None = None
+    logprobs: int | None = None
     policy: Any = None
     policy_options: Mapping[str, Any] | None = None
 
@@ -235,7 +238,7 @@ class GenerationOptions:
         if constraint is not None:
             chain.append(ConstraintProcessor(constraint, prompt_length))
         if not self.samples:
-            return Sampler(chain)
+            return Sampler(chain, logprobs=self.logprobs)
         if self.temperature not in (None, 1.0):
             chain.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k:
@@ -246,7 +249,7 @@ class GenerationOptions:
             chain.append(MinPLogitsWarper(self.min_p))
         if self.typical_p is not None and self.typical_p < 1:
             chain.append(TypicalLogitsWarper(self.typical_p))
-        return Sampler(chain, self.seed)
+        return Sampler(chain, self.seed, self.logprobs)
 
     def _imply_sampling(self) -> None:
         """Asking for a temperature or a truncation asks for sampling; a temperature of 0 asks for the greedy answer."""
@@ -325,6 +328,7 @@ class GenerationOptions:
         number("max_time", self.max_time, 0, math.inf, "above 0", open_low=True)
         whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
         whole("min_new_tokens", self.min_new_tokens, 0)
+        whole("logprobs", self.logprobs, 0)
         whole("seed", self.seed, 0, (1 << 64) - 1)
         for token in self.eos_token_ids:
             whole("eos_token_id", token, 0)

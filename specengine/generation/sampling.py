@@ -38,11 +38,14 @@ class Sampler:
 
     Greedy where `seed` is None: the processors' argmax, the lowest id winning ties. Otherwise the Gumbel-max draw
     whose noise is a pure function of (seed, absolute position, token): a tree around the position cannot change it.
+    logprobs: log-probabilities of the chosen tokens are wanted, and of so many of the likeliest; None: none.
     """
 
-    def __init__(self, processors: Sequence[Processor] = (), seed: int | None = None) -> None:
+    def __init__(
+        self, processors: Sequence[Processor] = (), seed: int | None = None, logprobs: int | None = None
+    ) -> None:
         self.processors = list(processors)
-        self.seed = seed
+        self.seed, self.logprobs = seed, logprobs
 
     @property
     def reads_history(self) -> bool:
@@ -51,8 +54,8 @@ class Sampler:
 
     @property
     def takes_largest(self) -> bool:
-        """Whether a choice is the largest logit and nothing else."""
-        return self.seed is None and not self.processors
+        """Whether a choice is the largest logit and nothing else, and all that is wanted of the logits."""
+        return self.seed is None and not self.processors and self.logprobs is None
 
     def chooser_of_tree(self, logits: Tensor, history: History, depths: Tensor) -> Callable[[int], int | None]:
         """`chooser`, which may choose for all nodes at once; depths: int64 [nodes], those of the tree."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -13,7 +13,7 @@ from specengine.generation.options import GenerationOptions
 from specengine.generation.outputs import GenerationResult, SpeculativeOutput, StreamPiece, decoder
 from specengine.generation.prompts import Prompt, TextStream, token_ids
 from specengine.generation.stopping import Stopper, cut_after_stop
-from specengine.records import Cycle, Stats
+from specengine.records import Cycle, Stats, TokenLogprob
 from specengine.targets import Target
 
 
@@ -59,8 +59,15 @@ class TextGeneration:
     # Nothing it holds may hold it in turn: only then does letting it go free the engine at once.
 
     def __init__(
-        self, engine: Starts, prompt: Prompt, options: Mapping[str, Any], *, reuse_cache: bool = False
+        self,
+        engine: Starts,
+        prompt: Prompt,
+        options: Mapping[str, Any],
+        *,
+        reuse_cache: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
+        """shown: special tokens whose text the answer shows."""
         target = engine.target
         self.prompt = token_ids(
             prompt,
@@ -77,9 +84,10 @@ class TextGeneration:
             raise InputError("stop_strings: they need a tokenizer, pass tokenizer= when loading the engine")
         self.stats = Stats()
         self.result: GenerationResult | None = None
-        self._decode = decoder(engine.tokenizer)
+        self._decode = decoder(engine.tokenizer, shown)
         self._texts = TextStream(self._decode)
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._sent = 0
         self._started = False
         self._streams = False  # whether a streamer waits for the end
@@ -124,6 +132,7 @@ class TextGeneration:
         self._started = True
         cycle = next(self._cycles)
         self._tokens += cycle.tokens
+        self._logprobs += cycle.logprobs or ()
         text = self._texts.push(cycle.tokens)
         if streamer is not None:
             streamer.put(torch.tensor(cycle.tokens))
@@ -145,8 +154,8 @@ class TextGeneration:
         sequences = torch.tensor([[*self.prompt, *self._tokens]])
         if not wanted:
             return sequences
-        fields = {name: getattr(self.result, name) for name in ("text", "token_ids", "finish_reason", "stats")}
-        return SpeculativeOutput(sequences=sequences, **fields)
+        names = ("text", "token_ids", "finish_reason", "stats", "logprobs")
+        return SpeculativeOutput(sequences=sequences, **{name: getattr(self.result, name) for name in names})
 
     def close(self) -> None:
         """Stop generating and free the engine; what was streamed stays valid, and a streamer is told the end."""
@@ -160,5 +169,6 @@ class TextGeneration:
 
     def _finish(self, reason: str) -> str:
         text = cut_after_stop(self._decode(self._tokens), self.options.stops)
-        self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed)
+        logprobs = None if self.options.logprobs is None else self._logprobs
+        self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed, logprobs)
         return text

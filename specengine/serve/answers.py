@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specengine.records import Cycle, Stats
+from specengine.records import Cycle, Stats, TokenLogprob
 
 
 @dataclass
@@ -20,6 +20,8 @@ class Answer:
     by_length  by draft length, the depth of a cycle's tree: how many cycles accepted 0, 1, 2 and so on draft tokens
     first      seconds of the first cycle, which the prompt's own time does not hold
     predicted  tokens of the prediction that stand in the answer, and those that do not
+    logprobs, prompt_logprobs   of the answer's tokens and of the prompt's from the second on, where they were asked for
+    scored_s   seconds that the prompt's took
     """
 
     stats: Stats
@@ -30,13 +32,21 @@ class Answer:
     by_length: dict[int, list[int]] = field(default_factory=dict)
     first: float = 0.0
     predicted: tuple[int, int] = (0, 0)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    scored_s: float = 0.0
 
     def add(self, cycle: Cycle) -> None:
         self.first = self.first or cycle.seconds.total
         self.token_ids += cycle.tokens
+        self.logprobs += cycle.logprobs or ()
         histogram = self.by_length.setdefault(int(cycle.tree.depths.max()), [])
         histogram.extend([0] * (cycle.accepted + 1 - len(histogram)))
         histogram[cycle.accepted] += 1
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self.prompt_logprobs else self.stats.num_cached_prompt_tokens
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -45,7 +55,7 @@ class Answer:
             "prompt_tokens": stats.num_prompt_tokens,
             "completion_tokens": stats.num_generated_tokens,
             "total_tokens": stats.num_prompt_tokens + stats.num_generated_tokens,
-            "prompt_tokens_details": {"cached_tokens": stats.num_cached_prompt_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": rejected,
@@ -56,11 +66,11 @@ class Answer:
     def timings(self) -> dict[str, Any]:
         """llama.cpp's: `prompt_n` are the tokens that were not cached, milliseconds."""
         stats = self.stats
-        prompt_s = max(stats.ttft_s - self.first, 0.0)
-        predicted_s = max(stats.elapsed_s - prompt_s, 0.0)
-        prompt_n = stats.num_prompt_tokens - stats.num_cached_prompt_tokens
+        read_s = max(stats.ttft_s - self.first, 0.0)
+        prompt_s, predicted_s = read_s + self.scored_s, max(stats.elapsed_s - read_s, 0.0)
+        prompt_n = stats.num_prompt_tokens - self.cached_tokens
         return {
-            "cache_n": stats.num_cached_prompt_tokens,
+            "cache_n": self.cached_tokens,
             "prompt_n": prompt_n,
             "prompt_ms": 1000 * prompt_s,
             "prompt_per_second": prompt_n / prompt_s if prompt_s else 0.0,

@@ -176,7 +176,7 @@ async def _whole(worker: Worker, asked: Asked, coming: AsyncIterator[Any]) -> Re
             raise of_error(event.error, asked.prompt_field)
         if isinstance(event, Ended):
             await coming.aclose()  # type: ignore[attr-defined]
-            reply = replies.make(asked.request, asked.settings.name)
+            reply = _reply(worker, asked)
             if isinstance(reply, replies.ChatReply):
                 choice = reply.message(event.answer)
             else:
@@ -189,7 +189,7 @@ async def _whole(worker: Worker, asked: Asked, coming: AsyncIterator[Any]) -> Re
 
 
 async def _stream(worker: Worker, asked: Asked, event: Any, coming: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    reply = replies.make(asked.request, asked.settings.name)
+    reply = _reply(worker, asked)
     begun = False
     try:
         while True:
@@ -200,14 +200,15 @@ async def _stream(worker: Worker, asked: Asked, event: Any, coming: AsyncIterato
                 worker.metrics.failed.labels(problem.status).inc()
                 yield sse(problem.body)
                 return
+            elif not begun:
+                begun = True
+                for choice in reply.begin(_echo(worker, asked, event.answer.prompt_ids), event.answer):
+                    chunk = reply.chunk([choice], event.answer)
+                    if asked.request.return_token_ids:
+                        chunk["prompt_token_ids"] = event.answer.prompt_ids
+                    yield sse(chunk)
+                continue
             elif isinstance(event, Piece):
-                if not begun:
-                    begun = True
-                    for choice in reply.begin(_echo(worker, asked, event.answer.prompt_ids)):
-                        chunk = reply.chunk([choice], event.answer)
-                        if asked.request.return_token_ids:
-                            chunk["prompt_token_ids"] = event.answer.prompt_ids
-                        yield sse(chunk)
                 extra = event.extra
                 for choice in reply.deltas(event):
                     yield sse(reply.chunk([choice], event.answer) | extra)
@@ -229,6 +230,11 @@ async def _stream(worker: Worker, asked: Asked, event: Any, coming: AsyncIterato
         return
     finally:
         await coming.aclose()  # type: ignore[attr-defined]
+
+
+def _reply(worker: Worker, asked: Asked) -> replies.ChatReply | replies.TextReply:
+    assert worker.engine is not None
+    return replies.make(asked.request, asked.settings.name, worker.engine.tokenizer)
 
 
 def _echo(worker: Worker, asked: Asked, prompt_ids: list[int]) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from specengine.drivers import PLAIN
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.generation.options import GenerationOptions
 from specengine.generation.prompts import token_ids
 from specengine.generation.text_generation import TextGeneration
+from specengine.records import TokenLogprob
 from specengine.serve import constraints, tools
 from specengine.serve.problems import Problem
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
@@ -51,6 +54,21 @@ class Asked:
         asked = self.request.prediction if isinstance(self.request, ChatRequest) else None
         return None if asked is None else asked.text or None
 
+    @property
+    def echoes(self) -> bool:
+        return isinstance(self.request, CompletionRequest) and bool(self.request.echo)
+
+    @property
+    def answers(self) -> bool:
+        """Whether anything is wanted but the prompt."""
+        return self.request.wanted_tokens != 0
+
+    def score(self, engine: Engine, prompt: list[int]) -> Generator[TokenLogprob, None, None]:
+        """The log-probabilities of a prompt's tokens, where they are wanted."""
+        top = self.request.wanted_logprobs
+        if self.echoes and top is not None:
+            yield from engine.score(prompt, top)
+
     def start(self, engine: Engine) -> TextGeneration:
         """The generation, which continues from what the caches hold of the prompt; InputError or Problem."""
         ids = self._prompt_ids(engine)
@@ -64,24 +82,29 @@ class Asked:
         options = dict(self.options)
         limits = (self.settings.default_max_tokens, self.settings.max_tokens)
         options["max_new_tokens"] = self.request.wanted_tokens or min(limit for limit in limits if limit is not None)
+        if self.echoes and options["max_new_tokens"] == 1:
+            options["policy"] = PLAIN  # the draft would read the prompt for one token
         if self.prediction is not None:
             options["prediction"] = self.prediction
         processors = constraints.processors(self.request, engine.tokenizer)
         if processors:
             options["logits_processor"] = processors
-        generation = TextGeneration(engine, ids, options, reuse_cache=True)
+        shown = tools.marks(tools.format_of(engine.tokenizer), engine.tokenizer) if self._functions else ()
+        generation = TextGeneration(engine, ids, options, reuse_cache=True, shown=shown)
         generation.origins = bool(self.request.return_cycles)
         return generation
+
+    @property
+    def _functions(self) -> list[dict[str, Any]] | None:
+        return self.request.template_tools if isinstance(self.request, ChatRequest) else None
 
     def _prompt_ids(self, engine: Engine) -> list[int]:
         request = self.request
         prompt: Any
-        functions = None
         if isinstance(request, ChatRequest):
             prompt = [message.for_template() for message in request.messages]
-            functions = request.template_tools
-            if functions is not None:
-                tools.require_support(engine.tokenizer)
+            if self._functions:
+                tools.format_of(engine.tokenizer)
         elif isinstance(request, CompletionRequest):
             prompt = request.single
         else:
@@ -93,7 +116,7 @@ class Asked:
             vocab_size=engine.target.vocab_size,
             max_context=engine.target.max_context,
             allow_special_text=self.settings.allow_special_text,
-            tools=functions,
+            tools=self._functions,
         )
 
 
@@ -108,6 +131,8 @@ def _options(request: Sampling) -> dict[str, Any]:
         options["eos_token_id"] = []
     if request.min_tokens:
         options["min_new_tokens"] = request.min_tokens
+    if request.wanted_logprobs is not None:
+        options["logprobs"] = request.wanted_logprobs
     if request.logit_bias:
         options["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in request.logit_bias.items()]
     return options

@@ -47,7 +47,7 @@ class Metrics:
         for position in range(len(stats.acceptance_histogram) - 1):
             self.by_position.labels(position).inc(sum(stats.acceptance_histogram[position + 1 :]))
         self.prompt_tokens.inc(stats.num_prompt_tokens)
-        self.cached_tokens.inc(stats.num_cached_prompt_tokens)
+        self.cached_tokens.inc(answer.cached_tokens)
         self.generated.inc(stats.num_generated_tokens)
         self.finished.labels(ended).inc()
         if stats.ttft_s:

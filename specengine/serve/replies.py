@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import specengine
+from specengine.records import TokenLogprob
 from specengine.serve.answers import Answer
+from specengine.serve.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.serve.text import StopText
-from specengine.serve.tools import ToolCall, ToolReader
+from specengine.serve.tool_formats import ToolCall
+from specengine.serve.tools import ToolReader, format_of
 from specengine.serve.worker import Piece
 
 Choice = dict[str, Any]
@@ -27,6 +30,7 @@ class Reply:
 
     request: Sampling
     model: str
+    tokenizer: Any = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     prefix = ""
@@ -60,7 +64,7 @@ class Reply:
     def chunk_kind(self) -> str:
         return self.kind
 
-    def begin(self, prompt: str) -> list[Choice]:
+    def begin(self, prompt: str, answer: Answer) -> list[Choice]:
         """Choices before the first piece; prompt: its text, where it is echoed."""
         raise NotImplementedError
 
@@ -80,8 +84,13 @@ class Reply:
             "system_fingerprint": f"specengine-{specengine.__version__}",
         }
 
-    def _ids(self, tokens: list[int]) -> dict[str, Any]:
-        return {"token_ids": tokens} if self.request.return_token_ids else {}
+    def _of_tokens(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Choice:
+        """What a choice says of its tokens one by one, where that was asked for."""
+        ids: Choice = {"token_ids": tokens} if self.request.return_token_ids else {}
+        return ids | ({} if self.request.wanted_logprobs is None else {"logprobs": self._rated(logprobs or [])})
+
+    def _rated(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 @dataclass
@@ -94,21 +103,25 @@ class ChatReply(Reply):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert isinstance(self.request, ChatRequest)
-        self._tools = ToolReader() if self.request.template_tools else None
+        offered = [tool["function"] for tool in self.request.template_tools or ()]
+        schemas = {function["name"]: function.get("parameters") for function in offered}
+        self._tools = ToolReader(format_of(self.tokenizer), schemas) if offered else None
+        self._logprobs = ChatLogprobs(TokenTexts(self.tokenizer))
 
     @property
     def chunk_kind(self) -> str:
         return "chat.completion.chunk"
 
-    def begin(self, prompt: str) -> list[Choice]:
+    def begin(self, prompt: str, answer: Answer) -> list[Choice]:
         return [_chat_choice({"role": "assistant", "content": ""})]
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
-        yield from self._deltas(self._read(self._stop.push(piece.text)), piece.tokens)
+        told = self._of_tokens(piece.tokens, piece.logprobs)
+        yield from self._deltas(self._read(self._stop.push(piece.text)), told)
 
     def last_deltas(self, answer: Answer) -> Iterator[Choice]:
         parts = self._read(self._stop.end())
-        yield from self._deltas(parts + (self._tools.end() if self._tools else []), [])
+        yield from self._deltas(parts + (self._tools.end() if self._tools else []), {})
         yield _chat_choice({}) | {"finish_reason": self.reason(answer)}
 
     def reason(self, answer: Answer) -> str:
@@ -123,19 +136,22 @@ class ChatReply(Reply):
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text.strip() else text}
         if calls:
             message["tool_calls"] = [call.to_dict() for call in calls]
-        ids = self._ids(answer.token_ids)
-        return {"index": 0, "message": message, "finish_reason": self.reason(answer), "logprobs": None} | ids
+        told = self._of_tokens(answer.token_ids, answer.logprobs)
+        return {"index": 0, "message": message, "finish_reason": self.reason(answer), "logprobs": None} | told
+
+    def _rated(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        return self._logprobs.of(logprobs)
 
     def _read(self, text: str) -> list[str | ToolCall]:
         if self._tools is None:
             return [text] if text else []
         return self._tools.push(text)
 
-    def _deltas(self, parts: list[str | ToolCall], tokens: list[int]) -> Iterator[Choice]:
+    def _deltas(self, parts: list[str | ToolCall], told: Choice) -> Iterator[Choice]:
+        """told: of the tokens, with the first of them."""
         calls = self._tools.found if self._tools else 0
         first = calls - sum(isinstance(part, ToolCall) for part in parts)
-        ids = self._ids(tokens) if tokens else {}
-        if not parts and ids:
+        if not parts and told:
             parts = [""]
         for part in parts:
             if isinstance(part, ToolCall):
@@ -143,8 +159,8 @@ class ChatReply(Reply):
                 first += 1
             else:
                 delta = {"content": part}
-            yield _chat_choice(delta) | ids
-            ids = {}
+            yield _chat_choice(delta) | told
+            told = {}
 
 
 @dataclass
@@ -154,25 +170,40 @@ class TextReply(Reply):
     prefix = "cmpl"
     kind = "text_completion"
 
-    def begin(self, prompt: str) -> list[Choice]:
-        return [_text_choice(prompt)] if prompt else []
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._logprobs = TextLogprobs(TokenTexts(self.tokenizer))
+
+    def begin(self, prompt: str, answer: Answer) -> list[Choice]:
+        told: Choice = {}
+        if echoed(self.request) and self.request.wanted_logprobs is not None:
+            told = {"logprobs": self._logprobs.of(answer.prompt_logprobs, answer.prompt_ids[0])}
+        return [_text_choice(prompt) | told] if prompt or told else []
+
+    def _rated(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        return self._logprobs.of(logprobs)
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
         text = self._stop.push(piece.text)
-        ids = self._ids(piece.tokens)
-        if text or ids:
-            yield _text_choice(text) | ids
+        told = self._of_tokens(piece.tokens, piece.logprobs)
+        if text or told:
+            yield _text_choice(text) | told
 
     def last_deltas(self, answer: Answer) -> Iterator[Choice]:
         yield _text_choice(self._stop.end(), answer.reason)
 
     def message(self, answer: Answer, prompt: str) -> Choice:
+        opening = next(iter(self.begin(prompt, answer)), _text_choice(""))
         text = prompt + self._stop.push(answer.text) + self._stop.end()
-        return _text_choice(text, answer.reason) | self._ids(answer.token_ids)
+        told = self._of_tokens(answer.token_ids, answer.logprobs)
+        if opening["logprobs"] is not None:
+            told["logprobs"] = {name: opening["logprobs"][name] + rated for name, rated in told["logprobs"].items()}
+        return _text_choice(text, answer.reason) | told
 
 
-def make(request: Sampling, model: str) -> ChatReply | TextReply:
-    return ChatReply(request, model) if isinstance(request, ChatRequest) else TextReply(request, model)
+def make(request: Sampling, model: str, tokenizer: Any = None) -> ChatReply | TextReply:
+    kind = ChatReply if isinstance(request, ChatRequest) else TextReply
+    return kind(request, model, tokenizer)
 
 
 def echoed(request: Sampling) -> bool:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 MOST_STOPS, MOST_STOP_LETTERS = 16, 1000
+MOST_LOGPROBS = 20
 
 
 class StreamOptions(BaseModel):
@@ -183,6 +184,11 @@ class Sampling(BaseModel):
     def wanted_tokens(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Of how many of the likeliest tokens, besides the one that was taken."""
+        raise NotImplementedError
+
 
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
@@ -193,7 +199,8 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     prediction: Prediction | None = None
-    logprobs: Literal[False] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     store: Literal[False] | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -204,11 +211,17 @@ class ChatRequest(Sampling):
             raise ValueError("max_completion_tokens: max_tokens says something else; leave one of them out")
         if self.tool_choice is not None and not self.tools:
             raise ValueError("tool_choice: only with tools")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs")
         return self
 
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
@@ -221,9 +234,10 @@ class CompletionRequest(Sampling):
     """POST /v1/completions; prompt: a text or token ids, or a list of one of them."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    echo: bool | None = None
+    max_tokens: int | None = Field(None, ge=0, description="0, the prompt alone, with echo")
+    echo: bool | None = Field(None, description="with logprobs, those of the prompt's tokens too")
     best_of: Literal[1] | None = None
-    logprobs: None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     suffix: None = None
 
     @field_validator("prompt")
@@ -232,6 +246,16 @@ class CompletionRequest(Sampling):
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) and len(prompt) > 1:
             raise ValueError(f"got {len(prompt)} prompts, accepted 1")
         return prompt
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 only with echo")
+        return self
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def single(self) -> str | list[int]:

@@ -17,6 +17,7 @@ from specengine.engine import Engine
 from specengine.errors import InputError, QueueFullError
 from specengine.generation.prompts import predicted_ids
 from specengine.generation.text_generation import TextGeneration
+from specengine.records import TokenLogprob
 from specengine.serve.answers import Answer, found_again
 from specengine.serve.asking import Asked
 from specengine.serve.metrics import Metrics
@@ -37,6 +38,7 @@ class Piece(NamedTuple):
     tokens: list[int]
     answer: Answer
     extra: dict[str, Any]
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Ended(NamedTuple):
@@ -193,6 +195,13 @@ class Worker:
         texts = Texts(engine.tokenizer)
         answer = Answer(generation.stats, generation.prompt)
         deadline = time.perf_counter() + job.asked.settings.max_seconds
+        began = time.perf_counter()
+        with contextlib.closing(job.asked.score(engine, generation.prompt)) as scores:
+            while not job.cancelled and (rated := next(scores, None)) is not None:
+                answer.prompt_logprobs.append(rated)
+        answer.scored_s = time.perf_counter() - began
+        if not job.asked.answers:
+            generation.stats.num_prompt_tokens, answer.reason = len(generation.prompt), "length"
         with contextlib.closing(generation):
             while not job.cancelled and answer.reason is None:
                 piece = next(generation, None)
@@ -209,7 +218,7 @@ class Worker:
                 if job.asked.request.return_cycles:
                     plain = generation.policy and generation.policy.plain_seconds
                     extra = {"cycles": [cycle_record(piece.cycle, piece.text, texts)], "plain_cycle_seconds": plain}
-                job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra))
+                job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra, piece.cycle.logprobs))
         if answer.reason is not None:
             self._count_prediction(engine, job, generation, answer)
         ended = answer.reason or "abort"

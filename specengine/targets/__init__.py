@@ -75,6 +75,13 @@ class Target(ABC):
         No logits: the engine leaves out the prompt's last token, which becomes the root of the first tree.
         """
 
+    def rate(self, tokens: list[int]) -> Tensor:
+        """Run `tokens` behind those that the cache holds, which then holds them too; the logits after each of them.
+
+        [tokens, vocabulary]: of a long text in pieces. UnsupportedModelError where this target has no such way.
+        """
+        raise UnsupportedModelError(f"{type(self).__name__}: gives no logits of a prompt")
+
     @abstractmethod
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         """Logits of every node given its own path, [nodes, vocabulary], and the nodes' features."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -103,6 +103,12 @@ class HuggingFaceTarget(Target):
         _, features = self.lm.extend(self.cache, tokens[kept:], self._features)
         self.tokens = list(tokens)
         return features
+
+    def rate(self, tokens: list[int]) -> Tensor:
+        self.lm.refresh()
+        logits, _ = self.lm.extend(self.cache, tokens, logits="all")
+        self.tokens = [*self.tokens, *tokens]
+        return cast(Tensor, logits)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         if ops.is_free(tree.size):

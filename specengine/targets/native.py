@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,6 +72,12 @@ class NativeTarget(Target):
         _, features = self.lm.extend(self.cache, tokens[kept:], self._features, logits="none")
         self.tokens = list(tokens)
         return features
+
+    def rate(self, tokens: list[int]) -> Tensor:
+        self.lm.refresh()
+        logits, _ = self.lm.extend(self.cache, tokens, logits="all")
+        self.tokens = [*self.tokens, *tokens]
+        return cast(Tensor, logits)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         return self.lm.forward(self._rows(tree), self.cache, self._features)

@@ -86,9 +86,9 @@ def tokenizer() -> Any:
     return byte_tokenizer()
 
 
-def forced(text: str) -> LogitsProcessor:
-    """Makes the model answer `text`, byte by byte."""
-    wanted = tokenizer()(text)["input_ids"]
+def forced(text: str | list[int]) -> LogitsProcessor:
+    """Makes the model answer `text`, byte by byte, or these tokens."""
+    wanted = tokenizer()(text)["input_ids"] if isinstance(text, str) else text
 
     class Forced(LogitsProcessor):
         start: int | None = None

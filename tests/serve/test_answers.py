@@ -9,7 +9,6 @@ import pytest
 
 from specengine.serve.answers import found_again
 from specengine.serve.text import StopText
-from specengine.serve.tools import ToolCall, ToolReader
 from tests.serve.served import CHAT, NAME, TEXT, Served, served, tiny_engine
 
 SAMPLED = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "seed": 5, "frequency_penalty": 0.5}]
@@ -82,8 +81,8 @@ def test_openais_client_sync_async_and_streaming(server: Served) -> None:
             return await asynchronous.chat.completions.create(**asked)
 
     assert asyncio.run(ask()).choices[0].message.content == text
-    with pytest.raises(openai.BadRequestError, match="logprobs"):
-        client.chat.completions.create(**CHAT, logprobs=True)
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=21)
 
 
 def test_prediction_is_counted_and_refused_where_nothing_copies() -> None:
@@ -111,19 +110,3 @@ def test_text_that_may_become_a_stop_string_is_held_back() -> None:
     assert [stop.push(part) for part in ("go E", "N", "TER E", "ND of it", "more")] == ["go ", "", "ENTER ", "", ""]
     other = StopText(["END"])
     assert other.push("the EN") + other.end() == "the EN"
-
-
-def test_calls_are_read_from_a_stream_of_any_pieces() -> None:
-    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    answer = f"Let me see.{call}\n{call}"
-    for size in (1, 3, len(answer)):
-        reader = ToolReader()
-        parts = [part for at in range(0, len(answer), size) for part in reader.push(answer[at : at + size])]
-        parts += reader.end()
-        assert "".join(part for part in parts if isinstance(part, str)) == "Let me see."
-        calls = [part for part in parts if isinstance(part, ToolCall)]
-        assert [(found.name, found.arguments) for found in calls] == [("f", '{"x": 1}')] * 2
-    broken = ToolReader()
-    assert "".join(map(str, broken.push("<tool_call>no json</tool_call> <tool") + broken.end())) == (
-        "<tool_call>no json</tool_call> <tool"
-    )

@@ -1,0 +1,236 @@
+"""How models write calls of tools: one class for each way, with which it reads them back."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+Schemas = Mapping[str, Any]  # of the parameters, by the names of the tools that were offered
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """`arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class Read(NamedTuple):
+    """Calls, and how many characters they took."""
+
+    calls: list[ToolCall]
+    length: int
+
+
+class Format:
+    """One way of writing calls.
+
+    title     for people
+    openings  where a call may begin; what they stand in but is none is text
+    inner     what else marks calls
+    bare      a call may also begin an answer without any of them
+    """
+
+    title: str
+    openings: tuple[str, ...]
+    inner: tuple[str, ...] = ()
+    bare = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.openings + self.inner
+
+    def read(self, text: str, schemas: Schemas) -> Read | None:
+        """The calls that `text`, which starts with an opening, begins with; None while that cannot be known yet.
+
+        ValueError where it begins with none.
+        """
+        raise NotImplementedError
+
+
+class Hermes(Format):
+    """Hermes, Qwen2.5, Qwen3: `<tool_call>` {"name": ..., "arguments": {...}} `</tool_call>`."""
+
+    title = "<tool_call>JSON</tool_call>"
+    openings = (OPENING,)
+
+    def read(self, text: str, schemas: Schemas) -> Read | None:
+        end = json_end(text, len(OPENING))
+        rest = "" if end is None else text[end:].lstrip()
+        if end is None or (len(rest) < len(CLOSING) and CLOSING.startswith(rest)):
+            return None
+        if not rest.startswith(CLOSING):
+            raise ValueError("something follows the call")
+        return Read([call_of(loaded(text[len(OPENING) : end]))], len(text) - len(rest) + len(CLOSING))
+
+
+class Coder(Format):
+    """Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>` value `</parameter></function></tool_call>`.
+
+    Whether a value is a string or JSON is the schema's to say. Answers may leave the outer tags out.
+    """
+
+    title = "<tool_call><function=NAME><parameter=KEY>"
+    openings = (OPENING, "<function=", CLOSING)
+    _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
+    _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>(.*?)</parameter>\s*", re.DOTALL)
+
+    def read(self, text: str, schemas: Schemas) -> Read | None:
+        if text.startswith(CLOSING):
+            return Read([], len(CLOSING))  # of a call whose opening was left out
+        wrapped = text.startswith(OPENING)
+        if wrapped:
+            inner = text[len(OPENING) :].lstrip()
+            if not (inner.startswith("<function=") or "<function=".startswith(inner)):
+                raise ValueError("no function follows")
+        closing = CLOSING if wrapped else "</function>"
+        end = text.find(closing)
+        if end < 0:
+            return None
+        whole = self._FUNCTION.fullmatch(text[:end] if wrapped else text[: end + len(closing)])
+        if whole is None:
+            raise ValueError("no call")
+        return Read([self._call(whole[1], whole[2], schemas)], end + len(closing))
+
+    def _call(self, name: str, text: str, schemas: Schemas) -> ToolCall:
+        schema = schemas.get(name)
+        known = schema.get("properties") if isinstance(schema, Mapping) else None
+        arguments, at = {}, 0
+        while text[at:].strip():
+            found = self._PARAMETER.match(text, at)
+            if found is None:
+                raise ValueError("something stands between parameters")
+            value = found[2].removeprefix("\n").removesuffix("\n")
+            arguments[found[1]] = typed(value, known.get(found[1]) if isinstance(known, Mapping) else None)
+            at = found.end()
+        return call_of({"name": name, "arguments": arguments})
+
+
+class Mistral(Format):
+    """`[TOOL_CALLS]` and a JSON list of calls, or a name and a JSON object with `[ARGS]` or nothing between them."""
+
+    title = "[TOOL_CALLS]"
+    openings = ("[TOOL_CALLS]",)
+    inner = ("[ARGS]", "[CALL_ID]")
+    _NAME = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\][^\s\[\]{}]*)?(?:\[ARGS\])?\s*(?=\{)")
+    _MOST_NAME = 256
+
+    def read(self, text: str, schemas: Schemas) -> Read | None:
+        body = text[len(self.openings[0]) :]
+        begun = len(text) - len(body.lstrip())
+        if begun == len(text):
+            return None
+        if text[begun] == "[":
+            end = json_end(text, begun)
+            if end is None:
+                return None
+            return Read([self._named(call_of(entry)) for entry in loaded(text[begun:end])], end)
+        name = self._NAME.match(body)
+        if name is None:
+            if "{" not in body and len(body) < self._MOST_NAME:
+                return None
+            raise ValueError("no name follows")
+        start = len(text) - len(body) + name.end()
+        end = json_end(text, start)
+        if end is None:
+            return None
+        return Read([self._named(call_of({"name": name[1], "arguments": loaded(text[start:end])}))], end)
+
+    def _named(self, call: ToolCall) -> ToolCall:
+        return ToolCall(call.name, call.arguments, uuid.uuid4().hex[:9])  # what its templates take back
+
+
+class Llama(Format):
+    """Llama 3.x: {"name": ..., "parameters": {...}} as the whole answer, perhaps behind `<|python_tag|>`."""
+
+    title = '{"name": ..., "parameters": ...} (Llama 3)'
+    openings = ("<|python_tag|>",)
+    bare = True
+
+    def read(self, text: str, schemas: Schemas) -> Read | None:
+        tagged = text.startswith(self.openings[0])
+        start = len(self.openings[0]) if tagged else len(text) - len(text.lstrip("; \n"))
+        end = json_end(text, start)
+        if end is None:
+            return None
+        given = loaded(text[start:end])
+        call = call_of(given, "parameters" if isinstance(given, dict) and "parameters" in given else "arguments")
+        if not tagged and call.name not in schemas:
+            raise ValueError("no tool has this name")
+        return Read([call], end)
+
+
+FORMATS: tuple[Format, ...] = (Hermes(), Coder(), Mistral(), Llama())
+
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^"{}\[\]]+', re.DOTALL)
+_BETWEEN = re.compile(r"[-+.,:\s0-9a-zA-Z]*")
+
+
+def json_end(text: str, start: int) -> int | None:
+    """Where the JSON object or list ends that begins at `start` or behind blanks; None where it goes on.
+
+    ValueError where what stands there is none.
+    """
+    depth, at = 0, start + len(text[start:]) - len(text[start:].lstrip())
+    if at < len(text) and text[at] not in "{[":
+        raise ValueError("no object")
+    while at < len(text):
+        found = _STRUCTURE.match(text, at)
+        if found is None:
+            return None  # a string that goes on
+        piece, at = found[0], found.end()
+        if piece in ("{", "["):
+            depth += 1
+        elif piece in ("}", "]"):
+            depth -= 1
+            if not depth:
+                return at
+        elif piece[0] != '"' and not _BETWEEN.fullmatch(piece):
+            raise ValueError("no JSON")
+    return None
+
+
+def loaded(text: str) -> Any:
+    """The value of a JSON text; ValueError for what is none, or too deep or large to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+
+
+def call_of(given: Any, arguments: str = "arguments") -> ToolCall:
+    """The call that a parsed object describes; ValueError where it describes none."""
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
+        raise ValueError("no name")
+    values = given.get(arguments, {})
+    if not isinstance(values, dict):
+        raise ValueError("no arguments")
+    try:
+        return ToolCall(given["name"], json.dumps(values, ensure_ascii=False, allow_nan=False))
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+
+
+def typed(text: str, schema: Any) -> Any:
+    """A parameter's value, which was written without saying whether it is a string."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind == "string":
+        return text
+    if kind == "boolean" and text.strip().lower() in ("true", "false"):
+        return text.strip().lower() == "true"
+    if text.strip() == "None":
+        return None
+    try:
+        return loaded(text)
+    except ValueError:
+        return text
