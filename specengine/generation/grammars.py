@@ -232,7 +232,9 @@ class Constraint:
         if not self._go(tokens):
             return []
         found = list(self._matcher.compute_ff_tokens())
-        return [] if self._gave_up() else found
+        if self._gave_up():
+            return []
+        return found[: self._matcher.validate_tokens(found)]  # text that looks like a special token's is not that token
 
     def allows(self, tokens: Sequence[int], token: int) -> bool:
         """Whether this token may follow these."""

@@ -41,8 +41,10 @@ class Asked:
         GenerationOptions.check(dict(self.options))
 
     @property
-    def prompt_field(self) -> str:
-        return "messages" if isinstance(self.request, ChatRequest) else "prompt"
+    def names(self) -> dict[str, str]:
+        """The client's names of what the engine names otherwise."""
+        prompt = "messages" if isinstance(self.request, ChatRequest) else "prompt"
+        return {"prompt": prompt} | constraints.names(self.request)
 
     @property
     def prediction(self) -> str | None:
@@ -64,9 +66,7 @@ class Asked:
         options["max_new_tokens"] = self.request.wanted_tokens or min(limit for limit in limits if limit is not None)
         if self.prediction is not None:
             options["prediction"] = self.prediction
-        processors = constraints.processors(self.request, engine.tokenizer)
-        if processors:
-            options["logits_processor"] = processors
+        options |= constraints.options(self.request, engine.tokenizer)
         return TextGeneration(engine, ids, options, reuse_cache=True)
 
     def _prompt_ids(self, engine: Engine) -> list[int]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+from specengine.errors import InputError
 from specengine.generation.grammars import WRITTEN, compiled
 from specengine.serve.problems import Problem
 from specengine.serve.requests import ChatRequest, NamedChoice, Sampling, Tool
 from specengine.serve.tools import CLOSING, OPENING
 
+_TAG = re.compile(r"</?\w+>")
 
-def options(request: Sampling) -> dict[str, Any]:
+
+def options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
     """Of GenerationOptions: what keeps to these fields; Problem where they contradict each other."""
     asked = {} if request.response_format is None else request.response_format.options
     if request.grammar is not None:
         if asked:
             raise Problem(400, "grammar: response_format constrains the answer too; leave one of them out", "grammar")
         asked = {"grammar": request.grammar}
-    calls = calls_grammar(request) if isinstance(request, ChatRequest) else None
+    calls = calls_grammar(request, tokenizer) if isinstance(request, ChatRequest) else None
     if calls is not None and asked:
         name = "grammar" if "grammar" in asked else "response_format"
         raise Problem(400, f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out", name)
@@ -32,28 +36,49 @@ def names(request: Sampling) -> dict[str, str]:
     return own | ({"grammar": "tools"} if chat else {})
 
 
-def calls_grammar(request: ChatRequest) -> str | None:
-    """A grammar, as Lark text, of what `tool_choice` and strict tools allow; None where they leave it free."""
+def calls_grammar(request: ChatRequest, tokenizer: Any) -> str | None:
+    """A grammar, as Lark text, of what `tool_choice` and strict tools allow; None where they leave it free.
+
+    In it arguments meet the schema of their tool; of a tool that is not strict, where that schema can be read.
+    """
     tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, NamedChoice):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     elif choice == "none" or (choice != "required" and not any(tool.function.strict for tool in tools)):
         return None
-    lines = [f"call_{index}: {_call(tool)}" for index, tool in enumerate(tools)]
-    opening, closing = json.dumps(OPENING), json.dumps("\n" + CLOSING)
-    body = f"({' | '.join(f'call_{index}' for index in range(len(tools)))}) {closing}"
+    added = tokenizer.get_added_vocab()
+    opening, closing = (tag if tag in added else json.dumps(tag) for tag in (OPENING, CLOSING))
+    rules = [f"body: ({' | '.join(f'call_{index}' for index in range(len(tools)))}) {closing}"]
+    rules += [f"call_{index}: {_call(tool)}" for index, tool in enumerate(tools)]
     if isinstance(choice, NamedChoice):
-        start = f"start: {opening} {body}"
+        rules.append(f"start: {opening} body")
     elif choice == "required":
-        start = f'start: {opening} {body} ("\\n" {opening} {body})*'
+        rules.append(f'start: {opening} body ("\\n" {opening} body)*')
+    elif OPENING in added:
+        others = [token for token in added if _TAG.fullmatch(token) and token not in (OPENING, CLOSING)]
+        written = [token for token in others if token not in tokenizer.all_special_tokens]
+        between = f"(({' | '.join(written)}) TEXT?)*" if written else ""
+        rules += [f"start: (text {opening} body)* text", f"text: TEXT? {between}"]
+        rules.append(f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{OPENING}(.|\\n)*/")
     else:
-        start = f"start: (opened {body})* TEXT\nopened[lazy]: TEXT {opening}\nTEXT: /(.|\\n)*/"
-    return "\n".join(["%llguidance {}", start, *lines])
+        rules += ["start: (opened body)* TEXT", f"opened[lazy]: TEXT {opening}", "TEXT: /(.|\\n)*/"]
+    return "\n".join(["%llguidance {}", *rules])
 
 
 def _call(tool: Tool) -> str:
-    """What stands between the tags: for strict tools, and where one must be called, by the schema of its parameters."""
     function = tool.function
-    schema = function.parameters if function.parameters else {"type": "object"}
-    head = json.dumps('\n{"name": ' + json.dumps(function.name) + ', "arguments": ')
-    return f"{head} %json {json.dumps(schema | {'x-guidance': WRITTEN})} \"}}\""
+    schema = {"type": "object"} | (function.parameters or {})
+    if not function.strict and not _readable(schema):
+        schema = {"type": "object"}
+    name = json.dumps(function.name, ensure_ascii=False)
+    head = json.dumps(f'\n{{"name": {name}, "arguments": ', ensure_ascii=False)
+    given = json.dumps(schema | {"x-guidance": WRITTEN})
+    return rf'{head} %json {given} "}}\n"'
+
+
+def _readable(schema: dict[str, Any]) -> bool:
+    try:
+        compiled("json_schema", schema)
+    except InputError:
+        return False
+    return True
