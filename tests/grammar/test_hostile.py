@@ -1,0 +1,68 @@
+"""Hostile and random schemas: every answer meets its schema and is what plain decoding gives, or the schema is refused."""
+
+import json
+import time
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+import jsonschema
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specengine import Engine
+from specengine.errors import InputError
+from tests.engine.engines import engine_of, tokenizer
+from tests.grammar.schemas import any_schema, hostile
+
+HOSTILE = hostile()
+NEW_TOKENS = 150
+PROMPT = [7, 70, 7, 70]
+
+
+@cache
+def engine(draft: str) -> Engine:
+    return engine_of(draft=draft, policy="chain", tokenizer=tokenizer())
+
+
+def answer(draft: str, schema: Any) -> Any:
+    return engine(draft).generate(PROMPT, json_schema=schema, max_new_tokens=NEW_TOKENS, temperature=1.0, seed=1)
+
+
+def check(schema: Any) -> bool:
+    """Whether it is taken; AssertionError where an answer is not as it should be."""
+    began = time.process_time()
+    try:
+        plain = answer("none", schema)
+    except InputError as error:
+        assert str(error).startswith("json_schema: ")
+        with pytest.raises(InputError, match="^json_schema: "):
+            answer("ngram", schema)
+        return False
+    finally:
+        assert time.process_time() - began < 10
+    drafted = answer("ngram", schema)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.finish_reason == plain.finish_reason
+    if plain.finish_reason == "stop":
+        given = json.loads(schema) if isinstance(schema, str) else schema
+        jsonschema.validate(json.loads(plain.text), given, format_checker=jsonschema.FormatChecker())
+    return True
+
+
+def test_there_are_many_and_most_are_taken() -> None:
+    assert len(HOSTILE) >= 200
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_is_met_or_refused_by_name(name: str) -> None:
+    check(HOSTILE[name])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 1 << 32))
+def test_random_schemas(seed: int) -> None:
+    assert check(any_schema(Random(seed)))
