@@ -10,8 +10,9 @@ from typing import Any
 Schema = dict[str, Any]
 
 
-def closed(**properties: Any) -> Schema:
-    """An object with just these."""
+def closed(given: Schema | None = None, /, **named: Schema) -> Schema:
+    """An object with just these properties."""
+    properties = {**(given or {}), **named}
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
@@ -60,11 +61,46 @@ BOUNDS: dict[str, Schema] = {
     "large": {"type": "integer", "minimum": 10**15, "maximum": 10**15 + 20},
 }
 PATTERNS = [
-    "^[ab]{2}$", "^a|b$", "a{3}", "^\\d{4}-\\d{2}$", "^[^\"\\\\]{3}$", "^(ab|cd){2}$", "^é{2}$", "^\\u0041$", "^[\\x00-\\x1f]$",
-    "^\\S+@\\S+$", "^a(?=b)b$", "^(a)\\1$", "(", "^$", "^a$b", "^.$", "^[\"]$", "^\\\\$", "^\\/$", "^[a-z]{1,100000}$", "^\\p{Lu}$",
-    "^(a+)+$", "^\\bword\\b$", "^(?i)ab$", "^(?<name>a)$",
-]  # fmt: skip
-FORMATS = ["date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "regex", "nonsense"]
+    "^[ab]{2}$",
+    "^a|b$",
+    "a{3}",
+    "^\\d{4}-\\d{2}$",
+    '^[^"\\\\]{3}$',
+    "^(ab|cd){2}$",
+    "^é{2}$",
+    "^\\u0041$",
+    "^[\\x00-\\x1f]$",
+    "^\\S+@\\S+$",
+    "^a(?=b)b$",
+    "^(a)\\1$",
+    "(",
+    "^$",
+    "^a$b",
+    "^.$",
+    '^["]$',
+    "^\\\\$",
+    "^\\/$",
+    "^[a-z]{1,100000}$",
+    "^\\p{Lu}$",
+    "^(a+)+$",
+    "^\\bword\\b$",
+    "^(?i)ab$",
+    "^(?<name>a)$",
+]
+FORMATS = [
+    "date-time",
+    "date",
+    "time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+    "regex",
+    "nonsense",
+]
 KEYWORDS: dict[str, Schema] = {
     "not": {"not": {"type": "integer"}},
     "if": {"if": {"type": "integer"}, "then": {"minimum": 3}},
@@ -94,7 +130,13 @@ KEYWORDS: dict[str, Schema] = {
     "dialect": {"$schema": "https://json-schema.org/draft/2020-12/schema", "enum": [1]},
     "old_dialect": {"$schema": "http://json-schema.org/draft-04/schema#", "id": "x", "enum": [1]},
     "other_dialect": {"$schema": "https://example.com/mine", "enum": [1]},
-    "guidance": {"x-guidance": {"lenient": True, "whitespace_flexible": True}, "type": "array", "items": SMALL, "minItems": 2, "maxItems": 2},
+    "guidance": {
+        "x-guidance": {"lenient": True, "whitespace_flexible": True},
+        "type": "array",
+        "items": SMALL,
+        "minItems": 2,
+        "maxItems": 2,
+    },
 }
 REFERENCES: dict[str, Schema] = {
     "itself": {"$ref": "#"},
@@ -123,33 +165,51 @@ REFERENCES: dict[str, Schema] = {
     "number": {"$ref": 3},
     "elsewhere": {"$ref": "https://example.com/schema"},
     "into_properties": closed(a=SMALL, b={"$ref": "#/properties/a"}),
-    "property_named_so": closed(**{"$ref": SMALL}),
+    "property_named_so": closed({"$ref": SMALL}),
     "in_an_enum": {"enum": [{"$ref": "#/none"}, "$ref"]},
     "chain": chain(500),
     "long_chain": chain(5000),
     "nested_chain": {
         "$ref": "#/$defs/0",
-        "$defs": {str(n): nested(20, {"$ref": f"#/$defs/{n + 1}"}, lambda x: {"items": x, "maxItems": 1}) for n in range(100)}
+        "$defs": {
+            str(n): nested(20, {"$ref": f"#/$defs/{n + 1}"}, lambda x: {"items": x, "maxItems": 1}) for n in range(100)
+        }
         | {"100": {}},
     },
-}  # fmt: skip
+}
 SIZES: dict[str, Schema] = {
-    **{f"deep_{name}_{depth}": nested(depth, SMALL, wrap) for depth in (6, 150, 3000) for name, wrap in {
-        "objects": lambda x: closed(a=x),
-        "arrays": lambda x: {"type": "array", "items": x, "minItems": 1, "maxItems": 1},
-        "any": lambda x: {"anyOf": [x]},
-        "all": lambda x: {"allOf": [x]},
-    }.items()},
-    **{f"{name}_{size}": {"type": "string", name: size} for name in ("minLength", "maxLength") for size in (0, 3, 100_000, 10**12, 2**70)},
-    **{f"{name}_{size}": {"type": "array", "items": SMALL, name: size} for name in ("minItems", "maxItems") for size in (0, 3, 10**6, 2**70)},
+    **{
+        f"deep_{name}_{depth}": nested(depth, SMALL, wrap)
+        for depth in (6, 150, 3000)
+        for name, wrap in {
+            "objects": lambda x: closed(a=x),
+            "arrays": lambda x: {"type": "array", "items": x, "minItems": 1, "maxItems": 1},
+            "any": lambda x: {"anyOf": [x]},
+            "all": lambda x: {"allOf": [x]},
+        }.items()
+    },
+    **{
+        f"{name}_{size}": {"type": "string", name: size}
+        for name in ("minLength", "maxLength")
+        for size in (0, 3, 100_000, 10**12, 2**70)
+    },
+    **{
+        f"{name}_{size}": {"type": "array", "items": SMALL, name: size}
+        for name in ("minItems", "maxItems")
+        for size in (0, 3, 10**6, 2**70)
+    },
     "enum_of_10000": {"enum": [f"value {place}" for place in range(10_000)]},
-    "properties_300": {"type": "object", "properties": {f"k{n}": SMALL for n in range(300)}, "additionalProperties": False},
+    "properties_300": {
+        "type": "object",
+        "properties": {f"k{n}": SMALL for n in range(300)},
+        "additionalProperties": False,
+    },
     "properties_1400": {"type": "object", "properties": {f"k{n}": SMALL for n in range(1400)}},
     "properties_2000": {"type": "object", "properties": {f"k{n}": SMALL for n in range(2000)}},
     "patterns_51": {"type": "object", "patternProperties": {f"^k{n}$": SMALL for n in range(51)}},
     "any_of_any": {"allOf": [{"anyOf": [{"properties": {f"k{n}_{m}": SMALL}} for m in range(3)]} for n in range(20)]},
     "text": {"const": "x" * 300_000},
-}  # fmt: skip
+}
 
 
 def hostile() -> dict[str, Any]:
@@ -157,19 +217,28 @@ def hostile() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, text in TEXTS.items():
         made |= {
-            f"key_{name}": closed(**{text: SMALL}),
-            f"optional_key_{name}": {**closed(**{text: SMALL}), "required": []},
+            f"key_{name}": closed({text: SMALL}),
+            f"optional_key_{name}": {**closed({text: SMALL}), "required": []},
             f"const_{name}": {"const": text},
             f"enum_{name}": {"enum": [text, text + "x", None]},
             f"description_{name}": {"enum": [1], "description": text, "title": text},
         }
     made |= {f"bound_{name}": schema for name, schema in BOUNDS.items()}
-    made |= {f"pattern_{place}": {"type": "string", "pattern": text, "maxLength": 40} for place, text in enumerate(PATTERNS)}
+    made |= {
+        f"pattern_{place}": {"type": "string", "pattern": text, "maxLength": 40} for place, text in enumerate(PATTERNS)
+    }
     made |= {f"format_{name}": {"type": "string", "format": name} for name in FORMATS}
     made |= {f"keyword_{name}": schema for name, schema in KEYWORDS.items()}
     made |= {f"reference_{name}": schema for name, schema in REFERENCES.items()}
     made |= {f"size_{name}": schema for name, schema in SIZES.items()}
-    for name, value in {"null": None, "true": True, "zero": -0.0, "float": 1e-7, "list": [[], {}], "object": {"b": 1, "a": None}}.items():
+    for name, value in {
+        "null": None,
+        "true": True,
+        "zero": -0.0,
+        "float": 1e-7,
+        "list": [[], {}],
+        "object": {"b": 1, "a": None},
+    }.items():
         made |= {f"const_{name}": {"const": value}, f"enum_of_{name}": {"enum": [value, "other"]}}
     one, two = closed(kind={"const": "a"}, x=SMALL), closed(kind={"const": "b"}, y={"type": "null"})
     made |= {
@@ -178,9 +247,20 @@ def hostile() -> dict[str, Any]:
         "one_of_same": {"oneOf": [one, one]},
         "one_of_types": {"oneOf": [{"enum": ["a"]}, {"type": "null"}]},
         "all_of": {"allOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 5}]},
-        "all_of_objects": {"allOf": [closed(a=SMALL) | {"additionalProperties": True}, {"required": ["b"], "properties": {"b": SMALL}}], "maxProperties": 2},
+        "all_of_objects": {
+            "allOf": [
+                closed(a=SMALL) | {"additionalProperties": True},
+                {"required": ["b"], "properties": {"b": SMALL}},
+            ],
+            "maxProperties": 2,
+        },
         "all_of_nothing": {"allOf": [{"type": "string"}, {"type": "null"}]},
-        "any_beside": {"type": "object", "properties": {"a": SMALL}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}], "additionalProperties": False},
+        "any_beside": {
+            "type": "object",
+            "properties": {"a": SMALL},
+            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+            "additionalProperties": False,
+        },
         "types": {"type": ["null", "boolean"]},
         "nullable": {"type": ["string", "null"], "enum": ["a", None]},
         "enum_of_other_type": {"type": "string", "enum": [1, "a"]},
@@ -189,21 +269,59 @@ def hostile() -> dict[str, Any]:
         "prefix_keys_optional": {**closed(a=SMALL, aa=SMALL, aaa=SMALL), "required": ["aaa"]},
         "prefix_consts": {"enum": ["a", "ab", "abc", 'a"', "a\\"]},
         "key_case": closed(a=SMALL, A=SMALL),
-        "key_forms": closed(**{"é": SMALL, "e\u0301": SMALL}),
+        "key_forms": closed({"é": SMALL, "e\u0301": SMALL}),
         "no_keys": closed(),
-        "required_unknown": {"type": "object", "properties": {"a": SMALL}, "required": ["b"], "additionalProperties": SMALL, "maxProperties": 2},
-        "required_forbidden": {"type": "object", "properties": {"a": SMALL}, "required": ["b"], "additionalProperties": False},
+        "required_unknown": {
+            "type": "object",
+            "properties": {"a": SMALL},
+            "required": ["b"],
+            "additionalProperties": SMALL,
+            "maxProperties": 2,
+        },
+        "required_forbidden": {
+            "type": "object",
+            "properties": {"a": SMALL},
+            "required": ["b"],
+            "additionalProperties": False,
+        },
         "additional": {"type": "object", "additionalProperties": SMALL, "maxProperties": 1},
         "additional_beside": {**closed(a=SMALL), "additionalProperties": {"type": "null"}, "maxProperties": 2},
-        "key_patterns": {"type": "object", "patternProperties": {"^x[0-9]$": SMALL}, "additionalProperties": False, "maxProperties": 2},
-        "key_patterns_both": {"type": "object", "properties": {"x1": {"const": 1}}, "patternProperties": {"^x": SMALL}, "additionalProperties": False, "required": ["x1"]},
-        "key_patterns_overlap": {"type": "object", "patternProperties": {"^a": SMALL, "b$": {"type": "null"}}, "additionalProperties": False},
+        "key_patterns": {
+            "type": "object",
+            "patternProperties": {"^x[0-9]$": SMALL},
+            "additionalProperties": False,
+            "maxProperties": 2,
+        },
+        "key_patterns_both": {
+            "type": "object",
+            "properties": {"x1": {"const": 1}},
+            "patternProperties": {"^x": SMALL},
+            "additionalProperties": False,
+            "required": ["x1"],
+        },
+        "key_patterns_overlap": {
+            "type": "object",
+            "patternProperties": {"^a": SMALL, "b$": {"type": "null"}},
+            "additionalProperties": False,
+        },
         "tuple": {"type": "array", "prefixItems": [{"const": 1}, SMALL], "items": False, "minItems": 2},
         "tuple_open": {"type": "array", "prefixItems": [{"const": 1}], "items": SMALL, "maxItems": 3},
-        "old_tuple": {"type": "array", "items": [{"const": 1}, SMALL], "additionalItems": False, "minItems": 2, "maxItems": 2},
+        "old_tuple": {
+            "type": "array",
+            "items": [{"const": 1}, SMALL],
+            "additionalItems": False,
+            "minItems": 2,
+            "maxItems": 2,
+        },
         "lists": {"type": "array", "items": {"type": "array", "items": SMALL, "maxItems": 2}, "maxItems": 2},
         "no_items": {"type": "array", "maxItems": 0},
-        "keys_counted": {"type": "object", "properties": {"a": SMALL, "b": SMALL, "c": SMALL}, "minProperties": 2, "maxProperties": 2, "additionalProperties": False},
+        "keys_counted": {
+            "type": "object",
+            "properties": {"a": SMALL, "b": SMALL, "c": SMALL},
+            "minProperties": 2,
+            "maxProperties": 2,
+            "additionalProperties": False,
+        },
         "text_schema": json.dumps(closed(a=SMALL)),
         "text_twice": '{"enum": [1], "enum": [2]}',
         "text_escaped": '{"\\u0065num": [1]}',
@@ -217,7 +335,7 @@ def hostile() -> dict[str, Any]:
         "text_true": "true",
         "text_broken": '{"type": "object"',
         "text_mark": '\ufeff{"enum": [1]}',
-    }  # fmt: skip
+    }
     return made
 
 
@@ -234,7 +352,12 @@ def any_schema(random: random.Random, depth: int = 2) -> Schema:
         return {"type": "string", "pattern": "^" + "".join(random.choices(["a", "[0-9]", "b?", "(c|dd)"], k=3)) + "$"}
     if kind == "array":
         low = random.randint(0, 2)
-        return {"type": "array", "items": any_schema(random, depth - 1), "minItems": low, "maxItems": low + random.randint(0, 1)}
+        return {
+            "type": "array",
+            "items": any_schema(random, depth - 1),
+            "minItems": low,
+            "maxItems": low + random.randint(0, 1),
+        }
     if kind == "any":
         return {"anyOf": [any_schema(random, depth - 1) for _ in range(random.randint(1, 3))]}
     if kind == "object":
