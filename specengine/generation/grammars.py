@@ -176,7 +176,7 @@ class Vocabularies:
         matcher = _deeply(field, lambda: library().LLMatcher(vocabulary, made, log_level=0, limits=_limits()))
         if matcher.is_error():
             raise refused(field, matcher.get_error())
-        found = Constraint(field, matcher, self._size, None if ends else self._stand_in)
+        found = Constraint(field, matcher, vocabulary, self._size, None if ends else self._stand_in)
         for beginning in ([], found.forced([])):
             allowed, fault = found.allowed(beginning).any(), found.fault
             if fault is not None or not (allowed or found.complete(beginning)):
@@ -205,11 +205,12 @@ class Constraint:
     """What an answer may go on with, behind any of its beginnings; it goes back and forth between them.
 
     A beginning is the list of tokens generated so far. What depends on it is a function of it alone.
-    field: that it was given by; never: a token that is not allowed anywhere.
+    field: that it was given by; size: of the target's logits; never: a token that is not allowed anywhere.
     """
 
-    def __init__(self, field: str, matcher: Any, vocab_size: int, never: int | None = None) -> None:
-        self._field, self._matcher, self._size, self._never = field, matcher, vocab_size, never
+    def __init__(self, field: str, matcher: Any, vocabulary: Any, size: int, never: int | None = None) -> None:
+        self._field, self._matcher, self._vocabulary = field, matcher, vocabulary
+        self._size, self._never = size, never
         self._tokens: list[int] = []
         self.fault: InputError | None = None  # why the last call found nothing, where the library gave up
 
@@ -223,6 +224,11 @@ class Constraint:
             return none
         mask = np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
         mask = np.pad(mask, (0, self._size - len(mask)))
+        if mask.sum() == 1 and not self._matcher.is_stopped() and not self._takes(int(mask.argmax())):
+            # Text like a special token's must follow: the library offers that token, and would not take it.
+            mask[:] = False
+            letter = self._vocabulary.tokenize_bytes(self._matcher.compute_ff_bytes()[:1])
+            mask[[token for token in letter[:1] if self._takes(token)]] = True
         if self._never is not None:
             mask[self._never] = False
         return mask
@@ -234,18 +240,18 @@ class Constraint:
         found = list(self._matcher.compute_ff_tokens())
         if self._gave_up():
             return []
-        return found[: self._matcher.validate_tokens(found)]  # text that looks like a special token's is not that token
+        return found[: self._matcher.validate_tokens(found)]  # text like a special token's is not that token
 
     def allows(self, tokens: Sequence[int], token: int) -> bool:
         """Whether this token may follow these."""
-        if token == self._never or not self._go(tokens):
-            return False
-        found = bool(self._matcher.validate_tokens([token]))
-        return found and not self._gave_up()
+        return token != self._never and self._go(tokens) and self._takes(token) and not self._gave_up()
 
     def complete(self, tokens: Sequence[int]) -> bool:
         """Whether nothing can follow."""
         return self._go(tokens) and bool(self._matcher.is_stopped()) and not self._gave_up()
+
+    def _takes(self, token: int) -> bool:
+        return bool(self._matcher.validate_tokens([token]))
 
     def _go(self, tokens: Sequence[int]) -> bool:
         """Stand behind these; False where the grammar does not allow them, and then behind an earlier place."""

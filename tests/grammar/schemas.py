@@ -56,7 +56,13 @@ BOUNDS: dict[str, Schema] = {
     "multiple_of_tenths": {"type": "number", "multipleOf": 0.1, "minimum": 0, "maximum": 1},
     "none": {"type": "integer", "minimum": 5, "maximum": 4},
     "none_between": {"type": "integer", "exclusiveMinimum": 4, "exclusiveMaximum": 5},
-    "draft_4": {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 5},
+    "draft_4": {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "type": "integer",
+        "minimum": 3,
+        "exclusiveMinimum": True,
+        "maximum": 5,
+    },
     "beyond_int64": {"type": "integer", "minimum": 2**64},
     "large": {"type": "integer", "minimum": 10**15, "maximum": 10**15 + 20},
 }
@@ -307,6 +313,7 @@ def hostile() -> dict[str, Any]:
         "tuple": {"type": "array", "prefixItems": [{"const": 1}, SMALL], "items": False, "minItems": 2},
         "tuple_open": {"type": "array", "prefixItems": [{"const": 1}], "items": SMALL, "maxItems": 3},
         "old_tuple": {
+            "$schema": "http://json-schema.org/draft-07/schema#",
             "type": "array",
             "items": [{"const": 1}, SMALL],
             "additionalItems": False,
