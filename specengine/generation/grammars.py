@@ -209,9 +209,11 @@ class Constraint:
     """
 
     def __init__(self, field: str, matcher: Any, vocabulary: Any, size: int, never: int | None = None) -> None:
-        self._field, self._matcher, self._vocabulary = field, matcher, vocabulary
+        self._field, self._new, self._vocabulary = field, matcher, vocabulary
+        self._matcher = matcher.deep_copy()
         self._size, self._never = size, never
         self._tokens: list[int] = []
+        self._asked = 0
         self.fault: InputError | None = None  # why the last call found nothing, where the library gave up
 
     def allowed(self, tokens: Sequence[int]) -> np.ndarray:
@@ -255,7 +257,7 @@ class Constraint:
 
     def _go(self, tokens: Sequence[int]) -> bool:
         """Stand behind these; False where the grammar does not allow them, and then behind an earlier place."""
-        tokens, self.fault = list(tokens), None
+        tokens, self._asked, self.fault = list(tokens), len(tokens), None
         agreed = common_prefix(self._tokens, tokens)
         if agreed < len(self._tokens):
             self._matcher.rollback(len(self._tokens) - agreed)
@@ -268,11 +270,10 @@ class Constraint:
         """Whether the library met a limit of its own here; it is then made ready for other beginnings."""
         if not self._matcher.is_error():
             return False
-        place = f"behind {len(self._tokens)} tokens: " if self._tokens else ""
+        place = f"behind {self._asked} tokens: " if self._asked else ""
         why = self._matcher.get_error()
         self.fault = refused(self._field, place + ("no text meets it" if why.startswith("NoExtension") else why))
-        self._matcher.reset()
-        self._tokens = []
+        self._matcher, self._tokens = self._new.deep_copy(), []
         return True
 
 

@@ -16,7 +16,7 @@ from jsonschema.validators import validator_for
 from specengine import Engine
 from specengine.errors import InputError
 from tests.engine.engines import engine_of, tokenizer
-from tests.grammar.schemas import any_schema, hostile
+from tests.grammar.schemas import REFUSED, any_schema, hostile
 
 HOSTILE = hostile()
 NEW_TOKENS = 100
@@ -60,13 +60,9 @@ def check(schema: Any) -> bool:
     return True
 
 
-def test_there_are_many() -> None:
-    assert len(HOSTILE) >= 200
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_schema_is_met_or_refused_by_name(name: str) -> None:
-    check(HOSTILE[name])
+    assert check(HOSTILE[name]) == (name not in REFUSED)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
