@@ -112,11 +112,11 @@ def test_where_the_library_gives_up_midway_the_option_is_named(draft: str) -> No
 def test_a_constraint_stands_behind_any_beginning_after_the_library_gave_up() -> None:
     constraint = Vocabularies(tokenizer(), 260).constraint("json_schema", compiled("json_schema", DEAD_END), [])
     ids = tokenizer()('{"a": 1, "b": {')["input_ids"]
-    before = [constraint.allowed(ids[:place]) for place in range(7)]
+    before = [constraint.allowed(ids[:place]) for place in range(8)]
     assert all(allowed.any() for allowed in before)
     assert not constraint.allowed(ids[:8]).any()
     assert constraint.fault is not None
-    assert all((constraint.allowed(ids[:place]) == before[place]).all() for place in range(7))
+    assert all((constraint.allowed(ids[:place]) == before[place]).all() for place in range(8))
     assert tokenizer().decode(constraint.forced(ids[:1])) == '"a": '
 
 
