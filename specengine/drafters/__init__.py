@@ -33,7 +33,7 @@ class Children(NamedTuple):
 # Bits of a mark: which other sources than the draft itself a continuation comes from.
 COPIED = 1  # from the text, or from the one that the caller expects
 RECYCLED = 2  # what the target said after the same token before
-FREE = 4  # proposed without a draft pass
+FREE = 4  # proposed without a draft pass; alone: a grammar forces it
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Step:
     normalized  the logits are log-probabilities already; their rows may sum to less than one, and -inf marks
                 a continuation that was not proposed
     hidden      [rows, hidden size], where a rule wants them
-    marks       uint8 [rows, draft vocabulary]: COPIED and RECYCLED where such a source has raised a continuation; None
-                where none has
+    marks       uint8 [rows, draft vocabulary]: COPIED and RECYCLED where such a source has raised a continuation, FREE
+                alone in rows where a grammar forces one; None where there is nothing of the kind
     """
 
     logits: Tensor

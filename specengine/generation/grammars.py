@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,10 +17,20 @@ from transformers import LogitsProcessor
 from specengine.errors import InputError, MissingExtraError, shown
 from specengine.targets import common_prefix
 
+T = TypeVar("T")
+
 # JSON as json.dumps writes it: one way to write each value forces more tokens, and no model gets lost in blanks.
-_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _STRICT = {"lenient": False, "coerce_one_of": False}
-MOST_TEXT, MOST_REFERENCES = 1 << 18, 500  # of a schema or a grammar; the library follows references by recursion
+MOST_TEXT = 1 << 18  # characters of a schema or a grammar
+# Of a schema, all its objects together: the library compares each with each.
+MOST_PROPERTIES, MOST_PATTERNS = 1500, 50
+_MOST_SYMBOLS = 100_000
+MOST_SECONDS = 3.0  # of reading a schema or a grammar
+_STACK_BYTES = 1 << 29  # what recursion over a text of MOST_TEXT characters may take; memory is used as it is needed
+_EMBEDDED = re.compile(r"%json\s*(?=\{)")
+_INTERNAL = re.compile(r"<(non-verbose|backtrace|state)>?.*", re.DOTALL)  # of the library's messages
+_setting_stack = threading.Lock()
 
 
 def library() -> Any:
@@ -35,27 +48,32 @@ def library() -> Any:
 
 def compiled(field: str, given: Any) -> str:
     """What llguidance reads, of the value of json_schema, json_object or grammar; InputError for what is not taken."""
-    text = _text_of(field, given)
-    references = text.count('"$ref"') if field == "json_schema" else 0
-    if len(text) > MOST_TEXT or references > MOST_REFERENCES:
-        accepted = f"up to {MOST_TEXT} characters and {MOST_REFERENCES} references"
-        raise InputError(f"{field}: got {len(text)} characters and {references} references, accepted {accepted}")
-    matcher = library().LLMatcher
-    try:
+    return _compiled(field, _text_of(field, given))
+
+
+@lru_cache(maxsize=8)  # an option is checked before there is a model, and again with it
+def _compiled(field: str, text: str) -> str:
+    def make() -> tuple[str, bool, list[str]]:
         if field == "grammar":
             made = library().grammar_from("grammar", text)
         else:
-            made = matcher.grammar_from_json_schema(text, defaults=_WRITTEN, overrides=_STRICT)
-        fault, messages = matcher.validate_grammar_with_warnings(made)
+            made = library().LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN | _STRICT)
+        return made, *library().LLMatcher.validate_grammar_with_warnings(made, limits=_limits())
+
+    try:
+        made, fault, messages = _deeply(field, make)
+    except InputError:
+        raise
     except ValueError as error:
-        fault, messages = True, [str(error)]
+        raise refused(field, str(error)) from error
     if fault:
         raise refused(field, messages[0])
     return made
 
 
 def refused(field: str, why: str) -> InputError:
-    return InputError(f"{field}: it is not accepted ({' '.join(why.split()):.300})")
+    words = " ".join(_INTERNAL.sub("", why).split())
+    return InputError(f"{field}: it is not accepted ({words:.300})")
 
 
 def _text_of(field: str, given: Any) -> str:
@@ -63,7 +81,7 @@ def _text_of(field: str, given: Any) -> str:
         return '{"type": "object"}'
     if field == "json_schema" and isinstance(given, Mapping):
         try:
-            return json.dumps(dict(given), allow_nan=False)
+            given = json.dumps(dict(given), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise refused(field, str(error)) from error
     if not isinstance(given, str) or not given.strip():
@@ -71,11 +89,72 @@ def _text_of(field: str, given: Any) -> str:
             "a schema, as a dict or as JSON text" if field == "json_schema" else "a grammar, as Lark or GBNF text"
         )
         raise InputError(f"{field}: got {shown(given)}, accepted {accepted}")
+    if len(given) > MOST_TEXT:
+        raise InputError(f"{field}: got {len(given)} characters, accepted up to {MOST_TEXT}")
     try:
         given.encode()
+        if field == "grammar":
+            for found in _EMBEDDED.finditer(given):
+                _check_size(field, [json.JSONDecoder().raw_decode(given, found.end())[0]])
+            return given
+        schema = json.loads(given)
+        _check_size(field, [schema])
+        return json.dumps(schema, allow_nan=False)
     except UnicodeEncodeError as error:
         raise InputError(f"{field}: character {error.start} is no Unicode text") from error
-    return given
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise refused(field, str(error)) from error
+
+
+def _check_size(field: str, parts: list[Any]) -> None:
+    """Raise InputError for schemas over which the library takes seconds; parts: parsed, and used up."""
+    most = {"properties": MOST_PROPERTIES, "patternProperties": MOST_PATTERNS}
+    counted = dict.fromkeys(most, 0)
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            for name in most:
+                counted[name] += len(found) if isinstance(found := part.get(name), dict) else 0
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    for name, accepted in most.items():
+        if counted[name] > accepted:
+            raise InputError(f"{field}: got {counted[name]} {name}, accepted up to {accepted} in all")
+
+
+def _limits() -> Any:
+    return library().LLParserLimits(max_grammar_size=_MOST_SYMBOLS, verbose_errors=False)
+
+
+def _deeply(field: str, call: Callable[[], T]) -> T:
+    """What `call` returns or raises, on a stack that the library's recursion over references does not overflow.
+
+    InputError after MOST_SECONDS; what was begun is then left to its end.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    with _setting_stack:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            (thread := threading.Thread(target=run, daemon=True)).start()
+        finally:
+            threading.stack_size(before)
+    thread.join(MOST_SECONDS)
+    if thread.is_alive():
+        raise refused(field, f"reading it takes more than {MOST_SECONDS:g} s")
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 class Vocabularies:
@@ -93,12 +172,15 @@ class Vocabularies:
 
         InputError where the grammar does not fit the tokenizer, or is met by no text.
         """
-        matcher = library().LLMatcher(self._vocabulary(field, tuple(ends)), made, log_level=0)
+        vocabulary = self._vocabulary(field, tuple(ends))
+        matcher = _deeply(field, lambda: library().LLMatcher(vocabulary, made, log_level=0, limits=_limits()))
         if matcher.is_error():
             raise refused(field, matcher.get_error())
-        found = Constraint(matcher, self._size, None if ends else self._stand_in)
-        if not found.allowed([]).any():
-            raise refused(field, matcher.get_error() or "no text meets it")
+        found = Constraint(field, matcher, vocabulary, self._size, None if ends else self._stand_in)
+        for beginning in ([], found.forced([])):
+            allowed, fault = found.allowed(beginning).any(), found.fault
+            if fault is not None or not (allowed or found.complete(beginning)):
+                raise fault or refused(field, "no text meets it")
         return found
 
     @property
@@ -123,46 +205,76 @@ class Constraint:
     """What an answer may go on with, behind any of its beginnings; it goes back and forth between them.
 
     A beginning is the list of tokens generated so far. What depends on it is a function of it alone.
-    never: a token that is not allowed anywhere.
+    field: that it was given by; size: of the target's logits; never: a token that is not allowed anywhere.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, never: int | None = None) -> None:
-        self._matcher, self._size, self._never = matcher, vocab_size, never
+    def __init__(self, field: str, matcher: Any, vocabulary: Any, size: int, never: int | None = None) -> None:
+        self._field, self._new, self._vocabulary = field, matcher, vocabulary
+        self._matcher = matcher.deep_copy()
+        self._size, self._never = size, never
         self._tokens: list[int] = []
+        self._asked = 0
+        self.fault: InputError | None = None  # why the last call found nothing, where the library gave up
 
     def allowed(self, tokens: Sequence[int]) -> np.ndarray:
         """bool [vocabulary]: the tokens that may follow; none behind what the grammar does not allow."""
-        if not self._go(tokens) or self._matcher.is_error():
-            return np.zeros(self._size, bool)
+        none = np.zeros(self._size, bool)
+        if not self._go(tokens):
+            return none
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._gave_up():
+            return none
         mask = np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
         mask = np.pad(mask, (0, self._size - len(mask)))
+        if mask.sum() == 1 and not self._matcher.is_stopped() and not self._takes(int(mask.argmax())):
+            # Text like a special token's must follow: the library offers that token, and would not take it.
+            mask[:] = False
+            letter = self._vocabulary.tokenize_bytes(self._matcher.compute_ff_bytes()[:1])
+            mask[[token for token in letter[:1] if self._takes(token)]] = True
         if self._never is not None:
             mask[self._never] = False
         return mask
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
         """Tokens that write the text that must follow, as the tokenizer would; [] where there is a choice."""
-        return list(self._matcher.compute_ff_tokens()) if self._go(tokens) else []
+        if not self._go(tokens):
+            return []
+        found = list(self._matcher.compute_ff_tokens())
+        if self._gave_up():
+            return []
+        return found[: self._matcher.validate_tokens(found)]  # text like a special token's is not that token
 
     def allows(self, tokens: Sequence[int], token: int) -> bool:
         """Whether this token may follow these."""
-        return token != self._never and self._go(tokens) and bool(self._matcher.validate_tokens([token]))
+        return token != self._never and self._go(tokens) and self._takes(token) and not self._gave_up()
 
     def complete(self, tokens: Sequence[int]) -> bool:
         """Whether nothing can follow."""
-        return self._go(tokens) and bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        return self._go(tokens) and bool(self._matcher.is_stopped()) and not self._gave_up()
+
+    def _takes(self, token: int) -> bool:
+        return bool(self._matcher.validate_tokens([token]))
 
     def _go(self, tokens: Sequence[int]) -> bool:
         """Stand behind these; False where the grammar does not allow them, and then behind an earlier place."""
-        tokens = list(tokens)
+        tokens, self._asked, self.fault = list(tokens), len(tokens), None
         agreed = common_prefix(self._tokens, tokens)
         if agreed < len(self._tokens):
             self._matcher.rollback(len(self._tokens) - agreed)
             del self._tokens[agreed:]
         taken = self._matcher.try_consume_tokens(tokens[agreed:])
         self._tokens += tokens[agreed : agreed + taken]
-        return len(self._tokens) == len(tokens)
+        return not self._gave_up() and len(self._tokens) == len(tokens)
+
+    def _gave_up(self) -> bool:
+        """Whether the library met a limit of its own here; it is then made ready for other beginnings."""
+        if not self._matcher.is_error():
+            return False
+        place = f"behind {self._asked} tokens: " if self._asked else ""
+        why = self._matcher.get_error()
+        self.fault = refused(self._field, place + ("no text meets it" if why.startswith("NoExtension") else why))
+        self._matcher, self._tokens = self._new.deep_copy(), []
+        return True
 
 
 class ConstraintProcessor(LogitsProcessor):
@@ -173,4 +285,6 @@ class ConstraintProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         allowed = torch.from_numpy(self.constraint.allowed(input_ids[0, self.prompt_length :].tolist()))
+        if self.constraint.fault is not None:
+            raise self.constraint.fault
         return scores.masked_fill(~allowed.to(scores.device), -float("inf"))

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor
 from transformers.generation import TemperatureLogitsWarper
 
 from specengine import ops
-from specengine.errors import NumericalError, ProcessorError
+from specengine.errors import InputError, NumericalError, ProcessorError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 MINUS_INF = float("-inf")
@@ -111,6 +111,8 @@ class Sampler:
             name = type(processor).__name__
             try:
                 rows = processor(history.ids, rows)
+            except InputError:
+                raise
             except Exception as error:
                 raise ProcessorError(f"logits processor {name} raised {type(error).__name__}: {error}") from error
             if not isinstance(rows, Tensor) or rows.shape != (1, *scores.shape):

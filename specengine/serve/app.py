@@ -162,7 +162,7 @@ async def _answered(worker: Worker, asked: Asked, request: Request) -> Response:
             # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
             first = await anext(coming)
             if isinstance(first, Failed):
-                raise of_error(first.error, asked.prompt_field)
+                raise of_error(first.error, asked.names)
             return StreamingResponse(_stream(worker, asked, first, coming), media_type=_EVENTS)
         return await _whole(worker, asked, coming)
     except BaseException:
@@ -173,7 +173,7 @@ async def _answered(worker: Worker, asked: Asked, request: Request) -> Response:
 async def _whole(worker: Worker, asked: Asked, coming: AsyncIterator[Any]) -> Response:
     async for event in coming:
         if isinstance(event, Failed):
-            raise of_error(event.error, asked.prompt_field)
+            raise of_error(event.error, asked.names)
         if isinstance(event, Ended):
             await coming.aclose()  # type: ignore[attr-defined]
             reply = _reply(worker, asked)
@@ -196,7 +196,7 @@ async def _stream(worker: Worker, asked: Asked, event: Any, coming: AsyncIterato
             if event is None:
                 yield PING
             elif isinstance(event, Failed):
-                problem = of_error(event.error, asked.prompt_field)
+                problem = of_error(event.error, asked.names)
                 worker.metrics.failed.labels(problem.status).inc()
                 yield sse(problem.body)
                 return

@@ -46,8 +46,10 @@ class Asked:
         GenerationOptions.check(dict(self.options))
 
     @property
-    def prompt_field(self) -> str:
-        return "messages" if isinstance(self.request, ChatRequest) else "prompt"
+    def names(self) -> dict[str, str]:
+        """The client's names of what the engine names otherwise."""
+        prompt = "messages" if isinstance(self.request, ChatRequest) else "prompt"
+        return {"prompt": prompt} | constraints.names(self.request)
 
     @property
     def prediction(self) -> str | None:
@@ -86,9 +88,7 @@ class Asked:
             options["policy"] = PLAIN  # the draft would read the prompt for one token
         if self.prediction is not None:
             options["prediction"] = self.prediction
-        processors = constraints.processors(self.request, engine.tokenizer)
-        if processors:
-            options["logits_processor"] = processors
+        options |= constraints.options(self.request, engine.tokenizer)
         shown = tools.marks(tools.format_of(engine.tokenizer), engine.tokenizer) if self._functions else ()
         generation = TextGeneration(engine, ids, options, reuse_cache=True, shown=shown)
         generation.origins = bool(self.request.return_cycles)

@@ -1,18 +1,89 @@
-"""Fields that constrain what an answer may look like."""
+"""Fields that constrain what an answer may look like: `response_format`, `grammar`, and tools that must be called."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
-from specengine.generation.sampling import Processor
+from specengine.errors import InputError
+from specengine.generation.grammars import WRITTEN, compiled
 from specengine.serve.problems import Problem
-from specengine.serve.requests import Sampling
+from specengine.serve.requests import ChatRequest, NamedChoice, Sampling, Tool
+from specengine.serve.tool_formats import CLOSING, OPENING, Hermes
+from specengine.serve.tools import format_of
+
+_TAG = re.compile(r"</?\w+>")
 
 
-def processors(request: Sampling, tokenizer: Any) -> list[Processor]:
-    """Logits processors that keep to `response_format` or `grammar`; Problem for what cannot be kept to."""
+def options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
+    """Of GenerationOptions: what keeps to these fields; Problem where they contradict each other."""
+    asked = {} if request.response_format is None else request.response_format.options
     if request.grammar is not None:
-        raise Problem(400, "grammar: not supported by this server", "grammar", "unsupported_field")
-    if request.response_format is not None and request.response_format != {"type": "text"}:
-        raise Problem(400, 'response_format: accepted is {"type": "text"}', "response_format", "unsupported_field")
-    return []
+        if asked:
+            raise Problem(400, "grammar: response_format constrains the answer too; leave one of them out", "grammar")
+        asked = {"grammar": request.grammar}
+    calls = calls_grammar(request, tokenizer) if isinstance(request, ChatRequest) else None
+    if calls is not None and asked:
+        name = "grammar" if "grammar" in asked else "response_format"
+        raise Problem(400, f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out", name)
+    return asked if calls is None else {"grammar": calls}
+
+
+def names(request: Sampling) -> dict[str, str]:
+    """The client's names of the options that constrain."""
+    chat = isinstance(request, ChatRequest) and request.grammar is None
+    own = {"json_schema": "response_format", "json_object": "response_format"}
+    return own | ({"grammar": "tools"} if chat else {})
+
+
+def calls_grammar(request: ChatRequest, tokenizer: Any) -> str | None:
+    """A grammar, as Lark text, of what `tool_choice` and strict tools allow; None where they leave it free.
+
+    In it arguments meet the schema of their tool; of a tool that is not strict, where that schema can be read.
+    """
+    tools, choice = request.tools or [], request.tool_choice
+    if isinstance(choice, NamedChoice):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    elif choice == "none" or (choice != "required" and not any(tool.function.strict for tool in tools)):
+        return None
+    if not isinstance(format_of(tokenizer), Hermes):
+        name = "tool_choice" if choice not in (None, "auto") else "tools"
+        message = f"{name}: calls can be forced, and kept to their schema, where they are written as {Hermes.title}"
+        raise Problem(400, message, name, "unsupported_field")
+    added = tokenizer.get_added_vocab()
+    opening, closing = (tag if tag in added else json.dumps(tag) for tag in (OPENING, CLOSING))
+    rules = [f"body: ({' | '.join(f'call_{index}' for index in range(len(tools)))}) {closing}"]
+    rules += [f"call_{index}: {_call(tool)}" for index, tool in enumerate(tools)]
+    if isinstance(choice, NamedChoice):
+        rules.append(f"start: {opening} body")
+    elif choice == "required":
+        rules.append(f'start: {opening} body ("\\n" {opening} body)*')
+    elif OPENING in added:
+        others = [token for token in added if _TAG.fullmatch(token) and token not in (OPENING, CLOSING)]
+        written = [token for token in others if token not in tokenizer.all_special_tokens]
+        between = f"(({' | '.join(written)}) TEXT?)*" if written else ""
+        rules += [f"start: (text {opening} body)* text", f"text: TEXT? {between}"]
+        rules.append(f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{OPENING}(.|\\n)*/")
+    else:
+        rules += ["start: (opened body)* TEXT", f"opened[lazy]: TEXT {opening}", "TEXT: /(.|\\n)*/"]
+    return "\n".join(["%llguidance {}", *rules])
+
+
+def _call(tool: Tool) -> str:
+    function = tool.function
+    schema = {"type": "object"} | (function.parameters or {})
+    if not function.strict and not _readable(schema):
+        schema = {"type": "object"}
+    name = json.dumps(function.name, ensure_ascii=False)
+    head = json.dumps(f'\n{{"name": {name}, "arguments": ', ensure_ascii=False)
+    given = json.dumps(schema | {"x-guidance": WRITTEN})
+    return rf'{head} %json {given} "}}\n"'
+
+
+def _readable(schema: dict[str, Any]) -> bool:
+    try:
+        compiled("json_schema", schema)
+    except InputError:
+        return False
+    return True

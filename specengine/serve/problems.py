@@ -61,8 +61,11 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(json.dumps(body), status, headers, media_type="application/json")
 
 
-def of_error(error: Exception, prompt_field: str = "prompt") -> Problem:
-    """What a client is told of an error of the engine; of one that nobody expected, only that it happened."""
+def of_error(error: Exception, names: Mapping[str, str] | None = None) -> Problem:
+    """What a client is told of an error of the engine; of one that nobody expected, only that it happened.
+
+    names: of fields, by the engine's names, where this request calls them otherwise.
+    """
     if isinstance(error, Problem):
         return error
     if isinstance(error, QueueFullError):
@@ -72,7 +75,7 @@ def of_error(error: Exception, prompt_field: str = "prompt") -> Problem:
         found = _FIELD.match(message)
         if found is None:
             return Problem(400, message)
-        field = prompt_field if found[0] == "prompt" else _CLIENTS_NAMES.get(found[0], found[0])
+        field = (_CLIENTS_NAMES | dict(names or {})).get(found[0], found[0])
         return Problem(400, field + message[found.end() :], field)
     if isinstance(error, SpecEngineError):
         return Problem(500, str(error), code=type(error).__name__)

@@ -88,19 +88,61 @@ class Message(BaseModel):
 
 
 class FunctionTool(BaseModel):
-    """`parameters` is a JSON schema, for the template alone: what the model calls with is not held against it."""
+    """`parameters` is a JSON schema, which the arguments of a call meet if the tool is strict."""
 
     model_config = _STRICT
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(BaseModel):
     model_config = _STRICT
     type: Literal["function"]
     function: FunctionTool
+
+
+class FunctionNamed(BaseModel):
+    model_config = _STRICT
+    name: str
+
+
+class NamedChoice(BaseModel):
+    """The one tool that the answer is a call of."""
+
+    model_config = _STRICT
+    type: Literal["function"]
+    function: FunctionNamed
+
+
+class JsonSchemaFormat(BaseModel):
+    """`strict` has no effect: the answer always meets the schema. `description` is not shown to the model."""
+
+    model_config = _STRICT
+    name: str
+    description: str | None = None
+    given: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = _STRICT
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_named(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: accepted with type 'json_schema', and needed there")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of GenerationOptions."""
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.given}
+        return {"json_object": True} if self.type == "json_object" else {}
 
 
 class Prediction(BaseModel):
@@ -147,8 +189,8 @@ class Sampling(BaseModel):
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None
     user: str | None = Field(None, description="taken, and without effect")
-    response_format: dict[str, Any] | None = None
-    grammar: str | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = Field(None, description="Lark or GBNF text that the answer meets")
     return_token_ids: bool | None = Field(None, description="vLLM's: the ids of the prompt and of the answer's tokens")
     return_cycles: bool | None = Field(None, description="in a stream: each cycle's tree, as trace files hold it")
     policy: Literal["plain"] | None = Field(None, description="plain: decode without the draft")
@@ -196,7 +238,7 @@ class ChatRequest(Sampling):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: Literal[True] | None = None
     prediction: Prediction | None = None
     logprobs: bool | None = None
@@ -213,6 +255,10 @@ class ChatRequest(Sampling):
             raise ValueError("tool_choice: only with tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
+        if isinstance(chosen := self.tool_choice, NamedChoice):
+            known = [tool.function.name for tool in self.tools or []]
+            if chosen.function.name not in known:
+                raise ValueError(f"tool_choice: {chosen.function.name!r:.60} is not among the tools")
         return self
 
     @property
@@ -227,7 +273,7 @@ class ChatRequest(Sampling):
     def template_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
 
 class CompletionRequest(Sampling):

@@ -67,6 +67,9 @@ class Leader(ShardedTarget):
         kept = self.cached(tokens) if keep is None else keep
         return self._together("prefill", super().prefill, tokens, kept)
 
+    def rate(self, tokens: list[int]) -> Tensor:
+        return self._together("rate", super().rate, tokens)
+
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         given = tree.trimmed() if ops.is_free(tree.size) else tree
         nodes = (part[: len(given)].tolist() for part in (given.tokens, given.parents, given.depths))

@@ -194,3 +194,25 @@ def test_text_of_special_tokens_is_text_where_that_is_asked_for(
         pipe_in(monkeypatch, "hi<|end|>\n")
         assert main([command, "--model", folder, "--max-new-tokens", "2", *flags]) == 0
     assert asked == [True, False, True]
+
+
+def test_generate_meets_a_schema_or_a_grammar(folder: str, tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("llguidance")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": [{"kind": "a"}, {"kind": "b"}]}')
+    grammar.write_text('start: "yes" | "no"')
+    assert main(["generate", PROMPT, "--model", folder, "--json-schema", str(schema)]) == 0
+    assert json.loads(capsys.readouterr().out) in ({"kind": "a"}, {"kind": "b"})
+    assert main(["generate", PROMPT, "--model", folder, "--grammar", str(grammar)]) == 0
+    assert capsys.readouterr().out in ("yes\n", "no\n")
+    schema.write_text('{"not": {}}')
+    assert main(["generate", PROMPT, "--json-schema", str(schema)]) == 2
+    assert capsys.readouterr().err.startswith("specengine: error: json_schema: it is not accepted")
+    schema.write_bytes(b"\xff")
+    for file in (schema, tmp_path / "absent"):
+        assert main(["generate", PROMPT, "--json-schema", str(file)]) == 2
+        assert f"json_schema: {file} cannot be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", PROMPT, "--json-schema", str(schema), "--grammar", str(grammar)])
+    assert stop.value.code == 2
+    assert "argument --grammar: not allowed with argument --json-schema" in capsys.readouterr().err

@@ -10,9 +10,16 @@ pytest.importorskip("llguidance")
 import jsonschema
 
 from specengine import Engine
+from specengine.drafters import FREE
+from specengine.drafters._guided import Guided
+from specengine.drafters.lookup import Lookup
+from specengine.drafters.ngram import NGram
 from specengine.errors import InputError
-from specengine.generation.grammars import compiled
+from specengine.generation import grammars
+from specengine.generation.grammars import MOST_TEXT, Vocabularies, compiled
+from specengine.tree import TokenTree
 from tests.engine.engines import PROMPT, engine_of, tokenizer
+from tests.grammar.schemas import closed
 from tests.toy import POLICIES
 
 SCHEMA = {
@@ -75,12 +82,75 @@ def test_what_is_not_supported_is_refused_by_name(options: dict[str, Any], field
         engine_of(draft="none", tokenizer=tokenizer()).generate(PROMPT, **options)
 
 
-def test_many_references_are_refused_before_the_library_follows_them() -> None:
-    chain = {str(place): {"$ref": f"#/$defs/{place + 1}"} for place in range(5000)}
-    with pytest.raises(InputError, match="references"):
-        compiled("json_schema", {"$ref": "#/$defs/0", "$defs": {**chain, "5000": {}}})
-
-
 def test_a_constraint_needs_a_tokenizer() -> None:
     with pytest.raises(InputError, match="json_object: it needs a tokenizer"):
         engine_of(draft="none").generate(PROMPT, json_object=True)
+
+
+@pytest.mark.parametrize("count", [1, 9, 30])
+def test_cut_short_an_answer_is_the_beginning_of_one(count: int) -> None:
+    whole = plain_answer(0)
+    for draft in ("none", "ngram"):
+        engine = engine_of(draft=draft, policy="chain", tokenizer=tokenizer())
+        found = engine.generate(PROMPT, json_schema=SCHEMA, max_new_tokens=count)
+        assert (found.token_ids, found.finish_reason) == (whole.token_ids[:count], "length")
+
+
+MANY = {"type": "object", "properties": {f"k{place}": {} for place in range(1000)}}
+DEAD_END = {"anyOf": [{"const": "x"}, closed(a={"enum": [1, 2]}, b=MANY)]}  # the library gives up behind the comma
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_where_the_library_gives_up_midway_the_option_is_named(draft: str) -> None:
+    engine = engine_of(draft=draft, policy="chain", tokenizer=tokenizer())
+    bias = [[tokenizer()("{")["input_ids"], 100.0]]
+    with pytest.raises(InputError, match=r"^json_schema: .*behind \d+ tokens: .*Current row"):
+        engine.generate(PROMPT, json_schema=DEAD_END, max_new_tokens=64, sequence_bias=bias)
+    assert engine.generate(PROMPT, json_schema=SCHEMA, max_new_tokens=64).token_ids == plain_answer(0).token_ids
+
+
+def test_a_constraint_stands_behind_any_beginning_after_the_library_gave_up() -> None:
+    constraint = Vocabularies(tokenizer(), 260).constraint("json_schema", compiled("json_schema", DEAD_END), [])
+    ids = tokenizer()('{"a": 1, "b": {')["input_ids"]
+    before = [constraint.allowed(ids[:place]) for place in range(8)]
+    assert all(allowed.any() for allowed in before)
+    assert not constraint.allowed(ids[:8]).any()
+    assert constraint.fault is not None
+    assert all((constraint.allowed(ids[:place]) == before[place]).all() for place in range(8))
+    assert tokenizer().decode(constraint.forced(ids[:1])) == '"a": '
+
+
+def test_what_takes_long_to_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MOST_SECONDS", 0.001)
+    slow = {"enum": [f"value {place}" for place in range(9999)]}
+    with pytest.raises(InputError, match=r"^json_schema: .*takes more than"):
+        compiled("json_schema", slow)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("json_schema", {"const": "x" * MOST_TEXT}, "characters, accepted up to"),
+        ("json_schema", {"properties": {str(place): {} for place in range(1501)}}, "1501 properties"),
+        ("json_schema", {"patternProperties": {str(place): {} for place in range(51)}}, "51 patternProperties"),
+        ("grammar", 'start: "a" | b\nb: %json {"patternProperties": {' + '"": {}, ' * 2 + "}}", "is not accepted"),
+        (
+            "grammar",
+            "start: %json " + json.dumps({"patternProperties": {str(place): {} for place in range(51)}}),
+            "51 patternProperties",
+        ),
+    ],
+)
+def test_what_is_too_large_is_refused(field: str, value: Any, words: str) -> None:
+    with pytest.raises(InputError, match=f"^{field}: .*{words}"):
+        compiled(field, value)
+
+
+def test_marks_tell_what_is_forced_from_what_else_is_free() -> None:
+    drafter = Lookup(NGram(longest=2, shortest=1))
+    drafter.begin([1, 2, 3])
+    constraint = Vocabularies(tokenizer(), 260).constraint("grammar", compiled("grammar", 'start: "ab" /[a-z]/'), [])
+    tree = TokenTree(8)
+    found = Guided(drafter, constraint, []).free(tree, tree.root_alone(), 4, -1.0)
+    assert found is not None
+    assert found.marks == [FREE, FREE]

@@ -24,7 +24,7 @@ from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
         ({"n": 2}, "n"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"grammar": "root ::= 'a'"}, "grammar"),
         ({"logprobs": 1}, "logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),

@@ -1,0 +1,71 @@
+"""Hostile and random schemas: an answer meets its schema and is what plain decoding gives, or the schema is refused."""
+
+import contextlib
+import json
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema.validators import validator_for
+
+from specengine import Engine
+from specengine.errors import InputError
+from tests.engine.engines import engine_of, tokenizer
+from tests.grammar.schemas import REFUSED, any_schema, hostile
+
+HOSTILE = hostile()
+NEW_TOKENS = 100
+OTHER_DIALECT = {
+    r"^\p{Lu}$",
+    "^(?i)ab$",
+    "^(?<name>a)$",
+}  # of patterns: Python's, by which answers are checked, differs
+PROMPT = [7, 70, 7, 70]
+
+
+@cache
+def engine(draft: str) -> Engine:
+    return engine_of(draft=draft, policy="chain", tokenizer=tokenizer())
+
+
+def answer(draft: str, schema: Any) -> Any:
+    return engine(draft).generate(PROMPT, json_schema=schema, max_new_tokens=NEW_TOKENS, temperature=1.0, seed=1)
+
+
+def check(schema: Any) -> bool:
+    """Whether it is taken; AssertionError where an answer is not as it should be."""
+    try:
+        plain = answer("none", schema)
+    except InputError:
+        for draft in ("none", "ngram"):
+            with pytest.raises(InputError, match=r"^json_schema: "):
+                answer(draft, schema)
+        return False
+    drafted = answer("ngram", schema)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.finish_reason == plain.finish_reason
+    if plain.finish_reason == "stop":
+        given = json.loads(schema) if isinstance(schema, str) else schema
+        kind = validator_for(given)
+        found, dialect = json.loads(plain.text), given.get("pattern") in OTHER_DIALECT
+        with contextlib.suppress(RecursionError):  # of the validator, over long chains
+            if not dialect:
+                kind.check_schema(given)
+                kind(given, format_checker=kind.FORMAT_CHECKER).validate(found)
+    return True
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_is_met_or_refused_by_name(name: str) -> None:
+    assert check(HOSTILE[name]) == (name not in REFUSED)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 1 << 32))
+def test_random_schemas(seed: int) -> None:
+    assert check(any_schema(Random(seed)))
