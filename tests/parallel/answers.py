@@ -13,7 +13,7 @@ def main(model: str, draft: str, tokens: str, *names: str) -> None:
     dtype = {"dtype": "float32", "offline": True}
     engine = Engine.from_pretrained(model, draft, tp_plan="auto", **dtype)  # the other ranks stay in here
     print(json.dumps({"backend": engine.target.backend}), flush=True)
-    rated = [round(found.logprob, 4) for found in engine.score(PROMPT)][1:]
+    rated = [round(found.logprob, 4) for found in engine.score(PROMPT)]
     print(json.dumps({"scores": rated}), flush=True)
     for name in names:
         policy = None if name == "default" else name
