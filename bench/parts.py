@@ -396,13 +396,28 @@ def replicas(file: str) -> str:
     return table(header, rows, file)
 
 
+def split(file: str) -> str:
+    """Tokens a second of a model on one process and split over ranks."""
+    rows = [
+        [
+            record["way"],
+            number(record, "plain_tokens_per_second", 1),
+            number(record, "auto_tokens_per_second", 1),
+            str(record["same_as_plain"]),
+        ]
+        for record in records(file)
+        if record["record"] == "row"
+    ]
+    return table(("", "tokens/s, plain", "`auto`", "answers like plain's"), rows, file)
+
+
 PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
     for part in (
         *(headline, rivals, five, versus, answers),
         *(policies, sets, adversarial, chances, regret),
         *(exactness, same, forward, start, instructions, perplexity),
-        *(replays, published, compared, losses, replicas),
+        *(replays, published, compared, losses, replicas, split),
         *(load, storm, memory),
     )
 }
