@@ -1,0 +1,25 @@
+"""The bench of constrained answers: its ways answer the same; what is forced is left to the draft where it says so."""
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from bench import constrained
+from specengine.generation.grammars import Constraint
+from tests.engine.engines import engine_of
+from tests.grammar.schemas import closed
+from tests.toy import byte_tokenizer
+
+
+def test_ways_differ_in_what_is_forced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = closed(first={"enum": ["a rather long text", "b"]}, second={"enum": ["c", "d"]})
+    monkeypatch.setattr(constrained, "REQUESTS", {"small": ("Hello", schema)})
+    before = Constraint.forced
+    rows = list(constrained.records(engine_of(policy="auto", tokenizer=byte_tokenizer()), 1, 99))
+    assert Constraint.forced is before
+    assert [row["way"] for row in rows] == ["plain", "without forced", "forced"]
+    assert len({row["answer"] for row in rows}) == 1
+    plain, without, forced = (row["verifications"] for row in rows)
+    assert plain == rows[0]["new_tokens"]
+    assert forced < without
+    assert forced < plain / 3
