@@ -19,6 +19,7 @@ from bench.inflate.shape import Shape, parse_shape
 from specengine import checkpoints as models
 from specengine.checkpoints import eagle as checkpoints
 from specengine.checkpoints import embedded
+from specengine.checkpoints.dialects import Verifier
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,7 +61,7 @@ def _save(inflated: Inflated, folder: Path, source: str, layout: Any) -> None:
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     if inflated.head_config is not None and inflated.head_state is not None:
         checkpoints.save_head(
-            inflated.head_config, inflated.head_state, folder / "head", layout, target=Path(folder).name
+            inflated.head_config, inflated.head_state, folder / "head", layout, verifier=Verifier(Path(folder).name)
         )
 
 

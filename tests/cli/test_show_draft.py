@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from specengine import engine
 from specengine.cli import colours, main, terminal
+from specengine.generation.outputs import StreamPiece
 from tests.cli.streams import ANSI, PROMPT, expected
 
 
@@ -57,7 +57,7 @@ def test_draft_colours_by_token() -> None:
 
 def _piece(text: str, tokens: list[int], accepted: int) -> Any:
     cycle = type("OneCycle", (), {"tokens": tokens, "accepted": accepted})
-    return engine.StreamPiece(text, cycle)  # type: ignore[arg-type]
+    return StreamPiece(text, cycle)  # type: ignore[arg-type]
 
 
 def test_draft_colours_show_what_the_end_leaves_over() -> None:
