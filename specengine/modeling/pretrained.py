@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specengine import checkpoints as models
+from specengine.checkpoints.hub import why_absent
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.modeling import native
 from specengine.modeling.bars import no_loading_bars
@@ -36,6 +37,9 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
     """The model, loaded where it is a name, and its tokenizer, unless one is given."""
     if not isinstance(model, str | None | PreTrainedModel):
         raise InputError(f"model: got {type(model).__name__}, accepted a name, a path or a loaded transformers model")
+    named = isinstance(model, str) and model != models.embedded.NAME
+    if named and (missing := why_absent(str(model), offline=options.offline)) is not None:
+        raise InputError(f"model: got {model!r:.300}, accepted a path or a Hub id; {missing}")
     reason = _not_native(model, options)
     if reason is None:
         try:

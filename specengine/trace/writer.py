@@ -30,9 +30,9 @@ class TraceWriter:
     Each record reaches the file whole before the generation goes on, so what a killed run leaves can be read.
     """
 
-    def __init__(self, file: Path, engine: Engine) -> None:
+    def __init__(self, file: str | Path, engine: Engine) -> None:
         self._texts = Texts(engine.tokenizer)
-        self._name = file
+        self._name = file = Path(file)
         try:
             self._file = file.open("w", encoding="ascii", newline="\n")
         except OSError as error:

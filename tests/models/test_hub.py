@@ -80,3 +80,11 @@ def test_a_draft_that_is_there_is_taken(tmp_path: Path, away: Hub) -> None:
     engine = Engine.from_pretrained(str(tmp_path), tmp_path)
     assert "small_model" in str(engine.drafter and engine.drafter.name)
     assert away.asked == 0
+
+
+@pytest.mark.parametrize("model", ["hd", "owner/hd", "./hd", "nowhere/hd.gguf"])
+@pytest.mark.parametrize("backend", [None, "huggingface"])
+def test_a_model_that_is_not_there_is_asked_for_once(model: str, backend: str | None, away: Hub) -> None:
+    with pytest.raises(InputError, match=rf"^model: got '{model}', accepted a path or a Hub id; there is no such"):
+        Engine.from_pretrained(model, "none", backend=backend)
+    assert away.asked <= 1
