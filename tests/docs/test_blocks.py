@@ -24,7 +24,7 @@ from tests.toy import byte_tokenizer, head_config, random_state, tiny
 BLOCKS = blocks()
 STAND_INS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "MODEL")
 MOST_TOKENS = 24
-OTHER_ENGINES = ("vllm", "sglang")  # their commands, on the page of heads elsewhere
+OTHERS = ("vllm", "sglang", "torchrun")  # commands that are not ours, on the pages of heads elsewhere and of scaling
 
 
 def of(mark: str, language: str) -> list[Block]:
@@ -131,7 +131,7 @@ def test_commands_have_these_options(block: Block, monkeypatch: Any) -> None:
 def test_commands_that_are_not_run_exist() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     lines = [line for block in of(NOT_RUN, "sh") for line in commands(block)]
-    assert {shlex.split(line)[0] for line in lines} == {"pip", "make", *OTHER_ENGINES}
+    assert {shlex.split(line)[0] for line in lines} == {"pip", "make", *OTHERS}
     for line in lines:
         if line.startswith("make"):
             for target in line.split()[1:]:
