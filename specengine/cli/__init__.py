@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = getattr(parsed, "debug", False)
     try:
         model = parsed.loads(parsed)
-        if os.environ.get("RANK", "0") != "0" and RANKS > 1:
+        if RANKS > 1 and parsed.run.partition(":")[0].rpartition(".")[2] not in SPLIT:
+            raise InputError(f"torchrun: accepted for {', '.join(SPLIT)}")
+        if RANKS > 1 and os.environ.get("RANK", "0") != "0":
             return _follow(parsed)
         if model is not None:
             tell(f"Loading {model}")
@@ -52,8 +54,6 @@ def _follow(parsed: Any) -> int:
     """Of several ranks any but the first: its engine does what the first one's does, and reads and says nothing."""
     from specengine.cli import given
 
-    if not hasattr(parsed, "tp_plan") or parsed.run.partition(":")[0].rpartition(".")[2] not in SPLIT:
-        raise InputError(f"torchrun: accepted for {', '.join(SPLIT)}")
     given.load_engine(parsed, progress=lambda line: None)
     return 0
 

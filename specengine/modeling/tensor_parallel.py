@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding, linear
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -106,4 +105,5 @@ class ShardedLM(CausalLM):
 
 
 def _whole(table: Tensor | None) -> Tensor | None:
-    return table.full_tensor().detach() if isinstance(table, DTensor) else table
+    whole: Any = table  # a DTensor where it is split, which not every build of torch has
+    return whole.full_tensor().detach() if hasattr(whole, "full_tensor") else table

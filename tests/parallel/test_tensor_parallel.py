@@ -157,10 +157,11 @@ def test_models_without_a_plan_or_with_an_odd_one_out_are_refused(monkeypatch: p
         tensor_parallel.splitting(tiny("gpt2").config)
 
 
-def test_a_command_of_a_rank_says_nothing_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_commands_that_load_more_than_one_engine_are_refused_by_every_rank(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("specengine.cli.RANKS", 2)
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", rank)
     assert main(["check"]) == 2
     assert "torchrun: accepted for generate, chat, serve" in capsys.readouterr().err
