@@ -61,6 +61,8 @@ VARIANTS: dict[str, EagleConfig] = {
     "eagle-3.1": head_config(fusion_norm="each", norm_recurrent=True, own_embeddings=True),
     "eagle-3 norm before fc": head_config(fusion_norm="whole", layer_ids=(1, 3)),
     "eagle-3 bare logits": head_config(norm_logits=False),
+    "eagle-3 temperatures": head_config(temperatures=(0.5, 2.0)),
+    "eagle-1 temperatures": head_config(1, temperatures=(2.0, 0.5, 0.25, 1.5, 3.0)),
     "eagle-3 own width": head_config(hidden_size=24, own_embeddings=True),
 }
 
@@ -95,7 +97,9 @@ def dense_logits(head: EagleHead, model: PreTrainedModel, tokens: list[int], bel
             break
         hidden = torch.cat([hidden, recurrent])
     logits = head.logits(recurrent)
-    return (model.get_output_embeddings()(recurrent) if logits is None else logits)[0]
+    given = head.config.temperatures or (1.0,)
+    temperature = given[min(below, len(given) - 1)]
+    return (model.get_output_embeddings()(recurrent) if logits is None else logits)[0] / temperature
 
 
 class Checking(Eagle):

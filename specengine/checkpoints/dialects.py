@@ -30,6 +30,8 @@ PREFIXES: dict[tuple[Layout, int], dict[str, str]] = {
 }
 _ORIGINAL = "original_max_position_embeddings"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
+_MOST_DEPTHS = 64
 _MOST_FEATURES = 64
 MOST_TOKENS = 64  # of a chain
 _MOST_POSITIONS = 1 << 30
@@ -211,6 +213,7 @@ class _Reader:
             "rope": self._rope(fields),
             "max_position_embeddings": fields.size("max_position_embeddings", 2048, _MOST_POSITIONS),
             "own_embeddings": own_embeddings,
+            "temperatures": tuple(fields.numbers(_TEMPERATURES, count=_MOST_DEPTHS, least=0.05, most=20.0)),
         }
 
     def _variants(self) -> dict[str, Any]:
@@ -409,6 +412,7 @@ def speculators_config(config: EagleConfig, dtype: str, verifier: Verifier) -> d
 def _layer_config(config: EagleConfig) -> dict[str, Any]:
     rope = dict(config.rope)
     scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+    ours = {_TEMPERATURES: list(config.temperatures)} if config.temperatures else {}
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -421,6 +425,7 @@ def _layer_config(config: EagleConfig) -> dict[str, Any]:
         "rope_theta": rope["rope_theta"],
         "rope_scaling": scaling,
         "max_position_embeddings": config.max_position_embeddings,
+        **ours,
     }
 
 

@@ -65,6 +65,14 @@ class Fields:
             raise refused(name, value, f"a list of at most {most} whole numbers")
         return value
 
+    def numbers(self, name: str, *, count: int, least: float, most: float) -> list[float]:
+        """A list of up to `count` numbers, `least` to `most` each; empty by default."""
+        value = self._given(name, [])
+        known = isinstance(value, list) and len(value) <= count
+        if not known or not all(type(item) in (int, float) and least <= item <= most for item in value):
+            raise refused(name, value, f"a list of at most {count} numbers, {least:g} to {most:g}")
+        return [float(item) for item in value]
+
     def part(self, name: str) -> dict[str, Any]:
         """An object; empty by default."""
         value = self._given(name, {})

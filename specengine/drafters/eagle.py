@@ -55,6 +55,8 @@ class Eagle(RowDraft):
         self.target = target
         self._seconds = 0.0
         self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)
+        sharpness = [1 / temperature for temperature in config.temperatures]
+        self._sharpness = torch.tensor(sharpness, device=target.device) if sharpness else None
         width = config.num_features * config.target_hidden_size
         self._features = torch.zeros(0, width, dtype=self.head.dtype, device=target.device)
         super().__init__(self.head.cache)
@@ -156,5 +158,15 @@ class Eagle(RowDraft):
         logits, states = self.head.forward(self._states, given.sources, rows, one)
         targets = given.targets if one is None else given.targets.index_select(0, one)
         self._states.index_copy_(0, targets, states)
+        if self._sharpness is not None:
+            logits = logits * self._sharpness_of(rows, one)
         self._seconds += time.perf_counter() - began
         return logits, states
+
+    def _sharpness_of(self, rows: Rows, one: Tensor | None) -> Tensor:
+        """What the logits are multiplied by, float32 [rows, 1]: by depth, that of the root pass being 0."""
+        assert self._sharpness is not None
+        if one is not None:
+            return self._sharpness[:1, None]
+        depths = rows.positions - (self.cache.filled - 1)
+        return self._sharpness.index_select(0, depths.clamp(0, len(self._sharpness) - 1))[:, None]

@@ -56,6 +56,9 @@ class EagleConfig:
     norm_before_residual the residual is the normalised input instead of the input itself
     norm_logits          logits are read behind the final norm
     norm_recurrent       what a node hands to its children is the state behind the final norm
+    temperatures         that logits are divided by when the head serves: those of a root's children, of their children,
+                         and so on, the last one from there on; none: as they are. They change what probabilities
+                         policies read, not which token ranks first
 
     The two last differ by producer: `norm_output` of SpecForge is the former, that of speculators the latter.
     Sources: Li et al. 2024 (EAGLE, EAGLE-2), 2025 (EAGLE-3); their code and that of SpecForge and speculators.
@@ -84,6 +87,7 @@ class EagleConfig:
     norm_before_residual: bool = False
     norm_logits: bool = True
     norm_recurrent: bool = False
+    temperatures: tuple[float, ...] = ()
 
     @property
     def num_features(self) -> int:

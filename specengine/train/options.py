@@ -25,7 +25,7 @@ class TrainOptions:
                        first steps. What is measured and saved is the average; 0: the weights themselves
     clip               norm that the gradient is scaled down to, above 0
     draft_vocab_size   of an EAGLE-3 head: so many of the answers' most frequent tokens, 0 or more; 0: all of the
-                       target's
+                       target's. A head to start from that has fewer of them takes in the missing ones, but with 0
     kv_heads           of the draft's attention, 0 or more; 0: as many as the target has
     intermediate_size  units of the draft's MLP, 0 or more; 0: the target's, or those of the head to start from, which
                        may also become more
@@ -34,6 +34,8 @@ class TrainOptions:
     held_back          share of the texts that nothing is learnt from, 0 to below 1
     keep_gib           GiB of main memory for the target's hidden states, which later epochs need not compute again,
                        0 or more
+    temperatures       true: at the end, fit one for each depth on the text that was held back, for the head's
+                       probabilities to be the chances that policies take them for
     validate_every     steps from one validation to the next, 1 or more
     save_every         steps from one saved state to the next, 1 or more
     seed               of the order of the texts and the weights drawn, 0 or more
@@ -55,6 +57,7 @@ class TrainOptions:
     autocast: bool = True
     held_back: float = 0.02
     keep_gib: float = 6.0
+    temperatures: bool = True
     validate_every: int = 200
     save_every: int = 100
     seed: int = 0

@@ -27,6 +27,7 @@ pytestmark = [
 ]
 DRAFTS: dict[str, Callable[[Any, HuggingFaceTarget], Drafter | None]] = {
     "eagle3": lambda head, target: Eagle(head, target.lm),
+    "eagle3 with temperatures": lambda head, target: Eagle(head, target.lm),
     "small_model": lambda model, target: SmallModel(model, target.vocab_size),
     "lookup": lambda model, target: Lookup(SmallModel(model, target.vocab_size)),
     "ngram": lambda _, target: NGram(longest=3, shortest=1),
@@ -40,7 +41,9 @@ WAYS: dict[str, Way] = {"greedy": {}, "penalised": {"temperature": 1.0, "seed": 
 def engine_of(draft: str, policy: str, *, there: bool, captured: bool) -> Engine:
     """there: on the device, where `pretended.cuda` is entered."""
     model = toy.tiny("llama", num_hidden_layers=4)
-    other = toy.tiny_head(toy.head_config(3, model)) if draft == "eagle3" else toy.near_copy(num_hidden_layers=4)
+    given = {"temperatures": (0.5, 2.0)} if draft.endswith("temperatures") else {}
+    head = draft.startswith("eagle3")
+    other = toy.tiny_head(toy.head_config(3, model, **given)) if head else toy.near_copy(num_hidden_layers=4)
     if there:
         model, other = pretended.moved(model), pretended.moved(other)  # type: ignore[assignment]
     target = HuggingFaceTarget(model, captured=captured)

@@ -31,6 +31,8 @@ BOTH = [
     head_config(fusion_norm="whole", layer_ids=(1, 2)),
     head_config(draft_vocab_size=VOCABULARY, rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}),
     head_config(qkv_bias=True, o_bias=True),
+    head_config(temperatures=(0.85, 1.0, 1.25)),
+    head_config(1, temperatures=(0.9,)),
 ]
 ONE = {
     "official": [head_config(norm_logits=False), head_config(1, qkv_bias=True)],

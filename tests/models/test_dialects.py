@@ -258,6 +258,10 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": 5}, "architectures: got 5, accepted a list of text"),
     ({"norm_before_residual": "false"}, "norm_before_residual: got 'false', accepted true or false"),
     ({"fc_norm": 0}, "fc_norm: got 0, accepted true or false"),
+    ({"draft_temperatures": 1.0}, "draft_temperatures: got 1.0, accepted a list of at most 64 numbers, 0.05 to 20"),
+    ({"draft_temperatures": [1.0, 0.0]}, "draft_temperatures: got .* accepted a list of at most 64 numbers"),
+    ({"draft_temperatures": [True]}, "draft_temperatures: got .* accepted a list of at most 64 numbers"),
+    ({"draft_temperatures": [1.0] * 65}, "draft_temperatures: got .* accepted a list of at most 64 numbers"),
     ({"attention_bias": "no"}, "attention_bias: got 'no', accepted true or false"),
 ]
 

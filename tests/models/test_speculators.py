@@ -33,6 +33,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"qkv_bias": True, "o_bias": True},
     {"layer_ids": (1, 4)},
     {"draft_vocab_size": VOCABULARY},
+    {"temperatures": (0.8, 1.25)},
     {"rope": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
 ]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specengine.checkpoints.eagle import load_head
+from specengine.checkpoints.eagle import load_head, save_head
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.modeling.eagle_head import causal
@@ -191,6 +191,28 @@ def test_a_head_to_start_from_may_become_wider(model: PreTrainedModel, tmp_path:
         new_head(model, replace(OPTIONS, start=str(first), intermediate_size=8), LOSS, torch.ones(VOCABULARY))
 
 
+def test_a_head_to_start_from_may_learn_more_tokens(model: PreTrainedModel, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "data", random_texts(12))
+    first = train_draft(model, corpus, tmp_path / "first", replace(OPTIONS, draft_vocab_size=20), LOSS)
+    counts = torch.arange(VOCABULARY).flip(0)  # the first tokens are the most frequent ones
+    narrow, wide = (
+        new_head(model, replace(OPTIONS, start=str(first), draft_vocab_size=size), LOSS, counts) for size in (20, 50)
+    )
+    old, ids = narrow.target_ids().tolist(), wide.target_ids().tolist()
+    assert len(old) == 20
+    assert ids == sorted({*old, *[token for token in range(50) if token not in old][:30]})
+    rows = {token: row for row, token in enumerate(ids)}
+    weight, its = wide.lm_head.weight, model.get_output_embeddings().weight
+    assert torch.equal(weight[[rows[token] for token in old]], narrow.lm_head.weight)
+    new = [token for token in ids if token not in old]
+    assert torch.equal(weight[[rows[token] for token in new]], its[new])
+    assert wide.config.draft_vocab_size == 50
+    save_head(wide.config, wide.state_dict(), tmp_path / "wide")
+    assert load_head(tmp_path / "wide").state["d2t"].tolist() == [token - row for token, row in rows.items()]
+    kept = new_head(model, replace(OPTIONS, start=str(first), draft_vocab_size=0), LOSS, counts)
+    assert kept.target_ids().tolist() == old
+
+
 # ---------------------------------------------------------------------------------------------------- the loop
 
 
@@ -233,7 +255,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path) -> None:
     texts = Epochs(text, options).held_back
     untrained = new_head(target, options, loss, torch.ones(VOCABULARY))
     before, _ = agreement(untrained, teacher, texts, autocast=False)
-    after = log(out)[-1]["held_back"]
+    *_, after, _ = (entry.get("held_back") for entry in log(out))
     assert after["hits"][0] > before[0] + 0.15
     assert after["acceptance_length"] > 1.2
     assert (out / CURVE).read_text().startswith("<?xml")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specengine.modeling.eagle_head import EagleHead
+from specengine.modeling.eagle_head import EagleConfig, EagleHead
 from specengine.train.draft.losses import Unrolling
 from specengine.train.draft.teacher import Branches, Teacher
 from specengine.train.text.corpus import Text
@@ -67,12 +67,13 @@ def _rows(head: EagleHead, teacher: Teacher, text: Text, count: int) -> tuple[Te
     reading = teacher.read(tokens, keep_cache=True)
     unrolling = Unrolling(head, teacher, reading.features.to(head.dtype), tokens, places)
     first = unrolling.first()[0, places[0]]
-    columns = _logits(head, teacher, first).topk(RANKS, dim=-1).indices[None]
+    columns = logits_of(head, teacher, first).topk(RANKS, dim=-1).indices[None]
     ids = head.target_ids()
     chosen = columns if ids is None else ids[columns]
     parents = torch.zeros_like(chosen)
     target = teacher.head(Branches(teacher, reading, places + 1).extend(chosen, parents)).float()[0]
-    draft = _logits(head, teacher, unrolling.next(chosen, parents, detach=True))[0].softmax(dim=-1)
+    behind = logits_of(head, teacher, unrolling.next(chosen, parents, detach=True))[0]
+    draft = (behind / temperature_at(head.config, 2)).softmax(dim=-1)
     best = target.argmax(dim=-1)
     own = draft.max(dim=-1)
     guess = own.indices if ids is None else ids[own.indices]
@@ -83,7 +84,13 @@ def _rows(head: EagleHead, teacher: Teacher, text: Text, count: int) -> tuple[Te
     return (guess == best).float().cpu(), of_best.cpu(), own.values.cpu()
 
 
-def _logits(head: EagleHead, teacher: Teacher, states: Tensor) -> Tensor:
+def temperature_at(config: EagleConfig, depth: int) -> float:
+    """What the head divides logits by that propose nodes of this depth, 1 or more."""
+    return config.temperatures[min(depth, len(config.temperatures)) - 1] if config.temperatures else 1.0
+
+
+def logits_of(head: EagleHead, teacher: Teacher, states: Tensor) -> Tensor:
+    """float32, [..., draft vocabulary]: of the draft's recurrent states, as the network gives them."""
     logits = head.logits(states)
     return (teacher.head(states.to(teacher.model.dtype)) if logits is None else logits).float()
 

@@ -34,7 +34,9 @@ def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: 
     device = model.get_input_embeddings().weight.device
     if options.start not in ("target", "random"):
         config, state, _ = load_head(options.start)
+        config = replace(config, temperatures=())  # fitted to what it was
         config, state = _widened(config, state, options)
+        config, state = _with_more_tokens(config, state, model, options, counts)
         head = head_from(config, state, torch.float32, device).train().requires_grad_(True)
         if config.own_embeddings:
             head.embed_tokens.requires_grad_(False)
@@ -71,6 +73,29 @@ def _widened(
         elif name.endswith("down_proj.weight"):
             state[name] = torch.cat([tensor, tensor.new_zeros(len(tensor), more)], dim=1)
     return replace(config, intermediate_size=options.intermediate_size), state
+
+
+def _with_more_tokens(
+    config: EagleConfig, state: dict[str, Tensor], model: PreTrainedModel, options: TrainOptions, counts: Tensor
+) -> tuple[EagleConfig, dict[str, Tensor]]:
+    """The head with a vocabulary of `options.draft_vocab_size`.
+
+    The answers' most frequent tokens of those that it lacked come in, each with its row of the target's head.
+    """
+    size, known = min(options.draft_vocab_size, config.vocab_size), config.draft_vocab_size
+    if "d2t" not in state or size <= known:
+        return config, state
+    rows = model.get_output_embeddings().weight
+    old = state["d2t"].cpu() + torch.arange(known)
+    missing = counts.clone()
+    missing[old] = -1
+    new = missing.argsort(descending=True, stable=True)[: size - known]
+    ids, order = torch.cat([old, new]).sort()
+    name = next(name for name in state if name.endswith("lm_head.weight"))
+    added = rows[new.to(rows.device)].to(state[name])
+    weight = torch.cat([state[name], added])[order.to(rows.device)]
+    state = {**state, name: weight, "d2t": (ids - torch.arange(size)).to(state["d2t"])}
+    return replace(config, draft_vocab_size=size), state
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,7 @@ from specengine.train.draft.losses import Report, check_fit, loss_of
 from specengine.train.draft.new_heads import new_head, start_from_text
 from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.teacher import Reading, Teacher
+from specengine.train.draft.temperatures import fit_temperatures
 from specengine.train.draft.validation import Validation, autocasting, validate
 from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text
@@ -36,7 +37,7 @@ from specengine.train.text.corpus import Corpus, Text
 STATE, LOG, CURVE = "training.pt", "log.jsonl", "curve.svg"
 MEASURE_EVERY = 10  # steps
 START_BATCHES = 24  # that an EAGLE-1 head's first guess is fitted to
-HOUSEKEEPING = ("keep_gib", "validate_every", "save_every")  # options that do not change what is learnt
+HOUSEKEEPING = ("keep_gib", "validate_every", "save_every", "temperatures")  # options that do not change what is learnt
 
 Progress = Callable[[str], None]
 
@@ -110,6 +111,7 @@ class _Run:
         )
         self.average = _average(self.head, options.average)
         self.step, self.seconds = 0, 0.0
+        self.temperatures: tuple[float, ...] = ()  # not yet fitted
         if saved is not None:
             self._restore(saved)
 
@@ -138,10 +140,19 @@ class _Run:
                 self._log(loss=float(report.loss.detach()), rate=rate, norm=norm, hits=report.hits)
             if self.step % options.validate_every == 0 or last:
                 self._log_validation(self._validate())
-            if self.step % options.save_every == 0 or last:
+            if self.step % options.save_every == 0 and not last:
                 self.save()
-        if self.log.is_file():
-            plot(self.log, self.out / CURVE)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Save, with temperatures fitted to what the training has come to."""
+        if self.options.temperatures and self.epochs.held_back:
+            texts = self.epochs.held_back
+            self.temperatures = fit_temperatures(self.result, self.teacher, texts, autocast=self.options.autocast)
+            self._log(temperatures=self.temperatures)
+            self.progress(f"temperatures by depth: {', '.join(map(str, self.temperatures))}")
+        self.save()
+        plot(self.log, self.out / CURVE)
 
     def _backward(self, number: int, batch: Batch, *, measure: bool) -> Report:
         """Gradients of one batch; InputError where the loss is not finite any more."""
@@ -192,7 +203,8 @@ class _Run:
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in self.result.state_dict().items()
         }
-        save_head(self.head.config, state, self.out, verifier=Verifier(self.name or None))
+        config = replace(self.head.config, temperatures=self.temperatures)
+        save_head(config, state, self.out, verifier=Verifier(self.name or None))
         with atomic(self.out / STATE) as part:
             torch.save(
                 {

@@ -1,0 +1,83 @@
+"""Temperatures that make a draft's probabilities mean what they say, fitted by depth on text that was held back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specengine.modeling.eagle_head import EagleHead
+from specengine.train.draft.diagnostics import logits_of
+from specengine.train.draft.losses import Unrolling
+from specengine.train.draft.teacher import Teacher
+from specengine.train.draft.validation import autocasting
+from specengine.train.text.corpus import Text
+
+DEPTHS = 6
+ANCHORS = 64  # places of a text
+SHARPNESS = torch.linspace(0.5, 2.0, 61)  # 1 / temperature, that are tried
+CHUNK = 128  # rows of logits at a time
+
+
+@torch.no_grad()
+def fit_temperatures(
+    head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, depths: int = DEPTHS, autocast: bool = False
+) -> tuple[float, ...]:
+    """A temperature for each depth, from 1 on: those under which the target's best tokens are likeliest.
+
+    That is the chance that policies ask for: that a token is the one that a greedy target takes. From up to 64 places
+    in the answers of each text, evenly spread, the draft is told the text, as on the path that is accepted. Places
+    whose best token the draft has no column for say nothing. Empty where there is no place. (Guo et al. 2017, §4.2.)
+    """
+    losses = torch.zeros(depths, len(SHARPNESS), dtype=torch.float64)
+    rows = torch.zeros(depths, dtype=torch.int64)
+    for text in texts:
+        places = text.answers[2:].nonzero()[:, 0].to(teacher.device)
+        if not len(places):
+            continue
+        places = places[torch.linspace(0, len(places) - 1, min(ANCHORS, len(places))).long().unique().to(places.device)]
+        tokens = text.tokens.long().to(teacher.device)[None]
+        reading = teacher.read(tokens)
+        with autocasting(teacher.device, enabled=autocast):
+            unrolling = Unrolling(head, teacher, reading.features.to(head.dtype), tokens, places[None])
+            states = unrolling.first()[0, places]
+            for depth in range(depths):
+                if depth:
+                    told = tokens[0, (places + 1 + depth).clamp(max=tokens.shape[1] - 1)][None, :, None]
+                    states = unrolling.next(told, torch.zeros_like(told), detach=True)[0, :, 0]
+                inside = places + 1 + depth < tokens.shape[1]
+                found = _losses(head, teacher, states[inside], reading.states[0, (places + 1 + depth)[inside]])
+                losses[depth] += found[0]
+                rows[depth] += found[1]
+    if not bool(rows.all()):
+        return ()
+    return tuple(round(1 / _lowest(of_depth), 3) for of_depth in losses)
+
+
+def _losses(head: EagleHead, teacher: Teacher, draft: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Sums over rows of -log p of the target's best token, by sharpness, float64; and how many rows there were.
+
+    draft, target: states [rows, hidden size] of the same places.
+    """
+    total, count, ids = torch.zeros(len(SHARPNESS), dtype=torch.float64), 0, head.target_ids()
+    sharpness = SHARPNESS.to(draft.device)
+    for mine, its in zip(draft.split(CHUNK), target.split(CHUNK), strict=True):
+        logits, best = logits_of(head, teacher, mine), teacher.head(its).argmax(dim=-1)
+        if ids is not None:
+            best = torch.searchsorted(ids, best).clamp(max=len(ids) - 1).masked_fill(~torch.isin(best, ids), -1)
+        logits, best = logits[best >= 0], best[best >= 0]
+        of_best = logits.gather(1, best[:, None])[:, 0]
+        for number, factor in enumerate(sharpness):
+            total[number] += float(((logits * factor).logsumexp(dim=-1) - of_best * factor).sum())
+        count += len(best)
+    return total, count
+
+
+def _lowest(losses: Tensor) -> float:
+    """The sharpness of the lowest loss: the vertex of the parabola through the best one tried and its neighbours."""
+    at = int(losses.argmin().clamp(1, len(losses) - 2))
+    before, here, after = losses[at - 1 : at + 2].tolist()
+    bend = before - 2 * here + after
+    shift = 0.5 * (before - after) / bend if bend > 0 else 0.0
+    return float(SHARPNESS[at] + (SHARPNESS[1] - SHARPNESS[0]) * max(-1.0, min(1.0, shift)))
