@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def identity(target: Target, drafter: Drafter | None) -> dict[str, Any]:
         "config": _config(target, lm),
         "draft": None if drafter is None else drafter.name,
         "draft parameters": None if drafter is None else sum(map(_size, drafter.weights)),
+        "draft head": _head(drafter),
         "device": device_name(target.device),
         "dtype": str(getattr(target, "dtype", None)).removeprefix("torch."),
         "backend": target.backend,
@@ -62,6 +64,14 @@ def _config(target: Target, lm: Any) -> str:
     config = getattr(lm, "config", None)
     sizes = {"vocabulary": target.vocab_size, "context": target.max_context}
     return digest(sizes | ({} if config is None else config.to_dict()))
+
+
+def _head(drafter: Any) -> str | None:
+    """Of an EAGLE head, whatever stands before it: its sizes, and what the C++ forward keeps its weights as."""
+    while hasattr(drafter, "drafter"):
+        drafter = drafter.drafter
+    head = getattr(drafter, "head", None)
+    return None if head is None else digest(asdict(head.config) | {"stored": getattr(head, "stored", None)})
 
 
 def _size(module: torch.nn.Module) -> int:

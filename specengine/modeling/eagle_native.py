@@ -19,6 +19,9 @@ from specengine.modeling.sources import Weight
 class NativeHead:
     """As TorchHead, for a NativeLM as the target; states and logits are float32, the cache is in the target's dtype.
 
+    Beside a bfloat16 target its matrices are kept as int8 with a scale per output: a pass waits for its weights, and no
+    answer hangs on how they are rounded.
+
     UnsupportedModelError for heads that csrc/cpu does not run: EAGLE-1, embeddings of their own, norms before the
     fusion, biases of the fusion, other activations than silu.
     """
@@ -34,9 +37,10 @@ class NativeHead:
         part = state.get("d2t")
         self.target_ids = None if part is None else part + torch.arange(config.draft_vocab_size)
         self._weights = extension().Weights(threads.count())
-        for key, tensor in state.items():
-            if key != "d2t":
-                add_weight(self._weights, Weight.of(key, tensor.to(target.dtype)))
+        quantize = "int8" if target.dtype is torch.bfloat16 else None
+        weights = [Weight.of(key, tensor.to(target.dtype)) for key, tensor in state.items() if key != "d2t"]
+        kinds = {add_weight(self._weights, weight, quantize) for weight in weights}
+        self.stored = ", ".join(sorted(kinds - {""}))  # what the matrices are kept as
         frequencies, scale = rope_frequencies(config)
         sizes = [config.hidden_size, config.draft_vocab_size, config.num_heads, config.num_kv_heads, config.head_dim]
         flags = [config.norm_before_residual, config.norm_logits, config.norm_recurrent]

@@ -6,17 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from specengine import Engine
+from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, NumericalError, UnsupportedModelError
+from specengine.modeling.eagle_head import head_from
+from specengine.modeling.eagle_native import NativeHead
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import open_native
+from specengine.ops import Nodes
 from specengine.targets.native import NativeTarget
 from specengine.tree import TokenTree
 from tests.native.engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
 from tests.native.variants import PROMPT, half_of, model_of, native_logits, own_logits, tree_of, write_gguf
-from tests.toy import VOCABULARY, policy_for, tiny
+from tests.toy import CPU, VOCABULARY, head_config, policy_for, random_state, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 TREE = tree_of(VOCABULARY)
@@ -48,6 +53,41 @@ def test_a_nodes_bits_are_those_of_plain_decoding(instructions: str) -> None:
             plain, _ = target.verify(alone)
             target.commit(alone, [0])
         assert torch.equal(logits[node], plain[0])
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+def test_a_bfloat16_targets_head_is_kept_so(instructions: str) -> None:
+    """Its logits are those of a head whose matrices are rounded to 255 values per output, not of the head itself."""
+    model = tiny("llama", num_hidden_layers=6, **WIDE)
+    lm = native_lm(model.to(torch.bfloat16), instructions)
+    config = head_config(3, model, intermediate_size=192)
+    state = {name: t.bfloat16() if t.is_floating_point() else t for name, t in random_state(config).items()}
+    rounded = {name: by_output(t) if t.ndim == 2 else t for name, t in state.items()}
+    heads = NativeHead(config, state, lm), *(head_from(config, s, torch.float32, CPU) for s in (rounded, state))
+    found = [head_logits(Eagle(head, lm)) for head in heads]
+    scale = found[1].std()
+    errors = [float((found[0] - other).abs().mean() / scale) for other in found[1:]]
+    assert errors[0] < 0.03
+    assert errors[0] < 0.8 * errors[1] < 0.1
+
+
+def by_output(weight: Tensor) -> Tensor:
+    step = weight.float().abs().amax(dim=1, keepdim=True) / 127
+    return (weight.float() / step).round() * step
+
+
+@torch.inference_mode()
+def head_logits(drafter: Eagle) -> Tensor:
+    """Of a root and of two levels below it."""
+    target = NativeTarget(drafter.target)
+    target.want_features(drafter.features)
+    target.reserve(64, 16)
+    drafter.begin(list(PROMPT), target.prefill(list(PROMPT)))
+    tree = TokenTree.root(7, 16)
+    rows = [drafter.root(tree).logits]
+    tree.graft([0, 0, 1], [9, 11, 30], [-1.0, -1.5, -2.0])
+    rows += [drafter.step(tree, Nodes.of(torch.tensor(nodes))).logits for nodes in ([1, 2], [3])]
+    return torch.cat(rows).float()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
