@@ -1,14 +1,16 @@
 """Losses against each other: heads of one shape, trained for the same time under each loss, and what they are worth.
 
-`train` makes the heads one after the other, each with the same processor time (set OMP_NUM_THREADS=1 where other
-work runs beside it); `measure` writes the table: speed-up over plain decoding and acceptance
-length with each tree, accuracy and calibration behind the n-th ranked token, and the share of tree nodes by rank.
+`train` makes the heads one after the other, each with the same processor time (set OMP_NUM_THREADS=1 where other work
+runs beside it); interrupted, the same call goes on. `measure` writes the table: speed-up over plain decoding and
+acceptance length with each tree, accuracy and calibration behind the n-th ranked token, with 95 % intervals over
+prompts and over texts (bootstrap, by percentiles), and the share of tree nodes by rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import tempfile
 import time
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,15 +28,16 @@ from bench import provenance, workloads
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
-from specengine.modeling.eagle_head import head_from
+from specengine.checkpoints.files import atomic
+from specengine.modeling.eagle_head import EagleHead, head_from
 from specengine.records import Cycle
-from specengine.train.draft.diagnostics import by_rank
+from specengine.train.draft.diagnostics import observe, reports
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
 from specengine.train.options import TrainOptions
-from specengine.train.text.corpus import Corpus
+from specengine.train.text.corpus import Corpus, Text
 
 # Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.
 LOSSES = {
@@ -56,8 +59,13 @@ OPTIONS = TrainOptions(
     keep_gib=0.0,
     validate_every=10**6,
     learning_rate=5e-4,
+    temperatures=False,
 )
-TRIAL_STEPS = MEASURE_EVERY + 1
+TRIAL_STEPS = 2 * MEASURE_EVERY + 1
+SAVE_EVERY = 50
+PLACES = 128  # of a held-back text, by rank
+SAMPLES = 1000
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -88,20 +96,38 @@ def main() -> None:
 
 def train(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float, target: str) -> None:
     """Train each head for as many steps as fit into `seconds` of processor time, by the pace of a trial."""
-    for name, steps in _steps(names, model, corpus, seconds).items():
+    for name, steps in _steps(names, model, corpus, heads, seconds).items():
+        done = heads / name / "training.json"
+        if done.is_file():
+            continue
         print(f"{name}: {steps} steps", flush=True)
-        options = replace(OPTIONS, steps=steps, save_every=max(1, steps // 10))
+        options = replace(OPTIONS, steps=steps, save_every=min(SAVE_EVERY, max(1, steps // 10)))
         train_draft(model, corpus, heads / name, options, LOSSES[name], name=target, progress=print)
-        entries = [entry for entry in _log(heads / name) if "loss" in entry]
-        took = entries[-1]["cpu_seconds"] - entries[0]["cpu_seconds"]
-        record = {"steps": steps, "cpu_seconds": round(took), "settings": asdict(LOSSES[name])}
-        (heads / name / "training.json").write_text(json.dumps(record) + "\n")
-        for file in (STATE, LOG, CURVE):
-            (heads / name / file).unlink()
+        record = {
+            "steps": steps,
+            "cpu_seconds": round(cpu_seconds(_log(heads / name))),
+            "settings": asdict(LOSSES[name]),
+        }
+        for file in (STATE, CURVE):
+            (heads / name / file).unlink(missing_ok=True)
+        with atomic(done) as part:
+            part.write_text(json.dumps(record) + "\n")
 
 
-def _steps(names: Sequence[str], model: Any, corpus: Corpus, seconds: float) -> dict[str, int]:
-    """How many steps of each loss fit; all paces are measured first, close together."""
+def cpu_seconds(entries: Sequence[dict[str, Any]]) -> float:
+    """Of a training by its log, start-up left out; the count begins anew in each process that went on with it."""
+    times = [entry["cpu_seconds"] for entry in entries if "loss" in entry]
+    return sum(later - earlier if later > earlier else later for earlier, later in pairwise(times))
+
+
+def _steps(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float) -> dict[str, int]:
+    """How many steps of each loss fit; all paces are measured first, close together, and kept with the heads."""
+    kept = heads / "steps.json"
+    if kept.is_file():
+        steps = json.loads(kept.read_text())
+        if set(names) <= steps.keys():
+            return {name: steps[name] for name in names}
+        raise SystemExit(f"loss: {kept} was begun for {', '.join(steps)}; go on with these, or take another folder")
     steps = {}
     for name in names:
         with tempfile.TemporaryDirectory() as trial:
@@ -110,6 +136,9 @@ def _steps(names: Sequence[str], model: Any, corpus: Corpus, seconds: float) -> 
             times = [entry["cpu_seconds"] for entry in _log(Path(trial)) if "loss" in entry]
         pace = min(later - earlier for earlier, later in pairwise(times)) / MEASURE_EVERY
         steps[name] = max(1, round(seconds / pace))
+    heads.mkdir(parents=True, exist_ok=True)
+    with atomic(kept) as part:
+        part.write_text(json.dumps(steps) + "\n")
     return steps
 
 
@@ -129,8 +158,7 @@ def measure(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
         head = head_from(config, state, model.dtype, model.device)
         teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
         training = json.loads((folder / "training.json").read_text())
-        ranks = [report.to_dict() for report in by_rank(head, teacher, held_back)]
-        rows.append({"record": "head", "loss": name, **training, "by_rank": ranks})
+        rows.append({"record": "head", "loss": name, **training, "by_rank": _by_rank(head, teacher, held_back)})
         for tree, (policy, options) in TREES.items():
             engines[name, tree] = Engine.from_pretrained(
                 model, str(folder), policy, policy_options=options, lookup=False
@@ -145,17 +173,39 @@ def measure(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def _by_rank(head: EagleHead, teacher: Teacher, texts: Sequence[Text]) -> list[dict[str, Any]]:
+    found = [observe(head, teacher, text, PLACES) for text in texts if text.answers[2:].any()]
+    rows = [report.to_dict() for report in reports(found)]
+    drawn = [reports(sample) for sample in _samples(found)]
+    for number, row in enumerate(rows):
+        for field in ("accuracy", "calibration", "standard_calibration"):
+            row[f"{field}_interval"] = _interval([getattr(sample[number], field) for sample in drawn])
+    return rows
+
+
+def _samples(found: Sequence[T]) -> list[list[T]]:
+    """As many draws with replacement as a bootstrap needs."""
+    generator = random.Random(0)
+    return [generator.choices(found, k=len(found)) for _ in range(SAMPLES)]
+
+
+def _interval(values: Sequence[float]) -> list[float]:
+    """The 2.5th and the 97.5th percentile."""
+    bounds = statistics.quantiles(values, n=40)
+    return [round(bounds[0], 4), round(bounds[-1], 4)]
+
+
 class _Cell:
     """One loss with one tree, over all prompts."""
 
     def __init__(self) -> None:
-        self.tokens = self.cycles = 0
+        self.counts: list[tuple[int, int]] = []  # tokens and cycles of each prompt
         self.speedups: list[float] = []
         self.ranks: Counter[int] = Counter()
 
     def add(self, plain: tuple[float, int, int], timed: tuple[float, int, int]) -> None:
         seconds, tokens, cycles = timed
-        self.tokens, self.cycles = self.tokens + tokens, self.cycles + cycles
+        self.counts.append((tokens, cycles))
         self.speedups.append((tokens / seconds) / (plain[1] / plain[0]))
 
     def summary(self) -> dict[str, Any]:
@@ -163,9 +213,15 @@ class _Cell:
         return {
             "prompts": len(self.speedups),
             "speedup_over_plain": round(statistics.mean(self.speedups), 3),
-            "mean_acceptance_length": round(self.tokens / self.cycles, 3),
+            "mean_acceptance_length": round(_length(self.counts), 3),
+            "mean_acceptance_length_interval": _interval([_length(sample) for sample in _samples(self.counts)]),
             "share_of_nodes_by_rank": {rank: round(self.ranks[rank] / nodes, 4) for rank in sorted(self.ranks)},
         }
+
+
+def _length(counts: Sequence[tuple[int, int]]) -> float:
+    tokens, cycles = map(sum, zip(*counts, strict=True))
+    return tokens / cycles
 
 
 def _timed(engine: Engine, prompt: list[int], length: int, ranks: Counter[int] | None) -> tuple[float, int, int]:

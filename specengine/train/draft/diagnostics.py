@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,15 @@ class RankReport:
         return asdict(self)
 
 
+class Observed(NamedTuple):
+    """Of one text, float32 [places, ranks]: hit or not, the draft's probability of the target's best token, and that
+    of its own best."""
+
+    hits: Tensor
+    of_best: Tensor
+    highest: Tensor
+
+
 @torch.no_grad()
 def by_rank(head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, anchors: int = 32) -> list[RankReport]:
     """Reports for ranks 1 to 5, from up to `anchors` places in the answers of each text, evenly spread.
@@ -45,7 +54,11 @@ def by_rank(head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, anchors
     At each place the draft predicts a token, is told its own n-th best instead of the text's, and predicts once more;
     the target is told the same token.
     """
-    found = [_rows(head, teacher, text, anchors) for text in texts if text.answers[2:].any()]
+    return reports([observe(head, teacher, text, anchors) for text in texts if text.answers[2:].any()])
+
+
+def reports(found: Sequence[Observed]) -> list[RankReport]:
+    """What `by_rank` says of these texts, which may be a sample of them, some more than once."""
     hits, of_best, highest = (torch.cat(parts) for parts in zip(*found, strict=True))
     return [
         RankReport(
@@ -59,8 +72,9 @@ def by_rank(head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, anchors
     ]
 
 
-def _rows(head: EagleHead, teacher: Teacher, text: Text, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[places, ranks]: hit or not, the draft's probability of the target's best token, and that of its own best."""
+@torch.no_grad()
+def observe(head: EagleHead, teacher: Teacher, text: Text, count: int) -> Observed:
+    """At up to `count` places in the answers of a text that has some; see `by_rank`."""
     tokens = text.tokens.long().to(teacher.device)[None]
     places = text.answers[2:].nonzero()[:, 0].to(teacher.device)
     places = places[torch.linspace(0, len(places) - 1, min(count, len(places))).long().unique().to(places.device)][None]
@@ -81,7 +95,7 @@ def _rows(head: EagleHead, teacher: Teacher, text: Text, count: int) -> tuple[Te
         of_best = draft.gather(-1, best[..., None])[..., 0]
     else:  # a token that the draft has no column for has probability 0
         of_best = (draft * (ids == best[..., None])).sum(dim=-1)
-    return (guess == best).float().cpu(), of_best.cpu(), own.values.cpu()
+    return Observed((guess == best).float().cpu(), of_best.cpu(), own.values.cpu())
 
 
 def temperature_at(config: EagleConfig, depth: int) -> float:

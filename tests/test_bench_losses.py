@@ -1,0 +1,73 @@
+"""bench.losses: trainings of equal processor time that go on after an interruption, and intervals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import losses
+from specengine.checkpoints.eagle import load_head
+from specengine.modeling.eagle_head import head_from
+from specengine.train.draft.diagnostics import by_rank
+from specengine.train.draft.epochs import Epochs
+from specengine.train.draft.teacher import Teacher
+from specengine.train.draft.training import LOG, train_draft
+from tests.toy import CPU, tiny
+from tests.train.test_draft import corpus_of, random_texts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYERS = 6
+
+
+def test_processor_time_is_summed_over_processes() -> None:
+    times = [5.0, 7.0, 9.5, 6.0, 8.0]  # the fourth is of a new process, which was begun at 0
+    entries = [{"cpu_seconds": time, "loss": 1.0} for time in times]
+    entries.insert(2, {"cpu_seconds": 8.8, "held_back": {}})
+    assert losses.cpu_seconds(entries) == pytest.approx(2.0 + 2.5 + 6.0 + 2.0)
+
+
+def test_a_training_goes_on_with_the_steps_that_were_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(num_hidden_layers=LAYERS)
+    corpus = corpus_of(tmp_path / "data", random_texts(30))
+    small = replace(losses.OPTIONS, batch_tokens=64, lengths=(32,), intermediate_size=40, autocast=False, held_back=0.1)
+    monkeypatch.setattr(losses, "OPTIONS", small)
+    heads, names = tmp_path / "heads", ["eagle", "ttt"]
+    heads.mkdir()
+    (heads / "steps.json").write_text(json.dumps({"eagle": 6, "ttt": 4, "hass": 5}))
+    options = replace(small, steps=6, save_every=1)
+    monkeypatch.setattr(losses, "SAVE_EVERY", 1)
+    train_draft(model, corpus, heads / "eagle", options, losses.LOSSES["eagle"], stop_after=3)  # cut short
+    losses.train(names, model, corpus, heads, 1e9, "tiny")
+    for name, steps in (("eagle", 6), ("ttt", 4)):
+        record = json.loads((heads / name / "training.json").read_text())
+        assert (record["steps"], record["settings"]["name"]) == (steps, name)
+        assert json.loads((heads / name / LOG).read_text().splitlines()[-1])["step"] == steps
+    before = (heads / "ttt" / "model.safetensors").read_bytes()
+    losses.train(names, model, corpus, heads, 1e9, "tiny")
+    assert (heads / "ttt" / "model.safetensors").read_bytes() == before
+    with pytest.raises(SystemExit, match=r"steps\.json was begun for eagle, ttt, hass"):
+        losses.train(["talf"], model, corpus, heads, 1e9, "tiny")
+
+    config, state, _ = load_head(heads / "ttt")
+    teacher = Teacher(model, config.feature_ids(LAYERS))
+    head, texts = head_from(config, state, torch.float32, CPU), Epochs(corpus, small).held_back
+    monkeypatch.setattr(losses, "PLACES", 9)
+    rows = losses._by_rank(head, teacher, texts)
+    for row, report in zip(rows, by_rank(head, teacher, texts, anchors=9), strict=True):
+        assert row["accuracy"] == report.accuracy
+        low, high = row["accuracy_interval"]
+        assert low <= row["accuracy"] <= high
+
+
+def test_intervals_hold_the_ratio_of_sums() -> None:
+    counts = [(20, 10), (30, 10), (90, 30), (8, 8)]
+    found = losses._interval([losses._length(sample) for sample in losses._samples(counts)])
+    assert losses._length(counts) == pytest.approx(148 / 58)
+    assert 1.0 <= found[0] < 148 / 58 < found[1] <= 3.0
+    alike = losses._interval([losses._length(sample) for sample in losses._samples([(20, 10)] * 5)])
+    assert alike == [2.0, 2.0]
