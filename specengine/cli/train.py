@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from specengine.checkpoints.files import atomic
 from specengine.cli.prompt_files import read_prompts
 from specengine.cli.terminal import say
 from specengine.engine import Engine
+from specengine.errors import InputError
 from specengine.registry import build
 from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.training import train_draft
@@ -17,6 +20,7 @@ from specengine.train.options import TrainOptions
 from specengine.train.recipes import find_recipe
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.options import SynthesisOptions
+from specengine.train.text.requests import requests
 from specengine.train.text.synthesis import write_corpus
 
 
@@ -26,6 +30,19 @@ def run_data(arguments: argparse.Namespace) -> int:
     prompts = list(read_prompts(arguments.prompts)) if arguments.prompts else []
     _write_text(_load(arguments), arguments.folder, options, prompts=prompts, part=arguments.part)
     print(arguments.folder)
+    return 0
+
+
+def run_requests(arguments: argparse.Namespace) -> int:
+    if arguments.file.suffix != ".jsonl":
+        raise InputError(f"file: got {arguments.file}, accepted a .jsonl file")
+    corpus = Corpus.open(arguments.data)
+    tokenizer = _load(arguments).tokenizer
+    passages = [tokenizer.decode(text.tokens[text.answers].tolist(), skip_special_tokens=True) for text in corpus]
+    made = requests(arguments.count, passages, arguments.seed)
+    with atomic(arguments.file) as part:
+        part.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in made), encoding="utf-8")
+    print(arguments.file)
     return 0
 
 

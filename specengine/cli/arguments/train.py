@@ -22,7 +22,11 @@ DEFAULT_RECIPE = "cpu-small"
 
 def add(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="WHAT")
-    parts = {"data": (_add_data, "let the target write training text"), "draft": (_add_draft, "train an EAGLE head")}
+    parts = {
+        "data": (_add_data, "let the target write training text"),
+        "requests": (_add_requests, "make prompts for `train data` around text that a target wrote"),
+        "draft": (_add_draft, "train an EAGLE head"),
+    }
     for name, (add_to, text) in parts.items():
         add_to(_command(commands, name, text))
     for name, module in {"classifier": train_classifier, "policy": train_policy}.items():
@@ -56,6 +60,19 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
             changes("other recipes", _differing(text)),
         ]
     )
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.train:run_requests")
+    parser.description = (
+        "Prompts for --prompts of `train data`: summaries, extraction, rewriting, translation, code, sums and facts, "
+        "around text that the target wrote itself; one or two user's turns each."
+    )
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="to be written; an older one is replaced")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", required=True, help="text of `train data`")
+    parser.add_argument("-n", "--count", type=int, default=2000, help="prompts (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    shared.add_target(parser)
 
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
