@@ -134,7 +134,8 @@ def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, Costs]:
 
 
 def _medians(points: list[Points]) -> Points:
-    return {n: _median([each[n] for each in points]) for n in points[0]}
+    """At the counts that every measurement came to; a slow one leaves some out."""
+    return {n: _median([each[n] for each in points]) for n in points[0] if all(n in each for each in points)}
 
 
 def _median(values: list[float]) -> float:

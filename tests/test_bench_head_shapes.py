@@ -48,6 +48,10 @@ def test_heads_are_trained_and_predicted(
     assert all(row["acceptance_length"] >= 1 and row["predicted_tokens_per_s"] > 0 for row in rows)
 
 
+def test_medians_are_of_what_was_always_measured() -> None:
+    assert head_shapes._medians([{1: 2.0, 4: 5.0}, {1: 3.0, 2: 9.0, 4: 6.0}, {1: 4.0, 4: 10.0}]) == {1: 3.0, 4: 6.0}
+
+
 def test_a_cycle_costs_its_nodes_and_its_passes() -> None:
     costs = Costs("made up", {1: 10.0, 9: 18.0}, {1: 1.0, 3: 2.0}, overhead=0.5)
     tree = TokenTree.root(0, 9)
