@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +13,10 @@ from specengine.cli import main
 from specengine.cli.prompt_files import read_prompts
 from specengine.errors import InputError
 from specengine.train.text import requests as module
+from specengine.train.text.corpus import Text
 from specengine.train.text.requests import LONGEST_PASSAGE, SHORTEST_PASSAGE, requests
 from tests.toy import byte_tokenizer, tiny
-from tests.train.test_draft import corpus_of, random_texts
+from tests.train.test_draft import corpus_of
 
 PASSAGE = (
     "The old lighthouse stood on the cliff for two hundred years. Nobody knew who had built it. Then the sea came."
@@ -59,11 +60,12 @@ def test_what_cannot_be_made_is_refused() -> None:
 def test_the_command_writes_prompts(tmp_path: Path) -> None:
     tiny(num_hidden_layers=2).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    corpus_of(tmp_path / "data", [*random_texts(4), *random_texts(4, seed=1)])
+    tokens = torch.tensor(byte_tokenizer()(PASSAGE * 2)["input_ids"], dtype=torch.int32)
+    corpus_of(tmp_path / "data", [Text(tokens, torch.ones(len(tokens), dtype=torch.bool))] * 3)
     out = tmp_path / "asks.jsonl"
     given = ["--data", str(tmp_path / "data"), "--target", str(tmp_path / "model")]
-    short = main(["train", "requests", str(out), *given, "-n", "6"])
-    assert (short == 0) == out.is_file()  # random texts may be too short to be asked about
+    assert main(["train", "requests", str(out), *given, "-n", "6"]) == 0
+    found = [list(turns) for turns in read_prompts(out)]
+    assert found == requests(6, [PASSAGE * 2] * 3)
     assert main(["train", "requests", str(tmp_path / "asks.txt"), *given]) == 2
-    if out.is_file():
-        assert [list(turns) for turns in read_prompts(out)] == [json.loads(line)["turns"] for line in out.open()]
+    assert not (tmp_path / "asks.txt").exists()
