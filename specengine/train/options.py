@@ -28,7 +28,7 @@ class TrainOptions:
                        target's. A head to start from that has fewer of them takes in the missing ones, but with 0
     kv_heads           of the draft's attention, 0 or more; 0: as many as the target has
     intermediate_size  units of the draft's MLP, 0 or more; 0: the target's, or those of the head to start from, which
-                       may also become more
+                       may also become more, or fewer: those of the largest weights
     start              target: from the target's head, final norm and last layer; random; or the path of a head
     autocast           true: run in bfloat16 where the weights are kept in float32
     held_back          share of the texts that nothing is learnt from, 0 to below 1

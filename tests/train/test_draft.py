@@ -187,8 +187,29 @@ def test_a_head_to_start_from_may_become_wider(model: PreTrainedModel, tmp_path:
     assert heads[1].config.intermediate_size == size + 24
     narrow, wider = (agreement(head, teacher, random_texts(4, seed=1), autocast=False)[1] for head in heads)
     assert wider == pytest.approx(narrow, abs=1e-6)
-    with pytest.raises(InputError, match=f"intermediate_size: got 8, the head to start from has {size}"):
-        new_head(model, replace(OPTIONS, start=str(first), intermediate_size=8), LOSS, torch.ones(VOCABULARY))
+
+
+def test_a_head_to_start_from_keeps_its_largest_units(model: PreTrainedModel, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "data", random_texts(12))
+    first = train_draft(model, corpus, tmp_path / "first", OPTIONS, LOSS)
+    config, state, _ = load_head(first)
+    teacher = Teacher(model, config.feature_ids(LAYERS))
+    idle = torch.arange(0, config.intermediate_size, 3)
+    for name in [name for name in state if name.endswith("up_proj.weight")]:
+        state[name][idle] = 0.0
+    save_head(config, state, tmp_path / "idle")
+    left = config.intermediate_size - len(idle)
+    whole, cut, too_few = (
+        new_head(
+            model, replace(OPTIONS, start=str(tmp_path / "idle"), intermediate_size=size), LOSS, torch.ones(VOCABULARY)
+        )
+        for size in (0, left, left // 2)
+    )
+    texts = random_texts(4, seed=1)
+    before, after, less = (agreement(head, teacher, texts, autocast=False)[1] for head in (whole, cut, too_few))
+    assert cut.config.intermediate_size == left
+    assert after == pytest.approx(before, abs=1e-5)
+    assert less != pytest.approx(before, abs=1e-5)
 
 
 def test_a_head_to_start_from_may_learn_more_tokens(model: PreTrainedModel, tmp_path: Path) -> None:

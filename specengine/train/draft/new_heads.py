@@ -35,7 +35,7 @@ def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: 
     if options.start not in ("target", "random"):
         config, state, _ = load_head(options.start)
         config = replace(config, temperatures=())  # fitted to what it was
-        config, state = _widened(config, state, options)
+        config, state = _resized(config, state, options)
         config, state = _with_more_tokens(config, state, model, options, counts)
         head = head_from(config, state, torch.float32, device).train().requires_grad_(True)
         if config.own_embeddings:
@@ -55,24 +55,27 @@ def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: 
     return head
 
 
-def _widened(
+def _resized(
     config: EagleConfig, state: dict[str, Tensor], options: TrainOptions
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """The head with an MLP of `options.intermediate_size` units, of which the new ones say nothing yet."""
-    more = options.intermediate_size - config.intermediate_size
-    if options.intermediate_size in (0, config.intermediate_size):
+    """The head with MLPs of `options.intermediate_size` units: new ones say nothing yet, and of too many those stay
+    whose weights are largest, by the product of the norms of what a unit reads and of what it writes."""
+    size, more = options.intermediate_size, options.intermediate_size - config.intermediate_size
+    if size == 0 or more == 0:
         return config, state
-    if more < 0:
-        least = config.intermediate_size
-        raise InputError(f"intermediate_size: got {options.intermediate_size}, the head to start from has {least}")
     torch.manual_seed(options.seed)
     state = dict(state)
-    for name, tensor in state.items():
-        if name.endswith(("gate_proj.weight", "up_proj.weight")):
-            state[name] = torch.cat([tensor, torch.randn(more, tensor.shape[1]).to(tensor) * 0.02])
-        elif name.endswith("down_proj.weight"):
-            state[name] = torch.cat([tensor, tensor.new_zeros(len(tensor), more)], dim=1)
-    return replace(config, intermediate_size=options.intermediate_size), state
+    for down in [name for name in state if name.endswith("down_proj.weight")]:
+        gate, up = (down.replace("down_proj", name) for name in ("gate_proj", "up_proj"))
+        if more > 0:
+            for name in (gate, up):
+                state[name] = torch.cat([state[name], torch.randn(more, state[name].shape[1]).to(state[name]) * 0.02])
+            state[down] = torch.cat([state[down], state[down].new_zeros(len(state[down]), more)], dim=1)
+            continue
+        weight = state[gate].float().norm(dim=1) * state[up].float().norm(dim=1) * state[down].float().norm(dim=0)
+        kept = weight.argsort(descending=True, stable=True)[:size].sort().values
+        state |= {gate: state[gate][kept], up: state[up][kept], down: state[down][:, kept]}
+    return replace(config, intermediate_size=size), state
 
 
 def _with_more_tokens(
