@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
 import time
@@ -19,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench import provenance, workloads
+from bench import bootstrap, provenance, workloads
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
@@ -64,8 +63,6 @@ OPTIONS = TrainOptions(
 TRIAL_STEPS = 2 * MEASURE_EVERY + 1
 SAVE_EVERY = 50
 PLACES = 128  # of a held-back text, by rank
-SAMPLES = 1000
-T = TypeVar("T")
 
 
 def main() -> None:
@@ -158,7 +155,7 @@ def measure(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
         head = head_from(config, state, model.dtype, model.device)
         teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
         training = json.loads((folder / "training.json").read_text())
-        rows.append({"record": "head", "loss": name, **training, "by_rank": _by_rank(head, teacher, held_back)})
+        rows.append({"record": "head", "loss": name, **training, "by_rank": by_rank(head, teacher, held_back)})
         for tree, (policy, options) in TREES.items():
             engines[name, tree] = Engine.from_pretrained(
                 model, str(folder), policy, policy_options=options, lookup=False
@@ -173,26 +170,15 @@ def measure(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _by_rank(head: EagleHead, teacher: Teacher, texts: Sequence[Text]) -> list[dict[str, Any]]:
+def by_rank(head: EagleHead, teacher: Teacher, texts: Sequence[Text]) -> list[dict[str, Any]]:
+    """Accuracy and calibration behind the ranked tokens, each with its interval over the texts."""
     found = [observe(head, teacher, text, PLACES) for text in texts if text.answers[2:].any()]
     rows = [report.to_dict() for report in reports(found)]
-    drawn = [reports(sample) for sample in _samples(found)]
+    drawn = [reports(sample) for sample in bootstrap.samples(found)]
     for number, row in enumerate(rows):
         for field in ("accuracy", "calibration", "standard_calibration"):
-            row[f"{field}_interval"] = _interval([getattr(sample[number], field) for sample in drawn])
+            row[f"{field}_interval"] = bootstrap.interval([getattr(sample[number], field) for sample in drawn])
     return rows
-
-
-def _samples(found: Sequence[T]) -> list[list[T]]:
-    """As many draws with replacement as a bootstrap needs."""
-    generator = random.Random(0)
-    return [generator.choices(found, k=len(found)) for _ in range(SAMPLES)]
-
-
-def _interval(values: Sequence[float]) -> list[float]:
-    """The 2.5th and the 97.5th percentile."""
-    bounds = statistics.quantiles(values, n=40)
-    return [round(bounds[0], 4), round(bounds[-1], 4)]
 
 
 class _Cell:
@@ -213,13 +199,16 @@ class _Cell:
         return {
             "prompts": len(self.speedups),
             "speedup_over_plain": round(statistics.mean(self.speedups), 3),
-            "mean_acceptance_length": round(_length(self.counts), 3),
-            "mean_acceptance_length_interval": _interval([_length(sample) for sample in _samples(self.counts)]),
+            "mean_acceptance_length": round(acceptance_length(self.counts), 3),
+            "mean_acceptance_length_interval": bootstrap.interval(
+                [acceptance_length(sample) for sample in bootstrap.samples(self.counts)]
+            ),
             "share_of_nodes_by_rank": {rank: round(self.ranks[rank] / nodes, 4) for rank in sorted(self.ranks)},
         }
 
 
-def _length(counts: Sequence[tuple[int, int]]) -> float:
+def acceptance_length(counts: Sequence[tuple[int, int]]) -> float:
+    """Of tokens and cycles of each prompt."""
     tokens, cycles = map(sum, zip(*counts, strict=True))
     return tokens / cycles
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import losses
+from bench import bootstrap, losses
 from specengine.checkpoints.eagle import load_head
 from specengine.modeling.eagle_head import head_from
 from specengine.train.draft.diagnostics import by_rank
@@ -57,7 +57,7 @@ def test_a_training_goes_on_with_the_steps_that_were_chosen(tmp_path: Path, monk
     teacher = Teacher(model, config.feature_ids(LAYERS))
     head, texts = head_from(config, state, torch.float32, CPU), Epochs(corpus, small).held_back
     monkeypatch.setattr(losses, "PLACES", 9)
-    rows = losses._by_rank(head, teacher, texts)
+    rows = losses.by_rank(head, teacher, texts)
     for row, report in zip(rows, by_rank(head, teacher, texts, anchors=9), strict=True):
         assert row["accuracy"] == report.accuracy
         low, high = row["accuracy_interval"]
@@ -66,8 +66,8 @@ def test_a_training_goes_on_with_the_steps_that_were_chosen(tmp_path: Path, monk
 
 def test_intervals_hold_the_ratio_of_sums() -> None:
     counts = [(20, 10), (30, 10), (90, 30), (8, 8)]
-    found = losses._interval([losses._length(sample) for sample in losses._samples(counts)])
-    assert losses._length(counts) == pytest.approx(148 / 58)
+    found = bootstrap.interval([losses.acceptance_length(sample) for sample in bootstrap.samples(counts)])
+    assert losses.acceptance_length(counts) == pytest.approx(148 / 58)
     assert 1.0 <= found[0] < 148 / 58 < found[1] <= 3.0
-    alike = losses._interval([losses._length(sample) for sample in losses._samples([(20, 10)] * 5)])
+    alike = bootstrap.interval([losses.acceptance_length(sample) for sample in bootstrap.samples([(20, 10)] * 5)])
     assert alike == [2.0, 2.0]
