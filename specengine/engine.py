@@ -374,6 +374,7 @@ class Engine:
         stats.num_cached_prompt_tokens = kept
         features = self.target.prefill(known, kept)
         if drafter is not None:
+            drafter.sampled_at(sampler.temperature)
             drafter.begin(known, features)
         if policy is not None:
             policy.begin(len(prompt), sampler.seed is not None)

@@ -78,7 +78,9 @@ def drafter_for(target: HuggingFaceTarget, config: EagleConfig, seed: int = 0) -
 
 
 @torch.inference_mode()
-def dense_logits(head: EagleHead, model: PreTrainedModel, tokens: list[int], below: int) -> Tensor:
+def dense_logits(
+    head: EagleHead, model: PreTrainedModel, tokens: list[int], below: int, sampled_at: float = 0.0
+) -> Tensor:
     """The head's logits after `tokens`, of which the last `below` stand below the root; nothing is cached.
 
     Rows whose token stands below the root have no feature of the target's: each is run again with all rows before
@@ -98,7 +100,7 @@ def dense_logits(head: EagleHead, model: PreTrainedModel, tokens: list[int], bel
         hidden = torch.cat([hidden, recurrent])
     logits = head.logits(recurrent)
     given = head.config.temperatures or (1.0,)
-    temperature = given[min(below, len(given) - 1)]
+    temperature = max(given[min(below, len(given) - 1)], sampled_at if head.config.temperatures else 0.0)
     return (model.get_output_embeddings()(recurrent) if logits is None else logits)[0] / temperature
 
 
@@ -107,7 +109,7 @@ class Checking(Eagle):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.worst, self.checked, self.depths = 0.0, 0, set[int]()
+        self.worst, self.checked, self.depths, self.heat = 0.0, 0, set[int](), 0.0
 
     def root(self, tree: TokenTree) -> Step:
         return self._checked(tree, tree.root_alone(), lambda: super(Checking, self).root(tree))
@@ -127,7 +129,7 @@ class Checking(Eagle):
         for row, node in enumerate(nodes.tolist()):
             path = tree.path_tokens(node)
             tokens = [*self._tokens, int(tree.tokens[0]), *path]
-            expected = dense_logits(self.head.module, model, tokens, len(path))
+            expected = dense_logits(self.head.module, model, tokens, len(path), self.heat)
             error = (step.logits[row] - expected).abs().max() / expected.abs().max().clamp(min=1.0)
             self.worst = max(self.worst, float(error))
             self.checked += 1
@@ -147,6 +149,19 @@ def test_a_nodes_logits_equal_a_dense_recomputation_of_its_path(variant: str) ->
     assert max(draft.depths) > 1
     assert len(result.stats.acceptance_histogram) > 2
     assert draft.cache.length + int(draft.taken) == len(draft._tokens) == len(target.tokens)
+
+
+@pytest.mark.parametrize("variant", ["eagle-3", "eagle-3 temperatures", "eagle-1 temperatures"])
+def test_a_draft_is_as_unsure_as_the_sampling_that_it_drafts_for(variant: str) -> None:
+    """Its own temperatures are those of a greedy target, and come back with a greedy text."""
+    target = HuggingFaceTarget(deep())
+    draft = Checking(tiny_head(VARIANTS[variant]), target.lm)
+    engine = Engine(target, draft, RandomShape(seed=1, most=3))
+    for heat in (0.0, 0.8, 1.7, 0.0):
+        draft.heat = heat
+        engine.generate(PROMPT, max_new_tokens=12, temperature=heat, seed=3)
+    assert draft.worst < 1e-4
+    assert draft.checked > 40
 
 
 @torch.inference_mode()

@@ -170,6 +170,9 @@ class Drafter(ABC):
         if tokens:
             raise InputError(f"prediction: draft {self.name!r} copies nothing; accepted with ngram and with lookup")
 
+    def sampled_at(self, temperature: float) -> None:  # noqa: B027
+        """What follows the prompt of the next `begin` is drawn at this temperature; 0: the likeliest tokens."""
+
     @abstractmethod
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         """Take in a prompt; state of an earlier one is reused as far as its tokens agree.

@@ -55,8 +55,8 @@ class Eagle(RowDraft):
         self.target = target
         self._seconds = 0.0
         self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)
-        sharpness = [1 / temperature for temperature in config.temperatures]
-        self._sharpness = torch.tensor(sharpness, device=target.device) if sharpness else None
+        self._temperatures = torch.tensor(config.temperatures, device=target.device)
+        self._sharpness = 1 / self._temperatures if config.temperatures else None
         width = config.num_features * config.target_hidden_size
         self._features = torch.zeros(0, width, dtype=self.head.dtype, device=target.device)
         super().__init__(self.head.cache)
@@ -117,6 +117,11 @@ class Eagle(RowDraft):
         agreed, stable = common_prefix(self._tokens, tokens), self.cache.length
         # A token that waits needs itself alone, a stable row was run with the token after it as well.
         return agreed if agreed > stable else max(agreed - 1, 0)
+
+    def sampled_at(self, temperature: float) -> None:
+        """The head's own temperatures are those of a greedy target, which a drawn token is less sure than."""
+        if self._sharpness is not None:
+            self._sharpness.copy_(1 / self._temperatures.clamp(min=temperature))
 
     @torch.inference_mode()
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:

@@ -83,6 +83,9 @@ class Lookup(Drafter):
     def expect(self, tokens: list[int]) -> None:
         self._expected = tokens
 
+    def sampled_at(self, temperature: float) -> None:
+        self.drafter.sampled_at(temperature)
+
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         self.drafter.begin(prompt, features)
         if self.recycling is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,6 +54,15 @@ class Sampler:
         return len(self.processors) > 1 or any(type(item) is not TemperatureLogitsWarper for item in self.processors)
 
     @property
+    def temperature(self) -> float:
+        """That tokens are drawn at; 0 where they are not drawn."""
+        if self.seed is None:
+            return 0.0
+        return math.prod(
+            float(item.temperature) for item in self.processors if isinstance(item, TemperatureLogitsWarper)
+        )
+
+    @property
     def takes_largest(self) -> bool:
         """Whether a choice is the largest logit and nothing else, and all that is wanted of the logits."""
         return self.seed is None and not self.processors and self.logprobs is None
@@ -72,9 +82,8 @@ class Sampler:
         assert not self.reads_history
         if self.seed is None:
             return ops.choose_tokens(logits).tolist()
-        temperature = float(self.processors[0].temperature) if self.processors else 1.0  # type: ignore[attr-defined]
         sent = torch.tensor([signed(self.seed), *positions], device=logits.device)
-        divisor = torch.tensor([temperature], dtype=torch.float32, device=logits.device)
+        divisor = torch.tensor([self.temperature], dtype=torch.float32, device=logits.device)
         return ops.choose_tokens(logits, sent[1:], sent[:1], divisor).tolist()
 
     def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
