@@ -28,7 +28,9 @@ def run_data(arguments: argparse.Namespace) -> int:
     recipe = find_recipe(arguments.recipe)
     options: SynthesisOptions = build(SynthesisOptions, asdict(recipe.text) | dict(arguments.option), "option")
     prompts = list(read_prompts(arguments.prompts)) if arguments.prompts else []
-    _write_text(_load(arguments), arguments.folder, options, prompts=prompts, part=arguments.part)
+    engine = _load(arguments, speculate=arguments.speculate)
+    source = engine if arguments.speculate else engine.target.model  # type: ignore[attr-defined]
+    _write_text(engine, source, arguments.folder, options, prompts=prompts, part=arguments.part)
     print(arguments.folder)
     return 0
 
@@ -53,26 +55,28 @@ def run_draft(arguments: argparse.Namespace) -> int:
     loss = build(Loss, asdict(loss) | dict(arguments.loss_option), "loss_option")
     corpus = None if arguments.data is None else Corpus.open(arguments.data)
     engine = _load(arguments)
-    if corpus is None:
-        corpus = _write_text(engine, arguments.folder / "data", recipe.text)
     model = engine.target.model  # type: ignore[attr-defined]
+    if corpus is None:
+        corpus = _write_text(engine, model, arguments.folder / "data", recipe.text)
     train_draft(model, corpus, arguments.folder, options, loss, name=_name(engine), progress=say)
     print(arguments.folder)
     return 0
 
 
-def _write_text(engine: Engine, folder: Path, options: SynthesisOptions, **more: Any) -> Corpus:
-    model = engine.target.model  # type: ignore[attr-defined]
-    return write_corpus(model, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more)
+def _write_text(engine: Engine, source: Any, folder: Path, options: SynthesisOptions, **more: Any) -> Corpus:
+    return write_corpus(source, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more)
 
 
-def _load(arguments: argparse.Namespace) -> Engine:
+def _load(arguments: argparse.Namespace, *, speculate: bool = False) -> Engine:
+    """With a draft, on the forward that serves, or the target alone as transformers has it."""
     names = ("dtype", "device", "offline", "trust_remote_code")
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    return Engine.from_pretrained(arguments.target, None, "plain", pack=False, **given)
+    if not speculate:
+        given |= {"policy": "plain", "pack": False}
+    return Engine.from_pretrained(arguments.target, **given)
 
 
 def _name(engine: Engine) -> str:
     """The target's name as it is recorded, without the folders of this machine."""
-    name = engine.target.model.config._name_or_path  # type: ignore[attr-defined]
+    name = engine.target.name
     return Path(name).name if Path(name).is_dir() else name

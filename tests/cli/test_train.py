@@ -32,15 +32,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_text_then_a_draft_then_an_answer(folder: str, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("way", [[], ["--speculate"]])
+def test_text_then_a_draft_then_an_answer(folder: str, tmp_path: Path, capsys: Any, way: list[str]) -> None:
     data, head = str(tmp_path / "data"), str(tmp_path / "head")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["abc", "def"]}\n"xyz"\n')
-    assert main(["train", "data", data, "--target", folder, *TEXT, "--prompts", str(prompts), "--part", "1/1"]) == 0
+    given = ["--prompts", str(prompts), "--part", "1/1", *way]
+    assert main(["train", "data", data, "--target", folder, *TEXT, *given]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{data}\n"
     assert "(100%)" in printed.err
-    assert Corpus.open(Path(data)).manifest["target"] == Path(folder).name, "no folder of this machine"
+    manifest = Corpus.open(Path(data)).manifest
+    assert manifest["target"] == Path(folder).name, "no folder of this machine"
+    assert manifest.get("writer") == ("engine" if way else None)
     for loss, kind in (("talf", "eagle3"), ("hass", "eagle1")):
         out = f"{head}-{loss}"
         given = ["train", "draft", out, "--target", folder, "--data", data, "--loss", loss, *TRAINING]

@@ -12,17 +12,20 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.train.text import synthesis
+from specengine.train.text import conversations, lockstep
+from specengine.train.text.conversations import Format
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
-from specengine.train.text.synthesis import Format, write_corpus
-from tests.toy import byte_tokenizer, tiny
+from specengine.train.text.synthesis import write_corpus
+from tests.toy import RandomShape, byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENIZER = byte_tokenizer()
 OPTIONS = SynthesisOptions(tokens=900, rows=6, length=48, seed=3)
+WAYS = pytest.mark.parametrize("way", ["lockstep", "engine"])
 USER, ASSISTANT, SYSTEM, END = TOKENIZER.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"])
 
 
@@ -36,8 +39,14 @@ def model() -> PreTrainedModel:
     return made
 
 
-def write(model: PreTrainedModel, folder: Path, options: SynthesisOptions = OPTIONS, **more: Any) -> Corpus:
+def write(model: PreTrainedModel | Engine, folder: Path, options: SynthesisOptions = OPTIONS, **more: Any) -> Corpus:
     return write_corpus(model, more.pop("tokenizer", TOKENIZER), folder, options, name="tiny", **more)
+
+
+def source(model: PreTrainedModel, way: str, tokenizer: Any = TOKENIZER) -> PreTrainedModel | Engine:
+    if way == "lockstep":
+        return model
+    return Engine.from_pretrained(model, "recycling", RandomShape(seed=2), tokenizer=tokenizer)
 
 
 def texts(corpus: Corpus) -> list[tuple[list[int], list[bool]]]:
@@ -58,8 +67,9 @@ def test_templates_that_hide_what_was_said_are_refused() -> None:
         Format.of(byte_tokenizer("{{ 'nothing' }}"), frozenset())
 
 
-def test_conversations_have_the_form_of_the_template(model: PreTrainedModel, tmp_path: Path) -> None:
-    corpus = write(model, tmp_path)
+@WAYS
+def test_conversations_have_the_form_of_the_template(model: PreTrainedModel, tmp_path: Path, way: str) -> None:
+    corpus = write(source(model, way), tmp_path)
     found = texts(corpus)
     assert sum(len(tokens) for tokens, _ in found) >= OPTIONS.tokens
     turns = 0
@@ -84,23 +94,24 @@ def test_conversations_have_the_form_of_the_template(model: PreTrainedModel, tmp
     assert turns > 3, "some conversations have a second turn"
 
 
-def test_questions_end_in_time(tmp_path: Path) -> None:
+@WAYS
+def test_questions_end_in_time(tmp_path: Path, way: str) -> None:
     """A model that never ends a turn is made to: each of its conversations comes to an answer."""
     endless = tiny()
     with torch.no_grad():
         endless.lm_head.weight[END] = 0
-    for tokens, answers in texts(write(endless, tmp_path)):
-        assert tokens.index(END) <= OPTIONS.length * synthesis.LONGEST_QUESTION + 2
+    for tokens, answers in texts(write(source(endless, way), tmp_path)):
+        assert tokens.index(END) <= OPTIONS.length * conversations.LONGEST_QUESTION + 2
         assert len(tokens) == OPTIONS.length
         assert answers[-1]
 
 
 def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Path) -> None:
     """Rows of temperature 0 hold the best token everywhere in the answers; the sampled rows do not."""
-    writer = synthesis._Writer(model, Format.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
+    writer = lockstep.Lockstep(model, Format.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
     hits: dict[bool, list[bool]] = {True: [], False: []}
     for shard in range(4):
-        rows = [writer._row(number, shard, [], torch.Generator()) for number in range(OPTIONS.rows)]
+        rows = [writer.row(number, shard, [], torch.Generator()) for number in range(OPTIONS.rows)]
         kept = _all_rows(writer, shard)
         assert len(kept) == len(rows)
         for row, text in zip(rows, kept, strict=True):
@@ -113,23 +124,44 @@ def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Pa
     assert 0.05 < sum(hits[False]) / len(hits[False]) < 0.95
 
 
+def test_an_engine_writes_what_its_target_would(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Greedy answers are the target's best tokens; drawn ones are not, and come again with the seed alone."""
+    engine = source(model, "engine")
+    corpus = write(engine, tmp_path / "a")
+    assert corpus.manifest["writer"] == "engine"
+    assert texts(corpus) == texts(write(engine, tmp_path / "b"))
+    assert texts(corpus) != texts(write(engine, tmp_path / "c", replace(OPTIONS, seed=4)))
+    shares = []
+    for text in corpus:
+        with torch.no_grad():
+            best = model(text.tokens.long()[None]).logits[0].argmax(-1)
+        shares.append(float((best[:-1] == text.tokens[1:])[text.answers[1:]].float().mean()))
+    greedy = sum(share == 1 for share in shares) / len(shares)
+    assert 0.3 < greedy < 0.7
+    assert sum(share < 0.9 for share in shares) / len(shares) > 0.3
+    with pytest.raises(InputError, match=r"^writer: the text in .* was begun with 'engine', got None"):
+        write(model, tmp_path / "a")
+
+
 def _all_rows(writer: Any, shard: int) -> list[Text]:
     """Also the conversations without an answer, so that rows and texts can be matched."""
     found: list[Text] = []
-    original = synthesis._Row.text
+    original = conversations.Row.text
 
     def noted(self: Any) -> Text:
         found.append(original(self))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthesis._Row, "text", noted)
+        patch.setattr(conversations.Row, "text", noted)
         writer.write(shard, [])
     return found
 
 
-def test_base_models_continue_single_tokens(tmp_path: Path) -> None:
-    found = texts(write(tiny(), tmp_path, tokenizer=byte_tokenizer(None)))
+@WAYS
+def test_base_models_continue_single_tokens(tmp_path: Path, way: str) -> None:
+    tokenizer = byte_tokenizer(None)
+    found = texts(write(source(tiny(), way, tokenizer), tmp_path, tokenizer=tokenizer))
     assert all(answers == [False] + [True] * (len(tokens) - 1) for tokens, answers in found)
     assert len({tokens[0] for tokens, _ in found}) > 5
     assert all(len(tokens) == OPTIONS.length for tokens, _ in found)
@@ -140,11 +172,11 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -4.0, float("-inf")])
     for temperature in (0.7, 1.0):
         expected = (logits / temperature).softmax(-1)
-        expected[expected < synthesis.MIN_P * expected.max()] = 0
+        expected[expected < conversations.MIN_P * expected.max()] = 0
         expected /= expected.sum()
         count = 20_000
         rows, temperature = logits.expand(count, -1), torch.full((count,), temperature)
-        drawn = synthesis._sample(rows, temperature, torch.Generator().manual_seed(1))
+        drawn = lockstep._sample(rows, temperature, torch.Generator().manual_seed(1))
         found = drawn.bincount(minlength=5) / count
         error = (expected * (1 - expected) / count).sqrt()
         assert ((found - expected).abs() <= 5 * error).all()
@@ -154,11 +186,12 @@ def test_draws_follow_the_distribution() -> None:
 # ---------------------------------------------------------------------------------------------------- prompts
 
 
-def test_prompts_are_mixed_in(model: PreTrainedModel, tmp_path: Path) -> None:
+@WAYS
+def test_prompts_are_mixed_in(model: PreTrainedModel, tmp_path: Path, way: str) -> None:
     """Half of the rows begin with a given question; its later turns follow in order, and nobody else asks."""
     options = replace(OPTIONS, prompt_share=0.5)
     given = [["abc", "de"], ["xyz"]]
-    found = texts(write(model, tmp_path, options, prompts=given))
+    found = texts(write(source(model, way), tmp_path, options, prompts=given))
     begin = {text: [USER, *TOKENIZER(text)["input_ids"], END, ASSISTANT] for text in ("abc", "de", "xyz")}
     first = [tokens for tokens, _ in found if tokens[: len(begin["abc"])] == begin["abc"]]
     second = [tokens for tokens, _ in found if tokens[: len(begin["xyz"])] == begin["xyz"]]
@@ -273,7 +306,7 @@ def test_options_out_of_range_are_named(changes: dict[str, Any], field: str) -> 
 def test_the_cache_of_the_lockstep_is_transformers_own(model: PreTrainedModel) -> None:
     """The same logits, token by token, with room beforehand and with concatenation."""
     tokens = torch.randint(200, (3, 12))
-    roomy, usual = synthesis._lockstep_cache(model, 12), DynamicCache(config=model.config)
+    roomy, usual = lockstep._lockstep_cache(model, 12), DynamicCache(config=model.config)
 
     def logits(cache: Any) -> Tensor:
         return torch.cat([model(part, past_key_values=cache).logits for part in tokens.split([5, 1, 1, 5], dim=1)], 1)

@@ -53,6 +53,12 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part", type=part, default=(0, 1), metavar="I/N", help="write the I-th of N parts, N such commands at a time"
     )
+    parser.add_argument(
+        "--speculate",
+        action="store_true",
+        help="let the engine write conversation by conversation, with the target's default draft: on few threads, and "
+        "where prompts are long, faster than all of a shard in lockstep",
+    )
     text = {name: asdict(recipe.text) for name, recipe in RECIPES.items()}
     parser.epilog = "\n\n".join(
         [
