@@ -436,7 +436,7 @@ def test_the_default_model_and_its_head(default_model_path: Path) -> None:
     folder = embedded.draft_head(embedded.NAME)
     assert folder is not None
     config, state, _ = load_head(folder)
-    shape = Shape(585, 31, 9, 3, 3080, 49200, head_dim=64, draft_vocab=12300)
+    shape = Shape(585, 31, 9, 3, 1544, 49200, head_dim=64, draft_vocab=12300)
     large = inflate(model, config, state, shape, torch.float32, CPU, extra_tokens="silent")
     assert large.head_config is not None
     assert large.head_config.layer_ids == (2, 15, 27)
