@@ -12,6 +12,7 @@
 #include "spec/candidates.hpp"
 #include "spec/classifier.hpp"
 #include "spec/compaction.hpp"
+#include "spec/coupling.hpp"
 #include "spec/decisions.hpp"
 #include "spec/entropy.hpp"
 #include "spec/gumbel.hpp"
@@ -91,7 +92,7 @@ spec::Network network(const std::vector<uintptr_t>& parameters, int64_t inputs, 
 }  // namespace
 
 PYBIND11_MODULE(_expander, module) {
-  module.attr("INTERFACE") = 8;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 9;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
   module.def("ancestor_words", [](uintptr_t parents, int64_t nodes, uintptr_t out) {
     return spec::ancestor_words(at<const int64_t>(parents), nodes, spec::words_for(nodes), at<uint64_t>(out));
   });
@@ -349,5 +350,16 @@ PYBIND11_MODULE(_expander, module) {
   module.def("keyed_gumbel_argmax", [](uintptr_t scores, int64_t size, uint64_t seed, uint64_t position) {
     py::gil_scoped_release release;
     return spec::keyed_gumbel_argmax(at<const float>(scores), size, seed, position);
+  });
+  module.def("couple", [](uintptr_t logits, int64_t rows, int64_t columns, int64_t stride, uintptr_t ids,
+                          uintptr_t positions, uintptr_t seed, uintptr_t scale, uintptr_t out) {
+    py::gil_scoped_release release;
+    spec::couple(at<const float>(logits), rows, columns, stride, at<const int64_t>(ids), at<const int64_t>(positions),
+                 *at<const uint64_t>(seed), *at<const float>(scale), at<float>(out));
+  });
+  module.def("token_noise", [](const std::vector<int64_t>& tokens, uint64_t seed, uint64_t position) {
+    std::vector<float> noise;
+    for (const int64_t token : tokens) noise.push_back(spec::token_noise(token, seed, position));
+    return noise;
   });
 }

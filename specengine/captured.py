@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from specengine import cycle, ops
 from specengine.cuda_graphs import WARM_UPS, Graphs, room
 from specengine.cycle import Draft, EagerDriver
 from specengine.drafters import Drafter
+from specengine.drafters._coupled import Coupled
 from specengine.generation.sampling import Sampler, refuse_no_choice, signed
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
@@ -64,7 +65,8 @@ class CapturedDriver(EagerDriver):
             *(torch.zeros(n, dtype=t, device=device) for n, t in ((rows, torch.int64), (1, torch.int32)))
         )
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
-        self._sampled = False
+        self._sampled = self._coupled = False
+        self._scale = torch.ones(1, device=device)
         self._seed, self._temperature = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device)
         size = NUMBERS + 2 * self.longest + 5 * self.budget
         self._record = torch.zeros(size, dtype=torch.int64, device=device)
@@ -79,15 +81,21 @@ class CapturedDriver(EagerDriver):
         self._go_on(cycle.first(self.drafter, self.policy, self.tree, Seconds()))
 
     def _root(self) -> None:
-        assert self.drafter is not None
         assert self.policy is not None
         found = self.tree.root_alone()
-        self._go_on(cycle.root(self.drafter, self.policy, self.tree, found, Seconds()))
+        self._go_on(cycle.root(self._source(), self.policy, self.tree, found, Seconds()))
 
     def _level(self) -> None:
-        assert self.drafter is not None
         assert self.policy is not None
-        self._go_on(cycle.level(self.drafter, self.policy, self.tree, self.frontier, Seconds()))
+        self._go_on(cycle.level(self._source(), self.policy, self.tree, self.frontier, Seconds()))
+
+    def _source(self) -> Drafter:
+        """From whom trees grow."""
+        assert self.drafter is not None
+        if not self._coupled:
+            return self.drafter
+        length = self.target.cache.filled
+        return cast(Drafter, Coupled(self.drafter, self._seed, self._scale, lambda: length + 1))
 
     def _go_on(self, found: Nodes) -> None:
         width = min(len(found.ids), len(self.frontier.ids))
@@ -148,9 +156,13 @@ class CapturedDriver(EagerDriver):
 
     def _run(self, name: str) -> Any:
         function: Callable[[], Any] = getattr(self, f"_{name}")
+        return self.graphs.run(self._name(name), self._reads(), function)
+
+    def _name(self, name: str) -> str:
+        """Of what is captured: what a function does, and so what is captured, depends on the sampler."""
         if name == "finish":
-            name += " sampled" if self._sampled else " greedy"
-        return self.graphs.run(name, self._reads(), function)
+            return name + (" sampled" if self._sampled else " greedy")
+        return name + " coupled" if self._coupled and name in ("root", "level") else name
 
     def _reads(self) -> tuple[Tensor, ...]:
         return self.target.cache.slab, *(() if self.drafter is None else self.drafter.reads)
@@ -172,8 +184,7 @@ class CapturedDriver(EagerDriver):
             yield from self.policy.state_on(self.tree.device)
 
     def _missing(self, names: list[str]) -> list[str]:
-        suffix = {"finish": " sampled" if self._sampled else " greedy"}
-        return [name for name in names if not self.graphs.has(name + suffix.get(name, ""), self._reads())]
+        return [name for name in names if not self.graphs.has(self._name(name), self._reads())]
 
     def _growth(self) -> list[str]:
         asks = ["first"] if self.policy is not None and self.policy.patience else []
@@ -198,6 +209,12 @@ class CapturedDriver(EagerDriver):
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
         self._sampled = sampler.seed is not None and self.serves(sampler)
+        self._coupled = sampler.couples and self.drafter is not None and self.grows_there
+        if sampler.seed is not None:
+            self._seed.fill_(signed(sampler.seed))
+            self._temperature.fill_(sampler.temperature)
+        if self._coupled and self.drafter is not None:
+            self._scale.fill_(Coupled.scale(self.drafter, sampler.temperature))
         weights = () if self.drafter is None else self.drafter.weights
         self.graphs.require_same(self.target.lm.model, *weights)
         self._capture(*self._missing([*self._growth(), "finish" if self.serves(sampler) else "verify"]))
@@ -271,10 +288,6 @@ class CapturedDriver(EagerDriver):
         assert run.history.length - 1 == len(self.target.tokens)
         self.tree.restart()
         self.tree.tokens[:1].fill_(run.root)
-        if self._sampled:
-            sampler = run.sampler
-            self._seed.fill_(signed(sampler.seed))
-            self._temperature.fill_(float(sampler.processors[0].temperature) if sampler.processors else 1.0)
 
     def _start(self, number: int) -> Any:
         """Launch a cycle; what will have arrived of its record."""

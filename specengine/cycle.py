@@ -150,8 +150,9 @@ def walk(
     commit  takes a chosen token, in order; True ends the walk, and the token is the last one committed
 
     At each node the target chooses once. While a child carries the chosen token, the walk moves there; the first
-    token that no child carries is the bonus token. Lossless for any tree that does not depend on the noise of the
-    choices, and no lossless rule accepts more. A node below the root whose logits are not finite is not entered:
+    token that no child carries is the bonus token. Lossless for any tree where the noise of a choice is a function of
+    its position, fixed before the first tree; for trees that do not depend on the noise no lossless rule accepts more.
+    A node below the root whose logits are not finite is not entered:
     its token becomes the last one.
     """
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()

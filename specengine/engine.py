@@ -18,6 +18,7 @@ from specengine.captured import CapturedDriver
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import Draft, EagerDriver, walk
 from specengine.drafters import Drafter
+from specengine.drafters._coupled import Coupled
 from specengine.drafters._guided import Guided
 from specengine.drafters._origins import Origins
 from specengine.drivers import Drivers, KeptDrivers
@@ -27,7 +28,7 @@ from specengine.generation.grammars import Constraint, Vocabularies, compiled
 from specengine.generation.logprobs import of_rows
 from specengine.generation.options import GenerationOptions
 from specengine.generation.prompts import Prompt, predicted_ids, token_ids
-from specengine.generation.sampling import History, Sampler, refuse_no_choice
+from specengine.generation.sampling import History, Sampler, refuse_no_choice, signed
 from specengine.generation.session import Session
 from specengine.generation.stopping import Stopper
 from specengine.generation.text_generation import Answering, TextGeneration
@@ -209,8 +210,10 @@ class Engine:
             with self.target.running():
                 _expect(drivers.drafter, prompt, prediction)
                 run = self._begin(drivers, prompt, sampler, stopper, stats, reuse_cache)
+                if drivers.drafter is not None and sampler.couples:
+                    run.guided = cast(Drafter, self._coupled(drivers.drafter, sampler, run.history))
                 if constraint is not None and drivers.drafter is not None:
-                    run.guided = cast(Drafter, Guided(drivers.drafter, constraint, stopper.tokens))
+                    run.guided = cast(Drafter, Guided(run.guided or drivers.drafter, constraint, stopper.tokens))
                 if origins is not None and origins.wanted and drivers.drafter is not None:
                     run.origins = origins
                     run.guided = cast(Drafter, origins.around(run.guided or drivers.drafter))
@@ -374,12 +377,18 @@ class Engine:
         stats.num_cached_prompt_tokens = kept
         features = self.target.prefill(known, kept)
         if drafter is not None:
-            drafter.sampled_at(sampler.temperature)
+            drafter.sampled_at(0.0 if sampler.couples else sampler.temperature)
             drafter.begin(known, features)
         if policy is not None:
             policy.begin(len(prompt), sampler.seed is not None)
         driver.prepare(sampler)
         return run
+
+    def _coupled(self, drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
+        assert sampler.seed is not None
+        seed = torch.tensor([signed(sampler.seed)], device=drafter.device)
+        scale = torch.tensor([Coupled.scale(drafter, sampler.temperature)], device=drafter.device)
+        return Coupled(drafter, seed, scale, lambda: history.length)
 
     def _captured_cycles(self, cycles: CapturedDriver, run: _Run) -> Iterator[Cycle]:
         run.stats.notes.append(captured.NOTE)

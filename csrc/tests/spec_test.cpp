@@ -5,6 +5,7 @@
 int main() {
   spec_test::test_philox();
   spec_test::test_gumbel();
+  spec_test::test_coupling();
   spec_test::test_tree();
   spec_test::test_select_best();
   spec_test::test_rows();

@@ -119,6 +119,9 @@ class Free(NamedTuple):
     ranks: list[int]
 
 
+Proposal = tuple[float, int, int]  # probability, token and mark; a plain tuple, as the host handles many in a cycle
+# Continuations of a node of this depth, some or all, the likeliest first, in another order by other probabilities.
+Weigh = Callable[[int, list[Proposal]], list[Proposal]]
 Maker = Callable[[Any, Any], "Drafter"]  # of a target and its tokenizer, None where there is none
 
 
@@ -139,6 +142,7 @@ class Drafter(ABC):
     captures: bool = False
     device: torch.device = torch.device("cpu")  # where the trees stand that it drafts
     model_seconds: float = 0.0  # spent in model forwards, ever
+    sharpness: float = 1.0  # what its logits have been multiplied by, for chances; on average, of those that have been
     features: tuple[int, ...] = ()  # the target's hidden states that it reads, numbered as in transformers
     successors: int = 0  # of the target's likeliest tokens after each verified node, how many it reads
 
@@ -171,7 +175,8 @@ class Drafter(ABC):
             raise InputError(f"prediction: draft {self.name!r} copies nothing; accepted with ngram and with lookup")
 
     def sampled_at(self, temperature: float) -> None:  # noqa: B027
-        """What follows the prompt of the next `begin` is drawn at this temperature; 0: the likeliest tokens."""
+        """What follows the prompt of the next `begin` is drawn at this temperature, by noise that the draft does not
+        know; 0: the likeliest tokens are taken, or the noise is known."""
 
     @abstractmethod
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
@@ -191,10 +196,11 @@ class Drafter(ABC):
         A node's ancestors have been stepped before it.
         """
 
-    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
+    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float, weigh: Weigh | None = None) -> Free | None:
         """Up to `most` continuations below these nodes that need no draft pass; None where there are none.
 
-        least: the path log-probability below which nothing is proposed. Waits for a device.
+        least: the path log-probability below which nothing is proposed; weigh: gives the probabilities that count,
+        where they are others than the draft's. Waits for a device.
         """
         return None
 

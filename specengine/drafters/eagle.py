@@ -57,6 +57,8 @@ class Eagle(RowDraft):
         self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)
         self._temperatures = torch.tensor(config.temperatures, device=target.device)
         self._sharpness = 1 / self._temperatures if config.temperatures else None
+        if config.temperatures:
+            self.sharpness = sum(1 / given for given in config.temperatures) / len(config.temperatures)
         width = config.num_features * config.target_hidden_size
         self._features = torch.zeros(0, width, dtype=self.head.dtype, device=target.device)
         super().__init__(self.head.cache)

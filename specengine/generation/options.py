@@ -90,6 +90,8 @@ class GenerationOptions:
     presence_penalty, frequency_penalty   the OpenAI definition: over generated tokens only
     seed                  of the sampling noise; the same seed gives the same answer, with any draft and policy;
                           by default it is drawn from torch's global generator
+    coupled               when sampling: drafts know the noise that the seed gives, so that they guess the draw itself.
+                          Never changes the answer; False for trees that do not depend on it, as the papers have them
     eos_token_id          one id, or several; [] to ignore the model's own
     stop_strings          the answer ends with the first of these strings, which it includes
     max_time              seconds after which the answer ends
@@ -128,6 +130,7 @@ class GenerationOptions:
     suppress_tokens: list[int] | None = None
     min_new_tokens: int | None = None
     seed: int | None = None
+    coupled: bool = True
     eos_token_id: int | list[int] | None = None
     stop_strings: str | list[str] | None = None
     max_time: float | None = None
@@ -249,7 +252,7 @@ class GenerationOptions:
             chain.append(MinPLogitsWarper(self.min_p))
         if self.typical_p is not None and self.typical_p < 1:
             chain.append(TypicalLogitsWarper(self.typical_p))
-        return Sampler(chain, self.seed, self.logprobs)
+        return Sampler(chain, self.seed, self.logprobs, coupled=self.coupled)
 
     def _imply_sampling(self) -> None:
         """Asking for a temperature or a truncation asks for sampling; a temperature of 0 asks for the greedy answer."""

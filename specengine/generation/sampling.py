@@ -40,13 +40,24 @@ class Sampler:
     Greedy where `seed` is None: the processors' argmax, the lowest id winning ties. Otherwise the Gumbel-max draw
     whose noise is a pure function of (seed, absolute position, token): a tree around the position cannot change it.
     logprobs: log-probabilities of the chosen tokens are wanted, and of so many of the likeliest; None: none.
+    coupled: whether drafts may know the noise, which changes no choice.
     """
 
     def __init__(
-        self, processors: Sequence[Processor] = (), seed: int | None = None, logprobs: int | None = None
+        self,
+        processors: Sequence[Processor] = (),
+        seed: int | None = None,
+        logprobs: int | None = None,
+        *,
+        coupled: bool = True,
     ) -> None:
         self.processors = list(processors)
-        self.seed, self.logprobs = seed, logprobs
+        self.seed, self.logprobs, self.coupled = seed, logprobs, coupled
+
+    @property
+    def couples(self) -> bool:
+        """Whether there is noise that drafts may know."""
+        return self.coupled and self.seed is not None
 
     @property
     def reads_history(self) -> bool:

@@ -43,10 +43,12 @@ from specengine.ops.choose import (
     MASK64,
     Walked,
     choose_tokens,
+    couple,
     gather_rows,
     keyed_gumbel_argmax,
     philox4x32,
     philox_uniform,
+    token_noise,
     walk,
 )
 from specengine.ops.mixing import mix_rows
@@ -124,6 +126,7 @@ __all__ = [
     "classify_row",
     "compact_kv",
     "count_outcomes",
+    "couple",
     "gather_rows",
     "hang_likely",
     "held",
@@ -147,6 +150,7 @@ __all__ = [
     "step_queues",
     "strict_cached_attention",
     "subtree",
+    "token_noise",
     "top_children",
     "top_entropy",
     "tree_attention",

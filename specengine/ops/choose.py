@@ -84,6 +84,40 @@ def choose_tokens(
 
 
 @op
+def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor) -> Tensor:
+    """Logits of a draft and, times `scale`, the noise that the target's draw will have: that of `choose_tokens`.
+
+    logits: float32, bfloat16 or float16 [n, columns]; token_ids: int64 [columns], the tokens of the columns, None where
+    they are that themselves; positions: int64 [n], of the tokens to be drawn; seed: int64 [1], 64 bits; scale: float32
+    [1]. Returns float32 [n, columns]; noise to float32's precision, which is all that a draft needs.
+    """
+    if logits.dtype not in FLOATS or logits.dim() != 2 or not logits.shape[1]:
+        raise InputError(f"logits: float32, bfloat16 or float16 [n, V] is needed, got {describe(logits)}")
+    if positions.dtype is not torch.int64 or positions.shape != logits.shape[:1]:
+        raise InputError(f"positions: int64 [{logits.shape[0]}] is needed, got {describe(positions)}")
+    if token_ids is not None and (token_ids.dtype is not torch.int64 or token_ids.shape != logits.shape[1:]):
+        raise InputError(f"token_ids: int64 [{logits.shape[1]}] is needed, got {describe(token_ids)}")
+    if not (seed.dtype is torch.int64 and scale.dtype is torch.float32 and seed.shape == scale.shape == (1,)):
+        raise InputError(f"seed, scale: int64 [1], float32 [1] are needed, got {describe(seed, scale)}")
+    if run := attached("couple", logits):
+        return run(logits, token_ids, positions, seed, scale)
+    tokens = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
+    noise = -torch.log(-torch.log(_uniform_of(seed, positions, tokens)))
+    return logits.float() + scale * noise.float()
+
+
+@op
+def token_noise(tokens: Tensor, seed: int, position: int) -> list[float]:
+    """The noise of `couple` for some tokens at one position, on the host; tokens: int64 [n], on the CPU."""
+    if tokens.dtype is not torch.int64 or tokens.dim() != 1 or tokens.device.type != "cpu":
+        raise InputError(f"tokens: int64 [n] on the CPU is needed, got {describe(tokens)}")
+    if run := attached("token_noise", tokens):
+        return run(tokens, seed & MASK64, position & MASK64)
+    at, key = torch.tensor([position]), torch.tensor([((seed & MASK64) + 2**63 & MASK64) - 2**63])
+    return (-torch.log(-torch.log(_uniform_of(key, at, tokens))))[0].float().tolist()
+
+
+@op
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
     """Nodes from the root down while a child carries the token that the target chose at its parent; the bonus token.
 
@@ -125,12 +159,21 @@ def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) 
 
 def _uniform(seed: Tensor, positions: Tensor, columns: int) -> Tensor:
     """philox_uniform for many positions, all on the device: float64 [n, columns]."""
+    x = _words(seed, positions, torch.arange(-(-columns // 4), device=positions.device))
+    return (x.flatten(1)[:, :columns].double() + 0.5) / 2.0**32
+
+
+def _uniform_of(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The same for these tokens alone: float64 [n, tokens]."""
+    x = _words(seed, positions, tokens // 4)
+    return (x.gather(2, (tokens % 4).expand(len(positions), -1)[..., None])[..., 0].double() + 0.5) / 2.0**32
+
+
+def _words(seed: Tensor, positions: Tensor, index: Tensor) -> Tensor:
+    """The four words of each counter: int64 [n, counters, 4]."""
     low, position = 0xFFFFFFFF, positions[:, None]
-    index = torch.arange(-(-columns // 4), device=positions.device)
     counter = (index, position & low, (position >> 32) & low, torch.zeros_like(position))
-    words = philox4x32(counter, (seed & low, (seed >> 32) & low))
-    x = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)[:, :columns]
-    return (x.double() + 0.5) / 2.0**32
+    return torch.stack(torch.broadcast_tensors(*philox4x32(counter, (seed & low, (seed >> 32) & low))), -1)
 
 
 def philox_uniform(seed: int, position: int, n: int) -> Tensor:

@@ -25,7 +25,7 @@ from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTR
 from specengine.ops.worth import MEMORY, Counts, Ledger, Notes, Prices
 
 _expander: Any = importlib.import_module("specengine._expander")
-INTERFACE = 8  # as in csrc/expander.cpp
+INTERFACE = 9  # as in csrc/expander.cpp
 
 if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")
@@ -60,6 +60,8 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "next_pass": next_pass,
         "step_queues": step_queues,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
+        "couple": couple,
+        "token_noise": token_noise,
         "walk": walk,
         "compact_kv": compact_kv,
         "strict_cached_attention": strict_cached_attention,
@@ -457,6 +459,20 @@ def strict_cached_attention(
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     scores = scores.contiguous()
     return _expander.keyed_gumbel_argmax(scores.data_ptr(), scores.shape[0], seed, position)
+
+
+def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor) -> Tensor:
+    logits = logits.float()
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    kept = positions.contiguous(), None if token_ids is None else token_ids.contiguous()
+    given = logits.data_ptr(), *logits.shape, logits.stride(0), _at(kept[1]), kept[0].data_ptr()
+    _expander.couple(*given, seed.data_ptr(), scale.data_ptr(), out.data_ptr())
+    return out
+
+
+def token_noise(tokens: Tensor, seed: int, position: int) -> list[float]:
+    return _expander.token_noise(tokens.tolist(), seed, position)
 
 
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:

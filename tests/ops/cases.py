@@ -282,6 +282,16 @@ def choose_tokens(draw: Draw) -> tuple:
     return (logits, torch.arange(rows) * 2**20 + draw.between(0, 2**40), seed, torch.tensor([0.7])), {}
 
 
+def couple(draw: Draw) -> tuple:
+    rows, columns, kind = draw.between(1, 5), draw.between(3, 700), draw.one_of(FLOATS)
+    logits = (draw.normal(rows, columns) * 3).to(kind)
+    logits[0, draw.between(0, columns - 1)] = draw.one_of([-math.inf, NAN, math.inf])
+    ids = draw.one_of([None, torch.randperm(3 * columns, generator=draw.random)[:columns]])
+    positions = 2**33 + draw.whole(3, rows)
+    seed = draw.one_of([1, -1]) * draw.whole(2**62, 1)
+    return (draw.strided(logits), ids, positions, seed, torch.tensor([draw.one_of([0.0, 0.7, 3.0])])), {}
+
+
 def walk(draw: Draw) -> tuple:
     size, padding = draw.between(1, 70), draw.between(0, 5)
     tree, chosen = toy.random_tree(draw.between(0, 10**6), size, 60), draw.whole(3, size)
@@ -318,6 +328,7 @@ CASES: dict[str, Callable[[Draw], tuple]] = {
         best_candidates,
         chances,
         choose_tokens,
+        couple,
         classify_paths,
         classify_row,
         gather_rows,

@@ -25,6 +25,7 @@ inline std::vector<float> random_scores(int64_t size, bool coarse, bool special)
 
 void test_philox();
 void test_gumbel();
+void test_coupling();
 void test_tree();
 void test_select_best();
 void test_rows();

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <vector>
 
+#include "spec/coupling.hpp"
 #include "spec/gumbel.hpp"
 #include "tests/spec/common.hpp"
 
@@ -52,6 +53,25 @@ void test_gumbel() {
     }
   const std::vector<float> nothing(70, -INFINITY);
   check(spec::keyed_gumbel_argmax(nothing.data(), 70, 1, 1) == -1, "keyed_gumbel_argmax of nothing", 70);
+}
+
+void test_coupling() {
+  std::vector<uint32_t> words{0, 1, 2, ~0u, ~0u - 1, ~0u / 2, ~0u - (1u << 24), ~0u - (1u << 24) - 1};
+  for (int i = 0; i < 20000; ++i) words.push_back(static_cast<uint32_t>(generator()));
+  for (const uint32_t word : words) {
+    const uint32_t given[1] = {word};
+    float noise[1];
+    spec::quick_gumbel(given, noise);
+    check(std::fabs(noise[0] - spec::gumbel(word)) < 2e-5, "quick_gumbel", word);
+  }
+  const int64_t ids[3] = {700, 0, 257}, positions[3] = {1ll << 33, 1ll << 33, 5};
+  const float logits[12] = {1, 2, 3, NAN, 4, 5, 6, NAN, -INFINITY, 7, 8, NAN};
+  float out[9];
+  spec::couple(logits, 3, 3, 4, ids, positions, ~0ull, 0.5f, out);
+  for (int i = 0; i < 9; ++i) {
+    const float expected = logits[i / 3 * 4 + i % 3] + 0.5f * spec::token_noise(ids[i % 3], ~0ull, positions[i / 3]);
+    check(out[i] == expected || std::fabs(out[i] - expected) < 1e-4, "couple", i);
+  }
 }
 
 }  // namespace spec_test

@@ -1,0 +1,79 @@
+"""Drafting for tokens that are drawn: by the noise that draws them, which a draft can know as well as the target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specengine import ops
+from specengine.drafters import Drafter, Free, Proposal, Step
+from specengine.ops import Nodes
+from specengine.tree import TokenTree
+
+MEAN = 0.5772  # of the noise
+MOST_SCALE = 1e4  # of the noise, beside which no logit counts
+LEAST_REST = 1e-6  # chance that is always left to what was not proposed
+
+
+class Coupled:
+    """What a tree is grown from where tokens are drawn: `drafter`, its distributions given the noise of the draws.
+
+    The target takes the largest of log p + g, where the noise g is a pure function of seed, position and token. A draft
+    that adds the same noise to its own log q guesses the draw instead of the distribution: of two distributions that
+    agree in a share of 1 - d the draws agree with a probability of at least (1 - d) / (1 + d), and always where q is p.
+    The answer stays the one that plain decoding draws with that seed, as the tree has no say in any choice (Daliri et
+    al. 2024, Coupling without Communication, and Drafter-Invariant Speculative Decoding, section 3).
+
+    Log-probabilities become those of being drawn: softmax(z + s T g), s = `drafter.sharpness`. A greedy target takes
+    the largest of logits that are off from the draft's by errors of some scale t, and z = logits / t are calibrated to
+    that; one that draws at temperature T takes the largest of logits + T g, off by the same errors. Where a row says
+    only what part of the tokens is likely, the rest counts as one token of mean noise.
+
+    seed: int64 [1], 64 bits, and scale: float32 [1], of the noise, on the trees' device; length: of the text, the root
+    included, there or on the host.
+    """
+
+    def __init__(self, drafter: Drafter, seed: Tensor, scale: Tensor, length: Callable[[], Tensor | int]) -> None:
+        self.drafter, self.origin = drafter, drafter.origin
+        self._seed, self._scale, self._length = seed, scale, length
+
+    @staticmethod
+    def scale(drafter: Drafter, temperature: float) -> float:
+        """Of the noise, for what this drafter gives."""
+        return min(temperature * drafter.sharpness, MOST_SCALE)
+
+    def root(self, tree: TokenTree) -> Step:
+        return self._coupled(self.drafter.root(tree), tree, tree.root_alone())
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        return self._coupled(self.drafter.step(tree, frontier), tree, frontier)
+
+    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
+        """As of the drafter, by the probabilities of being drawn."""
+        seed, scale, length = int(self._seed), float(self._scale), int(self._length())
+
+        def weigh(depth: int, found: list[Proposal]) -> list[Proposal]:
+            noise = ops.token_noise(torch.tensor([token for _, token, _ in found]), seed, length + depth)
+            rest = max(1 - sum(probability for probability, _, _ in found), LEAST_REST)
+            scores = [math.log(p) + scale * g for (p, _, _), g in zip(found, noise, strict=True)]
+            scores.append(math.log(rest) + scale * MEAN)
+            most = max(scores)
+            parts = [math.exp(score - most) for score in scores]
+            whole = sum(parts)
+            drawn = [(part / whole, token, mark) for part, (_, token, mark) in zip(parts, found, strict=False)]
+            return sorted(drawn, reverse=True)
+
+        return self.drafter.free(tree, nodes, most, least, weigh)
+
+    def _coupled(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
+        positions = tree.depths.index_select(0, frontier.ids) + self._length()
+        logits = ops.couple(step.logits, step.token_ids, positions, self._seed, self._scale)
+        if step.normalized:
+            rest = (1 - step.logits.float().exp().sum(1, keepdim=True)).clamp(min=LEAST_REST)
+            whole = torch.logaddexp(logits.logsumexp(1, keepdim=True), rest.log() + self._scale * MEAN)
+            logits = logits - whole
+        return replace(step, logits=logits)
