@@ -214,7 +214,7 @@ class CapturedDriver(EagerDriver):
             self._seed.fill_(signed(sampler.seed))
             self._temperature.fill_(sampler.temperature)
         if self._coupled and self.drafter is not None:
-            self._scale.fill_(Coupled.scale(self.drafter, sampler.temperature))
+            self._scale.fill_(Coupled.scale(self.drafter, sampler.temperature, truncated=sampler.truncates))
         weights = () if self.drafter is None else self.drafter.weights
         self.graphs.require_same(self.target.lm.model, *weights)
         self._capture(*self._missing([*self._growth(), "finish" if self.serves(sampler) else "verify"]))

@@ -387,7 +387,8 @@ class Engine:
     def _coupled(self, drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
         assert sampler.seed is not None
         seed = torch.tensor([signed(sampler.seed)], device=drafter.device)
-        scale = torch.tensor([Coupled.scale(drafter, sampler.temperature)], device=drafter.device)
+        part = Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)
+        scale = torch.tensor([part], device=drafter.device)
         return Coupled(drafter, seed, scale, lambda: history.length)
 
     def _captured_cycles(self, cycles: CapturedDriver, run: _Run) -> Iterator[Cycle]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import Engine, ops
-from specengine.drafters import Proposal
+from specengine.drafters import Proposal, _coupled
 from specengine.drafters._coupled import MEAN, Coupled
 from specengine.generation.sampling import signed
 from specengine.ops import Nodes
@@ -52,16 +52,18 @@ def test_a_position_may_leave_the_memory_of_the_noise_and_come_again() -> None:
     assert not torch.equal(ops.couple(logits, None, torch.tensor([0]), key + 1, one)[:, :300], fresh[0])
 
 
-def test_a_draft_that_is_the_target_guesses_every_draw() -> None:
-    """One chain is always accepted whole; where it does not know the noise, seldom."""
+def test_a_draft_that_is_the_target_guesses_every_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of the noise one chain is always accepted whole; with none, seldom, and with a part, in between."""
     tables = Tables(12, 3, concentration=1.0)
-    lengths = {}
-    for knows in (True, False):
+    lengths = []
+    for share in (1.0, _coupled.NOISE, 0.0):
+        monkeypatch.setattr(_coupled, "NOISE", share)
         engine = Engine(ToyTarget(tables), ToyDrafter(tables), make("chain", length=4), LetterTokenizer())
-        found = engine.generate([1, 2, 3], max_new_tokens=200, temperature=0.9, seed=5, coupled=knows)
-        lengths[knows] = found.stats.num_generated_tokens / found.stats.num_spec_steps
-    assert lengths[True] == 5.0
-    assert lengths[False] < 3.0
+        given = {"max_new_tokens": 200, "temperature": 0.9, "seed": 5}
+        found = engine.generate([1, 2, 3], **given, coupled=share > 0)
+        lengths.append(found.stats.num_generated_tokens / found.stats.num_spec_steps)
+    assert lengths[0] == 5.0 > lengths[1] > lengths[2] + 1
+    assert lengths[2] < 3.0
 
 
 @pytest.mark.parametrize("draft", ["toy", "normalized", "columns"])

@@ -15,6 +15,7 @@ from specengine.ops import Nodes
 from specengine.tree import TokenTree
 
 MEAN = 0.5772  # of the noise
+NOISE, NOISE_OF_TRUNCATED = 0.75, 0.5  # shares, of 0, 0.25, 0.5, 0.75 and 1, that let the default draft guess best
 MOST_SCALE = 1e4  # of the noise, beside which no logit counts
 LEAST_REST = 1e-6  # chance that is always left to what was not proposed
 
@@ -30,8 +31,10 @@ class Coupled:
 
     Log-probabilities become those of being drawn: softmax(z + s T g), s = `drafter.sharpness`. A greedy target takes
     the largest of logits that are off from the draft's by errors of some scale t, and z = logits / t are calibrated to
-    that; one that draws at temperature T takes the largest of logits + T g, off by the same errors. Where a row says
-    only what part of the tokens is likely, the rest counts as one token of mean noise.
+    that; one that draws at temperature T takes the largest of logits + T g, off by the same errors. Drafts are more
+    often right with a part of that noise, `NOISE`, and with less where a truncation leaves unlikely tokens out, which
+    the noise would raise. Where a row says only what part of the tokens is likely, the rest counts as one token of mean
+    noise.
 
     seed: int64 [1], 64 bits, and scale: float32 [1], of the noise, on the trees' device; length: of the text, the root
     included, there or on the host.
@@ -42,9 +45,10 @@ class Coupled:
         self._seed, self._scale, self._length = seed, scale, length
 
     @staticmethod
-    def scale(drafter: Drafter, temperature: float) -> float:
+    def scale(drafter: Drafter, temperature: float, *, truncated: bool) -> float:
         """Of the noise, for what this drafter gives."""
-        return min(temperature * drafter.sharpness, MOST_SCALE)
+        share = NOISE_OF_TRUNCATED if truncated else NOISE
+        return min(share * temperature * drafter.sharpness, MOST_SCALE)
 
     def root(self, tree: TokenTree) -> Step:
         return self._coupled(self.drafter.root(tree), tree, tree.root_alone())

@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
-from transformers.generation import TemperatureLogitsWarper
+from transformers.generation import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from specengine import ops
 from specengine.errors import InputError, NumericalError, ProcessorError
@@ -72,6 +78,11 @@ class Sampler:
         return math.prod(
             float(item.temperature) for item in self.processors if isinstance(item, TemperatureLogitsWarper)
         )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether only the likely tokens can be drawn."""
+        return any(isinstance(item, TRUNCATIONS) for item in self.processors)
 
     @property
     def takes_largest(self) -> bool:
@@ -199,3 +210,6 @@ class TopP(LogitsProcessor):
         result = torch.full_like(scores, MINUS_INF)
         result[0, ids[kept]] = values[kept]
         return result
+
+
+TRUNCATIONS = (TopP, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper)
