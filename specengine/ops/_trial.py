@@ -151,6 +151,12 @@ def _choose_tokens(device: torch.device) -> list[tuple[Any, ...]]:
     return [(logits, *how) for logits in _logits(device) for how in ((), drawn)]
 
 
+def _couple(device: torch.device) -> list[tuple[Any, ...]]:
+    positions, seed, scale = torch.arange(ROWS, device=device) * 2**33, _whole(device, -(2**61) + 5), _real(device, 0.7)
+    some = torch.arange(COLUMNS, device=device) * 7 + 3
+    return [(logits, ids, positions, seed, scale) for logits in _logits(device) for ids in (None, some)]
+
+
 def _walk(device: torch.device) -> list[tuple[Any, ...]]:
     tokens, parents = (part[:7] for part in _tree(device, 7)[:2])
     paths = _whole(device, 8, 10, 1, 11, 5, 9, 9), _whole(device, 3, *[9] * 6), _whole(device, -1, *[9] * 6)
@@ -222,6 +228,7 @@ INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "cached_attention": _cached_attention,
     "choose_tokens": _choose_tokens,
     "compact_kv": _compact_kv,
+    "couple": _couple,
     "gather_rows": _gather_rows,
     "keyed_gumbel_argmax": lambda device: [(_wave(device, COLUMNS), 5, 2**40)],
     "rope_store": _rope_store,

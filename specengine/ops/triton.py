@@ -13,7 +13,7 @@ from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
-from specengine_kernels import candidate_selection, entropy, frontier, kv_compaction, verification
+from specengine_kernels import candidate_selection, coupling, entropy, frontier, kv_compaction, verification
 from specengine_kernels import rope_store as rope_kernel
 from specengine_kernels import strict_attention as strict_kernel
 from specengine_kernels import top_children as children_kernel
@@ -106,6 +106,14 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     one = torch.ones(1, device=scores.device)
     # +inf counts as 3e38 here, and is not finite for the kernel
     return int(choose_tokens(scores.clamp(max=LARGEST)[None], sent[1:], sent[:1], one))
+
+
+def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor) -> Tensor:
+    dense = (token_ids is None or token_ids.stride(0) == 1) and logits.shape[0] > 0
+    if not dense:
+        return by_meaning(choose.couple, logits, token_ids, positions, seed, scale)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    return coupling.couple(logits, token_ids, positions, seed, scale)
 
 
 def _signed(value: int) -> int:
@@ -221,6 +229,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "best_candidates": best_candidates,
         "cached_attention": cached_attention,
         "choose_tokens": choose_tokens,
+        "couple": couple,
         "gather_rows": gather_rows,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
         "rope_store": rope_store,

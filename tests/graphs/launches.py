@@ -34,6 +34,7 @@ SERVED = {
         "cached_attention",
         "choose_tokens",
         "compact_kv",
+        "couple",
         "gather_rows",
         "rope_store",
         "strict_cached_attention",

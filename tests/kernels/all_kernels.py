@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from specengine_kernels import (
     candidate_selection,
+    coupling,
     entropy,
     frontier,
     kv_compaction,
@@ -104,6 +105,19 @@ def choices(seed: int, device: str) -> None:
     assert best.tolist() == logits.argmax(1).tolist(), seed
 
 
+def couplings(seed: int, device: str) -> None:
+    rows, columns = ROWS[seed % 3], COLUMNS[seed % 4]
+    logits = random(rows, columns, seed=seed) * 3
+    positions = (torch.arange(rows) // 2 + seed) * (1 + 2**33 * (seed % 2))
+    tokens = None if seed % 3 else torch.randperm(4 * columns, generator=torch.Generator().manual_seed(seed))[:columns]
+    scale = torch.tensor([0.3 * seed], device=device)
+    on_device = None if tokens is None else tokens.to(device)
+    key = torch.tensor([seed - 2**62], device=device)
+    found = coupling.couple(logits.to(device), on_device, positions.to(device), key, scale)
+    wanted = coupling.reference(logits, tokens, positions, seed - 2**62, 0.3 * seed)
+    torch.testing.assert_close(found.cpu(), wanted, atol=1e-4, rtol=1e-5, msg=str(seed))
+
+
 def walks(seed: int, device: str) -> None:
     size = (1, 9, 64, 65, 200)[seed % 5]
     tree = toy.random_tree(seed, size, max(3, size // 8))
@@ -181,6 +195,7 @@ KERNELS: dict[str, Callable[[int, str], None]] = {
     "children": children,
     "entropies": entropies,
     "choices": choices,
+    "couplings": couplings,
     "walks": walks,
     "compaction": compaction,
     "growth": growth,

@@ -22,6 +22,7 @@ import torch
 import triton
 from specengine_kernels import (
     candidate_selection,
+    coupling,
     entropy,
     frontier,
     kv_compaction,
@@ -212,13 +213,19 @@ def rope(rows: int, groups: int, size: int, dtype: str) -> None:
     rope_store.rope_store(query, key, key, positions, table, table, cache, cache, *numbers)
 
 
+def couple(rows: int, columns: int, dtype: str, mapped: bool) -> None:
+    logits, whole = torch.empty(rows, columns, dtype=getattr(torch, dtype)), torch.empty(columns, dtype=torch.int64)
+    coupling.couple(logits, whole if mapped else None, whole[:rows], whole[:1], torch.empty(1))
+
+
 CASES = {"attention": attention, "selection": selection, "compaction": compaction, "choice": choice, "walk": walk}
 CASES |= {"append": append, "gather": gather, "rope": rope, "strict": strict}
-CASES |= {"children": children, "entropy": entropies}
+CASES |= {"children": children, "entropy": entropies, "couple": couple}
 MODULES = (
     tree_attention,
     strict_attention,
     candidate_selection,
+    coupling,
     entropy,
     top_children,
     kv_compaction,

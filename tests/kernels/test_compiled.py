@@ -48,6 +48,8 @@ REST = [
     ["choice", 64, 128256, True, "bfloat16"],
     ["choice", 1, 49152, True, "float32"],
     ["choice", 1, 49152, False, "float32"],
+    ["couple", 10, 128256, "bfloat16", False],
+    ["couple", 16, 12288, "float32", True],
     ["walk", 64],
     ["walk", 1024],
     ["append", 60, 256],

@@ -24,6 +24,8 @@ SERVING: list[list[Any]] = [
     *(["compaction", layers, heads, 128, "bfloat16"] for layers in (16, 32) for heads in (1, 7, 8)),
     *(["gather", width, 4096, "bfloat16"] for width in WIDTHS),
     *(["rope", rows, 4, 128, "bfloat16"] for rows in WIDTHS),
+    *(["couple", rows, 32000, "bfloat16", True] for rows in WIDTHS),
+    *(["couple", rows, VOCABULARY, "bfloat16", False] for rows in WIDTHS),
 ]
 # of each kernel, for all of these together
 SERVED = {
@@ -32,6 +34,7 @@ SERVED = {
     "candidate_selection._stats": 5,  # one for each width, as here
     "candidate_selection._filter": 5,
     "candidate_selection._rank": 1,
+    "coupling._couple": 2,  # with a vocabulary of the draft's own and without
     "entropy._sums": 2,
     "entropy._count": 2,
     "entropy._split": 2,
@@ -56,6 +59,7 @@ RANDOM = {
     "candidate_selection._stats": 5,
     "candidate_selection._filter": 12,
     "candidate_selection._rank": 3,
+    "coupling._couple": 6,
     "entropy._sums": 7,
     "entropy._count": 3,
     "entropy._split": 3,

@@ -34,6 +34,7 @@ SERVED = {
     "cached_attention",
     "choose_tokens",
     "compact_kv",
+    "couple",
     "gather_rows",
     "keyed_gumbel_argmax",
     "pack_mask",
