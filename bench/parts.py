@@ -201,6 +201,22 @@ def chances(file: str) -> str:
     return table(("source", "sampling", "outcomes", "stated", "counted"), rows, file)
 
 
+def coupling(file: str) -> str:
+    """From bench.coupling: sampled drafts that know the noise of the draws, and that do not."""
+    found = {(r["sampling"], r["policy"], r["coupled"]): r for r in records(file) if r["record"] == "coupling"}
+    rows = [
+        [
+            sampling,
+            code(policy),
+            *(number(found[sampling, policy, knows], "tau", 2) for knows in (True, False)),
+            *(number(found[sampling, policy, knows], "over_plain", 2) for knows in (True, False)),
+        ]
+        for sampling, policy in dict.fromkeys((sampling, policy) for sampling, policy, _ in found if policy != "plain")
+    ]
+    header = ("sampling", "policy", "tau, coupled", "not coupled", "speed over plain, coupled", "not coupled")
+    return table(header, rows, file)
+
+
 def regret(file: str) -> str:
     """From bench.regret: expected tokens lost per cycle."""
     lost = {(r["law"], r["by"]): f"{r['per_cycle']:.3f}" for r in records(file) if r["record"] == "regret"}
@@ -415,7 +431,7 @@ PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
     for part in (
         *(headline, rivals, five, versus, answers),
-        *(policies, sets, adversarial, chances, regret),
+        *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, start, instructions, perplexity),
         *(replays, published, compared, losses, replicas, split),
         *(load, storm, memory),

@@ -357,9 +357,4 @@ PYBIND11_MODULE(_expander, module) {
     spec::couple(at<const float>(logits), rows, columns, stride, at<const int64_t>(ids), at<const int64_t>(positions),
                  *at<const uint64_t>(seed), *at<const float>(scale), at<float>(out));
   });
-  module.def("token_noise", [](const std::vector<int64_t>& tokens, uint64_t seed, uint64_t position) {
-    std::vector<float> noise;
-    for (const int64_t token : tokens) noise.push_back(spec::token_noise(token, seed, position));
-    return noise;
-  });
 }

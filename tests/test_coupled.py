@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import Engine, ops
-from specengine.drafters import Proposal, _coupled
+from specengine.drafters import _coupled
 from specengine.drafters._coupled import MEAN, Coupled
 from specengine.generation.sampling import signed
-from specengine.ops import Nodes
 from specengine.policies import make
 from specengine.tree import TokenTree
 from tests.lossless.engines import engines, prompt_of
-from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget, near_copy, nodes_of, tiny
+from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget, near_copy, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +30,7 @@ def coupled(drafter: Any, seed: int, scale: float, length: int) -> Coupled:
 @given(seed=st.integers(-(2**63), 2**64 - 1), position=st.integers(0, 2**40), size=st.integers(1, 3000))
 @settings(max_examples=40, deadline=None)
 def test_it_is_the_noise_of_the_draw(seed: int, position: int, size: int) -> None:
-    """In float32, so that near-ties may fall otherwise; tokens one by one, and in columns of any order."""
+    """In float32, so that near-ties may fall otherwise; in columns of any order."""
     scores = torch.randn(1, size, generator=torch.Generator().manual_seed(size)) * 3
     key, at, one = torch.tensor([signed(seed)]), torch.tensor([position]), torch.ones(1)
     sums = ops.couple(scores, None, at, key, one)[0]
@@ -39,8 +38,6 @@ def test_it_is_the_noise_of_the_draw(seed: int, position: int, size: int) -> Non
     assert sums[drawn] >= sums.max() - 1e-3
     order = torch.randperm(size, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(ops.couple(scores[:, order], order, at, key, one)[0], sums[order], rtol=0, atol=0)
-    alone = torch.tensor(ops.token_noise(order, seed, position))
-    torch.testing.assert_close(scores[0, order] + alone, sums[order], rtol=0, atol=1e-4)
 
 
 def test_a_position_may_leave_the_memory_of_the_noise_and_come_again() -> None:
@@ -113,39 +110,22 @@ class Given:
 
         return Step(self.logits, None, self.normalized)
 
-    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float, weigh: Any = None) -> Any:
-        found: list[Proposal] = [(0.5, 3, 1), (0.2, 7, 2), (0.1, 1, 2)]
-        return weigh(int(tree.depths[nodes.ids[0]]), found)
+
+def noise_of(count: int) -> Tensor:
+    return -torch.log(-torch.log(ops.philox_uniform(9, 30, count))).float()
 
 
 def test_what_a_row_leaves_out_counts_as_one_token_of_mean_noise() -> None:
     shares = torch.tensor([[0.5, 0.0, 0.2, 0.1]])
     row = coupled(Given(shares.log(), normalized=True), 9, 0.8, 30).root(TokenTree.root(1)).logits[0]
-    noise = torch.tensor(ops.token_noise(torch.arange(4), 9, 30))
+    noise = noise_of(4)
     parts = shares[0] * (0.8 * noise).exp()
     torch.testing.assert_close(row.exp(), parts / (parts.sum() + 0.2 * math.exp(0.8 * MEAN)), rtol=1e-4, atol=1e-6)
     logits = torch.randn(1, 6)
     whole = coupled(Given(logits, normalized=False), 9, 0.8, 30).root(TokenTree.root(1))
-    expected = logits[0] + 0.8 * torch.tensor(ops.token_noise(torch.arange(6), 9, 30))
+    expected = logits[0] + 0.8 * noise_of(6)
     torch.testing.assert_close(whole.logits[0], expected)
     assert not whole.normalized
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.8, 1e4])
-def test_continuations_without_a_pass_are_weighed_alike(scale: float) -> None:
-    draft = coupled(Given(torch.zeros(1, 1), normalized=False), 9, scale, 30)
-    tree = TokenTree.root(1, 4)
-    tree.graft([0], [2], [-0.5])
-    found: Any = draft.free(tree, nodes_of([1]), 8, -9.0)
-    assert [share for share, _, _ in found] == sorted((share for share, _, _ in found), reverse=True)
-    assert {(token, mark) for _, token, mark in found} == {(3, 1), (7, 2), (1, 2)}
-    noise = dict(zip((3, 7, 1), ops.token_noise(torch.tensor([3, 7, 1]), 9, 31), strict=True))
-    scores = {3: math.log(0.5), 7: math.log(0.2), 1: math.log(0.1)}
-    scores = {token: score + scale * noise[token] for token, score in scores.items()}
-    rest = math.log(0.2) + scale * MEAN
-    parts = torch.tensor([*scores.values(), rest]).double().softmax(0).tolist()
-    for share, token, _ in found:
-        assert share == pytest.approx(parts[list(scores).index(token)], rel=1e-4, abs=1e-12)
 
 
 def test_chances_are_those_of_being_drawn() -> None:

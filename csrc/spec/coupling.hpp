@@ -56,18 +56,6 @@ SPEC_CLONES inline void gumbel_block(uint32_t first_counter, uint64_t position, 
     for (int word = 0; word < 4; ++word) out[4 * i + word] = noise[word][i];
 }
 
-// Of one token.
-inline float token_noise(int64_t token, uint64_t seed, uint64_t position) {
-  uint32_t words[4][1] = {{static_cast<uint32_t>(token / 4)},
-                          {static_cast<uint32_t>(position)},
-                          {static_cast<uint32_t>(position >> 32)},
-                          {0}};
-  philox(words, {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
-  float noise[1];
-  quick_gumbel(words[token % 4], noise);
-  return noise[0];
-}
-
 // The noise of whole vocabularies at the positions asked for last: a position is drafted for in several cycles, and by
 // several rows of each.
 class NoiseRows {

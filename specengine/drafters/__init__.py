@@ -119,9 +119,6 @@ class Free(NamedTuple):
     ranks: list[int]
 
 
-Proposal = tuple[float, int, int]  # probability, token and mark; a plain tuple, as the host handles many in a cycle
-# Continuations of a node of this depth, some or all, the likeliest first, in another order by other probabilities.
-Weigh = Callable[[int, list[Proposal]], list[Proposal]]
 Maker = Callable[[Any, Any], "Drafter"]  # of a target and its tokenizer, None where there is none
 
 
@@ -196,11 +193,10 @@ class Drafter(ABC):
         A node's ancestors have been stepped before it.
         """
 
-    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float, weigh: Weigh | None = None) -> Free | None:
+    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
         """Up to `most` continuations below these nodes that need no draft pass; None where there are none.
 
-        least: the path log-probability below which nothing is proposed; weigh: gives the probabilities that count,
-        where they are others than the draft's. Waits for a device.
+        least: the path log-probability below which nothing is proposed. Waits for a device.
         """
         return None
 

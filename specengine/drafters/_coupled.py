@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import Drafter, Free, Proposal, Step
+from specengine.drafters import Drafter, Free, Step
 from specengine.ops import Nodes
 from specengine.tree import TokenTree
 
@@ -57,21 +56,8 @@ class Coupled:
         return self._coupled(self.drafter.step(tree, frontier), tree, frontier)
 
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
-        """As of the drafter, by the probabilities of being drawn."""
-        seed, scale, length = int(self._seed), float(self._scale), int(self._length())
-
-        def weigh(depth: int, found: list[Proposal]) -> list[Proposal]:
-            noise = ops.token_noise(torch.tensor([token for _, token, _ in found]), seed, length + depth)
-            rest = max(1 - sum(probability for probability, _, _ in found), LEAST_REST)
-            scores = [math.log(p) + scale * g for (p, _, _), g in zip(found, noise, strict=True)]
-            scores.append(math.log(rest) + scale * MEAN)
-            most = max(scores)
-            parts = [math.exp(score - most) for score in scores]
-            whole = sum(parts)
-            drawn = [(part / whole, token, mark) for part, (_, token, mark) in zip(parts, found, strict=False)]
-            return sorted(drawn, reverse=True)
-
-        return self.drafter.free(tree, nodes, most, least, weigh)
+        """The drafter's own: what is copied is mostly sure or wrong, and would be guessed worse by the noise."""
+        return self.drafter.free(tree, nodes, most, least)
 
     def _coupled(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         positions = tree.depths.index_select(0, frontier.ids) + self._length()

@@ -7,21 +7,20 @@ from collections.abc import Callable, Collection
 from heapq import heapify, heappop, heappush
 from sys import float_info
 
-from specengine.drafters import Free, Proposal, Weigh
+from specengine.drafters import Free
 from specengine.drafters._suffixes import Context
 
-# node, its context, path log-probability, tokens of its children, and depth; plain, as this runs in every cycle
-Leaf = tuple[int, Context, float, Collection[int], int]
+# Plain tuples, as this runs on the host in every cycle.
+Proposal = tuple[float, int, int]  # probability, token and mark
+Leaf = tuple[int, Context, float, Collection[int]]  # node, its context, path log-probability, tokens of its children
 Propose = Callable[[Context, float], list[Proposal]]
 
 
-def best_first(
-    leaves: list[Leaf], first: int, most: int, least: float, propose: Propose, weigh: Weigh | None = None
-) -> Free | None:
+def best_first(leaves: list[Leaf], first: int, most: int, least: float, propose: Propose) -> Free | None:
     """The `most` likeliest continuations below the leaves whose path log-probability is `least` or more.
 
     first: the id of the first of them; propose: the continuations of a context that have this probability or more, the
-    likeliest first; weigh: see Drafter.free. Of paths that are equally likely those of an earlier parent come first.
+    likeliest first. Of paths that are equally likely those of an earlier parent come first.
     """
     free, parents = Free([], [], [], [], []), list(leaves)
     # Cost (the path log-probability, negated), place of the parent, and rank, of each parent's best continuation left;
@@ -31,12 +30,9 @@ def best_first(
     heapify(waiting)
     while waiting and len(free.tokens) < most:
         cost, place, rank = heappop(waiting)
-        node, context, score, taken, depth = parents[place]
+        node, context, score, taken = parents[place]
         if rank < 0:
-            enough = math.exp(least - score) or float_info.min
-            found = propose(context, enough if weigh is None else 0.0)
-            if weigh is not None and found:
-                found = [proposal for proposal in weigh(depth, found) if proposal[0] >= enough]
+            found = propose(context, math.exp(least - score) or float_info.min)
             proposals[place] = found = [p for p in found if p[1] not in taken] if taken else found
         else:
             found = proposals[place]
@@ -47,7 +43,7 @@ def best_first(
             free.marks.append(mark)
             free.ranks.append(rank)
             heappush(waiting, (cost, len(parents), -1))
-            parents.append((first + len(free.tokens) - 1, (token, context), -cost, (), depth + 1))
+            parents.append((first + len(free.tokens) - 1, (token, context), -cost, ()))
         if rank + 1 < len(found):
             heappush(waiting, (-score - math.log(found[rank + 1][0]), place, rank + 1))
     return free if free.tokens else None

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from specengine.drafters import COPIED, FREE, RECYCLED, Drafter, Free, Maker, Proposal, Step, Weigh
+from specengine.drafters import COPIED, FREE, RECYCLED, Drafter, Free, Maker, Step
 from specengine.drafters._copies import ComposedCopies
-from specengine.drafters._free import Leaf, best_first
+from specengine.drafters._free import Leaf, Proposal, best_first
 from specengine.drafters._mixing import Columns, mixed
 from specengine.drafters._suffixes import Context, contexts, contexts_of
 from specengine.modeling.load_options import LoadOptions
@@ -103,7 +103,7 @@ class Lookup(Drafter):
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         return self._with_copies(self.drafter.step(tree, frontier), tree, frontier)
 
-    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float, weigh: Weigh | None = None) -> Free | None:
+    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
         size, ids = len(tree), nodes.alive().tolist()
         tokens, parents = tree.tokens[:size].tolist(), tree.parents[:size].tolist()
         scores, before = tree.path_log_probs[:size].tolist(), contexts(self._copies.context(), tokens, parents)
@@ -111,9 +111,8 @@ class Lookup(Drafter):
         for token, parent in zip(tokens, parents, strict=True):
             if parent in taken:
                 taken[parent].add(token)
-        depths = tree.depths[:size].tolist()
-        leaves: list[Leaf] = [(node, before[node], scores[node], taken[node], depths[node]) for node in ids]
-        return best_first(leaves, size, most, least, self._proposals, weigh)
+        leaves: list[Leaf] = [(node, before[node], scores[node], taken[node]) for node in ids]
+        return best_first(leaves, size, most, least, self._proposals)
 
     def observe(self, cycle: Cycle) -> None:
         for source in self._sources:

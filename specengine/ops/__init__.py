@@ -48,7 +48,6 @@ from specengine.ops.choose import (
     keyed_gumbel_argmax,
     philox4x32,
     philox_uniform,
-    token_noise,
     walk,
 )
 from specengine.ops.mixing import mix_rows
@@ -150,7 +149,6 @@ __all__ = [
     "step_queues",
     "strict_cached_attention",
     "subtree",
-    "token_noise",
     "top_children",
     "top_entropy",
     "tree_attention",

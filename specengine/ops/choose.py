@@ -107,17 +107,6 @@ def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Te
 
 
 @op
-def token_noise(tokens: Tensor, seed: int, position: int) -> list[float]:
-    """The noise of `couple` for some tokens at one position, on the host; tokens: int64 [n], on the CPU."""
-    if tokens.dtype is not torch.int64 or tokens.dim() != 1 or tokens.device.type != "cpu":
-        raise InputError(f"tokens: int64 [n] on the CPU is needed, got {describe(tokens)}")
-    if run := attached("token_noise", tokens):
-        return run(tokens, seed & MASK64, position & MASK64)
-    at, key = torch.tensor([position]), torch.tensor([((seed & MASK64) + 2**63 & MASK64) - 2**63])
-    return (-torch.log(-torch.log(_uniform_of(key, at, tokens))))[0].float().tolist()
-
-
-@op
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
     """Nodes from the root down while a child carries the token that the target chose at its parent; the bonus token.
 

@@ -61,7 +61,6 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "step_queues": step_queues,
         "keyed_gumbel_argmax": keyed_gumbel_argmax,
         "couple": couple,
-        "token_noise": token_noise,
         "walk": walk,
         "compact_kv": compact_kv,
         "strict_cached_attention": strict_cached_attention,
@@ -469,10 +468,6 @@ def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Te
     given = logits.data_ptr(), *logits.shape, logits.stride(0), _at(kept[1]), kept[0].data_ptr()
     _expander.couple(*given, seed.data_ptr(), scale.data_ptr(), out.data_ptr())
     return out
-
-
-def token_noise(tokens: Tensor, seed: int, position: int) -> list[float]:
-    return _expander.token_noise(tokens.tolist(), seed, position)
 
 
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:

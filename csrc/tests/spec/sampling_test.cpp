@@ -69,7 +69,12 @@ void test_coupling() {
   float out[9];
   spec::couple(logits, 3, 3, 4, ids, positions, ~0ull, 0.5f, out);
   for (int i = 0; i < 9; ++i) {
-    const float expected = logits[i / 3 * 4 + i % 3] + 0.5f * spec::token_noise(ids[i % 3], ~0ull, positions[i / 3]);
+    const auto id = ids[i % 3], position = positions[i / 3];
+    uint32_t words[4][1] = {
+        {static_cast<uint32_t>(id / 4)}, {static_cast<uint32_t>(position)}, {static_cast<uint32_t>(position >> 32)}, {0}};
+    spec::philox(words, {~0u, ~0u});
+    const float expected =
+        logits[i / 3 * 4 + i % 3] + 0.5f * static_cast<float>(spec::gumbel(words[id % 4][0]));
     check(out[i] == expected || std::fabs(out[i] - expected) < 1e-4, "couple", i);
   }
 }
