@@ -140,7 +140,8 @@ def test_graphs_of_each_policy_are_captured_once() -> None:
     drivers = engine.drivers.asked("talon", NAMED["talon"]), engine.drivers.asked("plain")
     captures = [part.captured.graphs.captures for part in drivers]
     assert [set(counts.values()) for counts in captures] == [{1}, {1}]
-    assert set(captures[0]) == {"root", "level", "finish greedy", "finish sampled", "verify"}
+    grows = {"root", "level", "root coupled", "level coupled"}
+    assert set(captures[0]) == {*grows, "finish greedy", "finish sampled", "verify"}
     assert set(captures[1]) == {"finish greedy", "finish sampled", "verify"}
 
 
