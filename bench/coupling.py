@@ -9,7 +9,6 @@ decoding's.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,12 +38,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = []
-    for row in measure(args):
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if args.out:
-        provenance.write(args.out, rows)
+    provenance.show(measure(args), args.out)
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

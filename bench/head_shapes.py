@@ -12,7 +12,6 @@ the other, the heads in turn.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -89,12 +88,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def show(args: argparse.Namespace) -> None:
-    rows = []
-    for row in measure(args):
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if args.out:
-        provenance.write(args.out, rows)
+    provenance.show(measure(args), args.out)
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -65,12 +65,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = points(args.stage, args.batch_tokens, args.start, args.start_tokens)
-    rows = []
-    for row in measure(found, args):
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if args.out:
-        provenance.write(args.out, rows)
+    provenance.show(measure(found, args), args.out)
 
 
 def points(stages: Sequence[Path], batch_tokens: int, start: Path | None, start_tokens: int) -> list[Point]:

@@ -44,6 +44,16 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.with_suffix(ROWS).unlink(missing_ok=True)
 
 
+def show(rows: Iterable[dict[str, Any]], path: Path | None) -> None:
+    """Print each record as it comes; then the result file, where one is asked for."""
+    found = []
+    for row in rows:
+        print(json.dumps(row), flush=True)
+        found.append(row)
+    if path:
+        write(path, found)
+
+
 def _module() -> str:
     """What was run: of a package, the program is its `__main__.py`."""
     program = Path(sys.argv[0])

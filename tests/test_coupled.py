@@ -14,6 +14,7 @@ from torch import Tensor
 from specengine import Engine, ops
 from specengine.drafters import _coupled
 from specengine.drafters._coupled import MEAN, Coupled
+from specengine.errors import InputError
 from specengine.generation.sampling import signed
 from specengine.policies import make
 from specengine.tree import TokenTree
@@ -92,6 +93,13 @@ def test_a_smaller_model_and_its_copies_know_the_noise() -> None:
             assert found.token_ids == plain.generate(prompt, **given).token_ids
             lengths[knows] += found.stats.num_spec_steps
     assert lengths[True] < lengths[False]
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_a_value_that_is_no_choice_is_refused(wrong: Any) -> None:
+    engine = Engine(ToyTarget(Tables(9, 1)), None, None, LetterTokenizer())
+    with pytest.raises(InputError, match=r"^coupled: got .*, accepted True or False"):
+        engine.generate([1, 2], max_new_tokens=2, temperature=1.0, coupled=wrong)
 
 
 # ---------------------------------------------------------------------------------------------------- probabilities

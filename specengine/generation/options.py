@@ -282,7 +282,7 @@ class GenerationOptions:
 
     def _check_kinds(self) -> None:
         """Refuse what is of another type than its reader expects."""
-        for name in ("raw", "allow_special_text", "json_object"):
+        for name in ("raw", "allow_special_text", "json_object", "coupled"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}: got {shown(getattr(self, name))}, accepted True or False")
         asked = [name for name in ("json_schema", "json_object", "grammar") if getattr(self, name) not in (None, False)]
