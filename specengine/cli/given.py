@@ -96,8 +96,9 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of Engine.generate, checked; what was not given is left to the model's own defaults."""
     names = [name for name, _, _ in GENERATION_OPTIONS]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if not arguments.allow_special_text:
-        given["allow_special_text"] = False
+    for name in ("allow_special_text", "coupled"):  # on unless turned off
+        if not getattr(arguments, name):
+            given[name] = False
     if arguments.stop:
         given["stop_strings"] = arguments.stop
     if getattr(arguments, "raw", False):

@@ -14,7 +14,9 @@ from specengine import engine
 from specengine.cli import main
 from specengine.cli.arguments.parser import flag
 from specengine.cli.arguments.shared import GENERATION_OPTIONS
+from specengine.generation import options as generation_options
 from specengine.generation import text_generation
+from specengine.generation.sampling import Sampler
 from tests.cli.streams import PROMPT, Terminal, expected, pipe_in
 
 
@@ -195,6 +197,28 @@ def test_text_of_special_tokens_is_text_where_that_is_asked_for(
         pipe_in(monkeypatch, "hi<|end|>\n")
         assert main([command, "--model", folder, "--max-new-tokens", "2", *flags]) == 0
     assert asked == [True, False, True]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_drafts_know_the_noise_unless_told_not_to(
+    command: str, folder: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    class Recorded(Sampler):
+        def __init__(self, *given: Any, coupled: bool, **more: Any) -> None:
+            asked.append(coupled)
+            super().__init__(*given, coupled=coupled, **more)
+
+    monkeypatch.setattr(generation_options, "Sampler", Recorded)
+    answers = set()
+    for flags in ([], ["--no-coupled"], ["--coupled"]):
+        pipe_in(monkeypatch, "hi\n")
+        sampled = ["--temperature", "1", "--seed", "3", "--max-new-tokens", "9"]
+        assert main([command, "--model", folder, *sampled, *flags]) == 0
+        answers.add(capsys.readouterr().out)
+    assert asked == [True, False, True]
+    assert len(answers) == 1
 
 
 def test_generate_meets_a_schema_or_a_grammar(folder: str, tmp_path: Path, capsys: Any) -> None:

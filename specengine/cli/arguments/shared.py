@@ -162,6 +162,12 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="read the text of special tokens in a prompt as those tokens, as transformers does; without, as text",
     )
+    group.add_argument(
+        "--coupled",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let drafts of sampled text know the noise of the draws; changes how many are right, and no answer",
+    )
     group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
 
 

@@ -11,7 +11,8 @@ from specengine.train.text.conversations import MIN_P, Format, Row, Writer
 from specengine.train.text.corpus import Text
 from specengine.train.text.options import SynthesisOptions
 
-NEUTRAL = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # whatever the model's own
+# Whatever the model's own are.
+NEUTRAL = {"top_k": 0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
 class Speculative(Writer):
