@@ -100,6 +100,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     costs = _measured(engines, args.rounds)
     items = workloads.read(args.prompts, args.per_set)
     for name, engine in engines.items():
+        yield replace(costs[name], name=name).record()
         found = load_head(args.heads / name)
         facts = {
             "record": "head",
@@ -107,7 +108,6 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "units": found.config.intermediate_size,
             "tokens": found.config.draft_vocab_size,
             "parameters": sum(t.numel() for t in found.state.values() if t.is_floating_point()),
-            "pass_ms": {str(n): round(1e3 * cost, 3) for n, cost in costs[name].draft.items()},
         }
         for tree, policy in TREES.items():
             yield facts | {"tree": tree} | _predicted(engine, policy(), items, args.max_new_tokens, costs[name])

@@ -11,7 +11,7 @@ import torch
 
 from bench import head_shapes
 from specengine.checkpoints.eagle import load_head, save_head
-from specengine.costs import Costs
+from specengine.costs import Costs, find_costs
 from specengine.records import Cycle, Seconds
 from specengine.tree import TokenTree
 from tests.toy import byte_tokenizer, head_config, random_state, tiny
@@ -42,6 +42,10 @@ def test_heads_are_trained_and_predicted(
     provenance, *rows = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
     assert provenance["record"] == "provenance"
     assert rows == [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    costs, rows = [row for row in rows if row["record"] == "costs"], [row for row in rows if row["record"] == "head"]
+    assert [found["name"] for found in costs] == ["40x200", "48x220"]
+    assert costs[0]["verify_ms_by_nodes"] == costs[1]["verify_ms_by_nodes"]
+    assert find_costs(str(tmp_path / "out.jsonl")).verify[1] == pytest.approx(costs[0]["verify_ms_by_nodes"]["1"] / 1e3)
     assert [row["shape"] for row in rows] == ["40x200", "40x200", "48x220", "48x220"]
     assert [(row["units"], row["tokens"]) for row in rows[::2]] == [(40, 200), (48, 220)]
     assert rows[2]["parameters"] - rows[0]["parameters"] == 8 * 3 * 32 + 20 * 32

@@ -164,9 +164,9 @@ RECIPES = {
     ),
     "short": PolicyRecipe("the paper's trees, smaller networks, fewer steps", _SHORT),
     "cpu": PolicyRecipe(
-        "as short, on trees of width 4 with 2 to 48 candidates",
+        "as short, on trees of width 4 with 2 to 47 candidates, which with the root fill blocks of 16 rows",
         {
-            "width": 4, "expansions": 6, "sizes": (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48), "least": 0,
+            "width": 4, "expansions": 6, "sizes": (2, 3, 4, 6, 8, 10, 12, 15, 20, 24, 31, 47), "least": 0,
             "fixed_depth": 2, "fixed_size": 11, **_SHORT,
         },
     ),
