@@ -406,6 +406,30 @@ def _bounded(record: Record, name: str, digits: int) -> tuple[str, str]:
     return number(record, name, digits), f"{low:.{digits}f} to {high:.{digits}f}"
 
 
+def accepted(*given: str) -> str:
+    """Acceptance length by set; `given` are files of one way each, from bench.policies, a label behind each file."""
+    files, labels = given[::2], given[1::2]
+    rows = []
+    for file, label in zip(files, labels, strict=True):
+        tau = {name: number(record, "tau", 2) for (_, name), record in summaries(file).items()}
+        rows.append([label, *(tau[name] for name in SETS)])
+    return table(("", *SETS.values()), rows, *files)
+
+
+def beside(file: str) -> str:
+    """From specengine bench, by set: speed over plain decoding, mean of prompts, and in brackets acceptance length."""
+    found = {(r["way"], r["set"]): r for r in summarized(records(file))}
+    names = [name for name in SETS if ("plain", name) in found]
+    rows = [
+        [
+            code(way),
+            *(f"{found[way, name]['speed_mean']:.2f} ({found[way, name]['tau']:.2f})" for name in names),
+        ]
+        for way in dict.fromkeys(way for way, _ in found if way != "plain")
+    ]
+    return table(("", *(SETS[name] for name in names)), rows, file)
+
+
 def load(*files: str) -> str:
     """From bench.load: the server under one client and more; every run's figures, in the order of the files."""
     runs: dict[int, list[Record]] = {}
@@ -494,6 +518,6 @@ PARTS: dict[str, Callable[..., str]] = {
         *(exactness, same, forward, start, instructions, perplexity),
         *(replays, published, compared, losses, replicas, split),
         *(load, storm, memory),
-        *(shapes, learning, ranks),
+        *(shapes, learning, ranks, accepted, beside),
     )
 }
