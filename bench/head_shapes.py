@@ -1,7 +1,7 @@
 """Which head a model should have: shapes by what they would be worth, in tokens per second, not by agreement.
 
-`train` widens one head to each shape (units of the MLP x tokens of the vocabulary) and trains each for as many steps on
-the same text. `measure` counts what their trees do on prompts, measures their passes and the target's verifications
+`train` widens one head to each shape (units of the MLP, or fewer, x tokens of the vocabulary) and trains each for as
+many steps on the same text. `measure` counts what their trees do on prompts, measures their passes and the target's verifications
 here, and predicts from both: counters do not depend on what else the machine does, and costs are measured one after
 the other, the heads in turn.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,8 +70,13 @@ def main() -> None:
 def train(args: argparse.Namespace) -> None:
     model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=torch.bfloat16)
     corpus = Corpus.open(args.data)
-    for shape in args.shape:
-        units, tokens = map(int, shape.split("x"))
+    least = load_head(args.start).config.draft_vocab_size
+    shapes = {shape: tuple(map(int, shape.split("x"))) for shape in args.shape}
+    if any(tokens < least for _, tokens in shapes.values()):
+        raise SystemExit(
+            f"--shape: accepted are {least:,} tokens or more, which {args.start} has: a vocabulary only grows"
+        )
+    for shape, (units, tokens) in shapes.items():
         options = TrainOptions(
             steps=args.steps,
             batch_tokens=1024,
@@ -128,8 +134,11 @@ def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, Costs]:
 
 
 def _medians(points: list[Points]) -> Points:
-    """At the counts that every measurement came to; a slow one leaves some out."""
-    return {n: _median([each[n] for each in points]) for n in points[0] if all(n in each for each in points)}
+    """At the counts that most measurements came to; a slow one leaves some out."""
+    counts = Counter(n for each in points for n in each)
+    return {
+        n: _median([each[n] for each in points if n in each]) for n in sorted(counts) if counts[n] > len(points) / 2
+    }
 
 
 def _median(values: list[float]) -> float:

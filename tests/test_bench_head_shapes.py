@@ -52,8 +52,25 @@ def test_heads_are_trained_and_predicted(
     assert all(row["acceptance_length"] >= 1 and row["predicted_tokens_per_s"] > 0 for row in rows)
 
 
-def test_medians_are_of_what_was_always_measured() -> None:
-    assert head_shapes._medians([{1: 2.0, 4: 5.0}, {1: 3.0, 2: 9.0, 4: 6.0}, {1: 4.0, 4: 10.0}]) == {1: 3.0, 4: 6.0}
+def test_medians_are_of_what_was_mostly_measured() -> None:
+    found = head_shapes._medians(
+        [{1: 2.0, 4: 5.0}, {1: 3.0, 2: 9.0, 4: 6.0}, {1: 4.0, 4: 10.0, 8: 1.0}, {1: 3.0, 8: 3.0}]
+    )
+    assert found == {1: 3.0, 4: 6.0}
+
+
+def test_a_vocabulary_that_would_shrink_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    tiny(num_hidden_layers=6).save_pretrained(folder)
+    config = head_config()
+    save_head(config, random_state(config), tmp_path / "start")
+    corpus_of(tmp_path / "data", random_texts(4))
+    given = ["--data", str(tmp_path / "data"), "--start", str(tmp_path / "start"), "--shape", "40x20"]
+    heads = ["--model", str(folder), "--heads", str(tmp_path / "heads")]
+    monkeypatch.setattr(sys, "argv", ["head_shapes", "train", *heads, *given])
+    with pytest.raises(SystemExit, match="--shape: accepted are .* tokens or more"):
+        head_shapes.main()
+    assert not (tmp_path / "heads").exists()
 
 
 def test_a_cycle_costs_its_nodes_and_its_passes() -> None:
