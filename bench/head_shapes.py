@@ -1,9 +1,9 @@
 """Which head a model should have: shapes by what they would be worth, in tokens per second, not by agreement.
 
 `train` widens one head to each shape (units of the MLP, or fewer, x tokens of the vocabulary) and trains each for as
-many steps on the same text. `measure` counts what their trees do on prompts, measures their passes and the target's verifications
-here, and predicts from both: counters do not depend on what else the machine does, and costs are measured one after
-the other, the heads in turn.
+many steps on the same text. `measure` counts what their trees do on prompts, measures their passes and the target's
+verifications here, and predicts from both: counters do not depend on what else the machine does, and costs are measured
+one after the other, the heads in turn.
 
     python -m bench.head_shapes train --data TEXT --heads FOLDER --start HEAD --shape 1536x8192 --shape 3072x12288
     python -m bench.head_shapes measure --heads FOLDER --prompts PROMPTS --per-set 60 --out FILE
