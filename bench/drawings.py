@@ -137,8 +137,6 @@ DRAWINGS = {
     "answers": Drawing("Tokens per second of each way", _answers, _bars("tokens per second", None, "specengine")),
     "salf-thresholds": Drawing("SALF's speed by its threshold, replayed", _thresholds, _curves),
     "auto-regret": Drawing("Expected tokens lost over cycles, by counted and by stated chances", _copied, None),
-    "ltd-training-cpu-paper-ppo": Drawing(
-        "Reward in training and speed on held-back answers, two cores, the paper's schedule", _copied, None
-    ),
-    "ltd-training-paper-full": Drawing("The same at the costs of an A100", _copied, None),
+    "ltd-training-cpu": Drawing("Reward in training and speed on held-back answers, two cores", _copied, None),
+    "ltd-training-paper": Drawing("The same at the costs of an A100", _copied, None),
 }
