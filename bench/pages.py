@@ -3,7 +3,8 @@
 python -m bench.pages           write it anew, between `<!-- drawn: PART ARGUMENTS -->` and `<!-- /drawn -->`
 python -m bench.pages --check   exit 1, and the names, where a page or a plot differs
 
-A part is a function of bench/parts.py or bench/drawings.py; its arguments are words, result files first.
+A part is a function of bench/parts.py, bench/head_parts.py or bench/drawings.py; its arguments are words, result files
+first.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bench import drawings, options, parts
+from bench import drawings, head_parts, options, parts
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs"
 MARKED = re.compile(r"(<!-- drawn: (.+?) -->\n).*?(<!-- /drawn -->)", re.DOTALL)
 
-PARTS: dict[str, Callable[..., str]] = {**parts.PARTS, "options": options.listing}
+PARTS: dict[str, Callable[..., str]] = {**parts.PARTS, **head_parts.PARTS, "options": options.listing}
 
 
 def pages() -> Iterator[Path]:

@@ -31,11 +31,6 @@ WAYS = {  # as bench.cpu calls them
     "native gguf": "specengine, from the packed GGUF file",
     "llama.cpp": "llama.cpp, plain decoding of the same GGUF file",
 }
-RANKED = {
-    "accuracy": "accuracy",
-    "calibration": "calibration error of the target's best token",
-    "standard_calibration": "calibration error of its own best",
-}
 
 
 def records(file: str) -> list[Record]:
@@ -352,84 +347,6 @@ def losses(file: str) -> str:
     return table(made.header, made.rows, file)
 
 
-def shapes(file: str) -> str:
-    """From bench.head_shapes: what heads of each shape are worth under the costs that were measured beside them."""
-    costs = {r["name"]: r["draft_pass_ms_by_width"] for r in records(file) if r["record"] == "costs"}
-    heads: dict[str, dict[str, Record]] = {}
-    for record in records(file):
-        if record["record"] == "head":
-            heads.setdefault(record["shape"], {})[record["tree"]] = record
-    trees = list(next(iter(heads.values())))
-    rows = []
-    for name, by_tree in heads.items():
-        head = by_tree[trees[0]]
-        row = [f"{head['units']:,}", f"{head['tokens']:,}", f"{head['parameters'] / 1e6:.1f}M"]
-        row += [" / ".join(f"{costs[name][width]:.2f}" for width in ("1", "4"))]
-        for tree in trees:
-            row += [number(by_tree[tree], "acceptance_length", 2), number(by_tree[tree], "predicted_tokens_per_s", 1)]
-        rows.append(row)
-    header = ["MLP's units", "draft vocabulary", "parameters", "ms of a pass, 1 / 4 nodes"]
-    return table([*header, *(f"{tree}: {of}" for tree in trees for of in ("tau", "tokens/s"))], rows, file)
-
-
-def learning(file: str) -> str:
-    """From bench.learning_curve: acceptance against what the head was shown, and what twice as much would add."""
-    rows = [
-        [
-            "start" if not record["stage"] else f"stage {record['stage']}, step {record['step']:,}",
-            f"{record['tokens'] / 1e6:.2f}",
-            NOTHING if record["hours"] is None else f"{record['hours']:.2f}",
-            *_bounded(record, "acceptance_length", 2),
-        ]
-        for record in records(file)
-        if record["record"] == "head"
-    ]
-    more = next(record for record in records(file) if record["record"] == "doubling")
-    change, interval = _bounded(more, "more_acceptance_length", 2)
-    rows.append(["foretold: twice the tokens", f"{more['tokens'] / 1e6:.2f}", NOTHING, f"{change} more", interval])
-    return table(("head", "million tokens shown", "processor hours", "tau", "95 % over prompts"), rows, file)
-
-
-def ranks(file: str) -> str:
-    """From bench.learning_curve: accuracy and calibration behind the ranked tokens, of the ends of the stages."""
-    ends = [record for record in records(file) if record["record"] == "head" and record["is_end"]]
-    rows = []
-    for record in ends:
-        name = "start" if not record["stage"] else f"after stage {record['stage']}"
-        for what, called in RANKED.items():
-            rows.append([name, called, *(f"{100 * rank[what]:.1f}" for rank in record["by_rank"])])
-    return table(("head", "in %", *(f"rank {rank['rank']}" for rank in ends[0]["by_rank"])), rows, file)
-
-
-def _bounded(record: Record, name: str, digits: int) -> tuple[str, str]:
-    low, high = record[f"{name}_interval"]
-    return number(record, name, digits), f"{low:.{digits}f} to {high:.{digits}f}"
-
-
-def accepted(*given: str) -> str:
-    """Acceptance length by set; `given` are files of one way each, from bench.policies, a label behind each file."""
-    files, labels = given[::2], given[1::2]
-    rows = []
-    for file, label in zip(files, labels, strict=True):
-        tau = {name: number(record, "tau", 2) for (_, name), record in summaries(file).items()}
-        rows.append([label, *(tau[name] for name in SETS)])
-    return table(("", *SETS.values()), rows, *files)
-
-
-def beside(file: str) -> str:
-    """From specengine bench, by set: speed over plain decoding, mean of prompts, and in brackets acceptance length."""
-    found = {(r["way"], r["set"]): r for r in summarized(records(file))}
-    names = [name for name in SETS if ("plain", name) in found]
-    rows = [
-        [
-            code(way),
-            *(f"{found[way, name]['speed_mean']:.2f} ({found[way, name]['tau']:.2f})" for name in names),
-        ]
-        for way in dict.fromkeys(way for way, _ in found if way != "plain")
-    ]
-    return table(("", *(SETS[name] for name in names)), rows, file)
-
-
 def load(*files: str) -> str:
     """From bench.load: the server under one client and more; every run's figures, in the order of the files."""
     runs: dict[int, list[Record]] = {}
@@ -518,6 +435,5 @@ PARTS: dict[str, Callable[..., str]] = {
         *(exactness, same, forward, start, instructions, perplexity),
         *(replays, published, compared, losses, replicas, split),
         *(load, storm, memory),
-        *(shapes, learning, ranks, accepted, beside),
     )
 }
