@@ -64,6 +64,37 @@ def ranks(file: str) -> str:
     return table(("head", "in %", *(f"rank {rank['rank']}" for rank in ends[0]["by_rank"])), rows, file)
 
 
+def scaled(file: str) -> str:
+    """From bench.calibration: both calibration errors along text, with the head's temperatures and with lower ones."""
+    found = [record for record in records(file) if record["record"] == "text"]
+    rows = [
+        [
+            code(record["head"]),
+            f"{record['temperatures_scale']:g}",
+            *(f"{100 * r['calibration']:.1f} / {100 * r['standard_calibration']:.1f}" for r in record["by_rank"]),
+        ]
+        for record in found
+    ]
+    return table(("head", "temperatures times", *(f"rank {r['rank']}" for r in found[0]["by_rank"])), rows, file)
+
+
+def served(file: str) -> str:
+    """From bench.calibration: best children of accepted nodes, by the rank of the node, in percent."""
+    by_way: dict[tuple[str, str], dict[int, Record]] = {}
+    for record in records(file):
+        if record["record"] == "served":
+            by_way.setdefault((record["head"], record["sampling"]), {})[record["behind"]] = record
+    last = max(behind for found in by_way.values() for behind in found)
+    rows = []
+    for (head, sampling), found in by_way.items():
+        for label, first, second in (("right / stated", "accuracy", "stated"), ("error / chance", "error", "chance")):
+            pairs = [(found[n][first], found[n][second]) if n in found else None for n in range(last + 1)]
+            cells = [f"{100 * pair[0]:.1f} / {100 * pair[1]:.1f}" if pair else NOTHING for pair in pairs]
+            rows.append([code(head), sampling, label, *cells])
+    header = ("head", "sampling", "in %", "the root", *(f"rank {n}" for n in range(1, last)), f"{last} and above")
+    return table(header, rows, file)
+
+
 def _bounded(record: Record, name: str, digits: int) -> tuple[str, str]:
     low, high = record[f"{name}_interval"]
     return number(record, name, digits), f"{low:.{digits}f} to {high:.{digits}f}"
@@ -93,4 +124,6 @@ def beside(file: str) -> str:
     return table(("", *(SETS[name] for name in names)), rows, file)
 
 
-PARTS: dict[str, Callable[..., str]] = {part.__name__: part for part in (shapes, learning, ranks, accepted, beside)}
+PARTS: dict[str, Callable[..., str]] = {
+    part.__name__: part for part in (shapes, learning, ranks, scaled, served, accepted, beside)
+}

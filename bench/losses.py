@@ -29,7 +29,6 @@ from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
 from specengine.checkpoints.files import atomic
 from specengine.modeling.eagle_head import EagleHead, head_from
-from specengine.records import Cycle
 from specengine.train.draft.diagnostics import observe, reports
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.options import make_loss
@@ -37,6 +36,7 @@ from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
 from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text
+from specengine.tree import TokenTree
 
 # Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.
 LOSSES = {
@@ -221,16 +221,16 @@ def _timed(engine: Engine, prompt: list[int], length: int, ranks: Counter[int] |
     seconds = time.perf_counter() - began
     if ranks is not None:
         for piece in pieces:
-            ranks.update(_ranks(piece.cycle))
+            ranks.update(sibling_ranks(piece.cycle.tree))
     return seconds, turn.stats.num_generated_tokens, turn.stats.num_spec_steps
 
 
-def _ranks(cycle: Cycle) -> list[int]:
+def sibling_ranks(tree: TokenTree) -> list[int]:
     """Each drafted node's rank among what was proposed behind its parent, from 1; the tree keeps them in order, and a
     node is never kept without those that rank before it."""
     seen: Counter[int] = Counter()
     ranks = []
-    for parent in cycle.tree.parents[1:].tolist():
+    for parent in tree.parents[1:].tolist():
         seen[parent] += 1
         ranks.append(seen[parent])
     return ranks
