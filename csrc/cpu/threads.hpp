@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -116,13 +117,20 @@ class Pool {
   }
 
   void work(int index, uint64_t seen) {
-    constexpr int kSpins = 2000;  // of some 50 ns each: a draft pass follows that soon
+    // A generation's next forward follows that soon, and who sleeps takes some 50 us to wake; others may run meanwhile.
+    constexpr auto kAwake = std::chrono::milliseconds(3);
+    constexpr int kSpins = 32;
+    const auto waits = [&] { return generation_.load(std::memory_order_acquire) == seen; };
     for (;;) {
-      for (int i = 0; i < kSpins && generation_.load(std::memory_order_acquire) == seen; ++i) relax();
-      if (generation_.load(std::memory_order_acquire) == seen) {
+      const auto until = std::chrono::steady_clock::now() + kAwake;
+      while (waits() && std::chrono::steady_clock::now() < until) {
+        for (int i = 0; i < kSpins && waits(); ++i) relax();
+        std::this_thread::yield();
+      }
+      if (waits()) {
         std::unique_lock<std::mutex> lock(sleep_);
         sleepers_.fetch_add(1);
-        wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+        wake_.wait(lock, [&] { return !waits(); });
         sleepers_.fetch_sub(1);
       }
       seen = generation_.load(std::memory_order_acquire);

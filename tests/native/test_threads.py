@@ -1,6 +1,7 @@
 """Several threads and processes: engines over models of their own, over one shared model, and after a fork."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -63,6 +64,19 @@ def test_two_engines_with_heads_on_one_model_in_two_threads() -> None:
         return [engines[index].generate(PROMPTS[index], max_new_tokens=TOKENS).token_ids for _ in range(2)]
 
     assert in_two_threads(work) == [[expected[0]] * 2, [expected[1]] * 2]
+
+
+def test_the_pool_sleeps_once_no_forward_follows() -> None:
+    """Its threads stay awake between the forwards of a generation, not for longer."""
+    torch.set_num_threads(3)
+    try:
+        engine_of("llama", "eagle-3").generate(PROMPT, max_new_tokens=TOKENS)
+        time.sleep(0.1)
+        before = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.1  # two that spin would take 0.6 s, or all that the machine leaves them
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_a_thread_begun_during_a_forward_has_as_many_threads_as_the_others() -> None:
