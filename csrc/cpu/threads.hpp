@@ -117,15 +117,19 @@ class Pool {
   }
 
   void work(int index, uint64_t seen) {
-    // A generation's next forward follows that soon, and who sleeps takes some 50 us to wake; others may run meanwhile.
+    // A generation's next forward follows that soon, and who sleeps takes some 50 us to wake. Where giving the core away
+    // takes longer than a moment, others want it.
+    using Clock = std::chrono::steady_clock;
     constexpr auto kAwake = std::chrono::milliseconds(3);
+    constexpr auto kMoment = std::chrono::microseconds(20);
     constexpr int kSpins = 32;
     const auto waits = [&] { return generation_.load(std::memory_order_acquire) == seen; };
     for (;;) {
-      const auto until = std::chrono::steady_clock::now() + kAwake;
-      while (waits() && std::chrono::steady_clock::now() < until) {
+      const auto began = Clock::now();
+      for (auto last = began, now = began; waits() && now - began < kAwake && now - last < kMoment;) {
         for (int i = 0; i < kSpins && waits(); ++i) relax();
         std::this_thread::yield();
+        last = now, now = Clock::now();
       }
       if (waits()) {
         std::unique_lock<std::mutex> lock(sleep_);
