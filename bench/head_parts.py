@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bench.parts import SETS, code, records, summaries, table
 from specengine.benchmark.summaries import summaries as summarized
@@ -56,12 +56,44 @@ def learning(file: str) -> str:
 def ranks(file: str) -> str:
     """From bench.learning_curve: accuracy and calibration behind the ranked tokens, of the ends of the stages."""
     ends = [record for record in records(file) if record["record"] == "head" and record["is_end"]]
+    names = ["start" if not record["stage"] else f"after stage {record['stage']}" for record in ends]
+    return _by_rank("head", names, ends, file)
+
+
+def loss_ranks(file: str) -> str:
+    """From bench.losses: the same of the heads that were trained by each loss, with intervals."""
+    heads = [record for record in records(file) if record["record"] == "head"]
+    return _by_rank("loss", [code(record["loss"]) for record in heads], heads, file, bounded=True)
+
+
+def loss_acceptance(file: str) -> str:
+    """From bench.losses: how long each head was trained, and its acceptance length on each tree, with intervals."""
+    heads = {record["loss"]: record for record in records(file) if record["record"] == "head"}
+    cells = {(r["loss"], r["tree"]): r for r in records(file) if r["record"] == "cell"}
+    trees = list(dict.fromkeys(tree for _, tree in cells))
+    rows = [
+        [
+            code(loss),
+            f"{head['steps']:,}",
+            f"{head['cpu_seconds'] / 3600:.2f}",
+            *("{} ({})".format(*_bounded(cells[loss, tree], "mean_acceptance_length", 2)) for tree in trees),
+        ]
+        for loss, head in heads.items()
+    ]
+    return table(("loss", "steps", "processor hours", *(f"tau, {tree}" for tree in trees)), rows, file)
+
+
+def _by_rank(head: str, names: Sequence[str], found: Sequence[Record], file: str, *, bounded: bool = False) -> str:
+    """Rows of RANKED for each name, columns of ranks; in percent."""
     rows = []
-    for record in ends:
-        name = "start" if not record["stage"] else f"after stage {record['stage']}"
+    for name, record in zip(names, found, strict=True):
         for what, called in RANKED.items():
-            rows.append([name, called, *(f"{100 * rank[what]:.1f}" for rank in record["by_rank"])])
-    return table(("head", "in %", *(f"rank {rank['rank']}" for rank in ends[0]["by_rank"])), rows, file)
+            cells = [f"{100 * rank[what]:.1f}" for rank in record["by_rank"]]
+            if bounded:
+                bounds = [[100 * bound for bound in rank[f"{what}_interval"]] for rank in record["by_rank"]]
+                cells = [f"{cell} ({low:.1f} to {high:.1f})" for cell, (low, high) in zip(cells, bounds, strict=True)]
+            rows.append([name, called, *cells])
+    return table((head, "in %", *(f"rank {rank['rank']}" for rank in found[0]["by_rank"])), rows, file)
 
 
 def scaled(file: str) -> str:
@@ -125,5 +157,9 @@ def beside(file: str) -> str:
 
 
 PARTS: dict[str, Callable[..., str]] = {
-    part.__name__: part for part in (shapes, learning, ranks, scaled, served, accepted, beside)
+    part.__name__: part
+    for part in (
+        *(shapes, learning, ranks, scaled, served),
+        *(accepted, beside, loss_ranks, loss_acceptance),
+    )
 }

@@ -1,0 +1,54 @@
+"""bench.head_parts: tables of bench.losses, of a file as it writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import head_parts, parts
+
+FILE = "losses.jsonl"
+ERRORS = {"calibration": 0.141, "standard_calibration": 0.052}
+
+
+def rank(number: int, accuracy: float) -> dict[str, object]:
+    found = {"accuracy": accuracy, **ERRORS}
+    bounds = {f"{name}_interval": [value - 0.01, value + 0.02] for name, value in found.items()}
+    return {"rank": number, "rows": 900, **found, **bounds}
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[dict[str, object]] = [{"record": "provenance", "device": "a machine", "date": "2026-01-01"}]
+    for loss, steps, accuracy in (("eagle", 3445, 0.312), ("talf", 1572, 0.35)):
+        by_rank = [rank(1, accuracy), rank(2, accuracy - 0.05)]
+        rows.append({"record": "head", "loss": loss, "steps": steps, "cpu_seconds": 7200, "by_rank": by_rank})
+    for loss in ("eagle", "talf"):
+        for tree, tau in (("beam", 1.912), ("salf", 1.74)):
+            bounds = {"mean_acceptance_length_interval": [tau - 0.1, tau + 0.1]}
+            rows.append({"record": "cell", "loss": loss, "tree": tree, "mean_acceptance_length": tau, **bounds})
+    (tmp_path / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+
+
+def cells(made: str) -> list[list[str]]:
+    """Of a table in markdown, header first."""
+    lines = [line for line in made.splitlines() if line.startswith("|") and set(line) - set("|- ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_acceptance_by_loss() -> None:
+    assert cells(head_parts.loss_acceptance(FILE)) == [
+        ["loss", "steps", "processor hours", "tau, beam", "tau, salf"],
+        ["`eagle`", "3,445", "2.00", "1.91 (1.81 to 2.01)", "1.74 (1.64 to 1.84)"],
+        ["`talf`", "1,572", "2.00", "1.91 (1.81 to 2.01)", "1.74 (1.64 to 1.84)"],
+    ]
+
+
+def test_ranks_by_loss() -> None:
+    header, accuracy, *_, last = cells(head_parts.loss_ranks(FILE))
+    assert header == ["loss", "in %", "rank 1", "rank 2"]
+    assert accuracy == ["`eagle`", "accuracy", "31.2 (30.2 to 33.2)", "26.2 (25.2 to 28.2)"]
+    assert last == ["`talf`", head_parts.RANKED["standard_calibration"], *["5.2 (4.2 to 7.2)"] * 2]
