@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from bench.losses import PLACES, sibling_ranks
+from bench.losses import PLACES, TREES, sibling_ranks
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
@@ -32,7 +32,6 @@ from specengine.train.draft.teacher import Teacher
 from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text
 
-TREE = {"width": 10, "expansions": 6, "budget": 60}
 SCALES = (1.0, 0.5, 0.25)  # of the head's temperatures
 DRAWS = 100
 
@@ -61,10 +60,11 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     held_back = Epochs(Corpus.open(args.data), TrainOptions()).held_back
     prompts = [item.text for item in workloads.read(args.prompts, args.per_set)]
     model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=torch.bfloat16)
+    policy, options = TREES["beam"]
     for head in args.head:
         for row in along(head, model, held_back):
             yield {"record": "text", "head": head.name, **row}
-        engine = Engine.from_pretrained(args.model, str(head), "eagle", policy_options=TREE, lookup=False)
+        engine = Engine.from_pretrained(args.model, str(head), policy, policy_options=options, lookup=False)
         for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
             found = [
                 outcome
