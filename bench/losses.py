@@ -73,18 +73,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of training text, which holds texts back")
     parser.add_argument("--heads", type=Path, required=True, help="folder for a head per loss")
     parser.add_argument("--minutes", type=float, default=10, help="of training, for each loss: processor time")
-    parser.add_argument("--loss", action="append", choices=list(LOSSES), help="to train; repeatable; default: all")
+    parser.add_argument("--loss", action="append", choices=list(LOSSES), help="repeatable; default: all")
     parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
     parser.add_argument("--per-set", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
+    names = args.loss or list(LOSSES)
     if args.what == "train":
         target = args.model or models.embedded.NAME
-        train(args.loss or list(LOSSES), model, Corpus.open(args.data), args.heads, args.minutes * 60, target)
+        train(names, model, Corpus.open(args.data), args.heads, args.minutes * 60, target)
     else:
-        rows = measure(model, args)
+        rows = measure(names, model, args)
         for row in rows:
             print(json.dumps(row))
         if args.out:
@@ -143,13 +144,13 @@ def _log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
 
 
-def measure(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     held_back = Epochs(Corpus.open(args.data), OPTIONS).held_back
     prompts = workloads.read(args.prompts, args.per_set)
     plain = Engine.from_pretrained(model, policy="plain")
     engines: dict[tuple[str, str], Engine] = {}
     rows: list[dict[str, Any]] = []
-    for name in LOSSES:
+    for name in names:
         folder = args.heads / name
         config, state, _ = load_head(folder)
         head = head_from(config, state, model.dtype, model.device)
