@@ -2,7 +2,8 @@
 //
 // All states stand transposed, [tile][channel][16 rows]: the rows of a tree lie side by side in the lanes of a vector, so
 // each row goes through the same instructions in the same order whatever stands beside it. That is what makes a token's
-// logits the same bits in every tree and in plain decoding.
+// logits the same bits in every tree and in plain decoding. Products do so too where the rows are a tile's; without tiles
+// they take rows one by one, each sum in an order of its own, so that one row costs a sixteenth of sixteen.
 #pragma once
 
 #include <cstdint>
@@ -73,7 +74,7 @@ struct Kernels {
   void (*begin)();  // on each thread, before and after a forward
   void (*end)();
   // What `products` of a matrix like this one need of an input, to scratch: once on each thread, before all of them.
-  void (*prepare)(const Matrix& matrix, const Input& in, int64_t tiles, uint8_t* scratch);
+  void (*prepare)(const Matrix& matrix, const Input& in, int64_t rows, uint8_t* scratch);
   // sums[i]: [tiles][16 outputs][16 rows] of matrices[i]'s panel panels[i], bias and scales applied; count is 1 or 2
   void (*products)(const Matrix* const* matrices, const int64_t* panels, int count, const Input& in, int64_t tiles,
                    int64_t rows, float* const* sums, uint8_t* scratch);
@@ -96,10 +97,12 @@ struct Kernels {
   void (*add)(float* to, const float* from, int64_t count);
 };
 
-// The bytes of `products`' scratch for a matrix of so many blocks, and of them those in front of what `prepare` makes.
+// The bytes of `products`' scratch for a matrix of so many blocks: weights that it makes, then what `prepare` makes, at last
+// lanes of sums.
+constexpr int64_t kKeptBytes = 128 * 1024;
 inline int64_t made_bytes(int64_t blocks) { return (blocks + 16) * 1024; }
 inline int64_t scratch_bytes(int64_t blocks, int64_t tiles) {
-  return made_bytes(blocks) + tiles * ((blocks + 1) / 2 * 2048 + 64);
+  return made_bytes(blocks) + tiles * ((blocks + 1) / 2 * 4096 + 64) + kKeptBytes;
 }
 
 // What AttendTask needs of memory.

@@ -239,81 +239,17 @@ CPU_INLINE void by_kind(Kind kind, const Body& body) {
   }
 }
 
-#if !CPU_PAIRS
-constexpr int64_t kPart = 4;  // blocks whose weights are made floats at a time, which the first cache keeps
-
-// sums of `Outputs` outputs by `Vectors` vectors of rows, gone on with for some blocks of inputs; weights: [outputs][Stride].
-// `bytes` from `ask` on are asked for on the way, for each block.
-template <int64_t Stride, int Outputs, int Vectors>
-CPU_INLINE void add_part(const float* weights, const float* inputs, int64_t blocks, const uint8_t* ask, int64_t bytes,
-                         float* sums) {
-  vf lanes[Outputs][Vectors];
-  for (int o = 0; o < Outputs; ++o)
-    for (int v = 0; v < Vectors; ++v) lanes[o][v] = load(sums + o * kRows + v * W);
-  for (int64_t b = 0; b < blocks; ++b, ask += bytes, weights += kDepth, inputs += kDepth * kRows) {
-    ask_for(ask, bytes);
-    for (int64_t k = 0; k < kDepth; ++k) {
-      vf x[Vectors];
-      for (int v = 0; v < Vectors; ++v) x[v] = load(inputs + k * kRows + v * W);
-      for (int o = 0; o < Outputs; ++o)
-        for (int v = 0; v < Vectors; ++v) lanes[o][v] = x[v] * weights[o * Stride + k] + lanes[o][v];
-    }
-  }
-  for (int o = 0; o < Outputs; ++o)
-    for (int v = 0; v < Vectors; ++v) store(sums + o * kRows + v * W, lanes[o][v]);
-}
-
-template <Kind kind>
-CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, const Input& in, int64_t tiles, int64_t rows, float* sums) {
-  constexpr int64_t kBlocks = kind == Kind::f32 ? 1 : kPart, kStride = kBlocks * kDepth;
-  __builtin_memset(sums, 0, static_cast<size_t>(tiles * kOutputs * kRows) * sizeof(float));
-  alignas(64) float expanded[kOutputs * kStride];
-  for (int64_t first = 0; first < m.blocks; first += kBlocks) {
-    const int64_t blocks = least(kBlocks, m.blocks - first);
-    const float* weights = expanded;
-    if (kind == Kind::f32) weights = reinterpret_cast<const float*>(block_at(m, panel, first));
-    for (int64_t b = 0; kind != Kind::f32 && b < blocks; ++b)
-      for (int o = 0; o < kOutputs; ++o)
-        block_weights_of(kind, m, panel, first + b, o, expanded + o * kStride + b * kDepth);
-    for (int64_t t = 0; t < tiles; ++t) {
-      const float* x = in.floats(t) + first * kDepth * kRows;
-      float* to = sums + t * kOutputs * kRows;
-      const int live = vectors_of(rows - t * kRows);
-      // the first tile's passes over the weights ask for what stands ahead
-      const int64_t bytes = t ? 0 : block_bytes(kind) / ((live + 1) / 2 * (live > 1 ? 3 : 2));
-      const uint8_t* ask = block_at(m, panel, first) + kAhead;
-      int v = 0;
-      for (; v + 2 <= live; v += 2) {
-        const auto add = [&](auto outputs, int o) __attribute__((always_inline)) {
-          add_part<kStride, decltype(outputs)::value, 2>(weights + o * kStride, x + v * W, blocks, ask, bytes,
-                                                         to + o * kRows + v * W);
-          ask += blocks * bytes;
-        };
-        add(std::integral_constant<int, 6>{}, 0);
-        add(std::integral_constant<int, 5>{}, 6);
-        add(std::integral_constant<int, 5>{}, 11);
-      }
-      for (; v < live; ++v)
-        for (int o = 0; o < kOutputs; o += 8, ask += blocks * bytes)
-          add_part<kStride, 8, 1>(weights + o * kStride, x + v * W, blocks, ask, bytes, to + o * kRows + v * W);
-    }
-  }
-}
-
-static void panel_products(const Matrix& m, int64_t panel, const Input& in, int64_t tiles, int64_t rows, float* sums,
-                           uint8_t*) {
-  by_kind(m.kind, [&](auto kind) __attribute__((always_inline)) {
-    products_of_kind<decltype(kind)::value>(m, panel, in, tiles, rows, sums);
-  });
-}
-#else
+#if CPU_PAIRS
 // Single floats of the array are then broadcast by loads; compilers that know the vector it came from would rather
 // permute that, on the one port that is busy anyway.
 #define CPU_IN_MEMORY(array) __asm__("" : "+m"(array))
 
-// One block's weights as bfloat16, [16][32], at `at`; where they stand for bfloat16 itself.
+// One block's weights as bfloat16, [16][32], at `at`, four outputs `group` bytes behind the four before; where they stand for
+// bfloat16 itself.
 template <Kind kind>
-CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t block, const uint8_t* from, uint8_t* at) {
+CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t block, const uint8_t* from, uint8_t* at,
+                                     int64_t group = 256) {
+  const auto place = [&](int o) __attribute__((always_inline)) { return at + o / 4 * group + o % 4 * 64; };
   const __m512 counts = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   switch (kind) {
     case Kind::bf16: return from;
@@ -349,8 +285,8 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
         const __m512i tables = (__m512i)_mm512_cvtne2ps_pbh(b, a);
         const __m512i of_a = _mm512_and_si512(words, nibble);
         const __m512i of_b = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 4), nibble, second, 0xEA);  // (x & y) | z
-        _mm512_store_si512(at + o * 64, _mm512_permutexvar_epi16(of_a, tables));
-        _mm512_store_si512(at + o * 64 + 64, _mm512_permutexvar_epi16(of_b, tables));
+        _mm512_store_si512(place(o), _mm512_permutexvar_epi16(of_a, tables));
+        _mm512_store_si512(place(o) + 64, _mm512_permutexvar_epi16(of_b, tables));
       }
       return at;
     }
@@ -368,7 +304,7 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
           const __m512 d = _mm512_set1_ps(factors[o]);
           first = _mm512_mul_ps(first, d), second = _mm512_mul_ps(second, d);
         }
-        _mm512_store_si512(at + o * 64, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        _mm512_store_si512(place(o), (__m512i)_mm512_cvtne2ps_pbh(second, first));
       }
       return at;
     }
@@ -377,7 +313,7 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
       for (int o = 0; o < kOutputs; ++o) {
         block_weights(m, panel, block, o, row);
         const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(row + 16), _mm512_load_ps(row));
-        _mm512_store_si512(at + o * 64, halves);
+        _mm512_store_si512(place(o), halves);
       }
       return at;
     }
@@ -385,48 +321,230 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
 }
 #endif
 
-#if CPU_PAIRS && !CPU_AMX
-template <int Outputs, int Tiles>
-CPU_INLINE void add_block(const uint8_t* weights, const uint32_t* const* inputs, float* sums) {
-  __m512 lanes[Outputs][Tiles];
-  for (int o = 0; o < Outputs; ++o)
-    for (int t = 0; t < Tiles; ++t) lanes[o][t] = _mm512_loadu_ps(sums + (t * kOutputs + o) * kRows);
-  for (int k = 0; k < kDepth / 2; ++k) {
-    __m512bh x[Tiles];
-    for (int t = 0; t < Tiles; ++t) x[t] = (__m512bh)_mm512_loadu_si512(inputs[t] + k * kRows);
-    for (int o = 0; o < Outputs; ++o) {
-      int pair;
-      __builtin_memcpy(&pair, weights + o * 64 + k * 4, 4);
-      const __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
-      for (int t = 0; t < Tiles; ++t) lanes[o][t] = _mm512_dpbf16_ps(lanes[o][t], x[t], w);
+#if !CPU_AMX
+// Lanes are inputs here, so that a few rows cost no more than reading the weights: `prepare` lays rows out one behind the
+// other. A lane sums every W-th input, or pair of inputs where there are pairs, and the lanes are added up at the end.
+constexpr int64_t kWords = CPU_PAIRS ? kDepth / 2 : kDepth;  // of a row's block
+#if defined(__aarch64__)
+constexpr bool kManyRegisters = true;  // 32, not 16
+#else
+constexpr bool kManyRegisters = W == 16;
+#endif
+constexpr int kTogether = kManyRegisters ? 4 : 3;  // rows
+constexpr int64_t kPart = CPU_PAIRS ? 64 : 12;  // blocks
+constexpr int64_t kStrip = kKeptBytes / (4 * kOutputs * W) / kRows * kRows;  // rows whose lanes are kept
+constexpr int outputs_by(int rows) { return kManyRegisters ? 16 / rows : rows == 1 ? 8 : 4; }
+
+#if CPU_LANES == 16
+CPU_INLINE void transpose(__m512i* r);
+#endif
+
+CPU_INLINE uint32_t* rows_of(uint8_t* scratch, int64_t blocks) {
+  return reinterpret_cast<uint32_t*>(scratch + made_bytes(blocks));
+}
+
+static void prepare(const Matrix& m, const Input& in, int64_t rows, uint8_t* scratch) {
+  const int64_t words = m.blocks * kWords;
+  uint32_t* to = rows_of(scratch, m.blocks);
+  for (int64_t first = 0; first < rows; first += kRows, to += kRows * words) {
+    const uint32_t* from = in.pairs(first / kRows);
+    const int64_t live = least(kRows, rows - first);
+#if CPU_LANES == 16
+    if (live > 4) {
+      for (int64_t k = 0; k < words; k += 16) {
+        __m512i r[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + (k + i) * kRows);
+        transpose(r);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i)
+          if (i < live) _mm512_storeu_si512(to + i * words + k, r[i]);
+      }
+      continue;
     }
+#endif
+    for (int64_t lane = 0; lane < live; ++lane)
+      for (int64_t k = 0; k < words; ++k) to[lane * words + k] = from[k * kRows + lane];
   }
-  for (int o = 0; o < Outputs; ++o)
-    for (int t = 0; t < Tiles; ++t) _mm512_storeu_ps(sums + (t * kOutputs + o) * kRows, lanes[o][t]);
+}
+
+// What the lanes of each of kAtOnce vectors add up to.
+constexpr int kAtOnce = W == 16 ? 16 : 4;
+CPU_INLINE void add_up(const vf* lanes, float* sums) {
+#if CPU_LANES == 16
+  __m512 fours[4], pairs[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = (__m512)lanes[4 * i], b = (__m512)lanes[4 * i + 1];
+    const __m512 c = (__m512)lanes[4 * i + 2], d = (__m512)lanes[4 * i + 3];
+    const __m512d ab = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512d cd = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    fours[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+  }
+  for (int i = 0; i < 2; ++i)
+    pairs[i] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xDD));
+  _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], 0x88),
+                                       _mm512_shuffle_f32x4(pairs[0], pairs[1], 0xDD)));
+#elif CPU_LANES == 8
+  const __m256 a = (__m256)lanes[0], b = (__m256)lanes[1], c = (__m256)lanes[2], d = (__m256)lanes[3];
+  const __m256d ab = (__m256d)_mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  const __m256d cd = (__m256d)_mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  const __m256 fours = _mm256_add_ps((__m256)_mm256_unpacklo_pd(ab, cd), (__m256)_mm256_unpackhi_pd(ab, cd));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps(fours, 1)));
+#else
+  for (int i = 0; i < kAtOnce; ++i) sums[i] = (lanes[i][0] + lanes[i][1]) + (lanes[i][2] + lanes[i][3]);
+#endif
+}
+
+// Weights [blocks][16 outputs][32], bfloat16 or float: where they stand, and the bytes from block to block and from four
+// outputs to the next four.
+struct Weights {
+  const uint8_t* data;
+  int64_t block, group;
+};
+
+// Memory that is asked for meanwhile: so many bytes for each block.
+struct Ahead {
+  const uint8_t* from;
+  int64_t bytes;
+};
+
+// Where sums begin and end that are made of several parts of the inputs, and what is kept of their lanes between these.
+struct Part {
+  bool first, last;
+  float* kept;
+};
+
+// Sums of some outputs by `Rows` rows, `words` words apart, over blocks of inputs, to [outputs][16].
+template <bool Half, int Rows>
+CPU_INLINE void multiply(Weights weights, const uint32_t* rows, int64_t words, int64_t blocks, Ahead ahead, const Part& part,
+                         float* sums) {
+  constexpr int kOf = outputs_by(Rows), kSums = kOf * Rows, kStride = kDepth * (Half ? 2 : 4);
+  vf lanes[kSums];
+  if (part.first)
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; ++i) lanes[i] = vf{};
+  else
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; ++i) lanes[i] = load(part.kept + i * W);
+  for (int64_t b = 0; b < blocks; ++b, weights.data += weights.block, rows += kWords, ahead.from += ahead.bytes) {
+    ask_for(ahead.from, ahead.bytes);
+#if CPU_PAIRS
+    __m512bh x[Rows];
+    for (int r = 0; r < Rows; ++r) x[r] = (__m512bh)_mm512_loadu_si512(rows + r * words);
+#pragma GCC unroll 16
+    for (int o = 0; o < kOf; ++o) {
+      const __m512bh w = (__m512bh)_mm512_loadu_si512(weights.data + o / 4 * weights.group + o % 4 * kStride);
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) lanes[o * Rows + r] = (vf)_mm512_dpbf16_ps((__m512)lanes[o * Rows + r], w, x[r]);
+    }
+#else
+#pragma GCC unroll 8
+    for (int k = 0; k < kDepth; k += W) {
+      vf x[Rows];
+      for (int r = 0; r < Rows; ++r) x[r] = load(reinterpret_cast<const float*>(rows + r * words) + k);
+#pragma GCC unroll 16
+      for (int o = 0; o < kOf; ++o) {
+        const uint8_t* at = weights.data + o / 4 * weights.group + o % 4 * kStride;
+        const vf w = Half ? load_half(reinterpret_cast<const uint16_t*>(at) + k) : load(reinterpret_cast<const float*>(at) + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r) lanes[o * Rows + r] = fused(w, x[r], lanes[o * Rows + r]);
+      }
+    }
+#endif
+  }
+  if (!part.last) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; ++i) store(part.kept + i * W, lanes[i]);
+    return;
+  }
+  alignas(64) float found[kSums];
+#pragma GCC unroll 4
+  for (int i = 0; i < kSums; i += kAtOnce) add_up(lanes + i, found + i);
+  for (int o = 0; o < kOf; ++o) __builtin_memcpy(sums + o * kRows, found + o * Rows, sizeof(float) * Rows);
+}
+
+// All outputs of a panel by all rows.
+template <bool Half>
+CPU_INLINE void multiply_rows(const Weights& weights, const uint32_t* x, int64_t words, int64_t rows, int64_t blocks,
+                              Ahead ahead, const Part& part, float* sums) {
+  // what is asked for goes with up to so many passes over the weights
+  int64_t passes = least((rows + kTogether - 1) / kTogether, 4);
+  ahead.bytes /= passes;
+  for (int64_t r = 0; r < rows;) {
+    const auto run = [&](auto count) __attribute__((always_inline)) {
+      constexpr int kCount = decltype(count)::value, kOf = outputs_by(kCount);
+      const int64_t bytes = ahead.bytes * kOf / kOutputs;
+      float* to = sums + r / kRows * kOutputs * kRows + r % kRows;
+      for (int o = 0; o < kOutputs; o += kOf, ahead.from += blocks * bytes) {
+        const uint8_t* from = weights.data + o / 4 * weights.group + o % 4 * kDepth * (Half ? 2 : 4);
+        multiply<Half, kCount>({from, weights.block, weights.group}, x + r * words, words, blocks, {ahead.from, bytes},
+                               {part.first, part.last, part.kept + (r * kOutputs + o * kCount) * W}, to + o * kRows);
+      }
+      r += kCount;
+      if (--passes == 0) ahead.bytes = 0;
+    };
+    const int64_t left = least(rows - r, kRows - r % kRows);
+    if (left >= kTogether)
+      run(std::integral_constant<int, kTogether>{});
+    else if (left >= 2)
+      run(std::integral_constant<int, 2>{});
+    else
+      run(std::integral_constant<int, 1>{});
+  }
+}
+
+// Blocks [first, last) of a panel to `to`, as [4][blocks][4 outputs][32].
+template <Kind kind>
+CPU_INLINE void make_weights(const Matrix& m, int64_t panel, int64_t first, int64_t last, Ahead ahead, const Weights& made,
+                             uint8_t* to) {
+  for (int64_t b = first; b < last; ++b, ahead.from += ahead.bytes, to += made.block) {
+    ask_for(ahead.from, ahead.bytes);
+#if CPU_PAIRS
+    const uint8_t* from = half_block<kind>(m, panel, b, block_at(m, panel, b), to, made.group);
+    if (kind == Kind::bf16)
+      for (int i = 0; i < 4; ++i) __builtin_memcpy(to + i * made.group, from + i * made.block, 4 * kDepth * 2);
+#else
+    for (int o = 0; o < kOutputs; ++o)
+      block_weights_of(kind, m, panel, b, o, reinterpret_cast<float*>(to + o / 4 * made.group) + o % 4 * kDepth);
+#endif
+  }
 }
 
 template <Kind kind>
-CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, const Input& in, int64_t tiles, float* sums,
-                                 uint8_t* scratch) {
+CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, int64_t tiles, int64_t rows, float* sums, uint8_t* scratch) {
+  constexpr bool kAsItIs = kind == Kind::bf16 || kind == Kind::f32;
+  constexpr int64_t kBytes = block_bytes(kind), kFour = 4 * kDepth * (CPU_PAIRS ? 2 : 4);
   __builtin_memset(sums, 0, static_cast<size_t>(tiles * kOutputs * kRows) * sizeof(float));
-  for (int64_t b = 0; b < m.blocks; ++b) {
-    ask_for(block_at(m, panel, 0) + b * block_bytes(kind) + kAhead, block_bytes(kind));
-    const uint8_t* w = half_block<kind>(m, panel, b, block_at(m, panel, b), scratch);
-    for (int64_t t = 0; t < tiles; t += 2) {
-      const uint32_t* x[2] = {in.pairs(t) + b * 256, t + 1 < tiles ? in.pairs(t + 1) + b * 256 : nullptr};
-      float* to = sums + t * kOutputs * kRows;
-      if (t + 1 < tiles)
-        for (int o = 0; o < kOutputs; o += 8) add_block<8, 2>(w + o * 64, x, to + o * kRows);
-      else
-        add_block<16, 1>(w, x, to);
+  const int64_t words = m.blocks * kWords;
+  const uint32_t* const x = rows_of(scratch, m.blocks);
+  float* const kept = reinterpret_cast<float*>(scratch + scratch_bytes(m.blocks, tiles) - kKeptBytes);
+  // memory gives the panel behind this one meanwhile
+  Ahead ahead{block_at(m, panel, 0) + panel_bytes(kind, m.blocks), kBytes};
+  if (kAsItIs && rows <= (CPU_PAIRS ? 4 : 2))
+    return multiply_rows<kind == Kind::bf16>({block_at(m, panel, 0), kBytes, kBytes / 4}, x, words, rows, m.blocks, ahead,
+                                             {true, true, kept}, sums);
+  // Several rows read weights several times, each time four outputs': these stand together then, and as many of their
+  // inputs as the first cache keeps.
+  const int64_t parts = (m.blocks + kPart - 1) / kPart, size = (m.blocks + parts - 1) / parts;
+  const int64_t making = kAsItIs ? 0 : rows > 2 ? kBytes / 4 : kBytes;
+  for (int64_t strip = 0; strip < rows; strip += kStrip)
+    for (int64_t b = 0; b < m.blocks; b += size) {
+      const int64_t blocks = least(size, m.blocks - b);
+      const Weights made{scratch, kFour, blocks * kFour};
+      make_weights<kind>(m, panel, b, b + blocks, {ahead.from, making}, made, scratch);
+      ahead.from += blocks * making;
+      multiply_rows<CPU_PAIRS != 0>(made, x + strip * words + b * kWords, words, least(kStrip, rows - strip), blocks,
+                                    {ahead.from, kBytes - making}, {b == 0, b + blocks == m.blocks, kept},
+                                    sums + strip * kOutputs);
+      ahead.from += blocks * (kBytes - making);
     }
-  }
 }
 
-static void panel_products(const Matrix& m, int64_t panel, const Input& in, int64_t tiles, int64_t, float* sums,
-                           uint8_t* scratch) {
+static void panel_products(const Matrix& m, int64_t panel, int64_t tiles, int64_t rows, float* sums, uint8_t* scratch) {
   by_kind(m.kind, [&](auto kind) __attribute__((always_inline)) {
-    products_of_kind<decltype(kind)::value>(m, panel, in, tiles, sums, scratch);
+    products_of_kind<decltype(kind)::value>(m, panel, tiles, rows, sums, scratch);
   });
 }
 #endif
@@ -449,10 +567,10 @@ static void restore_denormals() {}
 #endif
 
 #if !CPU_AMX
-static void products(const Matrix* const* matrices, const int64_t* panels, int count, const Input& in, int64_t tiles,
+static void products(const Matrix* const* matrices, const int64_t* panels, int count, const Input&, int64_t tiles,
                      int64_t rows, float* const* sums, uint8_t* scratch) {
   for (int i = 0; i < count; ++i) {
-    panel_products(*matrices[i], panels[i], in, tiles, rows, sums[i], scratch);
+    panel_products(*matrices[i], panels[i], tiles, rows, sums[i], scratch);
     for (int64_t t = 0; t < tiles; ++t) finish(*matrices[i], panels[i], sums[i] + t * kOutputs * kRows);
   }
 }
@@ -591,9 +709,9 @@ static void panel_products(const Matrix& m, int64_t panel, const Input& in, int6
 // Planes: [tiles][pairs of blocks][high, low][16 times 4 inputs][16 rows][4], then, by tile, the steps as [16 rows] floats,
 // NaN for a row with a value that is not finite.
 
-static void prepare(const Matrix& m, const Input& in, int64_t tiles, uint8_t* scratch) {
+static void prepare(const Matrix& m, const Input& in, int64_t rows, uint8_t* scratch) {
   if (m.kind != Kind::i8) return;
-  const int64_t pairs = (m.blocks + 1) / 2, words = m.blocks * kDepth / 2;
+  const int64_t tiles = (rows + kRows - 1) / kRows, pairs = (m.blocks + 1) / 2, words = m.blocks * kDepth / 2;
   uint8_t* planes = scratch + made_bytes(m.blocks);
   float* powers = reinterpret_cast<float*>(planes + tiles * pairs * 2048);
   const __m512i upper = _mm512_set1_epi32(-65536), size_of = _mm512_set1_epi16(0x7FFF);
@@ -732,7 +850,6 @@ static void end() {
 #endif
 
 #if !CPU_AMX
-static void prepare(const Matrix&, const Input&, int64_t, uint8_t*) {}
 static void begin() { flush_denormals(); }
 static void end() { restore_denormals(); }
 #endif

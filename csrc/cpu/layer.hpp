@@ -226,7 +226,7 @@ void products_of(Team& team, int index, Workspace& space, const std::vector<cons
   float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
   uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(parts[0]->blocks, space.tiles)));
   for (const Matrix* part : parts)
-    if (part == parts[0] || part->kind != parts[0]->kind) space.kernels.prepare(*part, in, space.tiles, scratch);
+    if (part == parts[0] || part->kind != parts[0]->kind) space.kernels.prepare(*part, in, space.rows, scratch);
   size_t part = 0;
   int64_t before = 0;
   for (int64_t panel = share.first; panel < share.last;) {
@@ -354,8 +354,8 @@ class LayerRun {
     ThreadScratch& mine = space_.threads[static_cast<size_t>(index_)];
     float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
     uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(layer.gate.blocks, space_.tiles)));
-    space_.kernels.prepare(layer.gate, in, space_.tiles, scratch);
-    if (layer.up.kind != layer.gate.kind) space_.kernels.prepare(layer.up, in, space_.tiles, scratch);
+    space_.kernels.prepare(layer.gate, in, space_.rows, scratch);
+    if (layer.up.kind != layer.gate.kind) space_.kernels.prepare(layer.up, in, space_.rows, scratch);
     const Matrix* matrices[2] = {&layer.gate, &layer.up};
     float* to[2] = {sums, sums + size};
     for (int64_t panel = share.first; panel < share.last; ++panel) {

@@ -42,7 +42,7 @@ std::vector<std::vector<float>> products(const cpu::Kernels& kernels, const std:
   }
   const Guarded<uint8_t> scratch(cpu::scratch_bytes(matrices[0]->blocks, inputs.tiles));
   Begun begun(kernels);
-  for (const cpu::Matrix* matrix : matrices) kernels.prepare(*matrix, inputs.in, inputs.tiles, scratch.data());
+  for (const cpu::Matrix* matrix : matrices) kernels.prepare(*matrix, inputs.in, inputs.rows, scratch.data());
   kernels.products(matrices.data(), panels.data(), count, inputs.in, inputs.tiles, inputs.rows, to.data(),
                    scratch.data());
   std::vector<std::vector<float>> found;
@@ -165,7 +165,18 @@ void test_products() {
         for (int64_t rows = 1; rows <= kMostRows; ++rows) products.among(rows);
       else
         for (const int64_t rows : {1, 2, 15, 16, 17, 32, 33, 48, 63, 64, 65, 70}) products.among(rows);
+      if (kind == Kind::bf16 || kind == Kind::f32) products.among(530);  // more than the rows whose lanes are kept at a time
       products.poisoned();
+    }
+  }
+  for (const Kind kind : {Kind::f32, Kind::bf16, Kind::i8, Kind::q4_1}) {  // inputs of several parts
+    const int64_t inputs = 66 * cpu::kDepth;
+    const Packed packed(kind, 18, inputs, false, true, false), other(Kind::bf16, 17, inputs, false, false, false);
+    for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+      if (!multiplies(*kernels, kind)) continue;
+      Products products(*kernels, packed, other);
+      products.exact();
+      for (const int64_t rows : {1, 2, 3, 4, 5, 16, 23}) products.among(rows);
     }
   }
 }

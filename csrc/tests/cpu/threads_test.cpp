@@ -107,6 +107,7 @@ bool reads_too_far(const cpu::Kernels& kernels) {
   const int64_t panel = 0;
   float* to = sums.data();
   kernels.begin();
+  kernels.prepare(longer, in, 1, scratch.data());
   kernels.products(&matrix, &panel, 1, in, 1, 1, &to, scratch.data());
   kernels.end();
   return true;
