@@ -106,6 +106,7 @@ CPU_INLINE vf exponential(vf given) {
   return given == given ? p * (vf)power : given;
 }
 
+#if CPU_LANES == 4
 CPU_INLINE float float_of_half_precision(uint16_t half) {  // IEEE binary16
   const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7FFFu;
   uint32_t bits = (magnitude << 13) + 0x38000000u;
@@ -120,6 +121,9 @@ CPU_INLINE float float_of_half_precision(uint16_t half) {  // IEEE binary16
   __builtin_memcpy(&value, &bits, 4);
   return value;
 }
+#else
+CPU_INLINE float float_of_half_precision(uint16_t half) { return _cvtsh_ss(half); }
+#endif
 
 CPU_INLINE float half_precision(const uint8_t* at, int index) {
   uint16_t half;
@@ -173,14 +177,16 @@ CPU_INLINE void block_weights_of(Kind kind, const Matrix& m, int64_t panel, int6
     }
     case Kind::q6_k: {
       const float d = half_precision(super_head(m, panel, block), output);
-      const uint8_t* high = at + 256 + output * 8;
-      for (int k = 0; k < kDepth; ++k) {
-        const float scale = d * static_cast<float>(static_cast<int8_t>(at[384 + output * 2 + k / 16]));
-        uint16_t word;
-        __builtin_memcpy(&word, at + (output / 4 * kDepth + k) * 2, 2);
-        const int q = (word >> output % 4 * 4 & 15) | (high[k / 4] >> 2 * (k % 4) & 3) << 4;
-        const uint32_t bits = static_cast<uint32_t>(half_of(scale * static_cast<float>(q - 32))) << 16;
-        __builtin_memcpy(out + k, &bits, 4);
+      const uint8_t *words = at + output / 4 * 64, *high = at + 256 + output * 8, *scales = at + 384 + output * 2;
+      vu twice;  // input k's two bits are 2 k and 2 k + 1 of its output's
+      for (int i = 0; i < W; ++i) twice[i] = static_cast<uint32_t>(2 * i);
+      for (int k = 0; k < kDepth; k += W) {
+        uint32_t bits = 0;
+        __builtin_memcpy(&bits, high + k / 4, W / 4);
+        const vu low = widened(reinterpret_cast<const uint16_t*>(words) + k) >> output % 4 * 4 & 15u;
+        const vi q = (vi)(low | (bits >> twice & 3u) << 4) - 32;
+        const float scale = d * static_cast<float>(static_cast<int8_t>(scales[k / 16]));
+        store(out + k, as_half(__builtin_convertvector(q, vf) * scale));
       }
       return;
     }
@@ -244,15 +250,15 @@ CPU_INLINE void by_kind(Kind kind, const Body& body) {
 // permute that, on the one port that is busy anyway.
 #define CPU_IN_MEMORY(array) __asm__("" : "+m"(array))
 
-// One block's weights as bfloat16, [16][32], at `at`, four outputs `group` bytes behind the four before; where they stand for
-// bfloat16 itself.
-template <Kind kind>
-CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t block, const uint8_t* from, uint8_t* at,
-                                     int64_t group = 256) {
-  const auto place = [&](int o) __attribute__((always_inline)) { return at + o / 4 * group + o % 4 * 64; };
+// Calls put(output, its 32 weights of a block as bfloat16) for each output.
+template <Kind kind, typename Put>
+CPU_INLINE void half_block(const Matrix& m, int64_t panel, int64_t block, const uint8_t* from, const Put& put) {
   const __m512 counts = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   switch (kind) {
-    case Kind::bf16: return from;
+    case Kind::bf16:
+#pragma GCC unroll 16
+      for (int o = 0; o < kOutputs; ++o) put(o, _mm512_loadu_si512(from + o * 64));
+      return;
     case Kind::q4_0:
     case Kind::q4_1:
     case Kind::q4_k: {
@@ -285,10 +291,10 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
         const __m512i tables = (__m512i)_mm512_cvtne2ps_pbh(b, a);
         const __m512i of_a = _mm512_and_si512(words, nibble);
         const __m512i of_b = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 4), nibble, second, 0xEA);  // (x & y) | z
-        _mm512_store_si512(place(o), _mm512_permutexvar_epi16(of_a, tables));
-        _mm512_store_si512(place(o) + 64, _mm512_permutexvar_epi16(of_b, tables));
+        put(o, _mm512_permutexvar_epi16(of_a, tables));
+        put(o + 1, _mm512_permutexvar_epi16(of_b, tables));
       }
-      return at;
+      return;
     }
     case Kind::i8:
     case Kind::q8_0: {
@@ -296,6 +302,7 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
       if (kind == Kind::q8_0)
         _mm512_store_ps(factors, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + 512))));
       CPU_IN_MEMORY(factors);
+#pragma GCC unroll 16
       for (int o = 0; o < kOutputs; ++o) {
         const auto* values = (const __m128i*)(from + o * (kind == Kind::i8 ? 64 : 32));
         __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(values)));
@@ -304,19 +311,37 @@ CPU_INLINE const uint8_t* half_block(const Matrix& m, int64_t panel, int64_t blo
           const __m512 d = _mm512_set1_ps(factors[o]);
           first = _mm512_mul_ps(first, d), second = _mm512_mul_ps(second, d);
         }
-        _mm512_store_si512(place(o), (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        put(o, (__m512i)_mm512_cvtne2ps_pbh(second, first));
       }
-      return at;
+      return;
     }
-    default: {
-      alignas(64) float row[kDepth];
+    case Kind::q6_k: {
+      alignas(64) float factors[2][kOutputs];  // of the first and of the last 16 inputs
+      const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)super_head(m, panel, block)));
+      const __m512i scales = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(from + 384)));
+      _mm512_store_ps(factors[0], _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(scales, 16), 16))));
+      _mm512_store_ps(factors[1], _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_srai_epi32(scales, 16))));
+      CPU_IN_MEMORY(factors);
+      // a byte's four times two bits to four words
+      const __m512i quarters = _mm512_set_epi64(0x8007800780078007, 0x8006800680068006, 0x8005800580058005, 0x8004800480048004,
+                                                0x8003800380038003, 0x8002800280028002, 0x8001800180018001, 0x8000800080008000);
+      const __m512i shifts = _mm512_set1_epi64(0x0006000400020000), nibble = _mm512_set1_epi16(15), two = _mm512_set1_epi16(48);
+#pragma GCC unroll 16
       for (int o = 0; o < kOutputs; ++o) {
-        block_weights(m, panel, block, o, row);
-        const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(row + 16), _mm512_load_ps(row));
-        _mm512_store_si512(place(o), halves);
+        int64_t bytes;
+        __builtin_memcpy(&bytes, from + 256 + o * 8, 8);
+        const __m512i low = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(from + o / 4 * 64), o % 4 * 4), nibble);
+        const __m512i high = _mm512_srlv_epi16(_mm512_shuffle_epi8(_mm512_set1_epi64(bytes), quarters), shifts);
+        const __m512i bits = _mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 4), two, low, 0xEA);  // (x & y) | z
+        const __m512i q = _mm512_sub_epi16(bits, _mm512_set1_epi16(32));
+        const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(q)));
+        const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(q, 1)));
+        put(o, (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(second, _mm512_set1_ps(factors[1][o])),
+                                            _mm512_mul_ps(first, _mm512_set1_ps(factors[0][o]))));
       }
-      return at;
+      return;
     }
+    case Kind::f32: return;  // not where there are pairs
   }
 }
 #endif
@@ -502,15 +527,35 @@ CPU_INLINE void make_weights(const Matrix& m, int64_t panel, int64_t first, int6
   for (int64_t b = first; b < last; ++b, ahead.from += ahead.bytes, to += made.block) {
     ask_for(ahead.from, ahead.bytes);
 #if CPU_PAIRS
-    const uint8_t* from = half_block<kind>(m, panel, b, block_at(m, panel, b), to, made.group);
-    if (kind == Kind::bf16)
-      for (int i = 0; i < 4; ++i) __builtin_memcpy(to + i * made.group, from + i * made.block, 4 * kDepth * 2);
+    half_block<kind>(m, panel, b, block_at(m, panel, b), [&](int o, __m512i weights) __attribute__((always_inline)) {
+      _mm512_store_si512(to + o / 4 * made.group + o % 4 * 64, weights);
+    });
 #else
     for (int o = 0; o < kOutputs; ++o)
       block_weights_of(kind, m, panel, b, o, reinterpret_cast<float*>(to + o / 4 * made.group) + o % 4 * kDepth);
 #endif
   }
 }
+
+#if CPU_PAIRS
+// All outputs of a panel by one row, its weights as they are made.
+template <Kind kind>
+CPU_INLINE void multiply_made(const Matrix& m, int64_t panel, const uint32_t* x, Ahead ahead, float* sums) {
+  vf lanes[kOutputs];
+#pragma GCC unroll 16
+  for (int o = 0; o < kOutputs; ++o) lanes[o] = vf{};
+  for (int64_t b = 0; b < m.blocks; ++b, x += kWords, ahead.from += ahead.bytes) {
+    ask_for(ahead.from, ahead.bytes);
+    const __m512bh row = (__m512bh)_mm512_loadu_si512(x);
+    half_block<kind>(m, panel, b, block_at(m, panel, b), [&](int o, __m512i weights) __attribute__((always_inline)) {
+      lanes[o] = (vf)_mm512_dpbf16_ps((__m512)lanes[o], (__m512bh)weights, row);
+    });
+  }
+  alignas(64) float found[kOutputs];
+  add_up(lanes, found);
+  for (int o = 0; o < kOutputs; ++o) sums[o * kRows] = found[o];
+}
+#endif
 
 template <Kind kind>
 CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, int64_t tiles, int64_t rows, float* sums, uint8_t* scratch) {
@@ -525,6 +570,9 @@ CPU_INLINE void products_of_kind(const Matrix& m, int64_t panel, int64_t tiles, 
   if (kAsItIs && rows <= (CPU_PAIRS ? 4 : 2))
     return multiply_rows<kind == Kind::bf16>({block_at(m, panel, 0), kBytes, kBytes / 4}, x, words, rows, m.blocks, ahead,
                                              {true, true, kept}, sums);
+#if CPU_PAIRS
+  if (rows == 1) return multiply_made<kind>(m, panel, x, ahead, sums);
+#endif
   // Several rows read weights several times, each time four outputs': these stand together then, and as many of their
   // inputs as the first cache keeps.
   const int64_t parts = (m.blocks + kPart - 1) / kPart, size = (m.blocks + parts - 1) / parts;
@@ -609,7 +657,12 @@ class HalfPanel {
     return head_bytes(kind) == 0 ? first_ + block * kBytes : block_at(m_, panel_, block);
   }
   CPU_MEMBER uint8_t* place(int64_t block) const { return scratch_ + (again_ ? block : block % kRing) * 1024; }
-  CPU_MEMBER void expand(int64_t block) const { half_block<kind>(m_, panel_, block, from_of(block), place(block)); }
+  CPU_MEMBER void expand(int64_t block) const {
+    uint8_t* const to = place(block);
+    half_block<kind>(m_, panel_, block, from_of(block), [&](int o, __m512i weights) __attribute__((always_inline)) {
+      _mm512_store_si512(to + o * 64, weights);
+    });
+  }
 
   const Matrix& m_;
   const int64_t panel_;
