@@ -93,7 +93,9 @@ def test_logits_are_equal(shape: Shape, extra_tokens: Any, dtype: torch.dtype, t
     expected, found = run(model, PROMPT)[0], run(large, PROMPT)[0]
     assert large.dtype is dtype
     assert error(found[:, :VOCABULARY], expected) < tolerance
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    # of a token and its copies rounding chooses, which differs between CPUs
+    assert torch.equal(found[:, :VOCABULARY].argmax(-1), expected.argmax(-1))
+    assert error(found.amax(-1), expected.amax(-1)) < tolerance
     if extra_tokens == "silent":
         assert (found[:, VOCABULARY:] < -(2.0**19)).all()
         assert error(found.softmax(-1)[:, :VOCABULARY], expected.softmax(-1)) < tolerance
