@@ -116,7 +116,8 @@ def last_row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float |
     """
     batch, heads, _, size = query.shape
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], size)
-    scores = (grouped @ key.transpose(-1, -2)).float() * (size**-0.5 if scale is None else scale)
+    scores = (grouped @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32))
+    scores = scores * (size**-0.5 if scale is None else scale)
     return (scores.softmax(dim=-1).to(value.dtype) @ value).reshape(batch, 1, heads, size)
 
 
