@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import shutil
 import statistics
 import tempfile
 import time
@@ -62,6 +64,7 @@ OPTIONS = TrainOptions(
 )
 TRIAL_STEPS = 2 * MEASURE_EVERY + 1
 SAVE_EVERY = 50
+RECORD = "training.json"
 PLACES = 128  # of a held-back text, by rank
 
 
@@ -95,21 +98,45 @@ def main() -> None:
 def train(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float, target: str) -> None:
     """Train each head for as many steps as fit into `seconds` of processor time, by the pace of a trial."""
     for name, steps in _steps(names, model, corpus, heads, seconds).items():
-        done = heads / name / "training.json"
-        if done.is_file():
-            continue
-        print(f"{name}: {steps} steps", flush=True)
-        options = replace(OPTIONS, steps=steps, save_every=min(SAVE_EVERY, max(1, steps // 10)))
-        train_draft(model, corpus, heads / name, options, LOSSES[name], name=target, progress=print)
-        record = {
-            "steps": steps,
-            "cpu_seconds": round(cpu_seconds(_log(heads / name))),
-            "settings": asdict(LOSSES[name]),
-        }
-        for file in (STATE, CURVE):
-            (heads / name / file).unlink(missing_ok=True)
-        with atomic(done) as part:
-            part.write_text(json.dumps(record) + "\n")
+        done = heads / name / RECORD
+        if not done.is_file():
+            print(f"{name}: {steps} steps", flush=True)
+            spent = _train(name, model, corpus, heads / name, replace(OPTIONS, steps=steps), target)
+            _write(done, {"steps": steps, "cpu_seconds": spent, "settings": asdict(LOSSES[name])})
+        while (record := json.loads(done.read_text()))["cpu_seconds"] < seconds:
+            _train_on(name, model, corpus, heads / name, record, seconds, target)
+
+
+def _train(name: str, model: Any, corpus: Corpus, out: Path, options: TrainOptions, target: str) -> int:
+    """The processor time in seconds."""
+    options = replace(options, save_every=min(SAVE_EVERY, max(1, options.steps // 10)))
+    train_draft(model, corpus, out, options, LOSSES[name], name=target, progress=print)
+    for file in (STATE, CURVE):
+        (out / file).unlink(missing_ok=True)
+    return round(cpu_seconds(_log(out)))
+
+
+def _train_on(
+    name: str, model: Any, corpus: Corpus, head: Path, record: dict[str, Any], seconds: float, target: str
+) -> None:
+    """Go on where the steps took less time than their trial foretold, at the low rate that the training ended with."""
+    steps = math.ceil(1.02 * (seconds - record["cpu_seconds"]) * record["steps"] / max(1, record["cpu_seconds"])) + 1
+    print(f"{name}: {steps} steps more", flush=True)
+    more = head / "more"
+    options = replace(
+        OPTIONS, steps=steps, start=str(head), learning_rate=OPTIONS.learning_rate / 20, seed=record["steps"]
+    )
+    spent = _train(name, model, corpus, more, options, target)
+    for file in ("config.json", "model.safetensors"):
+        (more / file).replace(head / file)
+    record |= {"steps": record["steps"] + steps, "cpu_seconds": record["cpu_seconds"] + spent}
+    _write(head / RECORD, record)
+    shutil.rmtree(more)
+
+
+def _write(file: Path, record: dict[str, Any]) -> None:
+    with atomic(file) as part:
+        part.write_text(json.dumps(record) + "\n")
 
 
 def cpu_seconds(entries: Sequence[dict[str, Any]]) -> float:
@@ -135,8 +162,7 @@ def _steps(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, second
         pace = min(later - earlier for earlier, later in pairwise(times)) / MEASURE_EVERY
         steps[name] = max(1, round(seconds / pace))
     heads.mkdir(parents=True, exist_ok=True)
-    with atomic(kept) as part:
-        part.write_text(json.dumps(steps) + "\n")
+    _write(kept, steps)
     return steps
 
 
@@ -155,7 +181,7 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
         config, state, _ = load_head(folder)
         head = head_from(config, state, model.dtype, model.device)
         teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
-        training = json.loads((folder / "training.json").read_text())
+        training = json.loads((folder / RECORD).read_text())
         rows.append({"record": "head", "loss": name, **training, "by_rank": by_rank(head, teacher, held_back)})
         for tree, (policy, options) in TREES.items():
             engines[name, tree] = Engine.from_pretrained(

@@ -42,16 +42,24 @@ def test_a_training_goes_on_with_the_steps_that_were_chosen(tmp_path: Path, monk
     options = replace(small, steps=6, save_every=1)
     monkeypatch.setattr(losses, "SAVE_EVERY", 1)
     train_draft(model, corpus, heads / "eagle", options, losses.LOSSES["eagle"], stop_after=3)  # cut short
-    losses.train(names, model, corpus, heads, 1e9, "tiny")
+    losses.train(names, model, corpus, heads, 0, "tiny")
     for name, steps in (("eagle", 6), ("ttt", 4)):
         record = json.loads((heads / name / "training.json").read_text())
         assert (record["steps"], record["settings"]["name"]) == (steps, name)
         assert json.loads((heads / name / LOG).read_text().splitlines()[-1])["step"] == steps
     before = (heads / "ttt" / "model.safetensors").read_bytes()
-    losses.train(names, model, corpus, heads, 1e9, "tiny")
+    losses.train(names, model, corpus, heads, 0, "tiny")
     assert (heads / "ttt" / "model.safetensors").read_bytes() == before
     with pytest.raises(SystemExit, match=r"steps\.json was begun for eagle, ttt, hass"):
-        losses.train(["talf"], model, corpus, heads, 1e9, "tiny")
+        losses.train(["talf"], model, corpus, heads, 0, "tiny")
+
+    monkeypatch.setattr(losses, "cpu_seconds", lambda entries: 60.0)
+    record["cpu_seconds"] = 100  # of the 150 that it was to have; four steps took them
+    (heads / "ttt" / "training.json").write_text(json.dumps(record))
+    losses.train(["ttt"], model, corpus, heads, 150, "tiny")
+    assert json.loads((heads / "ttt" / "training.json").read_text()) == record | {"steps": 8, "cpu_seconds": 160}
+    assert (heads / "ttt" / "model.safetensors").read_bytes() != before
+    assert not (heads / "ttt" / "more").exists()
 
     config, state, _ = load_head(heads / "ttt")
     teacher = Teacher(model, config.feature_ids(LAYERS))
