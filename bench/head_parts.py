@@ -83,6 +83,36 @@ def loss_acceptance(file: str) -> str:
     return table(("loss", "steps", "processor hours", *(f"tau, {tree}" for tree in trees)), rows, file)
 
 
+def loss_acceptance_beside(file: str) -> str:
+    """From bench.losses: by how much each acceptance length is longer than the first loss's on the same prompts."""
+    found = [record for record in records(file) if record["record"] == "beside" and "tree" in record]
+    cells = {(r["loss"], r["tree"]): r for r in found}
+    trees = list(dict.fromkeys(tree for _, tree in cells))
+    rows = [
+        [code(loss), *(_signed(cells[loss, tree], "mean_acceptance_length", 1, 2) for tree in trees)]
+        for loss in dict.fromkeys(loss for loss, _ in cells)
+    ]
+    return table((f"tau less `{found[0]['first']}`'s", *trees), rows, file)
+
+
+def loss_ranks_beside(file: str) -> str:
+    """From bench.losses: the differences to the first loss behind the ranked tokens, on the same texts."""
+    found = [record for record in records(file) if record["record"] == "beside" and "by_rank" in record]
+    rows = [
+        [code(record["loss"]), called, *(_signed(rank, what, 100, 1) for rank in record["by_rank"])]
+        for record in found
+        for what, called in RANKED.items()
+    ]
+    header = (f"less `{found[0]['first']}`'s", "in points of %")
+    return table((*header, *(f"rank {rank['rank']}" for rank in found[0]["by_rank"])), rows, file)
+
+
+def _signed(record: Record, name: str, scale: float, digits: int) -> str:
+    """A difference and its interval."""
+    value, low, high = (f"{scale * each:+.{digits}f}" for each in (record[name], *record[f"{name}_interval"]))
+    return f"{value} ({low} to {high})"
+
+
 def _by_rank(head: str, names: Sequence[str], found: Sequence[Record], file: str, *, bounded: bool = False) -> str:
     """Rows of RANKED for each name, columns of ranks; in percent."""
     rows = []
@@ -160,6 +190,6 @@ PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
     for part in (
         *(shapes, learning, ranks, scaled, served),
-        *(accepted, beside, loss_ranks, loss_acceptance),
+        *(accepted, beside, loss_ranks, loss_ranks_beside, loss_acceptance, loss_acceptance_beside),
     )
 }

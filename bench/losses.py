@@ -3,7 +3,8 @@
 `train` makes the heads one after the other, each with the same processor time (set OMP_NUM_THREADS=1 where other work
 runs beside it); interrupted, the same call goes on. `measure` writes the table: speed-up over plain decoding and
 acceptance length with each tree, accuracy and calibration behind the n-th ranked token, with 95 % intervals over
-prompts and over texts (bootstrap, by percentiles), and the share of tree nodes by rank.
+prompts and over texts (bootstrap, by percentiles), each loss's differences to the first on the same prompts and texts,
+and the share of tree nodes by rank.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from specengine import Engine
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
 from specengine.checkpoints.files import atomic
-from specengine.modeling.eagle_head import EagleHead, head_from
-from specengine.train.draft.diagnostics import observe, reports
+from specengine.modeling.eagle_head import head_from
+from specengine.train.draft.diagnostics import Observed, RankReport, observe, reports
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
 from specengine.train.options import TrainOptions
-from specengine.train.text.corpus import Corpus, Text
+from specengine.train.text.corpus import Corpus
 from specengine.tree import TokenTree
 
 # Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.
@@ -65,6 +66,7 @@ OPTIONS = TrainOptions(
 TRIAL_STEPS = 2 * MEASURE_EVERY + 1
 SAVE_EVERY = 50
 RECORD = "training.json"
+RANKED = ("accuracy", "calibration", "standard_calibration")
 PLACES = 128  # of a held-back text, by rank
 
 
@@ -176,13 +178,16 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
     plain = Engine.from_pretrained(model, policy="plain")
     engines: dict[tuple[str, str], Engine] = {}
     rows: list[dict[str, Any]] = []
+    observed: dict[str, list[Observed]] = {}
     for name in names:
         folder = args.heads / name
         config, state, _ = load_head(folder)
         head = head_from(config, state, model.dtype, model.device)
         teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
         training = json.loads((folder / RECORD).read_text())
-        rows.append({"record": "head", "loss": name, **training, "by_rank": by_rank(head, teacher, held_back)})
+        texts = [text for text in held_back if text.answers[2:].any()]
+        observed[name] = [observe(head, teacher, text, PLACES) for text in texts]
+        rows.append({"record": "head", "loss": name, **training, "by_rank": by_rank(observed[name])})
         for tree, (policy, options) in TREES.items():
             engines[name, tree] = Engine.from_pretrained(
                 model, str(folder), policy, policy_options=options, lookup=False
@@ -194,17 +199,42 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
         for key, engine in engines.items():
             cells[key].add(base, _timed(engine, prompt, args.max_new_tokens, cells[key].ranks))
     rows += [{"record": "cell", "loss": key[0], "tree": key[1], **cell.summary()} for key, cell in cells.items()]
+    first, *others = names
+    for name in others:
+        beside = {"record": "beside", "loss": name, "first": first}
+        rows.append(beside | {"by_rank": ranks_beside(observed[name], observed[first])})
+        for tree in TREES:
+            rows.append(beside | {"tree": tree, **cells[name, tree].beside(cells[first, tree])})
     return rows
 
 
-def by_rank(head: EagleHead, teacher: Teacher, texts: Sequence[Text]) -> list[dict[str, Any]]:
+def by_rank(found: Sequence[Observed]) -> list[dict[str, Any]]:
     """Accuracy and calibration behind the ranked tokens, each with its interval over the texts."""
-    found = [observe(head, teacher, text, PLACES) for text in texts if text.answers[2:].any()]
     rows = [report.to_dict() for report in reports(found)]
     drawn = [reports(sample) for sample in bootstrap.samples(found)]
     for number, row in enumerate(rows):
-        for field in ("accuracy", "calibration", "standard_calibration"):
+        for field in RANKED:
             row[f"{field}_interval"] = bootstrap.interval([getattr(sample[number], field) for sample in drawn])
+    return rows
+
+
+def ranks_beside(found: Sequence[Observed], first: Sequence[Observed]) -> list[dict[str, Any]]:
+    """What `by_rank` says of one head less what it says of the first on the same texts, drawn together."""
+    pairs = list(zip(found, first, strict=True))
+
+    def both(sample: Sequence[Any]) -> list[tuple[RankReport, RankReport]]:
+        own, other = zip(*sample, strict=True)
+        return list(zip(reports(own), reports(other), strict=True))
+
+    drawn = [both(sample) for sample in bootstrap.samples(pairs)]
+    rows = []
+    for number, (own, other) in enumerate(both(pairs)):
+        row: dict[str, Any] = {"rank": own.rank, "rows": own.rows}
+        for field in RANKED:
+            row[field] = getattr(own, field) - getattr(other, field)
+            differences = [getattr(sample[number][0], field) - getattr(sample[number][1], field) for sample in drawn]
+            row[f"{field}_interval"] = bootstrap.interval(differences)
+        rows.append(row)
     return rows
 
 
@@ -231,6 +261,20 @@ class _Cell:
                 [acceptance_length(sample) for sample in bootstrap.samples(self.counts)]
             ),
             "share_of_nodes_by_rank": {rank: round(self.ranks[rank] / nodes, 4) for rank in sorted(self.ranks)},
+        }
+
+    def beside(self, first: _Cell) -> dict[str, Any]:
+        """By how much the acceptance length is longer than the first's, over the same prompts, drawn together."""
+        pairs = list(zip(self.counts, first.counts, strict=True))
+
+        def more(sample: Sequence[Any]) -> float:
+            own, other = zip(*sample, strict=True)
+            return acceptance_length(own) - acceptance_length(other)
+
+        drawn = [more(sample) for sample in bootstrap.samples(pairs)]
+        return {
+            "mean_acceptance_length": round(more(pairs), 3),
+            "mean_acceptance_length_interval": bootstrap.interval(drawn),
         }
 
 

@@ -29,6 +29,11 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for tree, tau in (("beam", 1.912), ("salf", 1.74)):
             bounds = {"mean_acceptance_length_interval": [tau - 0.1, tau + 0.1]}
             rows.append({"record": "cell", "loss": loss, "tree": tree, "mean_acceptance_length": tau, **bounds})
+    beside = {"record": "beside", "loss": "talf", "first": "eagle"}
+    for tree, tau in (("beam", 0.05), ("salf", -0.1)):
+        bounds = {"mean_acceptance_length_interval": [tau - 0.1, tau + 0.02]}
+        rows.append(beside | {"tree": tree, "mean_acceptance_length": tau, **bounds})
+    rows.append(beside | {"by_rank": [rank(1, -0.004), rank(2, 0.031)]})
     (tmp_path / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(parts, "RESULTS", tmp_path)
 
@@ -52,3 +57,13 @@ def test_ranks_by_loss() -> None:
     assert header == ["loss", "in %", "rank 1", "rank 2"]
     assert accuracy == ["`eagle`", "accuracy", "31.2 (30.2 to 33.2)", "26.2 (25.2 to 28.2)"]
     assert last == ["`talf`", head_parts.RANKED["standard_calibration"], *["5.2 (4.2 to 7.2)"] * 2]
+
+
+def test_differences_of_losses() -> None:
+    assert cells(head_parts.loss_acceptance_beside(FILE)) == [
+        ["tau less `eagle`'s", "beam", "salf"],
+        ["`talf`", "+0.05 (-0.05 to +0.07)", "-0.10 (-0.20 to -0.08)"],
+    ]
+    header, accuracy, *_ = cells(head_parts.loss_ranks_beside(FILE))
+    assert header == ["less `eagle`'s", "in points of %", "rank 1", "rank 2"]
+    assert accuracy == ["`talf`", "accuracy", "-0.4 (-1.4 to +1.6)", "+3.1 (+2.1 to +5.1)"]

@@ -12,7 +12,7 @@ import torch
 from bench import bootstrap, losses
 from specengine.checkpoints.eagle import load_head
 from specengine.modeling.eagle_head import head_from
-from specengine.train.draft.diagnostics import by_rank
+from specengine.train.draft.diagnostics import Observed, by_rank, observe
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import LOG, train_draft
@@ -64,8 +64,8 @@ def test_a_training_goes_on_with_the_steps_that_were_chosen(tmp_path: Path, monk
     config, state, _ = load_head(heads / "ttt")
     teacher = Teacher(model, config.feature_ids(LAYERS))
     head, texts = head_from(config, state, torch.float32, CPU), Epochs(corpus, small).held_back
-    monkeypatch.setattr(losses, "PLACES", 9)
-    rows = losses.by_rank(head, teacher, texts)
+    found = [observe(head, teacher, text, 9) for text in texts]
+    rows = losses.by_rank(found)
     for row, report in zip(rows, by_rank(head, teacher, texts, anchors=9), strict=True):
         assert row["accuracy"] == report.accuracy
         low, high = row["accuracy_interval"]
@@ -79,3 +79,31 @@ def test_intervals_hold_the_ratio_of_sums() -> None:
     assert 1.0 <= found[0] < 148 / 58 < found[1] <= 3.0
     alike = bootstrap.interval([losses.acceptance_length(sample) for sample in bootstrap.samples([(20, 10)] * 5)])
     assert alike == [2.0, 2.0]
+
+
+def test_differences_are_those_on_the_same_texts_and_prompts() -> None:
+    """A head that is better everywhere is so in every draw, though texts differ more than heads do."""
+    generator = torch.Generator().manual_seed(0)
+    first, better = [], []
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        drawn = torch.rand(40, 5, generator=generator)
+        highest = torch.rand(40, 5, generator=generator)
+        first.append(Observed((drawn < share).float(), highest, highest))
+        better.append(Observed((drawn < share + 0.1).float(), highest, highest))
+    for row in losses.ranks_beside(better, first):
+        low, high = row["accuracy_interval"]
+        assert 0 < low <= row["accuracy"] <= high < 0.3
+    alone = losses.by_rank(better)[0]["accuracy_interval"][0] - losses.by_rank(first)[0]["accuracy"]
+    assert alone < 0  # apart, the intervals could not tell them
+    for row in losses.ranks_beside(first, first):
+        assert all(row[field] == 0 and row[f"{field}_interval"] == [0, 0] for field in losses.RANKED)
+
+    cells = losses._Cell(), losses._Cell()
+    for cycles in (5, 8, 12, 20, 31):
+        for cell, tokens in zip(cells, (60, 64), strict=True):
+            cell.add((1.0, 60, 60), (0.5, tokens, cycles))
+    found = cells[1].beside(cells[0])
+    low, high = found["mean_acceptance_length_interval"]
+    assert found["mean_acceptance_length"] == pytest.approx(5 * 4 / 76, abs=1e-3)
+    assert 0 < low < found["mean_acceptance_length"] < high
+    assert cells[0].beside(cells[0])["mean_acceptance_length_interval"] == [0, 0]
