@@ -31,7 +31,7 @@ test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed  ## clients of the se
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy specengine
+	$(RUN) -m mypy
 
 bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine's CPU
 	$(RUN) -m bench.overhead --out build/results/overhead.jsonl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from specengine.benchmark.tables import NOTHING, Record, Table, number
@@ -32,7 +32,7 @@ class Goal:
     """
 
     kind: str
-    where: dict[str, tuple[object, ...]]
+    where: Mapping[str, tuple[object, ...]]
     most: Callable[[Record, float], float]
     over: dict[str, float] = field(default_factory=dict)
 

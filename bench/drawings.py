@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.parts import RESULTS, WAYS, means, records, summaries
-from bench.report import ALL
+from specengine.benchmark.summaries import ALL
 from specengine.checkpoints.files import atomic
 from specengine.trace.pictures import COLOURS
 

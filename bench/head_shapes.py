@@ -31,6 +31,8 @@ from specengine.costs import Costs, Points
 from specengine.drafters.eagle import Eagle
 from specengine.policies import TreePolicy, make
 from specengine.records import Cycle
+from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.targets.native import NativeTarget
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.training import train_draft
 from specengine.train.options import TrainOptions
@@ -101,8 +103,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     first = Engine.from_pretrained(args.model, draft="ngram")
     engines = {}
     for folder in sorted(path for path in args.heads.iterdir() if (path / "config.json").is_file()):
-        drafter = Eagle.from_folder(folder, first.target.lm, HeadOptions())
-        engines[folder.name] = Engine(first.target, drafter, make("salf/cpu"), first.tokenizer)
+        engines[folder.name] = with_head(first, folder, make("salf/cpu"))
     costs = _measured(engines, args.rounds)
     items = workloads.read(args.prompts, args.per_set)
     for name, engine in engines.items():
@@ -119,6 +120,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield facts | {"tree": tree} | _predicted(engine, policy(), items, args.max_new_tokens, costs[name])
 
 
+def with_head(first: Engine, folder: Path, policy: TreePolicy) -> Engine:
+    """The target of `first`, drafted for by the head in `folder`."""
+    assert isinstance(first.target, NativeTarget | HuggingFaceTarget)
+    drafter = Eagle.from_folder(folder, first.target.lm, HeadOptions())
+    return Engine(first.target, drafter, policy, first.tokenizer)
+
+
 def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, Costs]:
     """Medians by head; what the target takes is one and the same for all."""
     found: dict[str, list[Costs]] = {name: [] for name in engines}
@@ -126,9 +134,9 @@ def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, Costs]:
         for name, engine in engines.items():
             found[name].append(calibration.measure(engine.target, engine.drafter))
     every = [costs for of_head in found.values() for costs in of_head]
-    shared = {"verify": _medians([one.verify for one in every]), "overhead": _median([one.overhead for one in every])}
+    verify, overhead = _medians([one.verify for one in every]), _median([one.overhead for one in every])
     return {
-        name: replace(of_head[0], draft=_medians([one.draft for one in of_head]), **shared)
+        name: replace(of_head[0], draft=_medians([one.draft for one in of_head]), verify=verify, overhead=overhead)
         for name, of_head in found.items()
     }
 

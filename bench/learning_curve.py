@@ -23,11 +23,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import bootstrap, provenance, workloads
-from bench.losses import acceptance_length, by_rank, cpu_seconds
+from bench.head_shapes import with_head
+from bench.losses import acceptance_length, by_rank, cpu_seconds, observations
 from specengine import Engine, policies
 from specengine import checkpoints as models
-from specengine.checkpoints.eagle import HeadOptions, load_head
-from specengine.drafters.eagle import Eagle
+from specengine.checkpoints.eagle import load_head
 from specengine.modeling.eagle_head import head_from
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.teacher import Teacher
@@ -93,13 +93,12 @@ def measure(found: Sequence[Point], args: argparse.Namespace) -> Iterator[dict[s
     held_back = [text for data in args.data for text in Epochs(Corpus.open(data), TrainOptions()).held_back]
     counts = []
     for point in found:
-        drafter = Eagle.from_folder(point.folder, first.target.lm, HeadOptions())
-        engine = Engine(first.target, drafter, policies.make("eagle", **TREE), first.tokenizer)
+        engine = with_head(first, point.folder, policies.make("eagle", **TREE))
         answers = [_counted(engine, item.text, args.max_new_tokens) for item in items]
         counts.append(answers)
         config, state, _ = load_head(point.folder)
         teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
-        ranks = by_rank(head_from(config, state, model.dtype, model.device), teacher, held_back)
+        observed = observations(head_from(config, state, model.dtype, model.device), teacher, held_back)
         yield {
             "record": "head",
             **{name: value for name, value in point._asdict().items() if name != "folder"},
@@ -109,7 +108,7 @@ def measure(found: Sequence[Point], args: argparse.Namespace) -> Iterator[dict[s
                 [acceptance_length(sample) for sample in bootstrap.samples(answers)]
             ),
             "temperatures": list(config.temperatures),
-            "by_rank": ranks,
+            "by_rank": by_rank(observed),
         }
     yield {"record": "doubling"} | doubling(found, counts)
 

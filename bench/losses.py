@@ -31,14 +31,14 @@ from specengine import Engine
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
 from specengine.checkpoints.files import atomic
-from specengine.modeling.eagle_head import head_from
+from specengine.modeling.eagle_head import EagleHead, head_from
 from specengine.train.draft.diagnostics import Observed, RankReport, observe, reports
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
 from specengine.train.options import TrainOptions
-from specengine.train.text.corpus import Corpus
+from specengine.train.text.corpus import Corpus, Text
 from specengine.tree import TokenTree
 
 # Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.
@@ -185,8 +185,7 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
         head = head_from(config, state, model.dtype, model.device)
         teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
         training = json.loads((folder / RECORD).read_text())
-        texts = [text for text in held_back if text.answers[2:].any()]
-        observed[name] = [observe(head, teacher, text, PLACES) for text in texts]
+        observed[name] = observations(head, teacher, held_back)
         rows.append({"record": "head", "loss": name, **training, "by_rank": by_rank(observed[name])})
         for tree, (policy, options) in TREES.items():
             engines[name, tree] = Engine.from_pretrained(
@@ -206,6 +205,11 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
         for tree in TREES:
             rows.append(beside | {"tree": tree, **cells[name, tree].beside(cells[first, tree])})
     return rows
+
+
+def observations(head: EagleHead, teacher: Teacher, texts: Sequence[Text]) -> list[Observed]:
+    """What `by_rank` is told: of each text that has places to observe, in order."""
+    return [observe(head, teacher, text, PLACES) for text in texts if text.answers[2:].any()]
 
 
 def by_rank(found: Sequence[Observed]) -> list[dict[str, Any]]:

@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _engine(args: argparse.Namespace) -> Engine:
     model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
-    return Engine.from_pretrained(model, args.draft, **({"lookup": False} if args.no_lookup else {}))
+    options: dict[str, Any] = {"lookup": False} if args.no_lookup else {}
+    return Engine.from_pretrained(model, args.draft, **options)
 
 
 def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
@@ -105,12 +106,12 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield _row(name, trees.speed(depth, size), base, depth=depth, size=size)
     for name, networks in pairs.items():
         label = Path(name).parent.name if Path(name).is_file() else name
-        for what, depth, size in (
+        for what, fixed_depth, fixed_size in (
             ("ltd", None, None),
             ("ltd, its depth", None, args.default[1]),
             ("ltd, its size", args.default[0], None),
         ):
-            depths, sizes = decided(trees, networks, depth, size)
+            depths, sizes = decided(trees, networks, fixed_depth, fixed_size)
             choices = {"depths": _counts(depths), "sizes": _counts(sizes)}
             yield _row(f"{what}: {label}", trees.speed(depths, sizes), base, **choices)
     depths, sizes = foreseen(trees)  # at each tree by itself, also where they are visited in turn
@@ -135,7 +136,7 @@ def foreseen(trees: Outcomes) -> tuple[Any, Any]:
     shape, everything, rate = trees.shape, np.arange(len(trees)), 1.0
     grid = [(depth, size) for depth in range(shape.least, shape.expansions + 1) for size in shape.sizes]
     tokens = np.stack([trees.committed(everything, *map(trees.all_trees, point)) for point in grid], 1)
-    cost = np.array([trees.cost(*point) for point in grid]) / trees.costs.plain
+    cost = np.array([trees.cost(*map(np.asarray, point)) for point in grid]) / trees.costs.plain
     for _ in range(20):
         best = (tokens - rate * cost).argmax(1)
         rate = tokens[everything, best].sum() / cost[best].sum()
@@ -166,8 +167,11 @@ def agree(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     own = {which: round(1e6 * decision_seconds(networks, which, device), 1) for which in ("depth", "size")}
     yield {"record": "decisions", "networks": args.networks[0], "microseconds": own}
     asked = AskedEngine(engine, _prompts(args, engine), shape, "size", None, length=args.max_new_tokens)
-    random, action = np.random.default_rng(0), None
-    seconds, facts, actions = [], [], []
+    random = np.random.default_rng(0)
+    action: int | None = None
+    seconds: list[float] = []
+    facts: list[dict[str, Any]] = []
+    actions: list[tuple[int, int]] = []
     while len(facts) < args.cycles:
         found = asked.next(action)
         if isinstance(found, Finished):

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.report import ALL, loss_tables
+from bench.report import loss_tables
+from specengine.benchmark.summaries import ALL
 from specengine.benchmark.summaries import summaries as summarized
 from specengine.benchmark.tables import NOTHING, Record, Table, number
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specengine.benchmark import prompts
-from specengine.benchmark.prompts import Workload
+from specengine.benchmark.prompts import Workload as Workload
 
 # For runs without a folder of prompts; written for this project.
 BUILT_IN = {

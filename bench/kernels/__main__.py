@@ -47,7 +47,7 @@ def chosen(args: argparse.Namespace) -> Iterator[tuple[Case, list[Way], bool]]:
 
 
 def versions() -> dict[str, Any]:
-    found = {}
+    found: dict[str, str | None] = {}
     for name in ("triton", "flashinfer-python"):
         try:
             found[name] = importlib.metadata.version(name)

@@ -46,12 +46,10 @@ def tree_inputs(case: Attention, device: torch.device) -> Tree:
 
     seen = random_tree(case.nodes)
     mask = torch.cat([torch.ones(case.nodes, case.prefix, dtype=torch.bool), seen], 1)
-    lengths = tuple(
-        torch.tensor([value], dtype=torch.int32, device=device) for value in (case.prefix, case.nodes, case.nodes)
-    )
+    prefix, nodes = (torch.tensor([value], dtype=torch.int32, device=device) for value in (case.prefix, case.nodes))
     q = normal(1, case.nodes, case.heads, case.size)
     k, v = (normal(1, case.kv_heads, slots, case.size) for _ in range(2))
-    return Tree(q, k, v, pack(seen)[None].to(device), lengths, mask.to(device))
+    return Tree(q, k, v, pack(seen)[None].to(device), (prefix, nodes, nodes), mask.to(device))
 
 
 class Layer(NamedTuple):
@@ -69,15 +67,15 @@ def layer_inputs(case: Selection, device: torch.device) -> Layer:
 class Slab(NamedTuple):
     slab: Tensor
     path: Tensor
-    count: Tensor
+    kept: Tensor
     prefix: Tensor
 
 
 def slab_inputs(case: Compaction, device: torch.device) -> Slab:
     slab = torch.randn(case.layers, 2, case.kv_heads, case.prefix + 64, case.size, device=device, dtype=torch.bfloat16)
     spread = torch.linspace(0, 63, case.kept).round().int()
-    count, prefix = (torch.tensor([value], dtype=torch.int32, device=device) for value in (case.kept, case.prefix))
-    return Slab(slab, spread.to(device), count, prefix)
+    kept, prefix = (torch.tensor([value], dtype=torch.int32, device=device) for value in (case.kept, case.prefix))
+    return Slab(slab, spread.to(device), kept, prefix)
 
 
 class Rows(NamedTuple):
