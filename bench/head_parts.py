@@ -95,6 +95,22 @@ def loss_acceptance_beside(file: str) -> str:
     return table((f"tau less `{found[0]['first']}`'s", *trees), rows, file)
 
 
+def loss_ahead(file: str) -> str:
+    """From bench.losses: agreement by distance along held-back text, and the difference to the first loss's."""
+    found = [record for record in records(file) if record["record"] == "ahead"]
+    rows = []
+    for record in found:
+        own = [f"{100 * share:.1f}" for share in record["hits"]]
+        more = [
+            "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * each for each in (share, *interval)))
+            for share, interval in zip(record["more"], record["more_interval"], strict=True)
+        ]
+        rows.append([code(record["loss"]), *own])
+        if record is not found[0]:
+            rows.append([f"less {code(found[0]['loss'])}'s", *more])
+    return table(("agreement in %", *(f"{n} ahead" for n in range(1, len(found[0]["hits"]) + 1))), rows, file)
+
+
 def loss_ranks_beside(file: str) -> str:
     """From bench.losses: the differences to the first loss behind the ranked tokens, on the same texts."""
     found = [record for record in records(file) if record["record"] == "beside" and "by_rank" in record]
@@ -190,6 +206,6 @@ PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
     for part in (
         *(shapes, learning, ranks, scaled, served),
-        *(accepted, beside, loss_ranks, loss_ranks_beside, loss_acceptance, loss_acceptance_beside),
+        *(accepted, beside, loss_ranks, loss_ranks_beside, loss_acceptance, loss_acceptance_beside, loss_ahead),
     )
 }

@@ -33,6 +33,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for tree, tau in (("beam", 0.05), ("salf", -0.1)):
         bounds = {"mean_acceptance_length_interval": [tau - 0.1, tau + 0.02]}
         rows.append(beside | {"tree": tree, "mean_acceptance_length": tau, **bounds})
+    for loss, shares, more in (("eagle", [0.49, 0.375], [0.0, 0.0]), ("talf", [0.42, 0.38], [-0.07, 0.005])):
+        bounds = {"more_interval": [[share - 0.01, share + 0.01] for share in more]}
+        rows.append({"record": "ahead", "loss": loss, "hits": shares, "more": more, **bounds})
     rows.append(beside | {"by_rank": [rank(1, -0.004), rank(2, 0.031)]})
     (tmp_path / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(parts, "RESULTS", tmp_path)
@@ -57,6 +60,15 @@ def test_ranks_by_loss() -> None:
     assert header == ["loss", "in %", "rank 1", "rank 2"]
     assert accuracy == ["`eagle`", "accuracy", "31.2 (30.2 to 33.2)", "26.2 (25.2 to 28.2)"]
     assert last == ["`talf`", head_parts.RANKED["standard_calibration"], *["5.2 (4.2 to 7.2)"] * 2]
+
+
+def test_agreement_by_distance() -> None:
+    assert cells(head_parts.loss_ahead(FILE)) == [
+        ["agreement in %", "1 ahead", "2 ahead"],
+        ["`eagle`", "49.0", "37.5"],
+        ["`talf`", "42.0", "38.0"],
+        ["less `eagle`'s", "-7.0 (-8.0 to -6.0)", "+0.5 (-0.5 to +1.5)"],
+    ]
 
 
 def test_differences_of_losses() -> None:

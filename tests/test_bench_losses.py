@@ -81,6 +81,18 @@ def test_intervals_hold_the_ratio_of_sums() -> None:
     assert alike == [2.0, 2.0]
 
 
+def test_shares_ahead_count_tokens_not_texts() -> None:
+    first = [[30.0, 0.5, 0.2], [10.0, 0.1, 0.2], [20.0, 0.4, 0.9]]
+    better = [[tokens, one + 0.1, two] for tokens, one, two in first]
+    row = losses.shares_ahead(better, first)
+    assert (row["texts"], row["tokens"]) == (3, 60)
+    assert row["hits"] == pytest.approx([0.1 + 24 / 60, 26 / 60])
+    assert row["more"] == pytest.approx([0.1, 0.0])
+    assert row["more_interval"] == [pytest.approx([0.1, 0.1]), [0, 0]]
+    low, high = row["hits_interval"][1]
+    assert 0.2 <= low < 26 / 60 < high <= 0.9
+
+
 def test_differences_are_those_on_the_same_texts_and_prompts() -> None:
     """A head that is better everywhere is so in every draw, though texts differ more than heads do."""
     generator = torch.Generator().manual_seed(0)
