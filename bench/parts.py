@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.report import loss_tables
 from specengine.benchmark.summaries import ALL
 from specengine.benchmark.summaries import summaries as summarized
 from specengine.benchmark.tables import NOTHING, Record, Table, number
@@ -353,12 +352,6 @@ def compared(*files: str) -> str:
     return table(("way", *(code(file.removesuffix(".jsonl")) for file in files)), rows, *files)
 
 
-def losses(file: str) -> str:
-    """From bench.losses."""
-    made = loss_tables(records(file))[0]
-    return table(made.header, made.rows, file)
-
-
 def load(*files: str) -> str:
     """From bench.load: the server under one client and more; every run's figures, in the order of the files."""
     runs: dict[int, list[Record]] = {}
@@ -445,7 +438,7 @@ PARTS: dict[str, Callable[..., str]] = {
         *(headline, untiled, rivals, five, versus, answers),
         *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, start, instructions, perplexity),
-        *(replays, published, compared, losses, replicas, split),
+        *(replays, published, compared, replicas, split),
         *(load, storm, memory),
     )
 }
