@@ -183,9 +183,7 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
     observed: dict[str, list[Observed]] = {}
     for name in names:
         folder = args.heads / name
-        config, state, _ = load_head(folder)
-        head = head_from(config, state, model.dtype, model.device)
-        teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
+        head, teacher = _taught(folder, model)
         training = json.loads((folder / RECORD).read_text())
         observed[name] = observations(head, teacher, held_back)
         rows.append({"record": "head", "loss": name, **training, "by_rank": by_rank(observed[name])})
@@ -215,13 +213,18 @@ def ahead(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[di
     held_back = Epochs(Corpus.open(args.data), OPTIONS).held_back
     found = {}
     for name in names:
-        config, state, _ = load_head(args.heads / name)
-        head = head_from(config, state, model.dtype, model.device)
-        teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
+        head, teacher = _taught(args.heads / name, model)
         found[name] = [
             [float(text.answers.sum()), *agreement(head, teacher, [text], autocast=False)[0]] for text in held_back
         ]
     return [{"record": "ahead", "loss": name, **shares_ahead(found[name], found[names[0]])} for name in names]
+
+
+def _taught(folder: Path, model: Any) -> tuple[EagleHead, Teacher]:
+    """The head in `folder` and its teacher, which is `model`."""
+    config, state, _ = load_head(folder)
+    teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
+    return head_from(config, state, model.dtype, model.device), teacher
 
 
 def shares_ahead(found: Sequence[Sequence[float]], first: Sequence[Sequence[float]]) -> dict[str, Any]:
