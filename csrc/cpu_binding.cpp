@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/checksum.hpp"
 #include "cpu/decoder.hpp"
 #include "cpu/eagle.hpp"
 #include "cpu/isa.hpp"
@@ -61,11 +62,15 @@ struct Draft {
 }  // namespace
 
 PYBIND11_MODULE(_cpu, module) {
-  module.attr("INTERFACE") = 2;  // specengine/modeling/native.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 3;  // specengine/modeling/native.py asks for it: an extension may be left from other sources
   module.def("instruction_sets", [] {
     std::vector<std::string> names;
     for (const cpu::Kernels* kernels : cpu::available_kernels()) names.push_back(kernels->name);
     return names;
+  });
+  module.def("checksum", [](uintptr_t bytes, int64_t count, int threads) {
+    py::gil_scoped_release release;
+    return cpu::checksum(at<const unsigned char>(bytes), count, threads);
   });
   py::class_<cpu::Weights, std::shared_ptr<cpu::Weights>>(module, "Weights")
       .def(py::init<int>())

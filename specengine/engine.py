@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ from specengine.drafters._coupled import Coupled
 from specengine.drafters._guided import Guided
 from specengine.drafters._origins import Origins
 from specengine.drivers import Drivers, KeptDrivers
-from specengine.errors import EngineBusyError, InputError, NumericalError, require
+from specengine.errors import EngineBusyError, InputError, NumericalError, UnsupportedModelError, require
 from specengine.generation.custom_generate import CustomGenerate
 from specengine.generation.grammars import Constraint, Vocabularies, compiled
 from specengine.generation.logprobs import of_rows
@@ -105,6 +106,9 @@ class Engine:
         self.tokenizer = tokenizer
         self._busy = threading.Lock()
         self._vocabularies = Vocabularies(tokenizer, target.vocab_size)
+        self._recipe: loading.Recipe | None = None
+        found = (getattr(part, "lm", None) for part in (target, drafter))
+        self._models: tuple[Any, ...] = tuple(model for model in found if model is not None)
 
     def __repr__(self) -> str:
         drafter = None if self.drafter is None else self.drafter.name
@@ -121,6 +125,8 @@ class Engine:
         if policy is not None and self.drafter is None:
             raise InputError("policy: this engine was loaded without a draft, so there is nothing to shape")
         self.drivers.use(policy)
+        if self._recipe is not None:
+            self._recipe = dataclasses.replace(self._recipe, policy=policy)
 
     @classmethod
     def from_pretrained(
@@ -144,8 +150,11 @@ class Engine:
         """
         chosen = LoadOptions.of(options)
         model, draft = (os.fspath(given) if isinstance(given, os.PathLike) else given for given in (model, draft))
-        parts = loading.load(model, draft, policy, chosen)
-        return cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
+        recipe = loading.Recipe(model, draft, policy, chosen)
+        parts = recipe.load()
+        self = cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
+        self._recipe, self._models = recipe, parts.models
+        return self
 
     def generate(self, prompt: Prompt, **options: Any) -> Any:
         """Answer `prompt` (a string, chat messages or token ids) with exactly what plain decoding would give.
@@ -167,6 +176,7 @@ class Engine:
         of a target that has no way to do it.
         """
         require("top", top, "0 or more", type(top) is int and top >= 0)
+        self.follow()
         target = self.target
         ids = token_ids(prompt, self.tokenizer, raw=True, vocab_size=target.vocab_size, max_context=target.max_context)
         return self._scored(ids, top)
@@ -205,6 +215,8 @@ class Engine:
         """
         with self._serving():
             eager, captured = drivers = self.drivers.own if drivers is None else drivers
+            if eager.target is not self.target:
+                raise InputError("the model was changed after this answer was asked for; ask again")
             whole = captured is not None and captured.serves(sampler)
             driver = captured if captured is not None and not whole else eager
             with self.target.running():
@@ -231,6 +243,7 @@ class Engine:
 
         prompt: checked token ids; options: the fields of GenerationOptions; sampler: instead of the one that they make.
         """
+        self.follow()
         asked = GenerationOptions.of(options, self.target.generation_config, len(prompt), self.target.max_context)
         return self.start(prompt, asked, Stats(), lambda tokens: "", sampler=sampler).cycles
 
@@ -298,6 +311,44 @@ class Engine:
             self._busy.release()
         caches = [cache for part in (self.target, self.drafter) if (cache := getattr(part, "cache", None)) is not None]
         return WarmUp.of(captured.graphs, caches)
+
+    def refresh(self) -> None:
+        """Take in all that was changed on the models that this engine was given loaded.
+
+        Every answer begins with that by itself; it costs about as much as one token. Weights are packed again, caches
+        that belong to what was are forgotten, and where more than numbers was changed (adapters, sizes, dtypes,
+        modules, settings) target and draft are made anew, as for a new engine. UnsupportedModelError where the model
+        has become one that cannot be run, or a Drafter was brought along for what it was; EngineBusyError.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise EngineBusyError("this engine is generating; refresh it after that stream has ended")
+        try:
+            self._follow()
+            for model in self._models:
+                model.refresh()
+        finally:
+            self._busy.release()
+
+    def follow(self) -> None:
+        """As `refresh`, numbers apart, which are looked at when an answer begins; nothing while one is under way."""
+        if self._models and self._busy.acquire(blocking=False):
+            try:
+                self._follow()
+            finally:
+                self._busy.release()
+
+    def _follow(self) -> None:
+        try:
+            for model in self._models:
+                model.require_same()
+        except UnsupportedModelError:
+            if self._recipe is None or not self._recipe.again:
+                raise
+            options = dataclasses.replace(self._recipe.options, tokenizer=self.tokenizer)
+            parts = dataclasses.replace(self._recipe, options=options).load()
+            self.target, self.drafter, self._models = parts.target, parts.drafter, parts.models
+            self.drivers = KeptDrivers(parts.target, parts.drafter, parts.policy)
+            self._vocabularies = Vocabularies(self.tokenizer, parts.target.vocab_size)
 
     def reset(self) -> None:
         """Forget all cached tokens."""

@@ -15,7 +15,9 @@ from specengine import drafters, policies
 from specengine.drafters import Drafter, Maker
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
+from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, UnsupportedModelError, shown
+from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import is_gguf
@@ -31,12 +33,31 @@ PLAIN = ("plain", "none")
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of."""
+    """What an engine is made of. models: those that run it, of target and draft."""
 
     target: HuggingFaceTarget | NativeTarget
     drafter: Drafter | None
     policy: TreePolicy | None
     tokenizer: Any
+    models: tuple[CausalLM | NativeLM, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an engine's parts are loaded from, and loaded again where a model that was given has become another."""
+
+    model: str | PreTrainedModel | None
+    draft: str | PreTrainedModel | Drafter | None
+    policy: str | TreePolicy | None
+    options: LoadOptions
+
+    def load(self) -> Parts:
+        return load(self.model, self.draft, self.policy, self.options)
+
+    @property
+    def again(self) -> bool:
+        """Whether these parts can be loaded again: a Drafter was made for the model as it was."""
+        return isinstance(self.model, PreTrainedModel | None) and not isinstance(self.draft, Drafter)
 
 
 def load(
@@ -65,8 +86,9 @@ def load(
             raise
         taken = dataclasses.replace(options, graphs=False)
         target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, drafts, taken)
+    models = target.lm, *((drafter.lm,) if isinstance(drafter, SmallModel) else ())
     drafter = _mixed(draft, drafter, target, taken)
-    return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer)
+    return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models)
 
 
 def draft_for(target: Target, tokenizer: Any, draft: str, options: LoadOptions) -> Drafter:

@@ -29,7 +29,8 @@ from specengine.drafters import Drafter
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.modeling.eagle_head import head_from, require_fit
-from specengine.modeling.native import NOT_BUILT, instruction_sets
+from specengine.modeling.extension import NOT_BUILT
+from specengine.modeling.native import instruction_sets
 from specengine.policies import TreePolicy
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget

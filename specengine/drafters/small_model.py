@@ -50,6 +50,7 @@ class SmallModel(RowDraft):
             self.lm.require_capture()
         self.name = f"small_model ({model.name if native else model.config._name_or_path or type(model).__name__})"
         self.vocab_size = min(self.lm.vocab_size, vocab_size or self.lm.vocab_size)
+        self._version = self.lm.version
         super().__init__(self.lm.new_cache(1))
 
     @classmethod
@@ -97,6 +98,9 @@ class SmallModel(RowDraft):
 
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
         self.lm.refresh()
+        if self.lm.version != self._version:
+            self.reset()
+            self._version = self.lm.version
         kept = min(common_prefix(self._tokens, prompt), self.cache.length)
         self.cache.crop(kept)
         self.lm.extend(self.cache, self._known(prompt[kept:]), logits="none")

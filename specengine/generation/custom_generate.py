@@ -42,6 +42,7 @@ class CustomGenerate:
         **model_inputs: Any,
     ) -> Any:
         config = generation_config or model.generation_config
+        self.engine.follow()
         self._check(model, input_ids, config, model_inputs)
         prompt = input_ids[0].tolist()
         seed = None

@@ -38,6 +38,8 @@ class Starts(Protocol):
     target: Target
     tokenizer: Any
 
+    def follow(self) -> None: ...
+
     def start(
         self,
         prompt: list[int],
@@ -68,6 +70,7 @@ class TextGeneration:
         shown: Collection[int] = (),
     ) -> None:
         """shown: special tokens whose text the answer shows."""
+        engine.follow()
         target = engine.target
         self.prompt = token_ids(
             prompt,

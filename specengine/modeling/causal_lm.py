@@ -18,12 +18,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specengine import ops
-from specengine.errors import UnsupportedModelError
+from specengine.errors import SpecEngineError, UnsupportedModelError
 from specengine.modeling.attention import ATTENTION, NeedsDenseMask, Prompt, lower_right
 from specengine.modeling.compiling import compiled
+from specengine.modeling.configs import NO_MEMORY
 from specengine.modeling.kv_cache import KVCache
+from specengine.modeling.loaded import Watch
 from specengine.modeling.packing import Packed, worth_packing
 from specengine.modeling.rows import Rows
+from specengine.modeling.twins import evaluating
 from specengine.tree import TokenTree
 
 Logits = Literal["none", "last", "all"]
@@ -108,25 +111,40 @@ class CausalLM:
     is an encoder-decoder, is split over devices, or whose attention does not honour a tree mask: that is tried on
     four tokens at construction.
 
+    The model stays as it is, in training or not and with its own attention: a twin over the same parameters is run.
+
     pack: run the linear layers with packed weights; None decides by the device, the dtype and the free memory.
     compile_blocks: run tree rows with the blocks compiled around their attention, see modeling.compiling.
+    version: of the model; another one where it was changed.
     """
 
     def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False) -> None:
         refuse_unsupported(model)
-        self.model = model.eval()
-        self.config = model.config.get_text_config(decoder=True)
+        refuse_absent(model)
+        self.model = model
+        self.version = 0
+        self.seconds = 0.0  # spent in model forwards, ever
+        self._pack = pack
+        self._watch = self._watched()
+        self._contents = self._watch.contents() if self._watch is not None else []
+        self._twin = self._own_twin()
+        self.config = self._twin.config.get_text_config(decoder=True)
         self.max_context = context_limit(self.config)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        self.seconds = 0.0  # spent in model forwards, ever
         self._dense_mask = False
-        self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        self._accepts = frozenset(inspect.signature(self._twin.forward).parameters)
         self._keeps_rows = "logits_to_keep" in self._accepts
         self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        self._packed = Packed(model) if (worth_packing(model) if pack is None else pack) else None
+        self._packed = Packed(self._twin) if (worth_packing(model) if pack is None else pack) else None
         self._compiles = compile_blocks
-        self.refresh()
+        self._take_twin()
         self._choose_attention()
+
+    def _watched(self) -> Watch | None:
+        return Watch(self.model)
+
+    def _own_twin(self) -> PreTrainedModel:
+        return evaluating(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -137,10 +155,39 @@ class CausalLM:
         """Whether the linear layers run with weights packed for oneDNN (see specengine.modeling.packing)."""
         return self._packed is not None
 
+    def require_same(self) -> None:
+        """Take in modules and settings that were changed since the last call.
+
+        UnsupportedModelError where sizes, the dtype or the device are others: caches and drafts were made for them.
+        """
+        changed = self._watch.changed() if self._watch is not None else ""
+        if not changed:
+            return
+        fresh = type(self)(self.model, pack=self._pack, compile_blocks=self._compiles)
+        if fresh._sizes != self._sizes:
+            raise UnsupportedModelError(
+                f"{_name(self.model)}: {changed} was changed since it was loaded; make a new engine"
+            )
+        kept = {"version": self.version + 1, "seconds": self.seconds}
+        self.__dict__.update(fresh.__dict__ | kept)
+
     def refresh(self) -> None:
-        """Take in weights that were changed since the last call; cheap where none were."""
+        """Take in what was changed since the last call, weights too; UnsupportedModelError as `require_same`."""
+        self.require_same()
+        contents = self._watch.contents() if self._watch is not None else []
+        if contents != self._contents:
+            self._contents = contents
+            self.version += 1
+            self._take_twin()
+
+    @property
+    def _sizes(self) -> tuple[Any, ...]:
+        cache = self._layers, self._heads, self._head_size, self._dtype
+        return self.vocab_size, self.max_context, self.dtype, self.device, self._dense_mask, *cache
+
+    def _take_twin(self) -> None:
         before = getattr(self, "_runs", None)
-        self._runs: Any = self.model if self._packed is None else self._packed.model()
+        self._runs: Any = self._twin if self._packed is None else self._packed.model(self._contents)
         if self._runs is not before:
             self._runs_rows: Any = compiled(self._runs) if self._compiles else self._runs
 
@@ -181,8 +228,8 @@ class CausalLM:
     def prepare_features(self, ids: tuple[int, ...]) -> None:
         """Make ready for `features=ids`; UnsupportedModelError where the model does not give these hidden states."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        # The first such call may install hooks. On the original: a packed twin would install them a second time.
-        out = self.model(input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, output_hidden_states=True)
+        # The first such call may install hooks. On the twin: a packed twin of it would install them a second time.
+        out = self._twin(input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, output_hidden_states=True)
         count = len(getattr(out, "hidden_states", None) or ())
         if count != self._layers + 1 or not all(0 <= i < count for i in ids):
             raise UnsupportedModelError(
@@ -191,7 +238,7 @@ class CausalLM:
             )
         if self._packed is not None:
             self._packed.copy_again()
-        self.refresh()
+        self._take_twin()
 
     def extend(
         self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: Logits = "last"
@@ -286,18 +333,15 @@ class CausalLM:
 
     def _choose_attention(self) -> None:
         """Take the tree attention where the model honours it, else a dense mask; raise where that fails too."""
-        own = self.config._attn_implementation
-        if own != ATTENTION and self.model._can_set_attn_implementation():
-            self.model.set_attn_implementation(ATTENTION)
+        if self._twin._can_set_attn_implementation():
+            self._twin.set_attn_implementation(ATTENTION)
         self._dense_mask = self.config._attn_implementation != ATTENTION
         fault = self._fault()
         if fault and not self._dense_mask:
-            self.model.set_attn_implementation("eager")
+            self._twin.set_attn_implementation("eager")
             self._dense_mask = True
             fault = self._fault()
         if fault:
-            if self.config._attn_implementation != own:
-                self.model.set_attn_implementation(own)
             raise UnsupportedModelError(f"{_name(self.model)}: its attention does not honour a tree mask ({fault})")
 
     @torch.inference_mode()
@@ -308,11 +352,18 @@ class CausalLM:
             return self._tree_fault()
         except NeedsDenseMask as error:
             return str(error)
+        except (SpecEngineError, *NO_MEMORY):
+            raise
+        except Exception as error:  # modules and weights of any kind may raise anything
+            text = " ".join(str(error).split())
+            raise UnsupportedModelError(
+                f"{_name(self.model)}: its forward fails on a tree ({type(error).__name__}: {text:.300})"
+            ) from error
 
     def _record_shapes(self) -> tuple[int, int, int, torch.dtype]:
         recorder = _ShapeRecorder()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self.model(input_ids=token, past_key_values=recorder, use_cache=True)
+        self._twin(input_ids=token, past_key_values=recorder, use_cache=True)
         if len(set(recorder.shapes.values())) != 1 or sorted(recorder.shapes) != list(range(len(recorder.shapes))):
             raise UnsupportedModelError(
                 f"{_name(self.model)}: its layers keep keys and values of different shapes or on different devices "
@@ -376,6 +427,16 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         )
     if not model.can_generate():
         raise UnsupportedModelError(f"{_name(model)}: has no language-model head, pass a ...ForCausalLM model")
+
+
+def refuse_absent(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where weights are elsewhere: offloaded, or not loaded at all."""
+    absent = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if absent:
+        raise UnsupportedModelError(
+            f"{_name(model)}: {len(absent)} of its tensors are on the meta device, {absent[0]} for one (offloaded, or "
+            "never loaded); load it whole into one device's memory"
+        )
 
 
 def context_limit(config: Any) -> int:

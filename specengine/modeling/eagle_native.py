@@ -10,8 +10,9 @@ from torch import Tensor
 from specengine.errors import UnsupportedModelError
 from specengine.modeling import threads
 from specengine.modeling.eagle_head import EagleConfig, rope_frequencies
+from specengine.modeling.extension import extension
 from specengine.modeling.kv_cache import KVCache
-from specengine.modeling.native import PREFILL_ROWS, NativeLM, add_weight, extension
+from specengine.modeling.native import PREFILL_ROWS, NativeLM, add_weight
 from specengine.modeling.rows import Rows
 from specengine.modeling.sources import Weight
 

@@ -6,7 +6,8 @@ plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
 
 from __future__ import annotations
 
-import importlib
+import copy
+import itertools
 import math
 import os
 import threading
@@ -22,42 +23,30 @@ from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.modeling import threads
 from specengine.modeling.causal_lm import Logits, context_limit, refuse_unsupported
 from specengine.modeling.configs import empty_model
+from specengine.modeling.extension import extension, is_built
 from specengine.modeling.families import Shape, shape_of
 from specengine.modeling.kv_cache import KVCache
+from specengine.modeling.loaded import RECORDING, is_plain
 from specengine.modeling.rows import Rows
-from specengine.modeling.sources import ModelSource, Source, Weight, layer_template, with_buffers
+from specengine.modeling.sources import ModelSource, Source, Weight, layer_template
 from specengine.records import Successors
 
-INTERFACE = 2  # as in csrc/cpu_binding.cpp
-try:
-    _extension: Any = importlib.import_module("specengine._cpu")
-except ImportError:  # no compiler was there at installation
-    _extension = None
-if getattr(_extension, "INTERFACE", 1) != INTERFACE:  # other sources were compiled
-    _extension = None
-
-NOT_BUILT = "the extension specengine._cpu is not built: install a C++17 compiler, then `pip install -e .`"
 VARIABLE = "SPECENGINE_CPU"
 PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 PACKED_ROWS = 1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
 QUANTIZATIONS = ("int8",)
 WITH_PAIRS = ("amx", "avx512bf16")  # these multiply bfloat16; for float32 weights the plain vectors serve
-# Distance of the last hidden states from the model's own, as a share of their length: rounding stays far below.
+# Distance of hidden states from the model's own, as a share of their length: rounding stays far below. Behind the first
+# layer, and behind all of them, where rounding has added up.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-_CHECKED_LAYERS, _CHECKED_TOKENS = 1, 5  # few, as this is a second copy of their weights
-_RECORDING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for
-
-
-def extension() -> Any:
-    """specengine._cpu; BackendError where it is not built."""
-    if _extension is None:
-        raise BackendError(f"native: {NOT_BUILT}")
-    return _extension
+TOLERANCE_AT_THE_END = {torch.float32: 1e-2, torch.bfloat16: 0.5}
+_CHECKED = (1, 2, 3, 5, 7)  # tokens
+_FARTHEST = 4095  # position that is tried
 
 
 def instruction_sets() -> list[str]:
     """Those that this build has and this CPU runs, the fastest first; none without the extension."""
-    return list(_extension.instruction_sets()) if _extension is not None else []
+    return list(extension().instruction_sets()) if is_built() else []
 
 
 def instruction_set(dtype: torch.dtype) -> str:
@@ -75,8 +64,10 @@ class NativeLM:
     """A model as a function from tree rows to logits, with the interface of CausalLM.
 
     quantize: `int8` keeps linear weights as int8 with a scale per output; None keeps them as the source has them.
+    version: of the weights; another one where those of a loaded model were changed.
     UnsupportedModelError, with the reason, where the model is none that csrc/cpu runs or its results are not the
-    model's own; that is tried on a few tokens, through the first layers of a model loaded from the source.
+    model's own. That is tried on a few tokens at early and late positions: against a loaded model itself, or against
+    the first layer of the source's.
     """
 
     attention = "native"
@@ -94,6 +85,7 @@ class NativeLM:
         self.shape: Shape = shape_of(self.config)
         self.max_context = context_limit(self.config)
         self.vocab_size = self.shape.vocabulary
+        self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
         self._model: PreTrainedModel | None = None
         self._turn = threading.Lock()  # forwards share one workspace, and engines in several threads may share this
@@ -127,13 +119,23 @@ class NativeLM:
         shape = self.shape
         return KVCache(shape.layers, shape.kv_heads, shape.head_dim, capacity, dtype=self.dtype)
 
+    def require_same(self) -> None:
+        """Raise UnsupportedModelError where a loaded model was changed otherwise than in the numbers of its weights."""
+        if changed := self.source.changed():
+            raise UnsupportedModelError(f"{self.name}: {changed} was changed since it was loaded; make a new engine")
+
     def refresh(self) -> None:
-        """Take in weights of a loaded model that were changed since the last call."""
-        if isinstance(self.source, ModelSource):
-            refuse_hooks(self.source.model())
+        """Take in weights of a loaded model that were changed since the last call.
+
+        UnsupportedModelError as `require_same`, and where the model with these weights is none that csrc/cpu runs.
+        """
+        self.require_same()
         with self._turn:
-            if self.source.state != self._state:
-                self._pack()
+            if self.source.state == self._state:
+                return
+            self._pack()
+            self.version += 1
+        self._check()
 
     def prepare_features(self, ids: tuple[int, ...]) -> None:
         """UnsupportedModelError where the model has not these hidden states."""
@@ -271,55 +273,78 @@ class NativeLM:
             if weight.name in wanted
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kinds if kind))  # what the matrices are kept as
-        shape = self.shape
+        shape, (frequencies, scale) = self.shape, self.source.rope(self.shape)
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
         self._decoder = extension().Decoder(
-            self.instruction_set, sizes, shape.eps, self._weights, shape.frequencies.tolist(), shape.rope_scale
+            self.instruction_set, sizes, shape.eps, self._weights, frequencies.tolist(), scale
         )
         self._state = state
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Raise UnsupportedModelError where the first layers give other states than the model's own modules."""
-        layers = min(_CHECKED_LAYERS, self.layers)
-        tokens = torch.tensor([token % self.vocab_size for token in (1, 2, 3, 5, 7)][:_CHECKED_TOKENS])
-        cache, positions = self.new_cache(len(tokens)), torch.arange(len(tokens))
-        ours = self.run(tokens, positions, cache, 0, features=(self.layers,), layers=layers)
-        theirs = _own_states(self.source, layers, self.embed(tokens))
-        self.seconds = 0.0
-        distance = float((cast(Tensor, ours) - theirs).norm() / theirs.norm())
-        limit = TOLERANCE[self.dtype] if self.quantize is None else 0.2
-        if not distance <= limit:
-            raise UnsupportedModelError(
-                f"native: {self.name} gives other hidden states than its own modules (distance {distance:.3g} of their "
-                f"length after {layers} layers, at most {limit:g} is rounding)"
-            )
+        """Raise UnsupportedModelError where hidden states differ from those of the model's own modules."""
+        spent, whole = self.seconds, self.source.own_modules
+        layers = self.layers if whole else 1
+        tokens = torch.tensor([token % self.vocab_size for token in _CHECKED], dtype=torch.int64)
+        far = min(self.max_context - 1, _FARTHEST)
+        positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64).clamp(max=far)
+        ids = tuple(sorted({1, layers})) if whole else (self.layers,)  # behind the first layer, and the final norm
+        ours = cast(Tensor, self.run(tokens, positions, self.new_cache(len(tokens)), 0, features=ids, layers=layers))
+        theirs = self.source.states(tokens, positions, ids, self.embed(tokens))
+        self.seconds = spent
+        for layer, own, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
+            limit = self._tolerance(last=whole and layer == layers > 1)
+            distance = float((own - other).norm() / other.norm())
+            if not distance <= limit:
+                raise UnsupportedModelError(
+                    f"native: {self.name} gives other hidden states than its own modules (distance {distance:.3g} of "
+                    f"their length after {min(layer, layers)} layers, at most {limit:g} is rounding)"
+                )
+
+    def _tolerance(self, *, last: bool) -> float:
+        if self.quantize is not None:
+            return math.inf if last else 0.2
+        return (TOLERANCE_AT_THE_END if last else TOLERANCE)[self.dtype]
 
 
 def refuse_loaded(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError where a loaded model computes more than its weights and config say."""
     refuse_unsupported(model)
-    plain = empty_model(model.config, torch.float32)
-    kinds = {name: type(module) for name, module in plain.named_modules()}
-    refuse_hooks(model)
-    for name, module in model.named_modules():
-        if kinds.get(name) is not type(module):
-            raise UnsupportedModelError(f"native: module {name or 'model'} is a {type(module).__name__}")
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if not is_plain(tensor):
+            kind = f"{type(tensor).__name__} on {tensor.device.type}, {str(tensor.layout).removeprefix('torch.')}"
+            raise UnsupportedModelError(f"native: {name} is a {kind}, known are dense tensors of the CPU")
     if {weight.dtype for weight in model.parameters()} != {model.dtype}:
         raise UnsupportedModelError("native: weights of several dtypes")
-    if any(weight.device.type != "cpu" for weight in model.parameters()):
-        raise UnsupportedModelError("native: it is not on the CPU")
+    refuse_hooks(model)
+    plain = dict(empty_model(copy.deepcopy(model.config), torch.float32).named_modules())
+    for name, module in model.named_modules():
+        _refuse_other_module(name, module, plain.get(name))
+
+
+def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Module | None) -> None:
+    """Raise UnsupportedModelError where a module is not the one that the config makes, in kind or in its settings."""
+    if type(module) is not type(plain):
+        raise UnsupportedModelError(f"native: module {name or 'model'} is a {type(module).__name__}")
+    if "forward" in vars(module):
+        raise UnsupportedModelError(
+            f"native: module {name or 'model'} has a forward of its own; load with backend='huggingface'"
+        )
+    for setting, value in vars(plain).items():
+        given = vars(module).get(setting)
+        if isinstance(value, int | float | str) and setting != "training" and given != value:
+            raise UnsupportedModelError(f"native: {name}.{setting} is {given!r}, the config makes it {value!r}")
 
 
 def refuse_hooks(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError where something was hung onto a loaded model, which the native forward would miss."""
+    """Raise UnsupportedModelError where hooks or parametrizations may change what a module computes."""
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        foreign = [hook for hook in hooks if getattr(hook, "__module__", "") != _RECORDING]
-        hung = foreign or hasattr(module, "parametrizations")
-        if hung or "forward" in vars(module):
-            what = "hooks or parametrizations" if hung else "a forward of its own"
-            raise UnsupportedModelError(f"native: module {name or 'model'} has {what}; load with backend='huggingface'")
+        foreign = [hook for hook in hooks if getattr(hook, "__module__", "") != RECORDING]
+        if foreign or hasattr(module, "parametrizations"):
+            raise UnsupportedModelError(
+                f"native: module {name or 'model'} has hooks or parametrizations; load with backend='huggingface'"
+            )
 
 
 def refuse_own_head(source: Source) -> None:
@@ -348,26 +373,6 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _own_states(source: Source, layers: int, embeddings: Tensor) -> Tensor:
-    """Hidden states behind the final norm of the first layers in transformers, float32 [tokens, hidden size]."""
-    config = source.config
-    known = {
-        "num_hidden_layers": layers,
-        "vocab_size": 8,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    kinds = getattr(config, "layer_types", None)
-    small = type(config).from_dict(config.to_dict() | known | {"layer_types": kinds and kinds[:layers]})
-    small._attn_implementation = "eager"
-    model = empty_model(small, torch.float32)
-    wanted = {name for name, _ in model.named_parameters() if ".layers." in name or name.endswith("model.norm.weight")}
-    model.load_state_dict({name: source.tensor(name).float() for name in wanted}, strict=False, assign=True)
-    out = with_buffers(model).eval().get_decoder()(inputs_embeds=embeddings[None], use_cache=False)
-    return out.last_hidden_state[0]
-
-
 def from_model(model: PreTrainedModel, *, quantize: str | None = None) -> NativeLM:
     """A loaded model; UnsupportedModelError where it is none that csrc/cpu runs.
 
@@ -376,7 +381,7 @@ def from_model(model: PreTrainedModel, *, quantize: str | None = None) -> Native
     refuse_loaded(model)
     known = _from_models.setdefault(model, WeakValueDictionary())
     found = known.get((quantize, instruction_set(model.dtype)))
-    if found is None:
+    if found is None or found.source.changed():
         found = NativeLM(ModelSource(model), quantize=quantize)
         known[quantize, found.instruction_set] = found
     return found

@@ -8,13 +8,15 @@ at the price of a second copy of these weights in memory.
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Iterator
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from specengine.modeling.loaded import is_plain
+from specengine.modeling.twins import twin
 
 MEMORY_SHARE = 0.5  # of the free memory that packed weights may take when nobody decided
 
@@ -38,21 +40,28 @@ class Packed:
 
     def __init__(self, model: nn.Module) -> None:
         self._original = model
-        self._versions: list[tuple[int, int]] = []
+        self._state: Any = None
         self._layers: dict[int, PackedLinear] = {}
         self._twin = model
 
-    def model(self) -> nn.Module:
-        versions = [(linear.weight.data_ptr(), linear.weight._version) for linear in packable(self._original)]
-        if versions != self._versions:
+    def model(self, state: Any = None) -> nn.Module:
+        """state: a value that changes with the weights; by default their addresses and versions, which writes through
+        `.data` leave as they are."""
+        if state is None:
+            state = [(linear.weight.data_ptr(), _version(linear.weight)) for linear in packable(self._original)]
+        if state != self._state:
             self._layers = {}
             self.copy_again()
-            self._versions = versions
+            self._state = state
         return self._twin
 
     def copy_again(self) -> None:
         """Take in what was changed on the modules themselves (hooks, say); packed weights are kept."""
         self._twin = twin(self._original, lambda module: _packed(module, self._layers))
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
 
 
 def worth_packing(model: nn.Module) -> bool:
@@ -70,16 +79,6 @@ def packable(model: nn.Module) -> Iterator[nn.Linear]:
             yield cast(nn.Linear, module)
 
 
-def twin(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """A copy of the module tree that shares all parameters, buffers and hooks, with some modules replaced."""
-    replacement = replace(module)
-    if replacement is not None:
-        return replacement
-    copied = copy.copy(module)
-    copied._modules = {name: child and twin(child, replace) for name, child in module._modules.items()}
-    return copied
-
-
 def _packed(module: nn.Module, done: dict[int, PackedLinear]) -> PackedLinear | None:
     if not _is_packable(module):
         return None
@@ -93,7 +92,8 @@ def _is_packable(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return False
     weight = module.weight
-    return weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and not hasattr(module, "parametrizations")
+    plain = is_plain(weight) and (module.bias is None or is_plain(module.bias))
+    return plain and weight.dtype is torch.bfloat16 and not hasattr(module, "parametrizations")
 
 
 def _free_memory() -> float:

@@ -17,6 +17,7 @@ from specengine.errors import CheckpointError, InputError, SpecEngineError, Unsu
 from specengine.modeling import native
 from specengine.modeling.bars import no_loading_bars
 from specengine.modeling.configs import NO_MEMORY, config_of, refuse_other_shapes, unsupported
+from specengine.modeling.extension import NOT_BUILT
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import Opened, is_gguf, open_gguf, open_native
@@ -64,7 +65,7 @@ def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> st
         "it runs on a CPU alone": not on_cpu,
         "graphs are made of the model's own modules": bool(options.graphs),
         "pack= is an option of the Hugging Face backend": options.pack is not None,
-        f"{native.NOT_BUILT}": not native.instruction_sets(),
+        NOT_BUILT: not native.instruction_sets(),
         f"dtype {options.dtype} is none of bfloat16 and float32": options.dtype == torch.float16,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -5,6 +5,7 @@ Each gives the tensors one at a time, so that no second copy of the weights stan
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from abc import ABC, abstractmethod
@@ -23,6 +24,9 @@ from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
 from specengine.modeling.bars import no_loading_bars
 from specengine.modeling.configs import empty_model
+from specengine.modeling.families import Shape
+from specengine.modeling.loaded import Watch
+from specengine.modeling.twins import evaluating
 
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 BLOCKS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # of GGUF files, kept packed
@@ -82,6 +86,25 @@ class Source(ABC):
     def state(self) -> Any:
         """Changes when the weights do."""
         return None
+
+    own_modules = False  # whether `states` come from all layers of a model that is there, else from the first one
+
+    def changed(self) -> str:
+        """Return the first thing, numbers apart, that is not as it was at loading; empty where there is none."""
+        return ""
+
+    def rope(self, shape: Shape) -> tuple[Tensor, float]:
+        """Return the frequencies of its positions, and the scale on cosines and sines; see Shape."""
+        return shape.frequencies, shape.rope_scale
+
+    def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
+        """Return hidden states of transformers' own modules for tokens of which each sees those before it.
+
+        ids: as transformers numbers them; embeddings: of the tokens, float32 [tokens, hidden size]. float32 each. Here
+        those behind the final norm when the first layer alone is run.
+        """
+        del tokens, ids
+        return states_of(_first_layer(self), positions, (1,), inputs_embeds=embeddings[None])
 
 
 class FolderSource(Source):
@@ -166,15 +189,18 @@ class GGUFSource(Source):
 class ModelSource(Source):
     """A loaded model, whose own weights stay with it."""
 
+    own_modules = True
+
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self.config, self.dtype = model, model.config, model.dtype
+        self._model, self.config, self.dtype = model, copy.deepcopy(model.config), model.dtype
         self.name = model.config._name_or_path or type(model).__name__
+        self._watch = Watch(model)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(weight.shape) for name, weight in self._parameters()}
+        return {name: tuple(weight.shape) for name, weight in self._model.named_parameters()}
 
     def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
-        for name, weight in self._parameters():
+        for name, weight in self._model.named_parameters():
             yield Weight.of(name, weight.detach())
 
     def tensor(self, name: str) -> Tensor:
@@ -189,10 +215,44 @@ class ModelSource(Source):
 
     @property
     def state(self) -> Any:
-        return [(weight.data_ptr(), weight._version) for _, weight in self._parameters()]
+        return self._watch.contents()
 
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return self._model.named_parameters()
+    def changed(self) -> str:
+        return self._watch.changed()
+
+    def rope(self, shape: Shape) -> tuple[Tensor, float]:
+        rotary: Any = self._model.get_decoder().rotary_emb  # whose buffer a cast of the model rounds
+        return rotary.inv_freq.detach().to(torch.float32), float(rotary.attention_scaling)
+
+    def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
+        del embeddings
+        return states_of(evaluating(self._model), positions, ids, input_ids=tokens[None])
+
+
+def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], **inputs: Tensor) -> list[Tensor]:
+    """Return hidden states `ids`, float32 [tokens, hidden size] each, of tokens that see those before them."""
+    model.config._attn_implementation = "eager"
+    mask = torch.full((len(positions),) * 2, torch.finfo(model.dtype).min, dtype=model.dtype).triu(1)
+    out = model.get_decoder()(
+        **inputs,
+        position_ids=positions[None],
+        attention_mask=mask[None, None],
+        use_cache=False,
+        output_hidden_states=True,
+    )
+    return [out.hidden_states[i][0].float() for i in ids]
+
+
+def _first_layer(source: Source) -> PreTrainedModel:
+    """Return the model of the source's first layer and final norm, in float32 and with a tiny vocabulary."""
+    config = source.config
+    known = {"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    kinds = getattr(config, "layer_types", None)
+    small = type(config).from_dict(config.to_dict() | known | {"layer_types": kinds and kinds[:1]})
+    model = empty_model(small, torch.float32)
+    wanted = {name for name, _ in model.named_parameters() if ".layers." in name or name.endswith("model.norm.weight")}
+    model.load_state_dict({name: source.tensor(name).float() for name in wanted}, strict=False, assign=True)
+    return with_buffers(model).eval()
 
 
 class _Stored(NamedTuple):

@@ -89,6 +89,12 @@ class ShardedLM(CausalLM):
         if dist.get_rank():
             self._tables = []
 
+    def _watched(self) -> None:
+        """Return nothing: weights of which each rank holds a part are read at loading alone."""
+
+    def _own_twin(self) -> PreTrainedModel:
+        return self.model.eval()  # whose modules transformers has tied to its ranks
+
     @property
     def table(self) -> Tensor:
         found = self._tables[0]

@@ -47,6 +47,7 @@ class HuggingFaceTarget(Target):
         self.strict_rows = strict_rows(self.lm, padded=captured) if strict else 0  # of each forward
         self.cache = self.lm.new_cache(1)
         self.tokens: list[int] = []
+        self._version = self.lm.version
         self._features: tuple[int, ...] = ()
         self.max_context = self.lm.max_context
         self.vocab_size = self.lm.vocab_size
@@ -95,8 +96,15 @@ class HuggingFaceTarget(Target):
             self.lm.prepare_features(ids)
         self._features = ids
 
-    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
+    def cached(self, tokens: list[int]) -> int:
+        """Takes in a model that was changed, of which nothing is cached then."""
         self.lm.refresh()
+        if self.lm.version != self._version:
+            self.reset()
+            self._version = self.lm.version
+        return super().cached(tokens)
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         kept = self.cached(tokens) if keep is None else keep
         self.cache.crop(kept)
         self.tokens = tokens[:kept]
@@ -105,7 +113,8 @@ class HuggingFaceTarget(Target):
         return features
 
     def rate(self, tokens: list[int]) -> Tensor:
-        self.lm.refresh()
+        if not self.tokens:
+            self.cached([])
         logits, _ = self.lm.extend(self.cache, tokens, logits="all")
         self.tokens = [*self.tokens, *tokens]
         return cast(Tensor, logits)

@@ -26,6 +26,7 @@ class NativeTarget(Target):
         self.lm = lm
         self.cache = lm.new_cache(1)
         self.tokens: list[int] = []
+        self._version = self.lm.version
         self.max_context, self.vocab_size = lm.max_context, lm.vocab_size
         self._features: tuple[int, ...] = ()
 
@@ -64,8 +65,15 @@ class NativeTarget(Target):
         self.lm.prepare_features(ids)
         self._features = ids
 
-    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
+    def cached(self, tokens: list[int]) -> int:
+        """Takes in a model that was changed, of which nothing is cached then."""
         self.lm.refresh()
+        if self.lm.version != self._version:
+            self.reset()
+            self._version = self.lm.version
+        return super().cached(tokens)
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         kept = self.cached(tokens) if keep is None else keep
         self.cache.crop(kept)
         self.tokens = tokens[:kept]
@@ -74,7 +82,8 @@ class NativeTarget(Target):
         return features
 
     def rate(self, tokens: list[int]) -> Tensor:
-        self.lm.refresh()
+        if not self.tokens:
+            self.cached([])
         logits, _ = self.lm.extend(self.cache, tokens, logits="all")
         self.tokens = [*self.tokens, *tokens]
         return cast(Tensor, logits)

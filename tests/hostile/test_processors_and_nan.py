@@ -114,8 +114,8 @@ def test_nan_on_the_root_is_an_error_with_a_position(options: dict[str, Any]) ->
 
     def spoil(logits: Tensor) -> Tensor:
         nonlocal calls
-        calls += 1
-        return logits * float("nan") if calls > 4 else logits
+        calls += bool(seen)  # a hook that spoils all is found when it is hung on
+        return logits * float("nan") if calls > 2 else logits
 
     seen: list[int] = []
     with hooked(engine.target.model.lm_head, spoil), pytest.raises(NumericalError, match="at position") as raised:

@@ -1,0 +1,29 @@
+"""The compiled forward for CPUs, specengine._cpu, where it is built from these sources."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from specengine.errors import BackendError
+
+INTERFACE = 3  # as in csrc/cpu_binding.cpp
+try:
+    _extension: Any = importlib.import_module("specengine._cpu")
+except ImportError:  # no compiler was there at installation
+    _extension = None
+if getattr(_extension, "INTERFACE", 1) != INTERFACE:  # other sources were compiled
+    _extension = None
+
+NOT_BUILT = "the extension specengine._cpu is not built: install a C++17 compiler, then `pip install -e .`"
+
+
+def is_built() -> bool:
+    return _extension is not None
+
+
+def extension() -> Any:
+    """Return specengine._cpu; BackendError where it is not built."""
+    if _extension is None:
+        raise BackendError(f"native: {NOT_BUILT}")
+    return _extension

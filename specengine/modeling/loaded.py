@@ -1,0 +1,212 @@
+"""Whether a loaded model is still what it was when an engine took it: its modules and settings, and its numbers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from specengine.modeling import threads
+from specengine.modeling.extension import extension, is_built
+
+RECORDING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for, and idle else
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Attributes that change no answer of a twin, which is in evaluation mode and has an attention of its own.
+_WITHOUT_EFFECT = {
+    "training",
+    "generation_config",  # which is read anew for each answer
+    "warnings_issued",
+    "_output_capturing_hooks_installed",
+    "_is_full_backward_hook",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_compiled_call_impl",
+    "_modules",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_attn_implementation_internal",
+    "gradient_checkpointing",
+}
+_TABLES = ("_parameters", "_buffers", *_HOOKS)
+_SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
+_BLOCK = (1 << 24) - 3  # numbers of a checksum in torch at once
+
+
+@dataclass
+class _Part:
+    """A module as it was.
+
+    values  of its attributes, in their order
+    facts   of its attributes by name, in values that compare equal as long as nothing has changed
+    loose   names of attributes that may change while their values stay the same objects
+    """
+
+    name: str
+    module: nn.Module
+    values: tuple[Any, ...]
+    facts: dict[str, Any]
+    loose: list[str]
+
+
+class Watch:
+    """A loaded model as it is when this is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kept: list[Any] = []  # whose ids stand in the facts: no other object may get them
+        reading = _Reading(self._kept)
+        self._seen = [reading.part(name, module) for name, module in model.named_modules()]
+
+    def changed(self) -> str:
+        """Return the first thing that is not as it was, numbers apart; empty where there is none."""
+        seen, reading = iter(self._seen), _Reading([])
+        for name, module in self._model.named_modules():
+            was = next(seen, None)
+            if was is None or was.name != name or was.module is not module:
+                return f"module {name or type(module).__name__}"
+            values = tuple(vars(module).values())
+            same = len(values) == len(was.values) and all(map(operator.is_, values, was.values))
+            known = {own: was.facts.get(own) for own in was.loose} if same else was.facts
+            now = reading.facts(name, module, was.loose if same else vars(module))
+            if now != known:
+                differing = min(own for own in now.keys() | known.keys() if now.get(own) != known.get(own))
+                return f"{name}.{differing}" if name else differing
+            was.values = values
+        return "" if (gone := next(seen, None)) is None else f"module {gone.name}"
+
+    def contents(self) -> list[Any]:
+        """Return checksums of all parameters and buffers; of a tensor that cannot be read, a value like no other."""
+        tensors = {id(tensor): tensor for tensor in (*self._model.parameters(), *_steady_buffers(self._model))}
+        return checksums(list(tensors.values()))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether this is memory of the CPU, with nothing to be known of it but dtype, shape and strides."""
+    exact = type(tensor) in (Tensor, nn.Parameter)
+    return exact and tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+
+
+@torch.no_grad()
+def checksums(tensors: list[Tensor]) -> list[Any]:
+    """Return a value for each tensor that changes whenever one of its numbers does, with all but certainty."""
+    found: list[Any] = []
+    for tensor in tensors:
+        if is_plain(tensor) and is_built():
+            given = tensor.detach().contiguous()
+            size = given.numel() * given.element_size()
+            found.append(extension().checksum(given.data_ptr(), size, threads.count()))
+        else:
+            parts = _numbers_of(tensor)
+            found.append(object() if parts is None else tuple(_checksum(part) for part in parts))
+    return [tuple(int(part) for part in value) if isinstance(value, tuple) else value for value in found]
+
+
+def _numbers_of(tensor: Tensor) -> list[Tensor] | None:
+    """The dense tensors that this one is made of; None where they cannot be had."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        known = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+        return [tensor.detach()] if known else None
+    try:
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = [_numbers_of(getattr(tensor, name)) for name in names]
+    except Exception:  # another's class, which may raise anything
+        return None
+    return None if None in parts else [part for found in parts for part in found or ()]
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A sum, int64 [], of all numbers, each by its place and its bits; for devices, and without the extension."""
+    size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    numbers = tensor.contiguous().view(-1).view(size) if tensor.numel() else tensor.new_zeros(0, dtype=size)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for first in range(0, len(numbers), _BLOCK):
+        bits = numbers[first : first + _BLOCK].to(torch.int64)
+        places = torch.arange(first, first + len(bits), dtype=torch.int64, device=tensor.device)
+        mixed = (bits + 1) * (places.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F))
+        total = total + (mixed ^ (mixed >> 29)).sum()
+    return total
+
+
+class _Reading:
+    """One reading of a model's modules; kept: takes the objects that count by identity."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        self._kept = kept
+        self._configs: dict[int, Any] = {}
+        self._owners: dict[int, str] = {}
+
+    def part(self, name: str, module: nn.Module) -> _Part:
+        facts = self.facts(name, module, vars(module))
+        loose = [own for own in facts if own in _TABLES or not isinstance(vars(module)[own], _SCALARS)]
+        return _Part(name, module, tuple(vars(module).values()), facts, loose)
+
+    def facts(self, name: str, module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for own in names:
+            value = vars(module)[own]
+            if own == "_parameters":
+                found[own] = [self._weight(name, *item) for item in value.items() if item[1] is not None]
+            elif own == "_buffers":
+                found[own] = [self._buffer(module, *item) for item in value.items() if item[1] is not None]
+            elif own in _HOOKS:
+                hooks = [hook for hook in value.values() if getattr(hook, "__module__", None) != RECORDING]
+                found[own] = self._frozen(hooks)
+            elif own not in _WITHOUT_EFFECT and not _changes_itself(module, own):
+                found[own] = self._frozen(value)
+        return found
+
+    def _weight(self, module: str, name: str, weight: Tensor) -> Any:
+        owner = self._owners.setdefault(id(weight), f"{module}.{name}")  # tells tied weights from equal ones
+        return name, owner, type(weight), weight.shape, weight.dtype, weight.device
+
+    def _buffer(self, module: nn.Module, name: str, buffer: Tensor) -> Any:
+        if _changes_itself(module, name):
+            return name
+        self._kept.append(buffer)
+        return name, id(buffer), buffer.shape, buffer.dtype, buffer.device
+
+    def _frozen(self, value: Any, depth: int = 4) -> Any:
+        """Return what compares equal to a later one as long as nothing in it changed; objects count by identity."""
+        if isinstance(value, _SCALARS):
+            return value if value == value else "nan"
+        if depth and isinstance(value, dict):
+            return [(self._frozen(key, 0), self._frozen(part, depth - 1)) for key, part in value.items()]
+        if depth and isinstance(value, list | tuple):
+            return [self._frozen(part, depth - 1) for part in value]
+        if depth and isinstance(value, set | frozenset):
+            return {self._frozen(part, 0) for part in value}
+        if isinstance(value, PretrainedConfig):
+            if id(value) not in self._configs:
+                self._configs[id(value)] = None  # a config may know itself
+                known = {key: part for key, part in vars(value).items() if key not in _WITHOUT_EFFECT}
+                self._configs[id(value)] = self._frozen(known)
+                self._kept.append(value)
+            return self._configs[id(value)]
+        self._kept.append(value)
+        return type(value), id(value)
+
+
+def _changes_itself(module: nn.Module, name: str) -> bool:
+    """Whether forwards change this: frequencies that follow the length of the text."""
+    if name not in ("inv_freq", "max_seq_len_cached", "attention_scaling"):
+        return False
+    kinds = module.__dict__.get("rope_type")
+    return any(kind in ("dynamic", "longrope") for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
+
+
+def _steady_buffers(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not _changes_itself(module, name):
+                yield buffer
