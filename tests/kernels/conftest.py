@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.kernels.products import fix_the_order
 
 INTERPRETED = not torch.cuda.is_available()
 
@@ -23,6 +26,8 @@ def _interpret() -> None:
 
 if INTERPRETED:
     _interpret()
+    with contextlib.suppress(ImportError):  # without triton the tests are skipped
+        fix_the_order()
 
 
 COMPILED_ANYWHERE = ("test_compiled.py", "test_programs.py")  # for a device that need not be there
