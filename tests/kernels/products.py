@@ -1,7 +1,7 @@
 """`tl.dot` in Triton's interpreter with an order of its own, of which no row or column depends on the others.
 
-The interpreter takes numpy's product, which is a BLAS's: a row's bits then hang on how many rows there are, differently on
-each processor.
+The interpreter takes numpy's product, which is a BLAS's: a row's bits then hang on how many rows there are, on each
+processor in another way.
 """
 
 from __future__ import annotations
