@@ -9,7 +9,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,14 +22,14 @@ from specengine.errors import SpecEngineError
 from specengine.generation.options import GenerationOptions
 from specengine.modeling.load_options import LoadOptions
 from specengine.targets.huggingface import HuggingFaceTarget
+from tests.fuzz import folders, living
 from tests.fuzz.mutations import NUMBERS, TEXTS, mutated, near, nested, strange
+from tests.fuzz.outcomes import ANSWERED, MOST_LINE, REFUSED, Finding, Outcome, refused
 from tests.heads import LLAMA3, YARN, deep
 from tests.models.layouts import LAYER_IDS, NESTED, speculators
 from tests.toy import byte_tokenizer, head_config, near_copy, policy_for, random_state
 
-ANSWERED, REFUSED = "answered", "refused"
 TOKENS = "6"
-MOST_LINE = 2000  # characters of an error on the command line
 PROMPT = "The answer is"
 HEAD_FIELDS = (
     LAYER_IDS,
@@ -68,17 +68,6 @@ TARGET_FIELDS = (
     "architectures",
     "head_dim",
 )
-
-
-class Finding(Exception):
-    """What should not have happened."""
-
-
-class Outcome(NamedTuple):
-    """What became of a case: answered, or refused by the error of this name."""
-
-    kind: str
-    error: str = ""
 
 
 class Workplace:
@@ -238,13 +227,20 @@ def loading(place: Workplace, pick: random.Random) -> tuple[Any, Callable[[], Ou
         try:
             Engine.from_pretrained(place.model, **given).generate([1, 2, 3], max_new_tokens=3)
         except SpecEngineError as error:
-            return _refused(error)
+            return refused(error)
         return Outcome(ANSWERED)
 
     return given, run
 
 
-KINDS = {"head": head, "target": target, "prompt": prompt, "options": options, "policy": policy, "loading": loading}
+SPOILED = {"head": head, "target": target, "prompt": prompt, "options": options, "policy": policy, "loading": loading}
+GIVEN = {
+    "living": living.living,
+    "settings": living.settings,
+    "weights": living.weights,
+    "folders": folders.folders,
+}
+KINDS = SPOILED | GIVEN
 
 
 def _asked(place: Workplace, given: Any, options: dict[str, Any]) -> Outcome:
@@ -252,7 +248,7 @@ def _asked(place: Workplace, given: Any, options: dict[str, Any]) -> Outcome:
     try:
         found = place.engine.generate(given, **options)
     except SpecEngineError as error:
-        return _refused(error)
+        return refused(error)
     plainly = {name: value for name, value in options.items() if name not in ("policy", "policy_options", "prediction")}
     plainly["seed"] = getattr(found, "seed", options.get("seed"))
     if isinstance(given, list | str | torch.Tensor):
@@ -264,14 +260,6 @@ def _asked(place: Workplace, given: Any, options: dict[str, Any]) -> Outcome:
 
 def _tokens(result: Any) -> Any:
     return result.flatten().tolist() if isinstance(result, torch.Tensor) else result.token_ids
-
-
-def _refused(error: SpecEngineError) -> Outcome:
-    line = " ".join(str(error).split())
-    line.encode("utf-8", "backslashreplace")
-    if not line or len(line) > MOST_LINE:
-        raise Finding(f"a message of {len(line)} characters: {line[:200]}")
-    return Outcome(REFUSED, type(error).__name__)
 
 
 def _spoiled(name: str, tensor: torch.Tensor, pick: random.Random) -> dict[str, torch.Tensor]:

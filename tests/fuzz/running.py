@@ -10,15 +10,29 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specengine.errors import shown
-from tests.fuzz.cases import KINDS, Finding, Workplace
+from tests.fuzz.cases import KINDS, Workplace
+from tests.fuzz.outcomes import ANSWERED, REFUSED, Finding
 
 MOST_SECONDS = 30.0  # of a case, on the processor
+
+
+FOUND = "found"
+
+
+@dataclass
+class Ran:
+    """A case as it is shown, what became of it (outcomes.py, or FOUND) by which error, and processor seconds."""
+
+    given: str
+    outcome: str = FOUND
+    error: str = ""
+    seconds: float = 0.0
 
 
 @dataclass
@@ -31,49 +45,63 @@ class Report:
     slowest: float = 0.0
     findings: list[str] = field(default_factory=list)
 
+    def count(self, kind: str, name: str, made: Ran) -> None:
+        self.counts[kind][made.outcome] += 1
+        self.seconds[kind] += made.seconds
+        self.slowest = max(self.slowest, made.seconds)
+        if made.outcome == FOUND:
+            self.findings.append(f"{name}: {made.given}\n    {made.error}")
+            print(self.findings[-1], file=sys.stderr, flush=True)
+        elif made.error:
+            self.errors[made.error] += 1
+
     def lines(self) -> Iterator[str]:
         """A table for people."""
         yield f"{'':<10}{'answered':>10}{'refused':>10}{'found':>10}{'seconds':>10}"
         for kind, counted in [*self.counts.items(), ("all", sum(self.counts.values(), Counter()))]:
             seconds = sum(self.seconds.values()) if kind == "all" else self.seconds[kind]
-            numbers = (counted[name] for name in ("answered", "refused", "found"))
+            numbers = (counted[name] for name in (ANSWERED, REFUSED, FOUND))
             yield f"{kind:<10}" + "".join(f"{number:>10}" for number in numbers) + f"{seconds:>10.1f}"
         yield f"refused by: {', '.join(f'{name} {count}' for name, count in self.errors.most_common())}"
         yield f"slowest case: {self.slowest:.1f} s"
 
 
-def fuzz(folder: Path, cases: int, seed: int, only: str | None = None) -> Report:
-    """Run this many cases, evenly over the kinds or of one kind alone.
+def fuzz(run: Callable[[str], Ran], cases: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Report:
+    """Run this many cases, evenly over the kinds.
 
-    A case is of its seed and number, whatever ran before; what is found says how to run it again.
+    run: `ran` in this process, or that of a worker. A case is of its seed and number, whatever ran before; what is
+    found says its name, by which it can be run again.
     """
-    report, place = Report(), Workplace(folder)
-    kinds = [only] if only else list(KINDS)
+    report = Report()
     for number in range(cases):
         kind = kinds[number % len(kinds)]
-        run_one(report, place, kind, f"{seed}/{kind}/{number}")
+        name = f"{seed}/{kind}/{number}"
+        report.count(kind, name, run(name))
     return report
 
 
-def run_one(report: Report, place: Workplace, kind: str, name: str) -> None:
-    """Run the case of this name and count it."""
-    given, run = KINDS[kind](place, random.Random(name))
-    began = time.process_time()
+def here(folder: Path) -> Callable[[str], Ran]:
+    """What runs cases in this process."""
+    place = Workplace(folder)
+    return lambda name: ran(place, name)
+
+
+def ran(place: Workplace, name: str) -> Ran:
+    """What became of the case of this name, SEED/KIND/NUMBER."""
+    given, run = KINDS[name.split("/")[1]](place, random.Random(name))
+    began, made = time.process_time(), Ran(shown(given, 600))
     try:
         with warnings.catch_warnings(), _limited():
             warnings.simplefilter("ignore")
-            outcome = run()
-        report.counts[kind][outcome.kind] += 1
-        report.errors.update([outcome.error] if outcome.error else [])
+            made.outcome, made.error = run()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also what ends a process
         where = [frame for frame in traceback.extract_tb(error.__traceback__) if "specengine" in frame.filename]
         place_of = f" at {Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
-        _find(report, kind, name, given, f"{type(error).__name__}{place_of}: {error!s:.600}")
-    took = time.process_time() - began
-    report.seconds[kind] += took
-    report.slowest = max(report.slowest, took)
+        made.outcome, made.error = FOUND, f"{type(error).__name__}{place_of}: {error!s:.600}"
+    made.seconds = time.process_time() - began
+    return made
 
 
 @contextlib.contextmanager
@@ -93,9 +121,3 @@ def _limited() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
-
-
-def _find(report: Report, kind: str, name: str, given: Any, what: str) -> None:
-    report.counts[kind]["found"] += 1
-    report.findings.append(f"{name}: {shown(given, 600)}\n    {what}")
-    print(report.findings[-1], file=sys.stderr, flush=True)

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_spoiled_input_is_answered_or_refused(tmp_path: Path) -> None:
-    report = running.fuzz(tmp_path, 102, seed=0)
+    report = running.fuzz(running.here(tmp_path), 102, seed=0, kinds=tuple(cases.SPOILED))
     assert not report.findings, "\n".join(report.findings)
-    for counted in report.counts.values():
-        assert sum(counted.values()) == 17
+    for kind in cases.SPOILED:
+        assert sum(report.counts[kind].values()) == 17
     assert sum(counted["answered"] for counted in report.counts.values()) > 10
 
 
@@ -38,6 +38,6 @@ def test_what_escapes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise TypeError("not of ours")
 
     monkeypatch.setitem(cases.KINDS, "head", lambda place, pick: ("given", escapes))
-    report = running.fuzz(tmp_path, 1, seed=0, only="head")
+    report = running.fuzz(running.here(tmp_path), 1, seed=0, kinds=("head",))
     assert report.findings == ["0/head/0: 'given'\n    TypeError: not of ours"]
     assert report.counts["head"]["found"] == 1
