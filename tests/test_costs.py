@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import Engine, calibration
+from specengine.calibration import cycles as made_up
 from specengine.calibration import measuring
 from specengine.costs import Costs, interpolated
 from specengine.drafters import Drafter
@@ -204,52 +204,70 @@ def test_measured_costs_leave_the_parts_as_they_were(pair: str) -> None:
     assert answer() == before
 
 
-def test_without_a_draft() -> None:
-    target, _ = tables_pair()
-    costs = calibration.measure(target, None)
-    assert costs.draft == {1: 0.0}
-    assert costs.verify[64] > costs.verify[1] > 0
+class Clock:
+    """Stands for the module `time`: seconds pass where a test says so, and a microsecond whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
 
 
-class Sleeping(toy.ToyTarget):
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    for module in (measuring, made_up):
+        monkeypatch.setattr(module, "time", found)
+    return found
+
+
+class Slow(toy.ToyTarget):
     """A forward takes `seconds` for each block of 16 rows, and for 100 tokens of context as much again."""
 
-    def __init__(self, seconds: float, max_context: int = 1 << 16) -> None:
+    def __init__(self, clock: Clock, seconds: float, max_context: int = 1 << 16) -> None:
         super().__init__(toy.Tables(), max_context)
-        self.seconds = seconds
+        self.clock, self.seconds = clock, seconds
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> None:
         if len(tokens) > (keep or 0):
-            time.sleep(self.seconds * -(-(len(tokens) - (keep or 0)) // 64))
+            self.clock.now += self.seconds * -(-(len(tokens) - (keep or 0)) // 64)
         super().prefill(tokens, keep)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
         self.sizes.append(len(tree))
-        time.sleep(self.seconds * (-(-len(tree) // 16) + len(self.tokens) / 100))
+        self.clock.now += self.seconds * (-(-len(tree) // 16) + len(self.tokens) / 100)
         return torch.zeros(len(tree), self.vocab_size), None
 
 
-def test_steps_and_the_contexts_part_are_found() -> None:
-    costs = calibration.measure(Sleeping(0.001), None, seconds=3.0)
+def test_without_a_draft(clock: Clock) -> None:
+    costs = calibration.measure(Slow(clock, 0.001), None)
+    assert costs.draft == {1: 0.0}
+    assert costs.verify[64] > costs.verify[1] > 0
+
+
+def test_steps_and_the_contexts_part_are_found(clock: Clock) -> None:
+    costs = calibration.measure(Slow(clock, 0.001), None, seconds=3.0)
     table = costs.tables(64, 1, 64).verify
-    assert table[17] - table[16] > 0.0005
-    assert abs(table[32] - table[17]) < 0.0005
-    assert costs.verify_growth[1] == pytest.approx(1e-5, rel=0.5)
+    assert float(table[17] - table[16]) == pytest.approx(0.001, rel=0.05)
+    assert abs(table[32] - table[17]) < 0.0001
+    assert costs.verify_growth[1] == pytest.approx(1e-5, rel=0.05)
 
 
-def test_a_slow_target_keeps_to_its_time() -> None:
-    target = Sleeping(0.04)
-    began = time.perf_counter()
+def test_a_slow_target_keeps_to_its_time(clock: Clock) -> None:
+    target = Slow(clock, 0.04)
     costs = calibration.measure(target, None, seconds=0.2)
-    assert time.perf_counter() - began < 1.5  # prefill 1, then 1 + 2 nodes' cycles at least, of up to 5 forwards
+    assert clock.now < 1.5  # prefill 1, then 1 + 2 nodes' cycles at least, of up to 5 forwards
     assert len(target.sizes) <= 5
     assert len(costs.verify) >= 2
 
 
-def test_a_fast_target_takes_few_cycles() -> None:
-    target = toy.ToyTarget(toy.Tables())
+def test_a_fast_target_takes_few_cycles(clock: Clock) -> None:
+    target = Slow(clock, 0.0001)
     calibration.measure(target, toy.ToyDrafter(toy.Tables()))
     assert sum(target.sizes) < 64 * measuring.MOST_CYCLES
+    assert clock.now < measuring.SECONDS / 2
 
 
 def test_an_error_leaves_empty_caches() -> None:

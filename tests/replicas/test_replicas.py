@@ -52,7 +52,8 @@ def test_a_batch_loses_nothing_to_workers_that_end(model: Path, address: str, tm
     error = found[20].line["error"]
     assert (error["type"], error["message"]) == ("ReplicaError", "the process that answered it ended, 3 times")
     assert all(facts == loaded[0] for facts in loaded)
-    assert len(loaded) >= 4, "replicas that have ended are replaced"
+    # each of the three that ended had loaded; whether a fourth has, before the rest is answered, the machine decides
+    assert len(loaded) > scale.replicas, "replicas that have ended are replaced"
 
 
 def test_a_cluster_without_room_is_refused_and_a_model_that_is_not_there_is_named(

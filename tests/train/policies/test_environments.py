@@ -80,17 +80,29 @@ def test_an_error_in_the_engine_reaches_who_asks() -> None:
     asked.close()
 
 
-def test_the_wait_for_a_decision_does_not_count() -> None:
-    import time
+class Clock:
+    """Stands for the module `time`: seconds pass where the test says so, and a microsecond whenever somebody looks."""
 
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+def test_the_wait_for_a_decision_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("specengine.train.ltd.asked.time", clock)
     asked = AskedEngine(engine(), PROMPTS, SHAPE, "size", None, length=24, decision_seconds=100.0)
     assert isinstance(asked.next(), Question)
-    time.sleep(0.3)
+    clock.now += 50.0
     found = asked.next(0)
     assert isinstance(found, Finished)
-    assert 100 < found.seconds < 100.25, "the network's own time in place of the wait"
+    assert 100 < found.seconds < 100.01, "the network's own time in place of the wait"
     asked.close()
-    assert 0 < decision_seconds(Networks(SHAPE, {"depth": (4,), "size": (4,)}), "depth", CPU) < 0.1
+    networks = Networks(SHAPE, {"depth": (4,), "size": (4,)})
+    assert decision_seconds(networks, "depth", CPU) == pytest.approx(1e-6)
 
 
 def test_logged_and_live_episodes_agree(trees: CandidateTrees, logged: Outcomes) -> None:
