@@ -15,17 +15,28 @@ def listing() -> str:
 
 
 def commands(parser: argparse.ArgumentParser, name: str) -> list[tuple[str, argparse.ArgumentParser]]:
-    """The commands below this parser by their whole names, those with commands of their own left out."""
+    """Return this parser and those below it by their whole names, without parsers that only lead to others."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not below:
-        return [(name, parser)]
-    return [found for word, own in below[0].choices.items() for found in commands(own, f"{name} {word}")]
+    found = [(name, parser)] if not below or any(map(_is_own, parser._actions)) else []
+    return found + [
+        entry for action in below for word, own in action.choices.items() for entry in commands(own, f"{name} {word}")
+    ]
+
+
+def _is_own(action: argparse.Action) -> bool:
+    """Return whether this is an argument of the command itself: no help, no command below, no option of every one."""
+    everywhere = {"help", "debug"}
+    return not isinstance(action, argparse._SubParsersAction) and action.dest not in everywhere
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
-    lines = [f"### `{name}`", _sentence(parser.description or "")]
+    """Return the paragraphs of a command; ValueError where nothing says what it is for."""
+    if not parser.description:
+        raise ValueError(f"{name}: it has no description")
+    lines = [f"### `{name}`", _sentence(parser.description)]
+    left_out = argparse._HelpAction | argparse._SubParsersAction  # each command has a heading of its own
     for group in parser._action_groups:
-        actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
+        actions = [action for action in group._group_actions if not isinstance(action, left_out)]
         if actions:
             title = {"positional arguments": "arguments"}.get(group.title or "", group.title or "options")
             lines += [f"*{title.capitalize()}*", "\n".join(_line(action, parser) for action in actions)]

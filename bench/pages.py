@@ -55,10 +55,13 @@ def stale() -> list[Path]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where something differs")
+    checks = parser.parse_args(argv).check
     old = stale()
     for file in old:
         print(file.relative_to(ROOT), file=sys.stderr)
-    if parser.parse_args(argv).check:
+    if checks:
+        if old:
+            print("these differ from what would be drawn: run python -m bench.pages and commit", file=sys.stderr)
         return bool(old)
     for name in drawings.DRAWINGS:
         if not drawings.is_current(name):

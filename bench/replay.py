@@ -257,7 +257,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     two = commands.add_parser("run", epilog="A way is NAME[/PRESET][,option=value...]")
     two.add_argument("folder", type=Path)
     two.add_argument("--policy", action="append", required=True, metavar="WAY", help="repeatable")
-    known = "; ".join(f"{name}: {costs.source}" for name, costs in PUBLISHED.items())
+    known = "; ".join(f"{name}: {costs.source}" for name, costs in PUBLISHED.items()).replace("%", "%%")
     two.add_argument(
         "--costs", action="append", default=[], metavar="NAME", help=f"a file of bench.end_to_end, or {known}"
     )

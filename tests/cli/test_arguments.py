@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +16,7 @@ import pytest
 
 from specengine import drafters, policies, registry
 from specengine.cli import main
-from specengine.cli.arguments import COMMANDS, option_lists, shared
+from specengine.cli.arguments import COMMANDS, make_parser, option_lists, shared
 from specengine.generation import options
 from specengine.modeling import load_options, native
 from specengine.policies import _ltd
@@ -133,3 +135,24 @@ def test_help_lists_options_with_their_values(command: str, capsys: Any) -> None
 )
 def test_values_are_shown_as_they_are_typed(value: Any, typed: str) -> None:
     assert option_lists.as_typed(value) == typed
+
+
+# ---- help
+
+
+def test_every_command_formats_its_help_and_says_what_each_argument_is() -> None:
+    parsers = list(every_parser(make_parser()))
+    assert len(parsers) > len(COMMANDS)
+    for parser in parsers:
+        assert parser.format_help().startswith("usage: specengine")
+        assert parser.description
+        for action in parser._actions:
+            assert action.help or isinstance(action, argparse._SubParsersAction), f"{parser.prog}: {action.dest}"
+
+
+def every_parser(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from every_parser(below)

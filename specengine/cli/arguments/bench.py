@@ -8,6 +8,7 @@ from pathlib import Path
 from specengine.cli.arguments import shared
 
 HELP = "measure policies and drafts beside transformers' and llama.cpp's decoding, on prompts of several kinds"
+REPORT = "print the tables of what `specengine bench --out` wrote"
 PLAIN, LLAMA_CPP, ASSISTED = "plain", "llama.cpp", "assisted"
 DEFAULT_WAYS = (PLAIN, "auto", "generate", "prompt-lookup")
 BASELINES = {
@@ -25,9 +26,9 @@ WAYS = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     report = parser.add_subparsers(metavar="[report]", required=False).add_parser(
-        "report", help="print the tables of what --out wrote"
+        "report", help=REPORT, description=REPORT
     )
-    report.add_argument("file", nargs="+", type=Path, metavar="FILE")
+    report.add_argument("file", nargs="+", type=Path, metavar="FILE", help="what --out wrote, of one run each")
     report.add_argument("--set", help="the prompt set of the first table (default: all)")
     report.add_argument("--plot", type=Path, metavar="DIR", help="draw each file's speeds as well (needs matplotlib)")
     report.set_defaults(run="specengine.cli.bench:run_report")

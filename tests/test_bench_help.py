@@ -1,0 +1,76 @@
+"""Every parser of the measurements formats its help, those of commands below it as well."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import options
+from bench.options import commands
+
+FOLDER = Path(options.__file__).parent
+MODULES = sorted(
+    ".".join(("bench", *file.relative_to(FOLDER).with_suffix("").parts))
+    for file in FOLDER.rglob("*.py")
+    if "ArgumentParser(" in file.read_text() and '__name__ == "__main__"' in file.read_text()
+)
+
+
+class Parsing(Exception):
+    """A parser that is about to parse."""
+
+
+def parser_of(module: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    """Return what the module's `main` parses its command line with."""
+
+    def stop(parser: argparse.ArgumentParser, *_: object) -> None:
+        raise Parsing(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [module])
+    with pytest.raises(Parsing) as found:
+        importlib.import_module(module).main()
+    parser: argparse.ArgumentParser = found.value.args[0]
+    return parser
+
+
+def below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for own in action.choices.values():
+                yield from below(own)
+
+
+def test_the_measurements_are_found() -> None:
+    assert {"bench.replay", "bench.ltd", "bench.report", "bench.cpu.__main__", "bench.pages"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_help_is_formatted(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for parser in below(parser_of(module, monkeypatch)):
+        assert parser.format_help().startswith("usage:")
+
+
+def test_a_percent_sign_in_a_help_is_seen() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_subparsers().add_parser("run").add_argument("--costs", help="70 % of it")
+    with pytest.raises((TypeError, ValueError)):
+        [one.format_help() for one in below(parser)]
+
+
+# ---- what is drawn of a command line
+
+
+def test_a_command_with_commands_below_it_keeps_its_own_options() -> None:
+    parser = argparse.ArgumentParser("tool", description="a tool")
+    parser.add_argument("--debug")
+    child = parser.add_subparsers().add_parser("one", description="a command")
+    child.add_argument("--own")
+    child.add_subparsers().add_parser("two", description="a command below")
+    assert [name for name, _ in commands(parser, "tool")] == ["tool one", "tool one two"]
