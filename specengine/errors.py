@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -71,6 +72,33 @@ class BackendError(SpecEngineError, RuntimeError):
 
 class MissingExtraError(SpecEngineError, ImportError):
     """A package is missing that an extra of specengine brings; the message holds the command that installs it."""
+
+
+# ---- what is missing
+
+CHECKOUT = Path(__file__).parent.parent  # where this package lies in one
+
+
+def missing_extra(what: str, extra: str, error: ImportError) -> MissingExtraError:
+    """Return the error of `what`, which needs a package that the extra `extra` of specengine brings."""
+    return MissingExtraError(f"{what}: {error.name} is not installed; it comes with: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra of specengine needs, here: in a checkout, or beside a wheel."""
+    if (CHECKOUT / "pyproject.toml").is_file():
+        folder = "." if Path.cwd() == CHECKOUT else CHECKOUT
+        return f"pip install -e '{folder}[{extra}]'"
+    return "pip install " + " ".join(f"'{requirement}'" for requirement in _requirements(extra))
+
+
+def _requirements(extra: str) -> list[str]:
+    """Return what an extra needs by the metadata of the installed package, such as `fastapi>=0.115`."""
+    from importlib import metadata
+
+    ending = f'; extra == "{extra}"'
+    lines = (line.replace("'", '"') for line in metadata.requires("specengine") or ())
+    return [line.removesuffix(ending) for line in lines if line.endswith(ending)]
 
 
 def why_not_loaded(error: Exception) -> str:

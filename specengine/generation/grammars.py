@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from specengine.errors import InputError, MissingExtraError, shown
+from specengine.errors import InputError, missing_extra, shown
 from specengine.targets import common_prefix
 
 T = TypeVar("T")
@@ -39,10 +39,7 @@ def library() -> Any:
         import llguidance
         import llguidance.hf
     except ImportError as error:
-        raise MissingExtraError(
-            f"json_schema, json_object, grammar: {error.name} is not installed; it comes with: "
-            "pip install 'specengine[grammar]'"
-        ) from error
+        raise missing_extra("json_schema, json_object, grammar", "grammar", error) from error
     return llguidance
 
 

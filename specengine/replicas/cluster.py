@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from specengine.errors import InputError, MissingExtraError
+from specengine.errors import InputError, missing_extra
 from specengine.replicas.scale import Scale
 
 OBJECT_STORE_BYTES = 100 << 20  # prompts and answers are small
@@ -17,7 +17,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 try:
     import ray as ray
 except ImportError as error:
-    raise MissingExtraError(f"replicas need {error.name}: pip install 'specengine[ray]'") from error
+    raise missing_extra("replicas", "ray", error) from error
 
 
 def cores() -> int:

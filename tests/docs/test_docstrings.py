@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("griffe", reason="needs pip install 'specengine[docs]'")
+pytest.importorskip("griffe", reason="needs pip install -e '.[docs]'")
 
 from bench.docstrings import as_markdown
 

@@ -62,7 +62,7 @@ def test_what_is_wrong_with_a_site_is_told(tmp_path: Path) -> None:
     assert list(problems(tmp_path / "nothing")) == [f"{tmp_path / 'nothing'}: there is no page"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="needs pip install 'specengine[docs]'")
+@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="needs pip install -e '.[docs]'")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name in ("docs", "specengine", "bench"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "results"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+triton = pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 pytestmark = pytest.mark.skipif(
     not all((TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")),

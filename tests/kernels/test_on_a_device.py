@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import frontier, verification
 
 from tests import toy

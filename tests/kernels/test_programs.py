@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 ROOT = Path(__file__).parents[2]
 WIDTHS, VOCABULARY = (1, 8, 16, 32, 64), 128256  # padded rows of a level, columns of their logits
 SERVING: list[list[Any]] = [

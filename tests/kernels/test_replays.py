@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import tree_attention
 
 from specengine import cuda_graphs as graphs

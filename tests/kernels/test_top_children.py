@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import top_children as kernel
 from specengine_kernels.top_children import top_children
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import tree_attention as kernel
 from specengine_kernels.tree_attention import Tiles, tree_attention
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 import triton
 import triton.language as tl
 from specengine_kernels import verification as kernel

@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "they are there, the run goes on",
     )  # fmt: skip
     parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
-    add_replicas(parser.add_argument_group("replicas"), "engines, each in a process of its own (needs specengine[ray])")
+    add_replicas(parser.add_argument_group("replicas"), "engines, each in a process of its own (needs the extra `ray`)")
     shared.add_model(parser)
     shared.add_draft_and_policy(parser)
     shared.add_generation(parser)

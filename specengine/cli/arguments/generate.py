@@ -29,10 +29,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     constrained = parser.add_mutually_exclusive_group()
     constrained.add_argument(
-        "--json-schema", type=Path, metavar="FILE", help="the answer meets this JSON schema (needs specengine[grammar])"
+        "--json-schema", type=Path, metavar="FILE", help="the answer meets this JSON schema (needs llguidance)"
     )
     constrained.add_argument(
-        "--grammar", type=Path, metavar="FILE", help="the answer meets this grammar, Lark or GBNF (the same extra)"
+        "--grammar", type=Path, metavar="FILE", help="the answer meets this grammar, Lark or GBNF (needs llguidance)"
     )
     shared.add_trace(output)
     shared.add_model(parser)

@@ -54,7 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--drain-seconds", type=float, default=30.0, metavar="S", help="for answers under way at a stop (default 30)"
     )
     replicas = parser.add_argument_group("replicas")
-    add_replicas(replicas, "engines behind one address, each in a process of its own (needs specengine[ray])")
+    add_replicas(replicas, "engines behind one address, each in a process of its own (needs the extra `ray`)")
     replicas.add_argument(
         "--max-replicas", type=int, metavar="N", help="as many as there is work for, up to N (default: --replicas)"
     )

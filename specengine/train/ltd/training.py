@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specengine.checkpoints.files import atomic
-from specengine.errors import InputError, MissingExtraError
+from specengine.errors import InputError, missing_extra
 from specengine.policies import _ltd
 from specengine.policies._ltd import ACTIVATIONS, Networks
 from specengine.train.ltd.options import PolicyOptions, RewardName, Stage
@@ -33,9 +33,7 @@ def require_extra() -> None:
         import gymnasium  # noqa: F401
         import stable_baselines3  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError(
-            f"train policy: {error.name} is not installed; it comes with: pip install 'specengine[train]'"
-        ) from error
+        raise missing_extra("train policy", "train", error) from error
 
 
 class Candidate(NamedTuple):

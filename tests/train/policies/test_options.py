@@ -71,7 +71,8 @@ def test_a_missing_extra_is_named(tmp_path: Path, ground: LoggedGround, monkeypa
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(
-        MissingExtraError, match=r"stable_baselines3 is not installed.* pip install 'specengine\[train\]'"
+        MissingExtraError,
+        match=r"train policy: stable_baselines3 is not installed; it comes with: pip install -e '.*\[train\]'",
     ):
         train_policy(ground, tmp_path, OPTIONS)
     assert not (tmp_path / training.MANIFEST).exists()
