@@ -12,7 +12,7 @@ import torch
 from specengine.cli import given
 from specengine.cli.arguments.shared import names_of
 from specengine.cli.terminal import say
-from specengine.errors import MissingExtraError
+from specengine.errors import missing_extra
 from specengine.replicas.scale import Scale
 from specengine.serve.settings import Settings
 
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from specengine.serve import running
     except ImportError as error:
-        raise MissingExtraError(f"serve needs {error.name}: pip install 'specengine[serve]'") from error
+        raise missing_extra("serve", "serve", error) from error
     if not settings.api_keys and not _is_loopback(settings.host):
         say(f"specengine: note: {settings.host} can be reached from elsewhere, and no --api-key is asked for")
 
