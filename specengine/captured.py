@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import cycle, ops
+from specengine.contracts import named
 from specengine.cuda_graphs import WARM_UPS, Graphs, room
 from specengine.cycle import Draft, EagerDriver
 from specengine.drafters import Drafter
@@ -238,7 +239,7 @@ class CapturedDriver(EagerDriver):
         grown = self.tree.to(self.tree.device if learns else HOST)
         seconds.draft += time.perf_counter() - began
         if int(grown.overflow):
-            raise overfull(grown.capacity, len(grown))
+            raise named(self.policy, overfull(grown.capacity, len(grown)))
         return cycle.keep(self.policy, grown, seconds)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
@@ -307,7 +308,8 @@ class CapturedDriver(EagerDriver):
         numbers, tokens, path, *arrays = values.split([NUMBERS, *[self.longest] * 2, *[self.budget] * 5])
         count, grown, kept, passes, length, overflow, _ = numbers.tolist()
         if overflow:
-            raise overfull(self.tree.capacity, grown)
+            assert self.policy is not None
+            raise named(self.policy, overfull(self.tree.capacity, grown))
         nodes, parents, depths, *sums = (array[:kept].clone() for array in arrays)
         edges, paths = (bits.int().view(torch.float32) for bits in sums)
         tree = TokenTree.of(nodes, parents, depths, edges, paths, passes)

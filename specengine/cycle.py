@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from specengine import ops
+from specengine import contracts, ops
 from specengine.drafters import Drafter, Step
 from specengine.generation.sampling import Sampler
 from specengine.ops import Nodes
@@ -39,6 +39,8 @@ def first(drafter: Drafter, policy: TreePolicy, tree: TokenTree, seconds: Second
     """Of a tree that is its root alone: whom to draft from, the root, or nobody."""
     began = time.perf_counter()
     frontier = policy.first(tree, drafter)
+    if not isinstance(frontier, Nodes):
+        raise contracts.no_nodes(policy, "first", frontier)
     seconds.policy += time.perf_counter() - began
     return frontier
 
@@ -65,6 +67,8 @@ def _grown(
     drafted = time.perf_counter()
     tree.passes += frontier.live > 0
     grown = policy.grow(tree, frontier, found)
+    if not isinstance(grown, Nodes):
+        raise contracts.no_nodes(policy, "grow", grown)
     seconds.draft += drafted - began
     seconds.policy += time.perf_counter() - drafted
     return grown
@@ -74,6 +78,8 @@ def keep(policy: TreePolicy, grown: TokenTree, seconds: Seconds) -> Draft:
     """What of a grown tree, where the host reads it without waiting or waits, the target verifies."""
     clock = time.perf_counter()
     kept = policy.keep(grown)
+    if not isinstance(kept, Nodes):
+        raise contracts.no_nodes(policy, "keep", kept)
     kept = Nodes(kept.alive(), kept.live)
     verified = grown.subtree(kept)
     seconds.policy += time.perf_counter() - clock
@@ -93,9 +99,12 @@ def draft_tree(
         return Draft(alone, alone)
     tree = TokenTree.root(token, policy.capacity, device)
     frontier = first(drafter, policy, tree, seconds)
-    if int(frontier.live):
+    if drafted := int(frontier.live):
         frontier = root(drafter, policy, tree, frontier, seconds)
-    while int(frontier.live):
+    while width := int(frontier.live):
+        drafted += width
+        if drafted > tree.capacity:
+            raise contracts.endless(policy)
         frontier = level(drafter, policy, tree, frontier, seconds)
     began = time.perf_counter()
     policy.last(tree, drafter)
@@ -107,11 +116,13 @@ class EagerDriver:
     """Cycles of these parts, called as they are."""
 
     def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> None:
+        contracts.require_parts(drafter, policy)
         self.target, self.drafter, self.policy = target, drafter, policy
         self.device = target.device if drafter is None else drafter.device
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
         self.longest = 1 if policy is None else longest_path(policy)
         self.unread = self.longest + (0 if policy is None else policy.patience)  # tokens between draft passes
+        self._inspected = False  # whether a tree has been looked at closely
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens and the trees behind them."""
@@ -121,7 +132,18 @@ class EagerDriver:
 
     def draft(self, token: int, seconds: Seconds, guided: Drafter | None = None) -> Draft:
         """As `draft_tree`; guided: from whom trees grow instead of its own drafter."""
-        return draft_tree(token, guided or self.drafter, self.policy, seconds, self.device)
+        source = guided or self.drafter
+        if not self._inspected and source is not None and self.policy is not None and not self.policy.rests:
+            return self._inspect(token, seconds, source, self.policy)
+        return draft_tree(token, source, self.policy, seconds, self.device)
+
+    def _inspect(self, token: int, seconds: Seconds, source: Drafter, policy: TreePolicy) -> Draft:
+        """As `draft`, and raise PolicyError or DrafterError for what either part breaks of its promises."""
+        looked_at = cast(Drafter, contracts.Inspected(source, policy, self.target.vocab_size))
+        draft = draft_tree(token, looked_at, policy, seconds, self.device)
+        contracts.require_kept(policy, draft.kept, draft.grown)
+        self._inspected = len(draft.grown) > 1
+        return draft
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         """As `Target.verify`."""
@@ -143,11 +165,13 @@ def walk(
     tree: TokenTree,
     choose: Callable[[int], int | None],
     commit: Callable[[int], bool],
+    policy: TreePolicy | None = None,
 ) -> tuple[list[int], list[int]]:
     """Accepted node ids (root first) and committed tokens (those of the path below the root, then one more).
 
     choose  the target's token after a node, given the tokens committed so far; None where its logits are not finite
     commit  takes a chosen token, in order; True ends the walk, and the token is the last one committed
+    policy  of the tree, for the PolicyError where siblings carry the same token
 
     At each node the target chooses once. While a child carries the chosen token, the walk moves there; the first
     token that no child carries is the bonus token. Lossless for any tree where the noise of a choice is a function of
@@ -157,6 +181,8 @@ def walk(
     """
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    if len(child) < len(tokens):
+        raise contracts.twins(policy, tokens, parents)
     path: list[int] = [0]
     committed: list[int] = []
     token = choose(0)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from specengine import calibration, captured, loading
+from specengine import calibration, captured, contracts, loading
 from specengine.captured import CapturedDriver
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import Draft, EagerDriver, walk
@@ -367,6 +367,11 @@ class Engine:
             yield
         except GeneratorExit:
             raise  # the caller has had enough; the caches are as after the last cycle
+        except Exception as error:
+            self.reset()
+            if (named := contracts.blamed(error)) is error:
+                raise
+            raise named from error
         except BaseException:
             self.reset()
             raise
@@ -457,6 +462,8 @@ class Engine:
         seconds = Seconds()
         draft = driver.draft(run.root, seconds, run.guided)
         tree = draft.tree
+        if driver.policy is not None and tree.capacity > 1:
+            contracts.require_tree(driver.policy, tree.tokens, driver.budget, self.target.vocab_size)
 
         clock = time.perf_counter()
         chosen = self.target.choose(tree) if run.sampler.takes_largest else None
@@ -469,7 +476,7 @@ class Engine:
             successors = Successors.of(logits, wanted) if wanted else None
             choose = run.sampler.chooser_of_tree(logits, run.history, tree.depths)
         seconds.verify = -clock + (clock := time.perf_counter())
-        path, tokens = walk(tree, choose, run.commit)
+        path, tokens = walk(tree, choose, run.commit, driver.policy)
         seconds.walk = -clock + (clock := time.perf_counter())
         if not tokens:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")

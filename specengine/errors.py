@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +56,14 @@ class ReplicaError(SpecEngineError, RuntimeError):
 
 class ProcessorError(SpecEngineError, RuntimeError):
     """A logits processor failed or returned scores of another shape; the message names the processor."""
+
+
+class PolicyError(SpecEngineError, ValueError):
+    """A policy broke what it promises; the message names the policy, its method or field, and what was wrong."""
+
+
+class DrafterError(SpecEngineError, ValueError):
+    """A drafter broke what it promises; the message names the draft, its method, and what was wrong."""
 
 
 class NumericalError(SpecEngineError, ArithmeticError):
@@ -128,6 +136,12 @@ def require_known(field: str, name: str, known: Mapping[str, T]) -> T:
     """The entry of this name; InputError listing the known ones where there is none."""
     require(field, repr(name), ", ".join(known), name in known)
     return known[name]
+
+
+def require_suffix(field: str, file: Path, accepted: Iterable[str]) -> None:
+    """Raise InputError for a file whose name says that something else is in it than what is written there."""
+    if file.suffix.lower() not in accepted:
+        raise InputError(f"{field}: got {file}, accepted a file whose name ends in {' or '.join(accepted)}")
 
 
 def shown(value: Any, most: int = 60) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops
+from specengine.errors import PolicyError
 from specengine.ops import WORD_BITS, Nodes
 
 
@@ -91,7 +92,7 @@ class TokenTree:
         """Hang the first `count` entries, or all, under existing nodes; siblings must carry distinct tokens.
 
         parents, tokens: int64 [m]; log_probs: float32 [m], of the edges; count: int32 [1]. Returns the new nodes.
-        ValueError when the capacity is exceeded; on a device then nothing is added, and `overflow` says so.
+        PolicyError when the capacity is exceeded; on a device then nothing is added, and `overflow` says so.
         """
         if count is None:
             count = torch.full_like(self.size, parents.shape[0])
@@ -117,7 +118,7 @@ class TokenTree:
     def graft(self, parents: list[int], tokens: list[int], log_probs: list[float]) -> Nodes:
         """As `add`, of entries on the host whose parents may be earlier ones: entry i becomes node len(self) + i.
 
-        ValueError when the capacity is exceeded, also on a device, which this waits for.
+        PolicyError when the capacity is exceeded, also on a device, which this waits for.
         """
         size, end = len(self), len(self) + len(tokens)
         if end > self.capacity:
@@ -232,10 +233,15 @@ class TokenTree:
         return tokens[::-1]
 
 
-def overfull(capacity: int, size: int, more: int | None = None) -> ValueError:
-    """The error of a policy that grew a tree beyond the capacity that it states."""
-    nodes = "more nodes" if more is None else f"{more} nodes more"
-    return ValueError(f"tree of capacity {capacity} cannot take {nodes} than {size}")
+CAPACITY = "capacity: "  # how the error of a full tree begins, before it is said whose
+
+
+def overfull(capacity: int, size: int, more: int | None = None) -> PolicyError:
+    """Return the error of a policy that grew a tree beyond the capacity that it states."""
+    nodes = "more" if more is None else f"{more} more"
+    return PolicyError(
+        f"{CAPACITY}it states room for {capacity} nodes, the root included; the tree has {size} and cannot take {nodes}"
+    )
 
 
 def is_down(flag: ops.Flag) -> bool:

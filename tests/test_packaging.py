@@ -22,7 +22,7 @@ LAYERS = (
     {"ops"},
     {"tree", "records"},
     {"generation", "modeling", "checkpoints", "cuda_graphs", "policies", "drafters", "targets"},
-    {"cycle", "captured", "drivers", "calibration"},
+    {"contracts", "cycle", "captured", "drivers", "calibration"},
     {"engine", "loading"},
     {"train", "replicas", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},
 )
