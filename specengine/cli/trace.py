@@ -10,7 +10,7 @@ from typing import NamedTuple
 from specengine.checkpoints.files import atomic
 from specengine.cli.terminal import say
 from specengine.cli.trees import print_line, print_tree
-from specengine.errors import InputError
+from specengine.errors import InputError, require_suffix
 from specengine.trace import Trace, read_trace
 from specengine.trace.page import page
 from specengine.trace.records import TracedCycle
@@ -18,6 +18,8 @@ from specengine.trace.text import summary
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.html:
+        require_suffix("html", arguments.html, (".html", ".htm"))
     traces = [read_trace(file) for file in arguments.file]
     if arguments.html:
         _write_page(traces, arguments.html)

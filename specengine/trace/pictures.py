@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specengine.checkpoints.files import atomic
-from specengine.errors import InputError
+from specengine.errors import InputError, require_suffix
 from specengine.trace.records import ACCEPTED, PRUNED, Query, Trace
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's
@@ -19,6 +19,12 @@ MARKERS = "osD^vP"
 FEW = 5  # a share of fewer nodes than this is not written into its cell
 LEAST_RANKS, MOST_RANKS = 4, 12  # in a panel
 LABEL_WIDTH = 42
+# By suffix, what of a file would be another in the next run, and is left out.
+WRITTEN: dict[str, dict[str, None]] = {
+    ".svg": {"Date": None},
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None},
+}
 DOT = 320.0  # square points, of all cycles of a query
 
 
@@ -77,11 +83,13 @@ def literal(text: str) -> str:
 
 
 def save(figure: Any, file: Path, field: str) -> None:
-    """Write a figure as SVG, the same bytes every time; InputError naming the field where that fails."""
+    """Write a figure as its file's suffix says, the same bytes every time; InputError naming the field otherwise."""
+    require_suffix(field, file, WRITTEN)
+    suffix = file.suffix.lower()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as part:
-            figure.savefig(part, format="svg", metadata={"Date": None})
+            figure.savefig(part, format=suffix[1:], metadata=WRITTEN[suffix])
     except OSError as error:
         raise InputError(f"{field}: {file} cannot be written ({error.strerror or error})") from error
 

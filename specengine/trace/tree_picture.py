@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specengine.checkpoints.files import atomic
-from specengine.errors import InputError
-from specengine.trace.pictures import literal
+from specengine.errors import InputError, require_suffix
+from specengine.trace.pictures import WRITTEN, literal, save
 from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT, TracedCycle
 
 OWN = "own"  # the state of the target's own token, which stands in no tree
@@ -34,10 +33,11 @@ BEND, BOX = 0.55, 0.22  # columns before a node's place: where its edge turns, a
 
 
 def draw_tree(cycle: TracedCycle, file: Path, *, pruned: bool = False) -> None:
-    """Write the tree of `cycle` as an SVG file; nodes that were never verified only if `pruned`.
+    """Write the tree of `cycle` as an SVG, PNG or PDF file, by its suffix; pruned nodes only if `pruned`.
 
-    Raises InputError without matplotlib, and where the file cannot be written.
+    Raises InputError for another suffix, without matplotlib, and where the file cannot be written.
     """
+    require_suffix("tree", file, WRITTEN)
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -48,12 +48,7 @@ def draw_tree(cycle: TracedCycle, file: Path, *, pruned: bool = False) -> None:
         size = (COLUMN * layout.columns, ROW * layout.rows + 2 * MARGIN)
         figure = Figure(figsize=size, facecolor="white")
         _fill(figure, cycle, layout)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with atomic(file) as part:
-                figure.savefig(part, format="svg", metadata={"Date": None})
-        except OSError as error:
-            raise InputError(f"tree: {file} cannot be written ({error.strerror or error})") from error
+        save(figure, file, "tree")
 
 
 @dataclass

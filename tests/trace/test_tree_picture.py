@@ -54,3 +54,35 @@ def test_it_says_what_it_needs(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match="tree: matplotlib draws it"):
         draw_tree(TREE, tmp_path / "tree.svg")
+
+
+BEGINS = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF", ".PNG": b"\x89PNG"}
+
+
+@pytest.mark.parametrize("suffix", BEGINS)
+def test_a_file_holds_what_its_name_says(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from specengine.trace.tree_picture import draw_tree
+
+    files = [tmp_path / f"{name}{suffix}" for name in "ab"]
+    for file in files:
+        draw_tree(TREE, file)
+    assert files[0].read_bytes().startswith(BEGINS[suffix])
+    assert files[0].read_bytes() == files[1].read_bytes(), "the same tree, the same file"
+
+
+@pytest.mark.parametrize("name", ["tree.jpg", "tree", "tree.html", "tree.svg.txt"])
+def test_a_name_of_what_cannot_be_drawn_is_refused(name: str, tmp_path: Path) -> None:
+    from specengine.trace.tree_picture import draw_tree
+
+    with pytest.raises(InputError, match=r"tree: got .*, accepted a file whose name ends in \.svg or \.png or \.pdf"):
+        draw_tree(TREE, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["page.png", "page", "page.svg"])
+def test_a_page_is_written_into_a_page(name: str, written: Trace, tmp_path: Path, capsys: Any) -> None:
+    assert main(["trace", str(written.file), "--html", str(tmp_path / name)]) == 2
+    assert "html: got " in (told := capsys.readouterr().err)
+    assert "accepted a file whose name ends in .html or .htm" in told
+    assert not (tmp_path / name).exists()

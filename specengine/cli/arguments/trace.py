@@ -14,8 +14,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--query", type=int, metavar="N", help="show a cycle of the N-th query (default 1)")
     parser.add_argument("--cycle", type=int, metavar="N", help="show the N-th cycle (default 1)")
     parser.add_argument("--pruned", action="store_true", help="give every pruned node a line of its own, or a box")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that steps through the cycles")
-    parser.add_argument("--tree", type=Path, metavar="FILE", help="draw that cycle's tree, as an SVG file")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that steps through the cycles; its name ends in .html"
+    )
+    parser.add_argument(
+        "--tree", type=Path, metavar="FILE", help="draw that cycle's tree; its name ends in .svg, .png or .pdf"
+    )
     parser.add_argument(
         "--pictures",
         type=Path,
