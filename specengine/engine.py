@@ -104,6 +104,7 @@ class Engine:
         self.drafter = drafter
         self.drivers = KeptDrivers(target, drafter, policy)
         self.tokenizer = tokenizer
+        self.notes: list[str] = []  # what a user should know about these parts; in the statistics
         self._busy = threading.Lock()
         self._vocabularies = Vocabularies(tokenizer, target.vocab_size)
         self._recipe: loading.Recipe | None = None
@@ -139,8 +140,9 @@ class Engine:
         """Load a target with its draft and policy.
 
         model   a Hugging Face id, a local path or a loaded model; None is the embedded default model
-        draft   `ngram`, `recycling`, `none`, the id or path of a smaller model or an EAGLE head, a loaded model or a
-                Drafter; None is the head that ships for the default model, and `recycling` with lookup for any other
+        draft   `ngram`, `recycling`, `none`, `default-head`, the id or path of a smaller model or an EAGLE head, a
+                loaded model or a Drafter; None is the head that ships for the default model, and `recycling` with
+                lookup for any other
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
         options dtype, device, tokenizer, draft_options, policy_options, graphs, compile_blocks, lookup, strict,
@@ -153,7 +155,7 @@ class Engine:
         recipe = loading.Recipe(model, draft, policy, chosen)
         parts = recipe.load()
         self = cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
-        self._recipe, self._models = recipe, parts.models
+        self._recipe, self._models, self.notes = recipe, parts.models, parts.notes
         return self
 
     def generate(self, prompt: Prompt, **options: Any) -> Any:
@@ -347,6 +349,7 @@ class Engine:
             options = dataclasses.replace(self._recipe.options, tokenizer=self.tokenizer)
             parts = dataclasses.replace(self._recipe, options=options).load()
             self.target, self.drafter, self._models = parts.target, parts.drafter, parts.models
+            self.notes = parts.notes
             self.drivers = KeptDrivers(parts.target, parts.drafter, parts.policy)
             self._vocabularies = Vocabularies(self.tokenizer, parts.target.vocab_size)
 
@@ -421,7 +424,7 @@ class Engine:
         stats.num_prompt_tokens = len(prompt)
         stats.draft = drafter.name if drafter is not None else ""
         stats.policy, stats.plain_reason = (repr(policy), policy.plain_reason) if policy is not None else ("", "")
-        stats.notes += self.target.notes
+        stats.notes += self.notes + self.target.notes
         on_device = sampler.reads_history or bool(stopper.criteria)  # processors and criteria read it there
         history = History(prompt, len(prompt) + stopper.left, self.target.device if on_device else torch.device("cpu"))
         run = _Run(drivers, sampler, stopper, history, stats, prompt[-1])

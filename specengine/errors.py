@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -132,9 +133,59 @@ def require_least(options: Any, **least: float) -> None:
         require(field, value, f"{low} or more", value >= low)
 
 
+# By what other programs call things, what they are called here; the first one that is known in its place is meant.
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "max_tokens": ("max_new_tokens",),
+    "max_completion_tokens": ("max_new_tokens",),
+    "max_length": ("max_new_tokens",),
+    "n_predict": ("max_new_tokens",),
+    "num_predict": ("max_new_tokens",),
+    "stop": ("stop_strings",),
+    "stop_strings": ("stop",),
+    "stop_sequences": ("stop_strings", "stop"),
+    "repeat_penalty": ("repetition_penalty",),
+    "logit_bias": ("sequence_bias",),
+    "response_format": ("json_schema",),
+    "format": ("json_schema",),
+    "top_logprobs": ("logprobs",),
+    "speculative_model": ("draft",),
+    "draft_model": ("draft",),
+    "assistant_model": ("draft",),
+    "torch_dtype": ("dtype",),
+    "device_map": ("device",),
+    "load_in_8bit": ("quantize",),
+    "local_files_only": ("offline",),
+    "run": ("chat",),
+    "ask": ("generate",),
+    "complete": ("generate",),
+    "benchmark": ("bench",),
+    "serving": ("serve",),
+    "server": ("serve",),
+    "info": ("inspect",),
+    "show": ("inspect",),
+    "list": ("inspect",),
+}
+SIMILAR = 0.6  # of difflib's ratio
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: `; did you mean NAME?`, or nothing where none is like it."""
+    options = {_bare(option): option for option in known}
+    given = _bare(name) if isinstance(name, str) else ""
+    others = [option for option in ELSEWHERE.get(given, ()) if option in options]
+    longer = [option for option in options if len(given) > 2 and option.startswith(f"{given}_")]
+    close = others or longer or difflib.get_close_matches(given, options, n=1, cutoff=SIMILAR)
+    return f"; did you mean {options[close[0]]}?" if close else ""
+
+
+def _bare(name: str) -> str:
+    """Return a name as an option of Python: --max-new-tokens is max_new_tokens."""
+    return name.lstrip("-").replace("-", "_").lower()
+
+
 def require_known(field: str, name: str, known: Mapping[str, T]) -> T:
     """The entry of this name; InputError listing the known ones where there is none."""
-    require(field, repr(name), ", ".join(known), name in known)
+    require(field, repr(name), ", ".join(known) + did_you_mean(name, known), name in known)
     return known[name]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 from dataclasses import dataclass
 from typing import Any, cast
@@ -33,13 +34,18 @@ PLAIN = ("plain", "none")
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of. models: those that run it, of target and draft."""
+    """What an engine is made of.
+
+    models  those that run it, of target and draft
+    notes   what a user should know about how they fit
+    """
 
     target: HuggingFaceTarget | NativeTarget
     drafter: Drafter | None
     policy: TreePolicy | None
     tokenizer: Any
-    models: tuple[CausalLM | NativeLM, ...] = ()
+    models: tuple[CausalLM | NativeLM, ...]
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Recipe:
     @property
     def again(self) -> bool:
         """Whether these parts can be loaded again: a Drafter was made for the model as it was."""
-        return isinstance(self.model, PreTrainedModel | None) and not isinstance(self.draft, Drafter)
+        return not isinstance(self.draft, Drafter)
 
 
 def load(
@@ -88,7 +94,8 @@ def load(
         target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, drafts, taken)
     models = target.lm, *((drafter.lm,) if isinstance(drafter, SmallModel) else ())
     drafter = _mixed(draft, drafter, target, taken)
-    return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models)
+    notes = _notes(target, draft, drafter)
+    return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models, notes)
 
 
 def draft_for(target: Target, tokenizer: Any, draft: str, options: LoadOptions) -> Drafter:
@@ -181,6 +188,39 @@ def _default(target: str) -> str:
     """The draft for a target of this name: the head that ships for it, else what it says itself, recycled."""
     folder = models.embedded.draft_head(target) if target else None
     return "recycling" if folder is None else str(folder)
+
+
+def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> list[str]:
+    """Return what a user may not expect of this draft: that a better one is at hand, or that it costs too much."""
+    if draft is None and drafter is not None and _default(target.name) == "recycling" and _takes_shipped_head(target):
+        return [
+            f"draft: the head that ships for {models.embedded.NAME} fits this model; if it is a fine-tune of that, "
+            f"try draft={models.embedded.HEAD!r} and compare"
+        ]
+    model = drafter.drafter if isinstance(drafter, Lookup) else drafter
+    if isinstance(model, SmallModel) and _size(model.lm) >= _size(target.lm):
+        shipped = f"; the head that ships is draft={models.embedded.HEAD!r}" if draft == models.embedded.NAME else ""
+        return [
+            f"draft: {model.name} is a whole model of no fewer weights than the target, so a draft pass costs as much "
+            f"as plain decoding{shipped}"
+        ]
+    return []
+
+
+def _takes_shipped_head(target: HuggingFaceTarget | NativeTarget) -> bool:
+    folder = models.embedded.draft_head(models.embedded.NAME)
+    if folder is None:
+        return False
+    head = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = target.lm.config
+    shape = int(getattr(config, "hidden_size", 0)), target.vocab_size
+    deepest = max(head["eagle_aux_hidden_state_layer_ids"])
+    return shape == (head["hidden_size"], head["vocab_size"]) and target.lm.layers > deepest
+
+
+def _size(lm: Any) -> int:
+    """Return how large a model is, for a comparison: its layers by the square of its width."""
+    return int(lm.layers) * int(getattr(lm.config, "hidden_size", 0)) ** 2
 
 
 def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> bool:

@@ -12,7 +12,7 @@ import typing
 from types import ModuleType
 from typing import Any, TypeVar
 
-from specengine.errors import InputError, shown
+from specengine.errors import InputError, did_you_mean, shown
 
 T = TypeVar("T")
 
@@ -29,8 +29,10 @@ def names(package: ModuleType | str) -> list[str]:
 
 def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
     """The one subclass of `base` defined in file `name` of `package`; InputError naming `field` if there is none."""
-    if name not in names(package):
-        raise InputError(f"{field}: unknown name {shown(name)}, known are {', '.join(names(package))}")
+    known = names(package)
+    if name not in known:
+        listed = ", ".join(known)
+        raise InputError(f"{field}: unknown name {shown(name)}, known are {listed}{did_you_mean(name, known)}")
     module = importlib.import_module(f"{package.__name__}.{name}")
     found = [
         value
@@ -51,7 +53,8 @@ def build(cls: type[T], options: dict[str, Any], field: str) -> T:
     known = {item.name: types_by_name[item.name] for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
     for name in options:
         if name not in known:
-            raise InputError(f"{field}: unknown option {shown(name)}, known are {', '.join(known) or '(none)'}")
+            listed = ", ".join(known) or "(none)"
+            raise InputError(f"{field}: unknown option {shown(name)}, known are {listed}{did_you_mean(name, known)}")
     values = {name: _convert(value, known[name], f"{field}.{name}") for name, value in options.items()}
     return cls(**values)
 

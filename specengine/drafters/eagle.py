@@ -67,7 +67,8 @@ class Eagle(RowDraft):
     def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
         if not isinstance(draft, str) or draft == embedded.NAME:
             return None
-        folder = head_folder(draft, offline=options.offline)
+        shipped = embedded.draft_head(embedded.NAME) if draft == embedded.HEAD else None
+        folder = shipped or head_folder(draft, offline=options.offline)
         if folder is None:
             return None
         read = registry.build(HeadOptions, options.draft_options, "draft_options")

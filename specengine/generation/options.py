@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
-from specengine.errors import InputError, shown
+from specengine.errors import InputError, did_you_mean, shown
 from specengine.generation.grammars import Constraint, ConstraintProcessor, compiled
 from specengine.generation.sampling import PresenceFrequencyPenalty, Processor, Sampler, TopP
 from specengine.generation.stopping import Stopper
@@ -183,7 +183,8 @@ class GenerationOptions:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                raise InputError(f"unknown option {shown(name)}, known are {', '.join(known)}")
+                listed = ", ".join(known)
+                raise InputError(f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, known)}")
         self = cls(**options)
         self._check_kinds()
         self._check()

@@ -395,7 +395,10 @@ def require_shape(config: EagleConfig, *, hidden_size: int, vocab_size: int, lay
     given = {"hidden size": hidden_size, "vocabulary": vocab_size}
     for name, value in wanted.items():
         if value != given[name]:
-            raise InputError(f"draft: it was made for a target with {name} {value}, this one has {given[name]}")
+            raise InputError(
+                f"draft: it was made for a target with {name} {value}, this one has {given[name]}; train one for this "
+                "target: specengine train draft FOLDER --target MODEL"
+            )
     ids = config.feature_ids(layers)
     # transformers gives the last hidden state behind the final norm, and EAGLE-3 reads states before it
     if config.version == 3 and not all(0 <= i < layers for i in ids):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specengine.errors import InputError, shown
+from specengine.errors import InputError, did_you_mean, shown
 from specengine.modeling import native
 from specengine.modeling.tensor_parallel import require_launched
 
@@ -77,7 +77,8 @@ class LoadOptions:
     def of(cls, options: dict[str, Any]) -> LoadOptions:
         for name in options:
             if name not in cls.names():
-                raise InputError(f"unknown option {shown(name)}, known are {', '.join(cls.names())}")
+                listed = ", ".join(cls.names())
+                raise InputError(f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, cls.names())}")
         self = cls(**options)
         self._check_kinds()
         if not isinstance(self.dtype, torch.dtype):

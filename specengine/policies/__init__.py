@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specengine import errors, registry
 from specengine.costs import Costs
-from specengine.errors import InputError, shown
+from specengine.errors import InputError, did_you_mean, shown
 from specengine.ops import Nodes
 from specengine.records import Cycle
 from specengine.tree import TokenTree
@@ -148,6 +148,7 @@ def make(name: str, /, **options: Any) -> TreePolicy:
     if preset and preset not in cls.presets:
         raise InputError(
             f"policy {name}: unknown preset {shown(preset)}, known are {', '.join(cls.presets) or '(none)'}"
+            f"{did_you_mean(preset, cls.presets)}"
         )
     made = registry.build(cls, {**cls.presets.get(preset, {}), **options}, f"policy {name}")
     if made.capacity > MOST_NODES:

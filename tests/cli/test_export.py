@@ -15,6 +15,7 @@ from specengine.checkpoints import embedded
 from specengine.checkpoints.dialects import unread
 from specengine.checkpoints.eagle import Checkpoint, load_head, save_head
 from specengine.cli import main
+from specengine.cli.arguments import make_parser
 from specengine.modeling.eagle_head import causal, head_from
 from tests.models.layouts import LAYER_IDS, same
 from tests.toy import CPU, head_config, random_state, tiny
@@ -83,15 +84,21 @@ def test_sglang_is_told_the_dtype_and_the_layers_whose_output_is_read(tmp_path: 
     assert raw["eagle_config"] == {LAYER_IDS: [0, 2, 4]}
 
 
+@pytest.mark.parametrize(("reader", "layout"), [("vllm", "speculators"), ("sglang", "official")])
+def test_a_format_goes_by_who_reads_it(reader: str, layout: str) -> None:
+    assert make_parser().parse_args(["export", "head", "folder", "--format", reader]).format == layout
+
+
 def test_the_eagle_format_needs_no_target(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["export", saved(tmp_path / "head"), str(out), "--format", "eagle"]) == 0
     assert LAYER_IDS not in json.loads((out / "config.json").read_text())
 
 
-def test_the_shipped_head_goes_by_the_default_models_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "layout"), [(embedded.NAME, "eagle"), (embedded.HEAD, "sglang")])
+def test_the_shipped_head_goes_by_its_name_and_the_default_models(name: str, layout: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert main(["export", embedded.NAME, str(out), "--format", "eagle", "--offline"]) == 0
+    assert main(["export", name, str(out), "--format", layout, "--offline"]) == 0
     shipped = embedded.draft_head(embedded.NAME)
     assert shipped is not None
     assert same(load_head(out).state, load_head(shipped).state)

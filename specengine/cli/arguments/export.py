@@ -6,20 +6,23 @@ import argparse
 from pathlib import Path
 
 from specengine.cli.arguments import shared
+from specengine.cli.arguments.parser import one_of
 
 HELP = "write an EAGLE head for vLLM, speculators or SGLang"
-FORMATS = {"speculators": "speculators", "eagle": "official"}  # what people call them, and Layout
+# By what people call them, and by who reads them: a Layout.
+FORMATS = {"speculators": "speculators", "vllm": "speculators", "eagle": "official", "sglang": "official"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("head", metavar="HEAD", help="path or Hub id of an EAGLE head, or the default model's name")
+    parser.add_argument("head", metavar="HEAD", help="path or Hub id of an EAGLE head, or default-head, which ships")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to, a new or an empty one")
     parser.add_argument(
         "--format",
-        choices=tuple(FORMATS),
-        default="speculators",
-        help="speculators: vLLM and speculators read it, the target's name in it; eagle: SGLang, vLLM and the EAGLE "
-        "repository do (default: speculators)",
+        type=one_of(tuple(FORMATS), FORMATS),
+        default=FORMATS["speculators"],
+        metavar="{" + ",".join(FORMATS) + "}",
+        help="speculators or vllm: vLLM and speculators read it, the target's name in it; eagle or sglang: SGLang, "
+        "vLLM and the EAGLE repository do (default: speculators)",
     )
     parser.add_argument(
         "--target",

@@ -133,8 +133,8 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
     """Which draft, without a policy."""
     parser.add_argument(
         "--draft",
-        help="ngram, recycling, none, or the id or path of an EAGLE head or a smaller model with the same tokenizer "
-        "(default: the shipped head for the default model, else recycling)",
+        help="ngram, recycling, none, default-head (the shipped one), or the id or path of an EAGLE head or of a "
+        "smaller model with the same tokenizer (default: the shipped head for the default model, else recycling)",
     )
     add_draft_option(parser)
     parser.add_argument(

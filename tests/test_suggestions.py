@@ -1,0 +1,87 @@
+"""A name that nobody knows is answered with the one that was probably meant, beside the list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specengine import Engine, policies
+from specengine.cli import main
+from specengine.errors import ELSEWHERE, InputError, did_you_mean
+from specengine.generation.options import GenerationOptions
+from specengine.modeling.load_options import LoadOptions
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("stop", "stop_strings"),
+        ("max_tokens", "max_new_tokens"),
+        ("max_length", "max_new_tokens"),
+        ("temprature", "temperature"),
+        ("topk", "top_k"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("Seed", "seed"),
+        ("grammer", "grammar"),
+    ],
+)
+def test_an_option_of_a_generation(name: str, meant: str) -> None:
+    with pytest.raises(InputError, match=rf"^unknown option '{name}', known are .*; did you mean {meant}\?$"):
+        GenerationOptions.check({name: 1})
+
+
+@pytest.mark.parametrize(("name", "meant"), [("dtyp", "dtype"), ("torch_dtype", "dtype"), ("quantise", "quantize")])
+def test_an_option_of_loading(name: str, meant: str) -> None:
+    with pytest.raises(InputError, match=rf"; did you mean {meant}\?$"):
+        LoadOptions.of({name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "meant"),
+    [("talom", {}, "talon"), ("Eagle", {}, "eagle"), ("eagle", {"widht": 3}, "width"), ("talon/papers", {}, "paper")],
+)
+def test_a_policy_its_options_and_its_presets(name: str, options: dict[str, Any], meant: str) -> None:
+    with pytest.raises(InputError, match=rf"; did you mean {meant}\?$"):
+        policies.make(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["run", "llama3"], "chat"),
+        (["generat", "x"], "generate"),
+        (["train", "datas"], "data"),
+        (["generate", "x", "--max-tokens", "3"], "--max-new-tokens"),
+        (["generate", "x", "--max-tokens=3"], "--max-new-tokens"),
+        (["generate", "x", "--stop-strings", "a"], "--stop"),
+        (["chat", "--temprature", "1"], "--temperature"),
+        (["generate", "x", "--policy", "talom"], "talon"),
+        (["export", "head", "folder", "--format", "sglan"], "sglang"),
+        (["generate", "x", "--dtype", "bfloat"], "bfloat16"),
+    ],
+)
+def test_what_is_typed(typed: list[str], meant: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(typed)
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert f"; did you mean {meant}?" in told
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["no_such_option", "x", "", 5, None])
+def test_nothing_is_guessed_where_nothing_is_like_it(name: Any) -> None:
+    assert did_you_mean(name, ["width", "expansions"]) == ""
+
+
+def test_names_of_other_programs_mean_what_is_known() -> None:
+    options = {*GenerationOptions.__dataclass_fields__, *LoadOptions.names(), "draft", "stop"}
+    commands = {"chat", "generate", "bench", "serve", "inspect"}
+    assert {own for meant in ELSEWHERE.values() for own in meant} <= options | commands
+
+
+@pytest.mark.parametrize("name", ["gemma3:270m", "llama3:latest", "hf.co/owner/model:Q4_K_M"])
+def test_a_model_by_another_programs_name_is_told_what_to_give(name: str) -> None:
+    with pytest.raises(InputError, match=r"model: got .*, accepted a path or a Hub id; (names with|there is no)"):
+        Engine.from_pretrained(name)
