@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench import device_tables, plots
+from bench.plain_tables import plain_tables
 from specengine.benchmark.report import not_run_table, source
+from specengine.benchmark.report import tables as ways_of_bench
 from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.tables import NOTHING, Record, Table, number
 
+KINDS = ("ways", "policies", "sweeps", "sets", "not-run", "losses", "construction", "graphs", "kernels", "plain")
 POLICIES = "policies"  # the ways that stand in no sweep
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
 
@@ -27,7 +30,11 @@ TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
 def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
     """All tables that the records of one file have rows for; summaries are made where a run was cut short."""
     records = list(records)
-    if any(r["record"] == "row" and "way" in r for r in records) and not any(r["record"] == "summary" for r in records):
+    if any(r["record"] == "way" and "places" not in r for r in records):  # of specengine bench
+        return ways_of_bench(records, set_)
+    if any(r["record"] == "row" and {"way", "set"} <= r.keys() for r in records) and not any(
+        r["record"] == "summary" for r in records
+    ):
         records += summaries(records)
     made = [
         *policy_tables(records, set_),
@@ -93,7 +100,7 @@ def sweep_tables(records: list[Record], set_: str = ALL) -> list[Table]:
 
 def set_tables(records: list[Record]) -> list[Table]:
     """Speed over plain decoding (mean over prompts) and acceptance length of every way by set."""
-    found = {(r["way"], r["set"]): r for r in records if r["record"] == "summary" and "way" in r}
+    found = {(r["way"], r["set"]): r for r in records if r["record"] == "summary" and {"way", "set"} <= r.keys()}
     names = list(dict.fromkeys(name for _, name in found))
     if len(names) <= 2:  # one set and all of them
         return []
@@ -151,7 +158,7 @@ def _places(records: list[Record]) -> dict[str, list[tuple[str, str]]]:
 
 
 def _picked(records: list[Record], set_: str) -> dict[str, Record]:
-    return {r["way"]: r for r in records if r["record"] == "summary" and "way" in r and r["set"] == set_}
+    return {r["way"]: r for r in records if r["record"] == "summary" and "way" in r and r.get("set") == set_}
 
 
 def _title(what: str, records: list[Record], set_: str) -> str:
@@ -174,24 +181,28 @@ def _cell(record: Record, speed: str, length: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "files", type=Path, nargs="+", help="of bench.policies, losses, tree_construction, graphs, kernels"
+        "files", type=Path, nargs="+", help="what a measurement wrote; where no table is known, its records are one"
     )
-    kinds = ["policies", "sweeps", "sets", "not-run", "losses", "construction", "graphs", "kernels"]
-    parser.add_argument("--only", choices=kinds, action="append", help="repeatable")
+    parser.add_argument("--only", choices=KINDS, action="append", help="repeatable")
     parser.add_argument("--set", default=ALL, help="the prompt set of the policies' and the sweeps' tables")
     parser.add_argument("--plot", action="store_true", help="FILE.md and, of graphs and kernels, FILE.svg as well")
     args = parser.parse_args(argv)
-    return max([_report(path, args) for path in args.files])
+    return max(_report(path, args) for path in args.files)
 
 
 def _report(path: Path, args: argparse.Namespace) -> int:
     if not path.is_file():
         print(f"{path}: there is no such file", file=sys.stderr)
         return 1
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    found = [table for table in tables(records, args.set) if not args.only or table.kind in args.only]
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        print(f"{path}: it holds no records ({error})", file=sys.stderr)
+        return 1
+    made = tables(records, args.set)
+    found = [table for table in made or plain_tables(records) if not args.only or table.kind in args.only]
     if not found:
-        print(f"{path}: no table is to be made of it", file=sys.stderr)
+        print(f"{path}: no table of it is among {', '.join(args.only or KINDS)}", file=sys.stderr)
         return 1
     text = "\n\n".join([source(path.name, records), *(table.markdown() for table in found)])
     print(text, end="\n\n")
