@@ -20,6 +20,7 @@ from specengine.ops import Nodes
 from specengine.policies import MOST_NODES, TreePolicy
 from specengine.tree import CAPACITY, TokenTree
 
+TREE = "tree: "  # how the error of a tree begins, before it is said whose
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of logits
 PASSED_ON = (MemoryError, torch.OutOfMemoryError)  # errors that tell of the machine
 
@@ -69,16 +70,15 @@ def endless(policy: TreePolicy) -> PolicyError:
     )
 
 
-def twins(policy: TreePolicy | None, tokens: Sequence[int], parents: Sequence[int]) -> PolicyError:
+def twins(tokens: Sequence[int], parents: Sequence[int]) -> PolicyError:
     """Return the error of a tree in which two siblings carry the same token."""
     seen: dict[tuple[int, int], int] = {}
     for node, edge in enumerate(zip(parents, tokens, strict=True)):
         if edge in seen:
             break
         seen[edge] = node
-    owner = "tree" if policy is None else _name(policy)
     return PolicyError(
-        f"{owner}: nodes {seen[edge]} and {node} below node {edge[0]} both carry token {edge[1]}; "
+        f"{TREE}nodes {seen[edge]} and {node} below node {edge[0]} both carry token {edge[1]}; "
         "siblings must carry distinct tokens, as must the columns of a Step"
     )
 
@@ -177,15 +177,15 @@ def blamed(error: Exception) -> Exception:
 
     Errors of specengine that say enough, and those of a machine without memory, are returned as they are.
     """
-    full = type(error) is PolicyError and str(error).startswith(CAPACITY)
-    if isinstance(error, PASSED_ON) or (
-        isinstance(error, SpecEngineError) and not full and type(error) is not InputError
-    ):
+    unsigned = type(error) is PolicyError and str(error).startswith((CAPACITY, TREE))
+    known = isinstance(error, SpecEngineError) and type(error) is not InputError
+    if isinstance(error, PASSED_ON) or (known and not unsigned):
         return error
     frames = list(_frames(error.__traceback__))
     calls = [(owner, frame) for frame in frames if (owner := _owner(frame)) is not None]
-    if full:
-        policies = [owner for owner, _ in calls if isinstance(owner, TreePolicy)]
+    if unsigned:
+        drivers = [getattr(frame.f_locals.get("driver"), "policy", None) for frame in frames]  # of the engine's cycle
+        policies = [policy for policy in (*drivers, *(owner for owner, _ in calls)) if isinstance(policy, TreePolicy)]
         return named(policies[-1], error) if policies else error
     if (fault := _handed_over(frames, error)) is not None:
         return fault
@@ -199,8 +199,9 @@ def blamed(error: Exception) -> Exception:
 
 
 def named(policy: TreePolicy, error: Exception) -> PolicyError:
-    """Return the error of a full tree as that of the policy that grew it."""
-    return PolicyError(f"{_name(policy)}.{error}")
+    """Return the error of a tree, a full one or one with twins, as that of the policy that grew it."""
+    text = str(error)
+    return PolicyError(f"{_name(policy)}.{text}" if text.startswith(CAPACITY) else f"{_name(policy)}: {text}")
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:

@@ -165,13 +165,11 @@ def walk(
     tree: TokenTree,
     choose: Callable[[int], int | None],
     commit: Callable[[int], bool],
-    policy: TreePolicy | None = None,
 ) -> tuple[list[int], list[int]]:
     """Accepted node ids (root first) and committed tokens (those of the path below the root, then one more).
 
     choose  the target's token after a node, given the tokens committed so far; None where its logits are not finite
     commit  takes a chosen token, in order; True ends the walk, and the token is the last one committed
-    policy  of the tree, for the PolicyError where siblings carry the same token
 
     At each node the target chooses once. While a child carries the chosen token, the walk moves there; the first
     token that no child carries is the bonus token. Lossless for any tree where the noise of a choice is a function of
@@ -182,7 +180,7 @@ def walk(
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     if len(child) < len(tokens):
-        raise contracts.twins(policy, tokens, parents)
+        raise contracts.twins(tokens, parents)
     path: list[int] = [0]
     committed: list[int] = []
     token = choose(0)

@@ -363,8 +363,9 @@ class Engine:
     def _serving(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
             raise EngineBusyError(
-                "this engine is generating for another caller; finish or close that stream first, or make an Engine "
-                "for each thread (they can share the loaded model)"
+                "this engine is generating for another caller; finish or close that stream first (one left by break or "
+                "an error stays open: use `with engine.stream(...) as stream:` or close()), or make an Engine for each "
+                "thread (they can share the loaded model)"
             )
         try:
             yield
@@ -479,7 +480,7 @@ class Engine:
             successors = Successors.of(logits, wanted) if wanted else None
             choose = run.sampler.chooser_of_tree(logits, run.history, tree.depths)
         seconds.verify = -clock + (clock := time.perf_counter())
-        path, tokens = walk(tree, choose, run.commit, driver.policy)
+        path, tokens = walk(tree, choose, run.commit)
         seconds.walk = -clock + (clock := time.perf_counter())
         if not tokens:
             raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")

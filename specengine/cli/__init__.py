@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
+        _say_what_stays(parsed)
         return 130
     except BrokenPipeError:
         # The reader has gone. What Python still wants to flush at its exit goes nowhere.
@@ -48,6 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind, hint = ("", "") if expected else (f"{type(error).__name__}: ", " (--debug shows where)")
         say(f"specengine: error: {kind}{' '.join(str(error).split())}{hint}")
         return 2 if expected else 70
+
+
+def _say_what_stays(parsed: Any) -> None:
+    """Of an interrupted command that another run of it would go on from: say so, and where."""
+    place = getattr(parsed, getattr(parsed, "goes_on", ""), None)
+    if place is None:
+        return
+    if os.path.exists(place):
+        say(f"specengine: stopped; {place} keeps what was done so far, and the same command goes on from there")
+    else:
+        say(f"specengine: stopped before anything was written to {place}; the same command begins anew")
 
 
 def _follow(parsed: Any) -> int:

@@ -92,7 +92,7 @@ def _settings(arguments: argparse.Namespace, names: list[str], items: list[Workl
     from specengine.benchmark.prompts import digest
     from specengine.benchmark.provenance import public
 
-    apart = ("run", "loads", "debug", "out", "way", "prompts", "set_by", "per_set", "command")
+    apart = ("run", "goes_on", "loads", "debug", "out", "way", "prompts", "set_by", "per_set", "command")
     given = {name: value for name, value in vars(arguments).items() if name not in apart}
     texts = {name: public([str(value)])[0] if isinstance(value, str | Path) else value for name, value in given.items()}
     sets = list(dict.fromkeys(item.set for item in items))

@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     options.setdefault("seed", int(torch.randint(1 << 62, ())))  # one for the reference and for all policies
     plain, speculative = _engines(arguments)
     given.note_idle_options(arguments, plain.stream(conversations[0][0], **options))
-    say(_row("policy", "verdict", "token", "gap", "length", "tau", "prompt"))
+    width = max(map(len, ("policy", *speculative)))
+    say(_row("policy".ljust(width), "verdict", "token", "gap", "length", "tau", "prompt"))
     rows = list(_compare(arguments, plain, speculative, conversations, options))
     counts = Counter(row["verdict"] for row in rows)
     summary = {verdict: counts[verdict] for verdict in VERDICTS}
@@ -87,6 +88,7 @@ def _compare(
     options: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     """One row per policy and turn, as it is found; later turns follow on the plain answers."""
+    width = max(map(len, ("policy", *speculative)))
     progress = Progress(sum(map(len, conversations)) * (1 + len(speculative)))
     for turns in conversations:
         said = given.messages(arguments)
@@ -102,7 +104,7 @@ def _compare(
                     found = certify(
                         plain, engine, prompt, reference=reference, tolerance=arguments.tolerance, **options
                     )
-                say(_line(name, turn, found))
+                say(_line(name.ljust(width), turn, found))
                 yield {"policy": name, "prompt": turn, **found.to_dict()}
             said += [{"role": "user", "content": turn}, {"role": "assistant", "content": expected.text}]
 
@@ -120,7 +122,7 @@ def _short(prompt: str) -> str:
 
 
 def _row(policy: str, verdict: str, position: str, gap: str, length: str, tau: str, prompt: str) -> str:
-    return f"{policy:<10} {verdict:<9} {position:>5} {gap:>8} {length:>6} {tau:>5}  {prompt}"
+    return f"{policy} {verdict:<9} {position:>5} {gap:>8} {length:>6} {tau:>5}  {prompt}"
 
 
 # ---- prompts

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from specengine import calibration
 from specengine.checking import Flip, flips, huggingface_tokens, near_tie_logits
 from specengine.cli import given
 from specengine.cli.colours import DraftColours, PlainText
 from specengine.cli.terminal import say, why_no_colours, write
 from specengine.cli.trees import print_tree
+from specengine.costs import interpolated
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.generation.options import GenerationOptions
@@ -66,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.max_new_tokens = _affordable(ways, arguments.max_new_tokens)
     _time(ways, arguments)
     _print_table(ways, plain, engine, arguments)
+    print(f"\n{_verdict(ways, engine)}")
     return 0
 
 
@@ -166,6 +169,43 @@ def _print_table(ways: list[Way], plain: Engine, engine: Engine, arguments: argp
     for way, _, differences in compared:
         for line in differences:
             print(f"{way.name}: {line}")
+
+
+SAME = 0.05  # of the speed: what one run of a few rounds cannot tell from none
+ROWS = 12  # of a tree, for what it costs to verify one
+
+
+def _verdict(ways: list[Way], engine: Engine) -> str:
+    """Return in a sentence or two what was measured, and why: plain decoding over transformers, drafts over that."""
+    theirs, plain, drafted = ways
+    kind = engine.target.device.type.replace("cpu", "CPU").replace("cuda", "GPU")
+    text = f"On this {kind} plain decoding here is {_times(plain.speed / theirs.speed)} transformers' generate, and "
+    if engine.drafter is None:
+        return f"{text}no draft was asked for."
+    gain = drafted.speed / plain.speed
+    if abs(gain - 1) <= SAME:
+        text += f"speculation changes little ({gain:.2f} times plain decoding)."
+    elif gain > 1:
+        text += f"speculation makes that {gain:.2f} times as fast."
+    else:
+        text += f"speculation is slower, {gain:.2f} times plain decoding; for such texts decode with policy 'plain'."
+    return f"{text} {_cost_of_rows(engine)}".rstrip()
+
+
+def _times(ratio: float) -> str:
+    return "as fast as" if abs(ratio - 1) <= SAME else f"{ratio:.2f} times as fast as"
+
+
+def _cost_of_rows(engine: Engine) -> str:
+    """Return what verifying a tree costs beside one token, where that has been measured; else nothing."""
+    if engine.policy is None or not engine.policy.reads_costs:
+        return ""
+    costs = calibration.find(engine.target, engine.drafter)
+    ratio = interpolated(costs.verify, ROWS) / costs.plain
+    return (
+        f"Verifying {ROWS} tokens takes {ratio:.1f} times as long as one, so such a tree pays where it gives more "
+        "tokens than that, beside what drafting costs."
+    )
 
 
 def _compared(way: Way, ours: Way, plain: Engine, arguments: argparse.Namespace) -> tuple[str, list[str]]:

@@ -119,3 +119,13 @@ def test_check_refuses_what_it_cannot_do(folder: str, capsys: Any, tmp_path: Pat
     ):
         assert main([*CHECK, folder, *given]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_table_is_as_wide_as_the_longest_policy(folder: str, capsys: Any) -> None:
+    names = ["--policy", "chain", "--policy", "eagle/talon-table1"]
+    assert main(["check", PROMPT, "--model", folder, "--max-new-tokens", "4", *names]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    (header,) = (line for line in lines if line.startswith("policy  "))
+    rows = [line for line in lines if line.startswith(("chain", "eagle/talon-table1"))]
+    assert len(rows) == 2
+    assert {row.index("exact") for row in rows} == {header.index("verdict")}

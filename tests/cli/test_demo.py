@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
 
 from specengine import engine
 from specengine.cli import demo, main
@@ -22,6 +26,8 @@ def test_demo_compares_three_ways(folder: str, capsys: Any) -> None:
     assert lines["speculative decoding"].endswith("yes")
     assert lines["plain decoding"].endswith("-")
     assert "round 1 of 1" in err
+    assert out.splitlines()[-1].startswith("On this CPU plain decoding here is ")
+    assert re.search(r"Verifying 12 tokens takes \d+\.\d times as long as one", out), "auto is the policy"
 
 
 def test_demo_explains_a_difference(folder: str, capsys: Any, monkeypatch: Any) -> None:
@@ -109,3 +115,28 @@ def test_demo_times_fewer_tokens_where_they_take_long(folder: str, capsys: Any, 
 
 def test_demo_needs_a_round(capsys: Any) -> None:
     assert main(["demo", "--rounds", "0"]) == 2
+
+
+def verdict(theirs: float, plain: float, drafted: float, *, drafts: bool = True) -> str:
+    """The demo's last words, of so many tokens per second."""
+    ways = [SimpleNamespace(speed=speed) for speed in (theirs, plain, drafted)]
+    target = SimpleNamespace(device=torch.device("cpu"))
+    asked = SimpleNamespace(target=target, drafter=object() if drafts else None, policy=None)
+    return demo._verdict(cast(Any, ways), cast(Any, asked))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "told"),
+    [
+        ((10, 50, 100), "5.00 times as fast as transformers' generate, and speculation makes that 2.00 times as fast."),
+        ((10, 10.2, 10.3), "as fast as transformers' generate, and speculation changes little (1.01 times plain"),
+        ((10, 20, 10), "speculation is slower, 0.50 times plain decoding; for such texts decode with"),
+        ((10, 5, 5), "0.50 times as fast as transformers' generate, and speculation changes little (1.00 times"),
+    ],
+)
+def test_the_demo_ends_with_what_it_found(speeds: tuple[float, float, float], told: str) -> None:
+    assert told in verdict(*speeds)
+
+
+def test_without_a_draft_there_is_no_verdict_on_it() -> None:
+    assert verdict(10, 20, 20, drafts=False).endswith("no draft was asked for.")

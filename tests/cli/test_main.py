@@ -137,3 +137,46 @@ def test_it_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> No
         runpy.run_module("specengine", run_name="__main__")
     assert ended.value.code == 0
     assert specengine.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "runs"),
+    [
+        (["train", "data"], "train.run_data"),
+        (["train", "draft"], "train.run_draft"),
+        (["train", "policy"], "train_policy.run"),
+        (["train", "classifier", "--kind", "c2t", "--prompts", "p"], "train_classifier.run"),
+    ],
+)
+@pytest.mark.parametrize("begun", [True, False])
+def test_who_stops_a_training_is_told_how_it_goes_on(
+    given: list[str], runs: str, begun: bool, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    def interrupted(arguments: Any) -> int:
+        if begun:
+            arguments.folder.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"specengine.cli.{runs}", interrupted)
+    folder = tmp_path / "head"
+    assert main([*given, str(folder)]) == 130
+    told = capsys.readouterr().err
+    if begun:
+        assert (
+            told
+            == f"specengine: stopped; {folder} keeps what was done so far, and the same command goes on from there\n"
+        )
+    else:
+        assert told == f"specengine: stopped before anything was written to {folder}; the same command begins anew\n"
+
+
+def test_who_stops_a_measurement_is_told_only_where_it_is_kept(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    def interrupted(arguments: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specengine.cli.bench.run", interrupted)
+    (tmp_path / "run.jsonl").touch()
+    assert main(["bench"]) == 130
+    assert capsys.readouterr().err == ""
+    assert main(["bench", "--out", str(tmp_path / "run.jsonl")]) == 130
+    assert "run.jsonl keeps what was done so far" in capsys.readouterr().err

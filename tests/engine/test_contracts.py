@@ -131,7 +131,7 @@ WRONG_POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "twins": (
         {"grow": with_tokens(lambda tokens: torch.full_like(tokens, 9))},
-        ": nodes 1 and 2 below node 0 both carry token 9; siblings must carry distinct tokens, as must",
+        ": tree: nodes 1 and 2 below node 0 both carry token 9; siblings must carry distinct tokens, as must",
     ),
     "tokens above the vocabulary": (
         {"grow": with_tokens(lambda tokens: torch.tensor([[5, VOCABULARY]]))},

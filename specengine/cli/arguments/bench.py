@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     report.add_argument("file", nargs="+", type=Path, metavar="FILE", help="what --out wrote, of one run each")
     report.add_argument("--set", help="the prompt set of the first table (default: all)")
     report.add_argument("--plot", type=Path, metavar="DIR", help="draw each file's speeds as well (needs matplotlib)")
-    report.set_defaults(run="specengine.cli.bench:run_report")
+    report.set_defaults(run="specengine.cli.bench:run_report", goes_on="")
     group = parser.add_argument_group("what is measured")
     group.add_argument("--way", action="append", metavar="WAY", help=WAYS)
     group.add_argument(
@@ -55,4 +55,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     shared.add_model(parser)
     shared.add_draft(parser.add_argument_group("draft"))
-    parser.set_defaults(run="specengine.cli.bench:run", loads=lambda _: None)  # what is wrong is said before
+    parser.set_defaults(
+        run="specengine.cli.bench:run", goes_on="out", loads=lambda _: None
+    )  # what is wrong is said before

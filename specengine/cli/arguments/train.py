@@ -45,7 +45,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.train:run_data")
+    parser.set_defaults(run="specengine.cli.train:run_data", goes_on="folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="goes on where it stopped if there is text already")
     _add_common(parser)
     add_options(parser, "-o", "option")
@@ -82,7 +82,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.train:run_draft")
+    parser.set_defaults(run="specengine.cli.train:run_draft", goes_on="folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the head; goes on if a training stopped there")
     _add_common(parser)
     parser.add_argument(

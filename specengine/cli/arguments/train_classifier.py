@@ -16,7 +16,7 @@ HELP = "train the classifier of a policy, on trees that the draft grows and the 
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.train_classifier:run")
+    parser.set_defaults(run="specengine.cli.train_classifier:run", goes_on="folder")
     parser.add_argument(
         "folder", type=Path, metavar="FOLDER", help="of the trees and the classifier; goes on if a collection stopped"
     )

@@ -66,7 +66,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             changes("other recipes", others),
         ]
     )
-    parser.set_defaults(run="specengine.cli.train_policy:run", loads=_loads)
+    parser.set_defaults(run="specengine.cli.train_policy:run", goes_on="folder", loads=_loads)
 
 
 def _settings(recipe: PolicyRecipe) -> dict[str, Any]:
