@@ -17,7 +17,7 @@ import pytest
 from specengine import Engine
 from specengine.checkpoints.eagle import save_head
 from specengine.cli import main
-from specengine.cli.arguments import make_parser
+from specengine.cli.arguments import COMMANDS, make_parser
 from tests.docs.blocks import DEFAULT_MODEL, MARKS, NOT_RUN, PARSED, RUN, Block, blocks, commands
 from tests.toy import byte_tokenizer, head_config, random_state, tiny
 
@@ -131,11 +131,13 @@ def test_commands_have_these_options(block: Block, monkeypatch: Any) -> None:
 def test_commands_that_are_not_run_exist() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     lines = [line for block in of(NOT_RUN, "sh") for line in commands(block)]
-    assert {shlex.split(line)[0] for line in lines} == {"pip", "make", *OTHERS}
+    assert {shlex.split(line)[0] for line in lines} == {"pip", "make", "specengine", *OTHERS}
     for line in lines:
         if line.startswith("make"):
             for target in line.split()[1:]:
                 assert re.search(rf"^{target}:", makefile, re.MULTILINE), line
+        if line.startswith("specengine"):
+            assert shlex.split(line)[1] in COMMANDS, line
 
 
 @pytest.mark.model
