@@ -8,7 +8,7 @@ import pytest
 
 from specengine import Engine, policies
 from specengine.cli import main
-from specengine.errors import ELSEWHERE, InputError, did_you_mean
+from specengine.errors import ELSEWHERE, InputError, PolicyError, did_you_mean
 from specengine.generation.options import GenerationOptions
 from specengine.modeling.load_options import LoadOptions
 
@@ -85,3 +85,24 @@ def test_names_of_other_programs_mean_what_is_known() -> None:
 def test_a_model_by_another_programs_name_is_told_what_to_give(name: str) -> None:
     with pytest.raises(InputError, match=r"model: got .*, accepted a path or a Hub id; (names with|there is no)"):
         Engine.from_pretrained(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("ngrm", "ngram"), ("recyling", "recycling"), ("defaul-head", "default-head")]
+)
+def test_a_draft_by_its_name(name: str, meant: str) -> None:
+    with pytest.raises(
+        InputError, match=rf"draft: got '{name}', accepted ngram, recycling, none, .*; did you mean {meant}\?$"
+    ):
+        Engine.from_pretrained(draft=name, offline=True)
+
+
+def test_a_mistake_in_a_policy_is_one_line_that_says_how_to_see_where(capsys: Any, monkeypatch: Any) -> None:
+    from specengine.cli import generate
+
+    def fails(arguments: Any) -> int:
+        raise PolicyError("policy Gated: grow returned None")
+
+    monkeypatch.setattr(generate, "run", fails)
+    assert main(["generate", "x"]) == 2
+    assert capsys.readouterr().err == "specengine: error: policy Gated: grow returned None (--debug shows where)\n"

@@ -15,7 +15,7 @@ from typing import Any
 from specengine.cli.arguments import make_parser
 from specengine.cli.arguments.shared import RANKS
 from specengine.cli.terminal import say, tell
-from specengine.errors import InputError, SpecEngineError
+from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError
 
 SPLIT = ("generate", "chat", "serve")  # commands that run one engine
 
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         expected = isinstance(error, SpecEngineError)
-        kind, hint = ("", "") if expected else (f"{type(error).__name__}: ", " (--debug shows where)")
+        kind = "" if expected else f"{type(error).__name__}: "
+        hint = "" if expected and not isinstance(error, PolicyError | DrafterError) else " (--debug shows where)"
         say(f"specengine: error: {kind}{' '.join(str(error).split())}{hint}")
         return 2 if expected else 70
 

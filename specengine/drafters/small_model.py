@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specengine import registry
 from specengine.checkpoints import embedded
 from specengine.checkpoints.hub import why_absent
 from specengine.drafters import Maker
 from specengine.drafters._rows import Given, RowDraft
-from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
+from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError, did_you_mean
 from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
@@ -62,8 +63,10 @@ class SmallModel(RowDraft):
         if isinstance(draft, str) and draft != embedded.NAME:
             missing = why_absent(draft, offline=options.offline)
             if missing is not None:
+                known = _names()
+                meant = did_you_mean(draft, known)
                 raise InputError(
-                    f"draft: got {draft!r}, accepted ngram, recycling, none, a path or a Hub id; {missing}"
+                    f"draft: got {draft!r}, accepted {', '.join(known)}, a path or a Hub id; {missing}{meant}"
                 )
         return lambda target, tokenizer: cls.from_model(draft, target, tokenizer, options)
 
@@ -80,7 +83,13 @@ class SmallModel(RowDraft):
                 f"draft: it is on {model.device}, the target on {target.device}; both must be on one device"
             )
         if tokenizer is not None and own_tokenizer is not None:
-            check_tokenizers(own_tokenizer, tokenizer)
+            try:
+                check_tokenizers(own_tokenizer, tokenizer)
+            except TokenizerMismatchError as error:
+                if draft != embedded.NAME:
+                    raise
+                head = f"this is the whole model of that name; the head that ships is draft={embedded.HEAD!r}"
+                raise TokenizerMismatchError(f"{error}; {head}") from None
         elif (vocabulary := _vocabulary(model)) != target.vocab_size:
             raise InputError(
                 f"draft: its vocabulary has {vocabulary} entries, the target's {target.vocab_size}, and there are no "
@@ -115,6 +124,12 @@ class SmallModel(RowDraft):
 
     def _known(self, tokens: list[int]) -> list[int]:
         return [min(token, self.lm.vocab_size - 1) for token in tokens]
+
+
+def _names() -> list[str]:
+    """Return the drafts that go by a name of their own."""
+    named = (name for name in registry.names("specengine.drafters") if name not in ("eagle", "lookup", "small_model"))
+    return [*named, "none", embedded.HEAD]
 
 
 def _vocabulary(model: PreTrainedModel | NativeLM) -> int:

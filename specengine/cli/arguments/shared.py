@@ -14,6 +14,7 @@ from specengine.cli.arguments.parser import flag, key_value, one_of
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 BACKENDS = ("native", "huggingface")
 QUANTIZATIONS = ("int8",)
+DRAFTS = tuple(name for name in registry.names("specengine.drafters") if name not in ("eagle", "lookup", "small_model"))
 POLICIES = (*registry.names("specengine.policies"), "plain")
 DEFAULT_MAX_NEW_TOKENS = 256
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun sets it
@@ -88,7 +89,11 @@ def names_of(arguments: argparse.Namespace) -> str:
 
     target = getattr(arguments, "model", None) or getattr(arguments, "target", None) or embedded.NAME
     draft = getattr(arguments, "draft", None)
-    return target if draft in (None, "none", "plain", *registry.names("specengine.drafters")) else f"{target}, {draft}"
+    return (
+        target
+        if draft in (None, "none", "plain", embedded.HEAD, *registry.names("specengine.drafters"))
+        else f"{target}, {draft}"
+    )
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +138,7 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
     """Which draft, without a policy."""
     parser.add_argument(
         "--draft",
-        help="ngram, recycling, none, default-head (the shipped one), or the id or path of an EAGLE head or of a "
+        help=f"{', '.join(DRAFTS)}, none, default-head (the shipped one), or the id or path of an EAGLE head or of a "
         "smaller model with the same tokenizer (default: the shipped head for the default model, else recycling)",
     )
     add_draft_option(parser)
