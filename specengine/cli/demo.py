@@ -21,6 +21,7 @@ from specengine.costs import interpolated
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.generation.options import GenerationOptions
+from specengine.generation.outputs import Decoder
 from specengine.trace import TracedCycle
 from specengine.trace.writer import traced
 
@@ -92,9 +93,10 @@ def _stream_answer(engine: Engine, arguments: argparse.Namespace) -> TracedCycle
         say(DraftColours.LEGEND)
         view = DraftColours(engine)
     best: TracedCycle | None = None
+    decode = Decoder(engine.tokenizer, special=True)
     for piece in engine.stream(arguments.prompt, **_greedy(arguments.max_new_tokens)):
         write(view.paint(piece))
-        cycle = traced(piece.cycle, piece.text, lambda token: engine.tokenizer.decode([token]))
+        cycle = traced(piece.cycle, piece.text, lambda token: decode([token]))
         if 1 < len(cycle.kept) <= MOST_NODES and (best is None or _worth(cycle) > _worth(best)):
             best = cycle
     write("\n\n")
@@ -224,8 +226,9 @@ def _compared(way: Way, ours: Way, plain: Engine, arguments: argparse.Namespace)
 
 
 def _explained(found: list[Flip], plain: Engine, tolerance: float) -> Iterator[str]:
+    decode = Decoder(plain.tokenizer, special=True)
     for flip in found:
-        token, wanted = (plain.tokenizer.decode([token]) for token in (flip.token, flip.wanted))
+        token, wanted = (decode([token]) for token in (flip.token, flip.wanted))
         verdict = "near-tie" if flip.gap <= tolerance else "mismatch"
         yield (
             f"{verdict} at token {flip.position}, {token!r} instead of {wanted!r}, logit gap {flip.gap:.4f} "

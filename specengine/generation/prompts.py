@@ -11,6 +11,7 @@ import torch
 from specengine.errors import InputError, shown
 
 MOST_HELD_BACK = 256  # tokens
+MOST_CONTEXT = 64  # tokens, where they write blanks alone
 MOST_NESTED = 32  # levels of a message's fields
 _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
@@ -63,7 +64,7 @@ def _refuse_far_too_long(prompt: Prompt, tokenizer: Any, max_context: int) -> No
         if isinstance(text, str) and len(text) > LETTERS * max_context:
             beginning = text[: LETTERS * max_context]
             _require_unicode("prompt", beginning)
-            count = len(tokenizer(beginning, add_special_tokens=False)["input_ids"])
+            count = len(_tokenized(tokenizer, beginning, add_special_tokens=False))
             if count > MARGIN * max_context:
                 raise InputError(
                     f"prompt: its first {len(beginning)} of {len(text)} characters have {count} tokens, accepted at "
@@ -85,7 +86,7 @@ def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_
     if isinstance(prediction, str):
         _require(tokenizer, "a string", "prediction")
         _require_unicode("prediction", prediction)
-        return list(tokenizer(prediction, add_special_tokens=False)["input_ids"])
+        return _tokenized(tokenizer, prediction, add_special_tokens=False)
     if not isinstance(prediction, list | tuple) or not all(type(token) is int for token in prediction):
         raise InputError(f"prediction: got {shown(prediction)}, accepted a string or a list of token ids")
     _require_known("prediction", prediction, vocab_size)
@@ -101,7 +102,7 @@ def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool, tools: Tools)
         _require(tokenizer, "a string prompt")
         _require_unicode("prompt", prompt)
         if raw or not getattr(tokenizer, "chat_template", None):
-            return list(tokenizer(prompt, **({} if live else _AS_TEXT))["input_ids"])
+            return _tokenized(tokenizer, prompt, **({} if live else _AS_TEXT))
         return _from_messages([{"role": "user", "content": prompt}], tokenizer, live)
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | Mapping):
         raise InputError(f"prompt: got {type(prompt).__name__}, {ACCEPTED}")
@@ -112,6 +113,16 @@ def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool, tools: Tools)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return items  # type: ignore[return-value]
     raise InputError(f"prompt: {ACCEPTED}")
+
+
+def _tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    """Ids of a text by transformers' interface, or by an `encode` that knows none of its options."""
+    if callable(tokenizer):
+        return list(tokenizer(text, **options)["input_ids"])
+    if "split_special_tokens" in options:
+        raise InputError("allow_special_text: this tokenizer cannot tell special tokens from text, accepted True")
+    ids = tokenizer.encode(text)
+    return list(getattr(ids, "ids", ids))  # those of the library tokenizers say more than ids
 
 
 def _from_tensor(prompt: torch.Tensor) -> list[int]:
@@ -272,27 +283,72 @@ def _require(tokenizer: Any, what: str, field: str = "prompt") -> None:
 class TextStream:
     """Decodes a growing list of tokens piece by piece; the pieces add up to the decoded whole.
 
-    Text is held back from where it ends in replacement characters, which the next bytes may make a character of: over
-    at most MOST_HELD_BACK tokens, which no text needs.
+    Tokens that write nothing are left out, wherever they stand. Text is held back from where it ends in replacement
+    characters, which the next bytes may make a character of, and from where SentencePiece's bytes begin, until they
+    end: over at most MOST_HELD_BACK tokens, which no text needs.
     """
 
-    def __init__(self, decode: Any) -> None:
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        """decode: an outputs.Decoder, or any function."""
         self._decode = decode
-        self._tokens: list[int] = []
-        self._start = 0  # the tokens before are settled; some context is kept, spaces depend on it
-        self._end = 0
-        self._given = ""  # of the text from there, what was given
+        self._is_byte: Callable[[int], bool] = getattr(decode, "is_byte", lambda token: False)
+        self._tokens: list[
+            int
+        ] = []  # some settled ones as context, since spaces depend on it, then what is not settled
+        self._end = 0  # of the settled ones
+        self._given = ""  # of the text of all these, what was given
+        self._writes: dict[int, bool] = {}
+        self._visible: int | None = None  # a token that writes more than blanks
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete."""
-        self._tokens.extend(tokens)
-        now = self._decode(self._tokens[self._start :])
+        before = len(self._tokens)
+        self._tokens.extend(filter(self._is_written, tokens))
+        if len(self._tokens) == before:
+            return ""
         held = len(self._tokens) - self._end < MOST_HELD_BACK
+        stable = self._before_bytes() if held else len(self._tokens)
+        if stable <= self._end:
+            return ""
+        now = self._decode(self._tokens[:stable])
         settled = now.rstrip("\N{REPLACEMENT CHARACTER}") if held else now
         piece = settled[len(self._given) :]
         if settled == now:
-            self._start, self._end = self._end, len(self._tokens)
-            self._given = self._decode(self._tokens[self._start :])
+            self._settle(now, stable)
         else:
             self._given += piece
         return piece
+
+    @property
+    def rest(self) -> str:
+        """The text behind what was given, as it would be if no token followed."""
+        return self._decode(self._tokens)[len(self._given) :] if len(self._tokens) > self._end else ""
+
+    def _settle(self, text: str, end: int) -> None:
+        """The first `end` tokens have given their text. The last of them stay as context, if they are enough of it."""
+        context = self._decode(self._tokens[self._end : end])
+        if context.strip() or end > MOST_CONTEXT:
+            del self._tokens[: self._end]
+            text, end = context, end - self._end
+        self._given, self._end = text, end
+
+    def _before_bytes(self) -> int:
+        end = len(self._tokens)
+        while end > self._end and self._is_byte(self._tokens[end - 1]):
+            end -= 1
+        return end
+
+    def _is_written(self, token: int) -> bool:
+        """Whether a token writes anything between others; a blank that is left out at the beginning does."""
+        if (known := self._writes.get(token)) is not None:
+            return known
+        alone = self._decode([token])
+        if not alone:
+            if (letter := self._visible) is None:
+                return True  # to be seen later; at the beginning it stands in nobody's way
+            self._writes[token] = self._decode([letter, token, letter]) != self._decode([letter, letter])
+            return self._writes[token]
+        if self._visible is None and alone.strip() and token not in getattr(self._decode, "shown", ()):
+            self._visible = token
+        self._writes[token] = True
+        return True

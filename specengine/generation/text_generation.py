@@ -172,6 +172,7 @@ class TextGeneration:
 
     def _finish(self, reason: str) -> str:
         text = cut_after_stop(self._decode(self._tokens), self.options.stops)
+        text = text[: len(text) - self._stopper.overhang]
         logprobs = None if self.options.logprobs is None else self._logprobs
         self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed, logprobs)
         return text

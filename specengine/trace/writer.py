@@ -16,7 +16,7 @@ import transformers
 import specengine
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.generation.outputs import StreamPiece
+from specengine.generation.outputs import Decoder, StreamPiece
 from specengine.generation.text_generation import TextGeneration
 from specengine.records import Cycle
 from specengine.trace.records import FORMAT, TracedCycle
@@ -84,16 +84,13 @@ class Texts:
     """The texts of tokens, each by itself; special tokens too, unlike in answers: they are nodes like any other."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.decode = Decoder(tokenizer, special=True)
         self._known: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
         if token not in self._known:
             self._known[token] = self.decode([token])
         return self._known[token]
-
-    def decode(self, tokens: list[int]) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def cycle_record(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from specengine.generation.outputs import decoder
 from specengine.records import TokenLogprob
 from specengine.serve.answers import Answer
 from specengine.serve.asking import Asked
@@ -15,6 +16,7 @@ from specengine.serve.metrics import Metrics
 from specengine.serve.requests import CompletionRequest
 from specengine.serve.settings import Settings
 from specengine.serve.worker import Job, Worker
+from tests.engine.silent_tokenizers import BEYOND, byte_fallback, byte_level, special, words
 from tests.serve.served import CHAT, NAME, TEXT, Served, tiny_engine
 from tests.serve.test_answers import chunks
 from tests.toy import byte_tokenizer
@@ -102,6 +104,24 @@ def test_offsets_are_places_in_the_text() -> None:
     assert found["tokens"][10] == tokenizer.all_special_tokens[0]
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "ids"),
+    [
+        (byte_fallback(), [2, 2, special(byte_fallback()), 2, 6 + 0xC3, BEYOND, 6 + 0xA9, 3]),
+        (byte_level(), [64, special(byte_level(), "<|quiet|>"), 64, BEYOND, 64]),
+        (words(), [0, 9, 1, BEYOND, 5, 0]),
+    ],
+    ids=["pieces", "bytes", "words"],
+)
+def test_tokens_that_write_nothing_take_no_place(tokenizer: Any, ids: list[int]) -> None:
+    found = TextLogprobs(TokenTexts(tokenizer)).of([TokenLogprob(token, -1.0, [(BEYOND, -2.0)]) for token in ids])
+    decode = decoder(tokenizer)
+    assert found["text_offset"] == [
+        len(decode(ids[:count]).rstrip("\N{REPLACEMENT CHARACTER}")) for count in range(len(ids))
+    ]
+    assert [name for token, name in zip(ids, found["tokens"], strict=True) if token == BEYOND] == [""]
+
+
 def test_pieces_of_sentencepiece_keep_their_blanks_and_bytes() -> None:
     names = ["<unk>", "▁Hello", "▁there", "<0xC3>", "<0xA9>", "x"]
     core = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True))
@@ -111,7 +131,7 @@ def test_pieces_of_sentencepiece_keep_their_blanks_and_bytes() -> None:
     )
     texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>"))
     assert [texts.written(token) for token in range(1, 6)] == [b" Hello", b" there", b"\xc3", b"\xa9", b"x"]
-    assert (texts.written(0), texts.shown(0)) == (b"<unk>", b"")
+    assert texts.written(0) == b"<unk>"
 
 
 def test_what_is_impossible_stays_json() -> None:
