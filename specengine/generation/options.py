@@ -93,7 +93,8 @@ class GenerationOptions:
     coupled               when sampling: drafts know the noise that the seed gives, so that they guess the draw itself.
                           Never changes the answer; False for trees that do not depend on it, as the papers have them
     eos_token_id          one id, or several; [] to ignore the model's own
-    stop_strings          the answer ends with the first of these strings, which it includes
+    stop_strings          the answer ends with the first of these strings, which it includes; the text of a special token
+                          is that token, which ends the answer and writes nothing
     max_time              seconds after which the answer ends
     logits_processor, stopping_criteria, streamer, generation_config, return_dict_in_generate   transformers' own
     raw                   take a string prompt as it is, without the chat template

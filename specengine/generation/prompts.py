@@ -292,9 +292,7 @@ class TextStream:
         """decode: an outputs.Decoder, or any function."""
         self._decode = decode
         self._is_byte: Callable[[int], bool] = getattr(decode, "is_byte", lambda token: False)
-        self._tokens: list[
-            int
-        ] = []  # some settled ones as context, since spaces depend on it, then what is not settled
+        self._tokens: list[int] = []  # settled ones as context, since spaces depend on it, then what is not settled
         self._end = 0  # of the settled ones
         self._given = ""  # of the text of all these, what was given
         self._writes: dict[int, bool] = {}
