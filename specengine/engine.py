@@ -36,6 +36,7 @@ from specengine.generation.text_generation import Answering, TextGeneration
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Nodes
+from specengine.plain import plain
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds, Stats, Successors, TokenLogprob
 from specengine.targets import Target
@@ -177,6 +178,7 @@ class Engine:
         Closing the iterator frees the engine. InputError, EngineBusyError, NumericalError, and UnsupportedModelError
         of a target that has no way to do it.
         """
+        top = plain(top)
         require("top", top, "0 or more", type(top) is int and top >= 0)
         self.follow()
         target = self.target

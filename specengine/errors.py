@@ -123,7 +123,7 @@ def why_not_loaded(error: Exception) -> str:
 def require(field: str, value: Any, accepted: str, holds: bool) -> None:
     """Raise InputError for a value outside its range."""
     if not holds:
-        raise InputError(f"{field}: got {value}, accepted {accepted}")
+        raise InputError(f"{field}: got {value if isinstance(value, str) else shown(value)}, accepted {accepted}")
 
 
 def require_least(options: Any, **least: float) -> None:

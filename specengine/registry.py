@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from specengine.errors import InputError, did_you_mean, shown
+from specengine.plain import plain
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ def build(cls: type[T], options: dict[str, Any], field: str) -> T:
 
 
 def _convert(value: Any, wanted: Any, field: str) -> Any:
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    origin, arguments, value = typing.get_origin(wanted), typing.get_args(wanted), plain(value)
     if origin in (typing.Union, types.UnionType):
         if value is None or value == "none":
             return None

@@ -23,67 +23,33 @@ from transformers import (
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
 from specengine.errors import InputError, did_you_mean, shown
+from specengine.generation.configs import DEFAULT_TOP_K, SHAPES_DRAWS, Configured
 from specengine.generation.grammars import Constraint, ConstraintProcessor, compiled
 from specengine.generation.sampling import PresenceFrequencyPenalty, Processor, Sampler, TopP
 from specengine.generation.stopping import Stopper
+from specengine.plain import plain
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST = 1e30  # of any number: transformers would carry on with an infinite one
 
-# Fields of a GenerationConfig that say nothing about which tokens come out, or that are read elsewhere.
-_WITHOUT_EFFECT = {
-    "bos_token_id",
-    "pad_token_id",
-    "transformers_version",
-    "use_cache",
-    "cache_implementation",
-    "cache_config",
-    "max_cache_len",
-    "prefill_chunk_size",
-    "compile_config",
-    "disable_compile",
-    "continuous_batching_config",
-    "low_memory",
-    "_from_model_config",
-    "max_length",
-    "decoder_start_token_id",
-    "is_assistant",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-    "assistant_early_exit",
-    "assistant_lookbehind",
-    "target_lookbehind",
-    "early_stopping",
-    "length_penalty",
-    "speculation_type",
-    "use_mtp",
-}
-# Fields that are accepted at the one value that means nothing.
-_NEUTRAL: dict[str, Any] = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0.0,
-    "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "guidance_scale": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "assistant_ensemble_weight": 0.0,
-}
+LEAST = 1 / MOST  # of a penalty: logits divided by it stay finite
+LEAST_TEMPERATURE = 1e-5  # below it a draw is the likeliest token, as in vLLM; logits over it stay finite
+
+_ALL = {"top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}  # where a truncation keeps all tokens
+_OBJECTS = {"logits_processor", "stopping_criteria", "streamer", "generation_config", "policy", "json_schema"}
 
 
 @dataclass
 class GenerationOptions:
     """Options of one generation; what is None is taken from `generation_config`, then from the model's own.
 
+    Numbers and lists may be those of numpy and torch.
+
     max_new_tokens        tokens to generate at most; default what max_length of a config leaves, else 256
     do_sample             sample instead of taking the most likely token; implied by a temperature above 0 and by
-                          top_k, top_p, min_p and typical_p
-    temperature           0 means greedy
+                          a top_k, top_p, min_p or typical_p that truncates. True, here or in a config, draws from
+                          the 50 likeliest tokens where no top_k is given, as in transformers; what implies it, from all
+    temperature           0 means greedy, and so does less than 1e-5
     top_k, top_p, min_p, typical_p   as in transformers; they matter when sampling
     repetition_penalty, no_repeat_ngram_size, bad_words_ids, sequence_bias, suppress_tokens, min_new_tokens
                           as in transformers
@@ -93,8 +59,8 @@ class GenerationOptions:
     coupled               when sampling: drafts know the noise that the seed gives, so that they guess the draw itself.
                           Never changes the answer; False for trees that do not depend on it, as the papers have them
     eos_token_id          one id, or several; [] to ignore the model's own
-    stop_strings          the answer ends with the first of these strings, which it includes; the text of a special token
-                          is that token, which ends the answer and writes nothing
+    stop_strings          the answer ends with the first of these strings, which it includes; the text of a special
+                          token is that token, which ends the answer and writes nothing
     max_time              seconds after which the answer ends
     logits_processor, stopping_criteria, streamer, generation_config, return_dict_in_generate   transformers' own
     raw                   take a string prompt as it is, without the chat template
@@ -150,32 +116,40 @@ class GenerationOptions:
     policy: Any = None
     policy_options: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        self._configured = Configured()
+        self._max_length = 0  # of prompt and answer, as far as the options go
+
     @classmethod
     def of(
         cls, options: dict[str, Any], model_config: GenerationConfig | None, prompt_length: int, max_context: int
     ) -> GenerationOptions:
         """Complete and check `options`; InputError names the field and what it accepts."""
         self = cls.check(options)
+        asked = self.do_sample
         if self.do_sample is None:
             self._imply_sampling()
         elif not self.do_sample:
             self._refuse_sampling()
-        max_lengths = []
-        for config in (self.generation_config, model_config):
-            if config is not None:
-                self._fill_from(config)
-                max_lengths.append(config.max_length)
+        self._configured = configured = Configured(self.generation_config, model_config)
+        configured.refuse_unsupported(_IN_CONFIGS)
+        self._fill_from(configured.values)
+        self._check_kinds()
         self._check()
+        if self.samples and self.top_k is None and (configured.values.get("do_sample") if asked is None else asked):
+            self.top_k = DEFAULT_TOP_K
         self._check_processors(prompt_length)
         if self.samples and self.seed is None:
             self.seed = int(torch.randint(1 << 62, ()))
         if self.max_new_tokens is None:
-            max_length = next((length for length in max_lengths if length is not None), None)
-            self.max_new_tokens = DEFAULT_MAX_NEW_TOKENS if max_length is None else max_length - prompt_length
-            _whole("generation_config.max_length", max_length, prompt_length + 1)
+            self.max_new_tokens = self._up_to(configured.values.get("max_length"), prompt_length)
+        if options.get("min_new_tokens") is None:
+            self.min_new_tokens = min(self.min_new_tokens or 0, self.max_new_tokens)
         if (self.min_new_tokens or 0) > self.max_new_tokens:
-            raise InputError(f"min_new_tokens: got {self.min_new_tokens}, accepted up to {self.max_new_tokens}")
+            raise InputError(f"min_new_tokens: got {shown(self.min_new_tokens)}, accepted up to {self.max_new_tokens}")
+        self._max_length = prompt_length + self.max_new_tokens
         self.max_new_tokens = min(self.max_new_tokens, max_context - prompt_length)
+        self.sampler(prompt_length, "cpu")  # which refuses what transformers' processors refuse
         return self
 
     @classmethod
@@ -186,7 +160,7 @@ class GenerationOptions:
             if name not in known:
                 listed = ", ".join(known)
                 raise InputError(f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, known)}")
-        self = cls(**options)
+        self = cls(**{name: value if name in _OBJECTS else plain(value) for name, value in options.items()})
         self._check_kinds()
         self._check()
         if self.constrains is not None:
@@ -195,7 +169,7 @@ class GenerationOptions:
 
     @property
     def samples(self) -> bool:
-        return bool(self.do_sample) and self.temperature != 0
+        return bool(self.do_sample) and (self.temperature is None or self.temperature >= LEAST_TEMPERATURE)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -237,8 +211,17 @@ class GenerationOptions:
             chain.append(NoBadWordsLogitsProcessor(self.bad_words_ids, eos or None))
         if self.min_new_tokens and eos:
             chain.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos, device=device))
+        context = {
+            "eos": eos,
+            "prompt_length": prompt_length,
+            "max_length": self._max_length,
+            "device": device,
+            "forces_first": "forced_bos_token_id" in self._configured.values,
+        }
+        chain.extend(self._configured.before(context))
         if self.suppress_tokens:
             chain.append(SuppressTokensLogitsProcessor(self.suppress_tokens, device=device))
+        chain.extend(self._configured.beginning(context))
         chain.extend(self.logits_processor or [])
         if constraint is not None:
             chain.append(ConstraintProcessor(constraint, prompt_length))
@@ -246,6 +229,7 @@ class GenerationOptions:
             return Sampler(chain, logprobs=self.logprobs)
         if self.temperature not in (None, 1.0):
             chain.append(TemperatureLogitsWarper(float(self.temperature)))
+        chain.extend(self._configured.above_top_k())
         if self.top_k:
             chain.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1:
@@ -254,33 +238,39 @@ class GenerationOptions:
             chain.append(MinPLogitsWarper(self.min_p))
         if self.typical_p is not None and self.typical_p < 1:
             chain.append(TypicalLogitsWarper(self.typical_p))
+        chain.extend(self._configured.cutoffs(device))
         return Sampler(chain, self.seed, self.logprobs, coupled=self.coupled)
 
     def _imply_sampling(self) -> None:
         """Asking for a temperature or a truncation asks for sampling; a temperature of 0 asks for the greedy answer."""
-        if self.temperature == 0:
+        if self.temperature is not None and self.temperature < LEAST_TEMPERATURE:
             self.do_sample = False
-        elif any(getattr(self, name) is not None for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")):
+        elif self.temperature is not None or any(getattr(self, name) not in (None, _ALL[name]) for name in _ALL):
             self.do_sample = True
 
     def _refuse_sampling(self) -> None:
         """Raise InputError for what would shape a draw, where none was asked for; transformers' neutral values pass."""
         neutral = {"temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,), "typical_p": (1,)}
         for name, accepted in neutral.items():
-            if (value := getattr(self, name)) is not None and value not in accepted:
+            value = getattr(self, name)
+            greedy = name == "temperature" and value is not None and value < LEAST_TEMPERATURE
+            if value is not None and value not in accepted and not greedy:
                 raise InputError(f"{name}: got {value}, but do_sample=False takes the most likely token; leave one out")
 
-    def _fill_from(self, config: GenerationConfig) -> None:
-        """Take over what is still None; refuse what this engine cannot honour."""
-        mine = {field.name for field in dataclasses.fields(self)}
-        for name, value in config.to_diff_dict().items():
-            if name in mine:
-                if getattr(self, name) is None:
-                    setattr(self, name, value)
-            elif value is not None and name not in _WITHOUT_EFFECT and value != _NEUTRAL.get(name, False):
-                raise InputError(
-                    f"generation_config.{name}: {shown(value)} is not supported by speculative decoding here"
-                )
+    def _fill_from(self, values: Mapping[str, Any]) -> None:
+        """Take over what is still None; what shapes a draw means nothing where none is asked for."""
+        if self.do_sample is None:
+            self.do_sample = bool(values.get("do_sample"))
+        for name in _IN_CONFIGS:
+            if getattr(self, name) is None and (self.do_sample or name not in SHAPES_DRAWS):
+                setattr(self, name, values.get(name))
+
+    def _up_to(self, max_length: int | None, prompt_length: int) -> int:
+        """How many tokens a config's max_length, which counts the prompt, leaves for the answer."""
+        if max_length is None:
+            return DEFAULT_MAX_NEW_TOKENS
+        _whole("generation_config.max_length", max_length, prompt_length + 1)
+        return max_length - prompt_length
 
     def _check_kinds(self) -> None:
         """Refuse what is of another type than its reader expects."""
@@ -318,6 +308,10 @@ class GenerationOptions:
             except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
                 given = shown(getattr(self, name))
                 raise InputError(f"{name}: got {given}, which is not as in transformers ({error!s:.300})") from error
+        bias = self.sequence_bias or {}
+        values = bias.values() if isinstance(bias, Mapping) else [value for _, value in bias]
+        if not all(value <= MOST for value in values):  # nor is NaN
+            raise InputError(f"sequence_bias: got {shown(self.sequence_bias)}, accepted biases up to {MOST:g}")
 
     def _check(self) -> None:
         number, whole = _number, _whole
@@ -327,7 +321,7 @@ class GenerationOptions:
         number("top_p", self.top_p, 0, 1, "above 0, at most 1", open_low=True)
         number("min_p", self.min_p, 0, 1, "0 to 1")
         number("typical_p", self.typical_p, 0, 1, "above 0, at most 1", open_low=True)
-        number("repetition_penalty", self.repetition_penalty, 0, math.inf, "above 0", open_low=True)
+        number("repetition_penalty", self.repetition_penalty, LEAST, math.inf, f"above 0, {LEAST:g} to {MOST:g}")
         number("presence_penalty", self.presence_penalty, -math.inf, math.inf, "a finite number")
         number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf, "a finite number")
         number("max_time", self.max_time, 0, math.inf, "above 0", open_low=True)
@@ -344,6 +338,9 @@ class GenerationOptions:
             for item in getattr(self, name) or []:
                 if not callable(item):
                     raise InputError(f"{name}: got {shown(item)}, accepted callables as in transformers")
+
+
+_IN_CONFIGS = {field.name for field in dataclasses.fields(GenerationOptions)} & set(vars(GenerationConfig()))
 
 
 def _number(name: str, value: float | None, low: float, high: float, accepted: str, *, open_low: bool = False) -> None:

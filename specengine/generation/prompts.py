@@ -6,21 +6,24 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from specengine.errors import InputError, shown
+from specengine.plain import is_array, is_number, plain
 
 MOST_HELD_BACK = 256  # tokens
 MOST_CONTEXT = 64  # tokens, where they write blanks alone
 MOST_NESTED = 32  # levels of a message's fields
 _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
+_WHOLE_DTYPE = re.compile(r"(torch\.)?u?int\d+")
 _PRIVATE = [chr(code) for code in range(0xE000, 0xE100)]  # of Unicode, for private use: hardly ever in a text
 LETTERS = 8  # for each token of the context, of a text whose beginning is read first
 MARGIN = 1.25  # more tokens than this for each of the context's are too many, however the text goes on
 ACCEPTED = "accepted are a string, a list of chat messages (role, content) or a list of token ids"
 
-Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
 
@@ -34,7 +37,7 @@ def token_ids(
     allow_special_text: bool = True,
     tools: Tools = None,
 ) -> list[int]:
-    """Ids of `prompt`: a string, a list of chat messages, ids, or an id tensor [length] or [1, length].
+    """Ids of `prompt`: a string, a list of chat messages, ids, or an id tensor or array [length] or [1, length].
 
     A string becomes one user message where the tokenizer has a chat template, unless `raw`. InputError for an
     empty prompt, ids outside the vocabulary, more than one sequence, or no room for a token behind the prompt.
@@ -87,6 +90,8 @@ def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_
         _require(tokenizer, "a string", "prediction")
         _require_unicode("prediction", prediction)
         return _tokenized(tokenizer, prediction, add_special_tokens=False)
+    if is_array(prediction):
+        prediction = _from_array(prediction, "prediction")
     if not isinstance(prediction, list | tuple) or not all(type(token) is int for token in prediction):
         raise InputError(f"prediction: got {shown(prediction)}, accepted a string or a list of token ids")
     _require_known("prediction", prediction, vocab_size)
@@ -94,8 +99,8 @@ def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_
 
 
 def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool, tools: Tools) -> list[int]:
-    if isinstance(prompt, torch.Tensor):
-        return _from_tensor(prompt)
+    if is_array(prompt):
+        return _from_array(prompt)
     if isinstance(prompt, str):
         if not prompt:
             raise InputError("prompt: it is empty, at least one token is needed")
@@ -110,8 +115,9 @@ def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool, tools: Tools)
     if items and all(isinstance(item, Mapping) for item in items):
         _require(tokenizer, "chat messages")
         return _from_messages(items, tokenizer, live, tools)  # type: ignore[arg-type]
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        return items  # type: ignore[return-value]
+    ids = [plain(item) if is_number(item) else item for item in items]
+    if all(type(item) is int for item in ids):
+        return ids  # type: ignore[return-value]
     raise InputError(f"prompt: {ACCEPTED}")
 
 
@@ -125,14 +131,14 @@ def _tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:
     return list(getattr(ids, "ids", ids))  # those of the library tokenizers say more than ids
 
 
-def _from_tensor(prompt: torch.Tensor) -> list[int]:
-    if prompt.ndim == 2 and prompt.shape[0] != 1:
-        raise InputError(
-            f"prompt: got a batch of {prompt.shape[0]}, this engine serves one sequence; call generate for each"
-        )
-    if prompt.ndim not in (1, 2) or prompt.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"prompt: got {prompt.dtype} {tuple(prompt.shape)}, accepted int64 [length] or [1, length]")
-    return prompt.reshape(-1).tolist()
+def _from_array(prompt: Any, field: str = "prompt") -> list[int]:
+    """Ids of a tensor or an array of whole numbers, on any device."""
+    shape, dtype = tuple(prompt.shape), str(prompt.dtype)
+    if len(shape) == 2 and shape[0] != 1:
+        raise InputError(f"{field}: got a batch of {shape[0]}, this engine serves one sequence; call generate for each")
+    if len(shape) not in (1, 2) or not _WHOLE_DTYPE.fullmatch(dtype) or not isinstance(plain(prompt), list):
+        raise InputError(f"{field}: got {dtype} {shape}, accepted int64 [length] or [1, length], or narrower integers")
+    return list(plain(prompt.reshape(-1)))
 
 
 def _from_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any, live: bool, tools: Tools = None) -> list[int]:

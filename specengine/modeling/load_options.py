@@ -12,6 +12,7 @@ import torch
 from specengine.errors import InputError, did_you_mean, shown
 from specengine.modeling import native
 from specengine.modeling.tensor_parallel import require_launched
+from specengine.plain import is_array, plain
 
 BACKENDS = ("native", "huggingface")
 _DTYPES = {
@@ -79,7 +80,7 @@ class LoadOptions:
             if name not in cls.names():
                 listed = ", ".join(cls.names())
                 raise InputError(f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, cls.names())}")
-        self = cls(**options)
+        self = cls(**{name: plain(value) if is_array(value) else value for name, value in options.items()})
         self._check_kinds()
         if not isinstance(self.dtype, torch.dtype):
             if self.dtype is not None and (not isinstance(self.dtype, str) or self.dtype not in _DTYPES):

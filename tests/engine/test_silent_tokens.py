@@ -45,6 +45,7 @@ def check_stream(tokenizer: Any, given_: list[list[int]], written: list[int]) ->
     assert decode(tokens) == tokenizer.decode([token for token in tokens if token in written], skip_special_tokens=True)
 
 
+@settings(max_examples=80, deadline=None)
 @given(chunks(BYTES))
 def test_streams_of_bytes(given_: list[list[int]]) -> None:
     check_stream(byte_level(), given_, list(range(256)))
@@ -53,12 +54,14 @@ def test_streams_of_bytes(given_: list[list[int]]) -> None:
 @example([[2], [262], [2]])  # a word, a special token and the next word's blank
 @example([[6 + 0x41], [6 + 0xE2], [4]])  # the second byte makes the first one unreadable
 @example([[1], [300], [1], [2]])
+@settings(max_examples=80, deadline=None)
 @given(chunks(PIECES))
 def test_streams_of_sentencepiece(given_: list[list[int]]) -> None:
     check_stream(byte_fallback(), given_, list(range(262)))
 
 
 @example([[0], [2], [9], [2], [0]])
+@settings(max_examples=80, deadline=None)
 @given(chunks(NAMED))
 def test_streams_of_a_tokenizer_in_python(given_: list[list[int]]) -> None:
     check_stream(words(), given_, list(range(7)))
@@ -164,7 +167,7 @@ def test_nothing_is_shown_behind_a_stop_string_with_a_special_token() -> None:
     assert "".join(piece.text for piece in engine.stream(PROMPT, stop_strings="<|x|>b", **options)) == "ab"
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(chunks(PIECES), st.sampled_from(["ab", " a", "é", "✓.", "a.\N{GRINNING FACE}", "\N{REPLACEMENT CHARACTER}a"]))
 def test_an_answer_ends_where_its_text_first_holds_the_stop_string(given_: list[list[int]], stop: str) -> None:
     decode = decoder(byte_fallback())

@@ -1,0 +1,208 @@
+"""What transformers' generation configs ask for: the call's own, then the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    GenerationConfig,
+    MinLengthLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+)
+from transformers.generation import logits_process
+
+from specengine.errors import InputError, shown
+from specengine.generation.sampling import Processor
+from specengine.plain import plain
+
+Makers = Mapping[str, Callable[..., Processor | None]]
+
+DEFAULT_TOP_K = 50  # of transformers, where do_sample=True asks for sampling
+SHAPES_DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+
+# Outputs that a call may ask for, and that are not given.
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# Fields that say nothing about which tokens come out, or that are read elsewhere.
+_WITHOUT_EFFECT = {
+    *_OUTPUTS,
+    "bos_token_id",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+    "cache_implementation",
+    "cache_config",
+    "max_cache_len",
+    "prefill_chunk_size",
+    "compile_config",
+    "disable_compile",
+    "continuous_batching_config",
+    "low_memory",
+    "max_length",
+    "decoder_start_token_id",
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_ensemble_weight",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "early_stopping",
+    "length_penalty",
+    "speculation_type",
+    "use_mtp",
+    "renormalize_logits",  # the same order and the same probabilities
+    "remove_invalid_values",  # what is not finite is never chosen here
+}
+# Fields that are accepted where they ask for nothing: at these values, and at any that is empty or false.
+_NEUTRAL: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "num_beam_groups": 1,
+    "encoder_repetition_penalty": 1,
+    "guidance_scale": 1,
+}
+_NEVER_EMPTY = ("num_beams", "num_return_sequences", "encoder_repetition_penalty", "guidance_scale")
+
+
+class Configured:
+    """The set fields of a call's and a model's generation config, the call's first; InputError for what changes tokens
+    in a way that this engine does not know.
+
+    Fields that transformers' GenerationConfig does not define mean nothing there, and here.
+    """
+
+    def __init__(self, call: GenerationConfig | None = None, model: GenerationConfig | None = None) -> None:
+        asked = {} if call is None else _set_fields(call)
+        for name in _OUTPUTS:
+            if asked.get(name):
+                raise _unsupported(name, asked[name], "leave it out")
+        own = {} if model is None else _set_fields(model)
+        own.pop("return_dict_in_generate", None)  # the caller says what comes back
+        self.values = own | asked
+
+    def refuse_unsupported(self, known: set[str]) -> None:
+        """known: fields that are read by name."""
+        for name, value in self.values.items():
+            if name in known | _WITHOUT_EFFECT or name in (*_BEFORE, *_BEGINNING, *SHAPES_DRAWS):
+                continue
+            neutral = _NEUTRAL.get(name, False)
+            if (value or name in _NEVER_EMPTY) and value != neutral:
+                raise _unsupported(name, value, f"generation_config=GenerationConfig({name}={neutral}) goes without")
+
+    def before(self, context: Mapping[str, Any]) -> list[Processor]:
+        """Processors that come before suppressed tokens."""
+        return self._made(_BEFORE, context)
+
+    def beginning(self, context: Mapping[str, Any]) -> list[Processor]:
+        """Those that come behind suppressed tokens."""
+        return self._made(_BEGINNING, context)
+
+    def above_top_k(self) -> list[Processor]:
+        return self._made(_ABOVE_TOP_K, {})
+
+    def cutoffs(self, device: Any) -> list[Processor]:
+        """Those of sampling that come last."""
+        return self._made(_CUTOFFS, {"device": device})
+
+    def _made(self, makers: Makers, context: Mapping[str, Any]) -> list[Processor]:
+        processors = []
+        for name, make in makers.items():
+            if (value := self.values.get(name)) is None:
+                continue
+            try:
+                processors.append(make(value, **context))
+            except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+                raise InputError(
+                    f"generation_config.{name}: got {shown(value)}, which transformers does not take ({error!s:.300})"
+                ) from error
+        return [processor for processor in processors if processor is not None]
+
+
+def _set_fields(config: GenerationConfig) -> dict[str, Any]:
+    """The fields that transformers defines and this config sets, as plain values; token ids that are none left out."""
+    defaults = vars(GenerationConfig())
+    values = {
+        name: plain(value)
+        for name, value in vars(config).items()
+        if name in defaults and not name.startswith("_") and value is not None
+    }
+    if "eos_token_id" in values:
+        values["eos_token_id"] = _token_ids(values["eos_token_id"])
+    return values
+
+
+def _token_ids(given: Any) -> Any:
+    """Ends as whole numbers; those below 0 are no tokens, which no answer meets."""
+    if isinstance(given, list | tuple):
+        ids = [_whole(item) for item in given]
+        return [item for item in ids if not isinstance(item, int) or item >= 0]
+    given = _whole(given)
+    return [] if isinstance(given, int) and not isinstance(given, bool) and given < 0 else given
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _unsupported(name: str, value: Any, remedy: str) -> InputError:
+    return InputError(
+        f"generation_config.{name}: {shown(value)} is not supported by speculative decoding here; {remedy}"
+    )
+
+
+# ---- processors by field, in transformers' order; the context: eos, prompt_length, max_length, device, and all values
+
+
+def _min_length(value: int, eos: list[int], device: Any, **_: Any) -> Processor | None:
+    return MinLengthLogitsProcessor(value, eos, device=device) if eos and value > 0 else None
+
+
+def _forced_bos(value: int, **_: Any) -> Processor:
+    return ForcedBOSTokenLogitsProcessor(value)
+
+
+def _forced_eos(value: Any, max_length: int, device: Any, **_: Any) -> Processor:
+    return ForcedEOSTokenLogitsProcessor(max_length, value, device=device)
+
+
+def _decay(value: Any, eos: list[int], prompt_length: int, **_: Any) -> Processor | None:
+    if not eos:
+        raise ValueError("it needs an end of the answer, eos_token_id")
+    return ExponentialDecayLengthPenalty(tuple(value), eos, prompt_length)
+
+
+def _begin_suppress(value: Any, prompt_length: int, forces_first: bool, device: Any, **_: Any) -> Processor | None:
+    begin = prompt_length + (prompt_length == 1 and forces_first)
+    return SuppressTokensAtBeginLogitsProcessor(value, begin, device=device) if value else None
+
+
+def _epsilon(value: float, **_: Any) -> Processor | None:
+    return EpsilonLogitsWarper(value) if 0 < value < 1 else None
+
+
+def _eta(value: float, device: Any, **_: Any) -> Processor | None:
+    return EtaLogitsWarper(value, device=device) if 0 < value < 1 else None
+
+
+def _top_h(value: float, **_: Any) -> Processor:
+    return logits_process.TopHLogitsWarper(value)  # there where GenerationConfig has the field
+
+
+_BEFORE: Makers = {
+    "min_length": _min_length,
+    "forced_bos_token_id": _forced_bos,
+    "forced_eos_token_id": _forced_eos,
+    "exponential_decay_length_penalty": _decay,
+}
+_BEGINNING: Makers = {"begin_suppress_tokens": _begin_suppress}
+_ABOVE_TOP_K: Makers = {"top_h": _top_h}
+_CUTOFFS: Makers = {"epsilon_cutoff": _epsilon, "eta_cutoff": _eta}
