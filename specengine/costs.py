@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specengine.errors import InputError, require
+from specengine.text_files import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +152,7 @@ def find_costs(name: str) -> Costs:
     if name in PUBLISHED:
         return PUBLISHED[name]
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        text = read_text(Path(name))
         record = next(record for record in _records(text) if "verify_ms_by_nodes" in record)
         verify, draft = (
             {int(nodes): float(ms) / 1e3 for nodes, ms in record[name].items()}

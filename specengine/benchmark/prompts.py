@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine.errors import InputError
+from specengine.text_files import read_text
 
 BUILT_IN = Path(__file__).parent / "built_in"  # written for this project
 
@@ -55,8 +56,8 @@ def digest(items: Sequence[Workload]) -> str:
 def lines_of(file: Path) -> list[str]:
     """InputError for a file that is no text."""
     try:
-        return file.read_text(encoding="utf-8").split("\n")  # not splitlines: a JSON string may hold U+2028
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(file).split("\n")  # not splitlines: a JSON string may hold U+2028
+    except (OSError, ValueError) as error:
         raise InputError(f"prompts: {file} cannot be read ({error})") from error
 
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from specengine.text_files import read_text
+
 
 @contextmanager
 def atomic(file: Path) -> Iterator[Path]:
@@ -30,7 +32,7 @@ def atomic(file: Path) -> Iterator[Path]:
 def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file. OSError where it cannot be read, ValueError where it holds something else."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_text(file))
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     if not isinstance(found, dict):

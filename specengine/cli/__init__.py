@@ -6,15 +6,16 @@ expected, 130 after Ctrl-C.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from specengine.cli.arguments import make_parser
 from specengine.cli.arguments.shared import RANKS
-from specengine.cli.terminal import say, tell
+from specengine.cli.terminal import prepare, say, tell
 from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError
 
 SPLIT = ("generate", "chat", "serve")  # commands that run one engine
@@ -22,6 +23,7 @@ SPLIT = ("generate", "chat", "serve")  # commands that run one engine
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Malformed arguments end in argparse's SystemExit(2)."""
+    prepare()
     parsed = make_parser().parse_args(arguments)
     debug = getattr(parsed, "debug", False)
     try:
@@ -39,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say_what_stays(parsed)
         return 130
     except BrokenPipeError:
-        # The reader has gone. What Python still wants to flush at its exit goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout, sys.stderr)
         return 1
     except Exception as error:
         if debug:
@@ -48,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         expected = isinstance(error, SpecEngineError)
         kind = "" if expected else f"{type(error).__name__}: "
         hint = "" if expected and not isinstance(error, PolicyError | DrafterError) else " (--debug shows where)"
-        say(f"specengine: error: {kind}{' '.join(str(error).split())}{hint}")
+        try:
+            say(f"specengine: error: {kind}{' '.join(str(error).split())}{hint}")
+        except BrokenPipeError:
+            _silence(sys.stderr)
         return 2 if expected else 70
 
 
@@ -61,6 +65,14 @@ def _say_what_stays(parsed: Any) -> None:
         say(f"specengine: stopped; {place} keeps what was done so far, and the same command goes on from there")
     else:
         say(f"specengine: stopped before anything was written to {place}; the same command begins anew")
+
+
+def _silence(*streams: TextIO) -> None:
+    """Their reader has gone: what Python still wants to flush at its exit goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        with contextlib.suppress(OSError, ValueError):  # no file behind it
+            os.dup2(nowhere, stream.fileno())
 
 
 def _follow(parsed: Any) -> int:

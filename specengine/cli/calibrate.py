@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Iterator
 
 from specengine import calibration
 from specengine.cli import given
-from specengine.cli.terminal import say
+from specengine.cli.terminal import as_json, say
 from specengine.costs import Costs, Points
 from specengine.engine import Engine
 
@@ -24,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     costs = calibration.find(target, drafter, fresh=True)
     key = calibration.identity(target, drafter)
     if arguments.json:
-        print(json.dumps({"key": key, "costs": costs.to_dict()}, ensure_ascii=False, allow_nan=False))
+        print(as_json({"key": key, "costs": costs.to_dict()}))
     else:
         facts = (key["model"], key["dtype"], key["backend"], key["device"], f"draft {key['draft'] or 'none'}")
         print(", ".join(facts))

@@ -11,8 +11,9 @@ from specengine.cli import given
 from specengine.cli.arguments.chat import COMMANDS
 from specengine.cli.terminal import say, write
 from specengine.engine import Engine
-from specengine.errors import SpecEngineError
+from specengine.errors import InputError, SpecEngineError
 from specengine.generation.session import Session
+from specengine.text_files import MARK
 from specengine.trace import TraceWriter
 
 
@@ -29,7 +30,7 @@ def _converse(engine: Engine, arguments: argparse.Namespace, trace: TraceWriter 
     session = engine.session(given.messages(arguments))
     if interactive:
         say(COMMANDS)
-    for line in _typed_lines() if interactive else map(str.strip, sys.stdin):
+    for line in _typed_lines() if interactive else _piped_lines():
         if line == "/quit":
             break
         if line == "/reset":
@@ -60,6 +61,14 @@ def _typed_lines() -> Iterator[str]:
             return
         except KeyboardInterrupt:
             say(f"\n{COMMANDS}")
+
+
+def _piped_lines() -> Iterator[str]:
+    try:
+        for number, line in enumerate(sys.stdin):
+            yield (line if number else line.removeprefix(MARK)).strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"prompt: standard input is not UTF-8 ({error.reason}); write it as UTF-8") from error
 
 
 def _answer(session: Session, text: str, arguments: argparse.Namespace, trace: TraceWriter | None = None) -> None:

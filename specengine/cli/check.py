@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -16,7 +15,7 @@ from specengine import policies
 from specengine.checking import Certificate, certify, huggingface_tokens
 from specengine.cli import given
 from specengine.cli.prompt_files import Turns, read_prompts
-from specengine.cli.terminal import Progress, say
+from specengine.cli.terminal import Progress, as_json, say
 from specengine.engine import Engine
 from specengine.errors import InputError
 
@@ -40,14 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     rows = list(_compare(arguments, plain, speculative, conversations, options))
     counts = Counter(row["verdict"] for row in rows)
     summary = {verdict: counts[verdict] for verdict in VERDICTS}
-    report = json.dumps(
-        {"against": arguments.against, "seed": options["seed"], **summary, "comparisons": rows},
-        ensure_ascii=False,
-        allow_nan=False,
-    )
+    report = {"against": arguments.against, "seed": options["seed"], **summary, "comparisons": rows}
     if arguments.out is not None:
-        _write_file(arguments.out, report + "\n")
-    print(report if arguments.json else ", ".join(f"{count} {verdict}" for verdict, count in summary.items()))
+        _write_file(arguments.out, as_json(report, "utf-8") + "\n")
+    print(as_json(report) if arguments.json else ", ".join(f"{count} {verdict}" for verdict, count in summary.items()))
     return 1 if summary["mismatch"] else 0
 
 

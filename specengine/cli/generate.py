@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
 from specengine.cli import given
 from specengine.cli.colours import DraftColours, PlainText
-from specengine.cli.terminal import say, why_no_colours, write
+from specengine.cli.terminal import as_json, say, why_no_colours, write
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.generation.options import GenerationOptions
 from specengine.generation.outputs import GenerationResult, StreamPiece
+from specengine.text_files import read_text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
                     say(f"(stopped)\n{generation.stats.report()}")
                 raise
     if arguments.json:
-        print(json.dumps(_as_json(generation.run()), ensure_ascii=False, allow_nan=False))
+        print(as_json(_as_json(generation.run())))
     else:
         say(generation.stats.report())
     return 0
@@ -50,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(field: str, file: Path | None) -> str | None:
     try:
-        return None if file is None else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return None if file is None else read_text(file)
+    except (OSError, ValueError) as error:
         raise InputError(f"{field}: {file} cannot be read ({error})") from error
 
 

@@ -21,6 +21,7 @@ from specengine.generation.outputs import StreamPiece
 from specengine.generation.prompts import Prompt
 from specengine.generation.text_generation import TextGeneration
 from specengine.replicas.recipe import Recipe
+from specengine.text_files import MARK
 from specengine.trace import TraceWriter
 
 SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")
@@ -131,9 +132,10 @@ def read_prompt(given: str | None) -> str:
     """The prompt on the command line; `-`, or none with something piped in, reads standard input."""
     if given == "-" or (given is None and not sys.stdin.isatty()):
         try:
-            return sys.stdin.read().removesuffix("\n")
+            return sys.stdin.read().removeprefix(MARK).removesuffix("\n")
         except UnicodeDecodeError as error:
-            raise InputError(f"prompt: standard input is not UTF-8 ({error.reason} at byte {error.start})") from error
+            place = f"{error.reason} at byte {error.start}"
+            raise InputError(f"prompt: standard input is not UTF-8 ({place}); write it as UTF-8") from error
     if given is None:
         raise InputError("prompt: none was given; pass one, or - to read it from standard input")
     return given

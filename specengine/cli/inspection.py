@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib.metadata
 import inspect
-import json
 import platform
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from specengine.checkpoints.dialects import listed
 from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
 from specengine.cli import given
 from specengine.cli.arguments.option_lists import as_typed
-from specengine.cli.terminal import say
+from specengine.cli.terminal import as_json, say
 from specengine.drafters import Drafter
 from specengine.engine import Engine
 from specengine.errors import InputError
@@ -61,11 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         found["model"] = _model(arguments.model or models.embedded.NAME, engine)
     if arguments.draft is not None and engine is not None:
         found["draft"] = _draft(arguments, engine)
-    print(
-        json.dumps(found, ensure_ascii=False, default=str)
-        if arguments.json
-        else "\n".join(_lines(found, ops=arguments.ops))
-    )
+    print(as_json(found, default=str) if arguments.json else "\n".join(_lines(found, ops=arguments.ops)))
     return 0
 
 

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 DRAFTED, OWN, FAINT, RESET = "\x1b[32m", "\x1b[35m", "\x1b[2m", "\x1b[0m"  # green, magenta
+
+
+def prepare() -> None:
+    """Have any text fit the streams: what standard output cannot hold becomes a question mark.
+
+    A stream that was closed before the program began is an empty one.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
+
+
+def as_json(value: Any, encoding: str | None = None, *, default: Callable[[Any], Any] | None = None) -> str:
+    """One line of JSON for `encoding`, by default standard output's: escapes throughout where that cannot hold it.
+
+    default: as in json.dumps.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=default)
+    try:
+        text.encode(encoding or getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False, default=default)
+    return text
 
 
 def say(line: str) -> None:

@@ -16,6 +16,7 @@ from transformers import LogitsProcessor
 
 from specengine.errors import InputError, missing_extra, shown
 from specengine.targets import common_prefix
+from specengine.text_files import MARK
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ def _text_of(field: str, given: Any) -> str:
             given = json.dumps(dict(given), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise refused(field, str(error)) from error
+    given = given.removeprefix(MARK) if isinstance(given, str) else given
     if not isinstance(given, str) or not given.strip():
         accepted = (
             "a schema, as a dict or as JSON text" if field == "json_schema" else "a grammar, as Lark or GBNF text"

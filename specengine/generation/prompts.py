@@ -114,10 +114,10 @@ def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool, tools: Tools)
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         _require(tokenizer, "chat messages")
-        return _from_messages(items, tokenizer, live, tools)  # type: ignore[arg-type]
+        return _from_messages(items, tokenizer, live, tools)
     ids = [plain(item) if is_number(item) else item for item in items]
     if all(type(item) is int for item in ids):
-        return ids  # type: ignore[return-value]
+        return ids
     raise InputError(f"prompt: {ACCEPTED}")
 
 
