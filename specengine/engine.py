@@ -23,11 +23,19 @@ from specengine.drafters._coupled import Coupled
 from specengine.drafters._guided import Guided
 from specengine.drafters._origins import Origins
 from specengine.drivers import Drivers, KeptDrivers
-from specengine.errors import EngineBusyError, InputError, NumericalError, UnsupportedModelError, require
+from specengine.errors import (
+    EngineBusyError,
+    InputError,
+    NumericalError,
+    SpecEngineError,
+    UnsupportedModelError,
+    require,
+)
 from specengine.generation.custom_generate import CustomGenerate
 from specengine.generation.grammars import Constraint, Vocabularies, compiled
 from specengine.generation.logprobs import of_rows
 from specengine.generation.options import GenerationOptions
+from specengine.generation.outputs import decoder
 from specengine.generation.prompts import Prompt, predicted_ids, token_ids
 from specengine.generation.sampling import History, Sampler, refuse_no_choice, signed
 from specengine.generation.session import Session
@@ -42,6 +50,7 @@ from specengine.records import Cycle, Seconds, Stats, Successors, TokenLogprob
 from specengine.targets import Target
 
 DEFAULT_WARMUP_TOKENS = 2048
+AHEAD = 1024  # tokens of an answer that room is made for at once; then for twice as many tokens as there are
 SCORED_ROWS = 128  # of a text's logits at once, each as long as the vocabulary
 
 
@@ -55,6 +64,8 @@ class _Run:
     history: History
     stats: Stats
     root: int
+    room: int  # tokens of prompt and answer that the caches have room for
+    most: int  # that there may be
     guided: Drafter | None = None
     origins: Origins | None = None
     began: float = field(default_factory=time.perf_counter)
@@ -249,7 +260,7 @@ class Engine:
         """
         self.follow()
         asked = GenerationOptions.of(options, self.target.generation_config, len(prompt), self.target.max_context)
-        return self.start(prompt, asked, Stats(), lambda tokens: "", sampler=sampler).cycles
+        return self.start(prompt, asked, Stats(), decoder(None), sampler=sampler).cycles
 
     def start(
         self,
@@ -301,7 +312,7 @@ class Engine:
         caches means captures again for those before it. InputError where the engine was loaded without graphs.
         """
         captured = (drivers := self.drivers.asked(policy, policy_options)).captured
-        tokens = min(DEFAULT_WARMUP_TOKENS, self.target.max_context) if tokens is None else tokens
+        tokens = min(DEFAULT_WARMUP_TOKENS, self.target.max_context) if tokens is None else plain(tokens)
         if captured is None:
             raise InputError("warmup: this engine captures no graphs; load it with graphs=True")
         if not 1 <= tokens <= self.target.max_context:
@@ -429,10 +440,12 @@ class Engine:
         stats.policy, stats.plain_reason = (repr(policy), policy.plain_reason) if policy is not None else ("", "")
         stats.notes += self.notes + self.target.notes
         on_device = sampler.reads_history or bool(stopper.criteria)  # processors and criteria read it there
-        history = History(prompt, len(prompt) + stopper.left, self.target.device if on_device else torch.device("cpu"))
-        run = _Run(drivers, sampler, stopper, history, stats, prompt[-1])
+        most = len(prompt) + stopper.left
         driver = drivers.eager if drivers.captured is None else drivers.captured
-        driver.reserve(len(prompt) + stopper.left)
+        room = min(most, len(prompt) + AHEAD) if drivers.captured is None else most
+        history = History(prompt, room, self.target.device if on_device else torch.device("cpu"))
+        run = _Run(drivers, sampler, stopper, history, stats, prompt[-1], room, most)
+        _reserve(driver, room)
         known = prompt[:-1]
         self._want(drafter)
         kept = min(self.target.cached(known), drafter.cached(known) if drafter is not None else len(known))
@@ -465,6 +478,9 @@ class Engine:
     @torch.inference_mode()
     def _cycle(self, run: _Run, driver: EagerDriver) -> Cycle:
         began, model_before = time.perf_counter(), self._model_seconds
+        if run.history.length > run.room:
+            run.room = min(run.most, 2 * run.history.length)
+            _reserve(driver, run.room)
         seconds = Seconds()
         draft = driver.draft(run.root, seconds, run.guided)
         tree = draft.tree
@@ -524,6 +540,20 @@ class Engine:
         stats.elapsed_s = elapsed
         stats.num_generated_tokens += len(cycle.tokens)
         stats.add(cycle)
+
+
+def _reserve(driver: EagerDriver, tokens: int) -> None:
+    """Make room for so many tokens of prompt and answer; InputError where there is no memory for that."""
+    try:
+        driver.reserve(tokens)
+    except SpecEngineError:
+        raise
+    except (MemoryError, RuntimeError) as error:  # torch's allocators raise the latter
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"max_new_tokens: there is no memory for caches of {tokens} tokens of prompt and answer, ask for fewer "
+            f"({reason:.200})"
+        ) from error
 
 
 def _expect(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int]) -> None:

@@ -28,8 +28,8 @@ class CustomGenerate:
     """
 
     def __init__(self, engine: Any, streamer: Any = None, seed: int | None = None) -> None:
-        GenerationOptions.check({"streamer": streamer, "seed": seed})
-        self.engine, self.streamer, self.seed = engine, streamer, seed
+        self.engine, self.streamer = engine, streamer
+        self.seed = GenerationOptions.check({"streamer": streamer, "seed": seed}).seed
         self.stats = Stats()
 
     def __call__(

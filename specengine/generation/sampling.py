@@ -24,10 +24,13 @@ MINUS_INF = float("-inf")
 
 
 class History:
-    """The committed tokens and, during a walk, those of the path so far: `ids` is int64 [1, length]."""
+    """The committed tokens and, during a walk, those of the path so far: `ids` is int64 [1, length].
+
+    capacity: of tokens that there is room for at once; it doubles when they fill it.
+    """
 
     def __init__(self, tokens: Sequence[int], capacity: int, device: torch.device | str = "cpu") -> None:
-        self._ids = torch.empty(1, max(capacity, len(tokens)), dtype=torch.int64, device=device)
+        self._ids = torch.empty(1, max(capacity, len(tokens), 1), dtype=torch.int64, device=device)
         self._ids[0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
         self.length = len(tokens)
 
@@ -36,6 +39,8 @@ class History:
         return self._ids[:, : self.length]
 
     def append(self, token: int) -> None:
+        if self.length == self._ids.shape[1]:
+            self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
         self._ids[0, self.length] = token
         self.length += 1
 
