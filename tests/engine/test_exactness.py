@@ -123,7 +123,8 @@ def test_sampling_options_mean_what_they_mean_in_transformers(options: dict[str,
             custom_generate=engine.as_custom_generate(seed=seed),
             max_new_tokens=16,
             pad_token_id=0,
-            **{"do_sample": True, "top_k": 0, **options},
+            do_sample=True,
+            **options,
         )
         answers += theirs[0, len(PROMPT) :].tolist()
         ours += engine.generate(PROMPT, max_new_tokens=16, seed=seed, **{"do_sample": True, **options}).token_ids
