@@ -271,12 +271,14 @@ class Engine:
         *,
         sampler: Sampler | None = None,
         reuse_cache: bool = False,
+        constraint: Constraint | None = None,
     ) -> Answering:
         """An answer with checked options, about to begin.
 
-        decode: for stop strings; sampler: instead of the one that the options make; the others as in `cycles`.
+        decode: for stop strings; sampler: instead of the one that the options make; constraint: of `asked`, where it is
+        made already; the others as in `cycles`.
         """
-        constraint = self._constraint(asked)
+        constraint = constraint or self.constraint(asked)
         stopper, origins = asked.stopper(decode, constraint), Origins()
         drivers = self.drivers.asked(asked.policy, asked.policy_options)
         cycles = self.cycles(
@@ -292,8 +294,8 @@ class Engine:
         )
         return Answering(cycles, stopper, drivers.policy, origins)
 
-    def _constraint(self, asked: GenerationOptions) -> Constraint | None:
-        """A new one of what these options constrain the answer to; None where they do not."""
+    def constraint(self, asked: GenerationOptions) -> Constraint | None:
+        """Make a new one of what these options constrain the answer to; None where they do not. From any thread."""
         if (given := asked.constrains) is None:
             return None
         return self._vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 from dataclasses import fields
 
@@ -14,7 +13,7 @@ from specengine.cli.arguments.shared import names_of
 from specengine.cli.terminal import say
 from specengine.errors import missing_extra
 from specengine.replicas.scale import Scale
-from specengine.serve.settings import Settings
+from specengine.serve.settings import Settings, is_loopback
 
 KEY_VARIABLE = "SPECENGINE_API_KEY"
 
@@ -25,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         from specengine.serve import running
     except ImportError as error:
         raise missing_extra("serve", "serve", error) from error
-    if not settings.api_keys and not _is_loopback(settings.host):
+    if not settings.api_keys and not is_loopback(settings.host):
         say(f"specengine: note: {settings.host} can be reached from elsewhere, and no --api-key is asked for")
 
     def listening(address: str) -> None:
@@ -54,6 +53,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     """What was typed, checked."""
     same = {field.name for field in fields(Settings)} & vars(arguments).keys()
     chosen = {name: getattr(arguments, name) for name in same}
+    chosen["allowed_hosts"] = tuple(arguments.allowed_host)
     keys = arguments.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
     name = arguments.served_model_name or os.path.basename(_target(arguments).rstrip("/"))
     return Settings(name=name, api_keys=tuple(keys), origins=tuple(arguments.cors), **chosen)
@@ -62,10 +62,3 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 def _target(arguments: argparse.Namespace) -> str:
     """The model alone, a path or an id."""
     return names_of(argparse.Namespace(model=arguments.model))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

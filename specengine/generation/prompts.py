@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from specengine.errors import InputError, shown
+from specengine.generation.room import Room
 from specengine.plain import is_array, is_number, plain
 
 MOST_HELD_BACK = 256  # tokens
@@ -19,12 +20,11 @@ _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
 _WHOLE_DTYPE = re.compile(r"(torch\.)?u?int\d+")
 _PRIVATE = [chr(code) for code in range(0xE000, 0xE100)]  # of Unicode, for private use: hardly ever in a text
-LETTERS = 8  # for each token of the context, of a text whose beginning is read first
-MARGIN = 1.25  # more tokens than this for each of the context's are too many, however the text goes on
 ACCEPTED = "accepted are a string, a list of chat messages (role, content) or a list of token ids"
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
 Tools = Sequence[Mapping[str, Any]] | None
+Template = Mapping[str, Any] | None
 
 
 def token_ids(
@@ -36,6 +36,8 @@ def token_ids(
     max_context: int,
     allow_special_text: bool = True,
     tools: Tools = None,
+    template: Template = None,
+    room: Room | None = None,
 ) -> list[int]:
     """Ids of `prompt`: a string, a list of chat messages, ids, or an id tensor or array [length] or [1, length].
 
@@ -44,9 +46,12 @@ def token_ids(
     allow_special_text: the text of a special token is that token wherever it stands, as transformers reads it; else it
     is text like any other in what the caller gives, and InputError where the tokenizer cannot write it so.
     tools: functions for the chat template, as in transformers; of messages alone.
+    template: what else the chat template is given; of messages alone.
+    room: for the tokens of texts, by default that of the context.
     """
-    _refuse_far_too_long(prompt, tokenizer, max_context)
-    ids = _encode(prompt, tokenizer, raw, allow_special_text, tools)
+    if tokenizer is not None:
+        (room or Room(max_context)).require("prompt", texts_in([prompt, tools, template]), tokenizer)
+    ids = _encode(prompt, tokenizer, raw, allow_special_text, tools, template)
     if not ids:
         raise InputError("prompt: it is empty, at least one token is needed")
     _require_known("prompt", ids, vocab_size)
@@ -58,25 +63,17 @@ def token_ids(
     return ids
 
 
-def _refuse_far_too_long(prompt: Prompt, tokenizer: Any, max_context: int) -> None:
-    """Raise InputError for text whose beginning alone has too many tokens: the whole would be read for long."""
-    if tokenizer is None:
-        return
-    texts = [prompt] if isinstance(prompt, str) else [item.get("content") for item in _messages_in(prompt)]
-    for text in texts:
-        if isinstance(text, str) and len(text) > LETTERS * max_context:
-            beginning = text[: LETTERS * max_context]
-            _require_unicode("prompt", beginning)
-            count = len(_tokenized(tokenizer, beginning, add_special_tokens=False))
-            if count > MARGIN * max_context:
-                raise InputError(
-                    f"prompt: its first {len(beginning)} of {len(text)} characters have {count} tokens, accepted at "
-                    f"most {max_context - 1}: the model's context is {max_context} and an answer needs room"
-                )
-
-
-def _messages_in(prompt: Prompt) -> list[Mapping[str, Any]]:
-    return [item for item in prompt if isinstance(item, Mapping)] if isinstance(prompt, list | tuple) else []
+def texts_in(value: Any) -> Iterator[str]:
+    """All text in prompts, messages and tools, as deep as messages may be nested."""
+    waiting = [(value, 0)]
+    while waiting:
+        part, depth = waiting.pop()
+        if isinstance(part, str):
+            yield part
+        elif depth <= MOST_NESTED + 1 and isinstance(part, Mapping):
+            waiting += [(inner, depth + 1) for pair in part.items() for inner in pair]
+        elif depth <= MOST_NESTED + 1 and isinstance(part, list | tuple) and not (part and type(part[0]) is int):
+            waiting += [(inner, depth + 1) for inner in part]
 
 
 def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_size: int) -> list[int]:
@@ -98,7 +95,9 @@ def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_
     return list(prediction)
 
 
-def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool, tools: Tools) -> list[int]:
+def _encode(
+    prompt: Prompt, tokenizer: Any, raw: bool, live: bool, tools: Tools, template: Template = None
+) -> list[int]:
     if is_array(prompt):
         return _from_array(prompt)
     if isinstance(prompt, str):
@@ -114,7 +113,7 @@ def _encode(prompt: Prompt, tokenizer: Any, raw: bool, live: bool, tools: Tools)
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         _require(tokenizer, "chat messages")
-        return _from_messages(items, tokenizer, live, tools)
+        return _from_messages(items, tokenizer, live, tools, template)
     ids = [plain(item) if is_number(item) else item for item in items]
     if all(type(item) is int for item in ids):
         return ids
@@ -141,7 +140,9 @@ def _from_array(prompt: Any, field: str = "prompt") -> list[int]:
     return list(plain(prompt.reshape(-1)))
 
 
-def _from_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any, live: bool, tools: Tools = None) -> list[int]:
+def _from_messages(
+    messages: Sequence[Mapping[str, str]], tokenizer: Any, live: bool, tools: Tools = None, template: Template = None
+) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("prompt: this tokenizer has no chat template, pass a string or token ids")
     for message in messages:
@@ -157,18 +158,23 @@ def _from_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any, live: 
             _require_unicode("prompt", text)
     for text in _strings(list(tools or [])):
         _require_unicode("tools", text)
+    for text in _strings(dict(template or {})):
+        _require_unicode("chat_template_kwargs", text)
     texts = [{**message, "content": _text_of(message["content"])} for message in messages]
     special = None if live else SpecialText.of(tokenizer)
-    if special is not None and any(special.stands_in(text) for text in _strings([*texts, *(tools or [])])):
-        return special.encode(texts, tools)
-    return list(_rendered(tokenizer, texts, tools, tokenize=True, return_dict=True)["input_ids"])
+    given = [*texts, *(tools or []), dict(template or {})]
+    if special is not None and any(special.stands_in(text) for text in _strings(given)):
+        return special.encode(texts, tools, template)
+    return list(_rendered(tokenizer, texts, tools, template, tokenize=True, return_dict=True)["input_ids"])
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Tools, **options: Any) -> Any:
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Tools, template: Template, **options: Any) -> Any:
     if tools is not None:
         options["tools"] = list(tools)
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+        return tokenizer.apply_chat_template(
+            messages, **({"add_generation_prompt": True} | dict(template or {})), **options
+        )
     except Exception as error:  # a template raises what it likes over roles and fields that it does not know
         text = " ".join(str(error).split())
         raise InputError(f"prompt: the chat template does not take these messages ({text:.300})") from error
@@ -225,9 +231,10 @@ class SpecialText(NamedTuple):
     def stands_in(self, text: str) -> bool:
         return self.pattern.search(text) is not None
 
-    def encode(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
+    def encode(self, messages: list[dict[str, Any]], tools: Tools = None, template: Template = None) -> list[int]:
         """Ids of the filled template, with special tokens where the template has put them and nowhere else."""
-        given = list(_strings([*messages, *(tools or [])]))
+        options = dict(template or {})
+        given = list(_strings([*messages, *(tools or []), options]))
         mark = next((char for char in _PRIVATE if not any(char in text for text in given)), None)
         if mark is None:
             raise InputError("prompt: allow_special_text=False needs a private-use character that no message holds")
@@ -235,7 +242,9 @@ class SpecialText(NamedTuple):
         def marked(value: Any) -> Any:
             return _with(value, lambda text: self.pattern.sub(lambda found: self._name(mark, found[0]), text))
 
-        filled = _rendered(self.tokenizer, marked(messages), tools and marked(list(tools)), tokenize=False)
+        filled = _rendered(
+            self.tokenizer, marked(messages), tools and marked(list(tools)), marked(options), tokenize=False
+        )
         if self._pieces(filled) != list(self.tokenizer(filled, add_special_tokens=False)["input_ids"]):
             found = next(text for text in self.texts if any(text in part for part in given))
             raise InputError(f"prompt: this tokenizer cannot write {found!r} as text; pass allow_special_text=True")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 
 from specengine.errors import InputError
+from specengine.generation.grammars import Constraint
 from specengine.generation.options import GenerationOptions
 from specengine.generation.outputs import GenerationResult, SpeculativeOutput, StreamPiece, decoder
 from specengine.generation.prompts import Prompt, TextStream, token_ids
@@ -48,6 +49,7 @@ class Starts(Protocol):
         decode: Callable[[list[int]], str],
         *,
         reuse_cache: bool = False,
+        constraint: Constraint | None = None,
     ) -> Answering: ...
 
 
@@ -64,24 +66,29 @@ class TextGeneration:
         self,
         engine: Starts,
         prompt: Prompt,
-        options: Mapping[str, Any],
+        options: Mapping[str, Any] | GenerationOptions,
         *,
         reuse_cache: bool = False,
         shown: Collection[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
-        """shown: special tokens whose text the answer shows."""
+        """options: of GenerationOptions.of, where they are checked already, with their constraint; shown: special
+        tokens whose text the answer shows."""
         engine.follow()
         target = engine.target
+        given = vars(options) if isinstance(options, GenerationOptions) else options
         self.prompt = token_ids(
             prompt,
             engine.tokenizer,
-            raw=bool(options.get("raw", False)),
+            raw=bool(given.get("raw", False)),
             vocab_size=target.vocab_size,
             max_context=target.max_context,
-            allow_special_text=bool(options.get("allow_special_text", True)),
+            allow_special_text=bool(given.get("allow_special_text", True)),
         )
-        self.options = GenerationOptions.of(
-            dict(options), target.generation_config, len(self.prompt), target.max_context
+        self.options = (
+            options
+            if isinstance(options, GenerationOptions)
+            else GenerationOptions.of(dict(options), target.generation_config, len(self.prompt), target.max_context)
         )
         if self.options.stops and engine.tokenizer is None:
             raise InputError("stop_strings: they need a tokenizer, pass tokenizer= when loading the engine")
@@ -95,7 +102,12 @@ class TextGeneration:
         self._started = False
         self._streams = False  # whether a streamer waits for the end
         self._cycles, self._stopper, self.policy, self._origins = engine.start(
-            self.prompt, self.options, self.stats, self._decode, reuse_cache=reuse_cache
+            self.prompt,
+            self.options,
+            self.stats,
+            self._decode,
+            reuse_cache=reuse_cache,
+            constraint=constraint,
         )
 
     @property

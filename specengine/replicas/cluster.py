@@ -11,11 +11,13 @@ from typing import Any
 from specengine.errors import InputError, missing_extra
 from specengine.replicas.scale import Scale
 
+LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 << 20  # prompts and answers are small
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 try:
     import ray as ray
+    from ray._private import ray_constants
 except ImportError as error:
     raise missing_extra("replicas", "ray", error) from error
 
@@ -35,14 +37,16 @@ def running(scale: Scale) -> Iterator[None]:
         "num_cpus": max(cores(), scale.most * (scale.threads or 1)),
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
+        "_node_ip_address": LOOPBACK,
     }
     try:
-        ray.init(
-            address=scale.address or "local",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **({} if scale.address else own),
-        )
+        with contextlib.nullcontext() if scale.address else _alone():
+            ray.init(
+                address=scale.address or "local",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **({} if scale.address else own),
+            )
     except (ConnectionError, ValueError, RuntimeError) as error:
         place = f"there is no Ray cluster at {scale.address}" if scale.address else "Ray does not start"
         raise InputError(f"ray_address: {place} ({' '.join(str(error).split()):.200})") from error
@@ -51,6 +55,25 @@ def running(scale: Scale) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """While a cluster of this machine starts: it listens at the loopback address alone, its figures included.
+
+    Ray takes that address for the one in the network, unless it knows that no other machine will join.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def is_alone() -> bool:
+    """Whether this process belongs to a cluster that listens at the loopback address."""
+    return bool(ray.util.get_node_ip_address() == LOOPBACK)
 
 
 def threads(scale: Scale) -> int:

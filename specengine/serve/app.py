@@ -20,7 +20,8 @@ from specengine.errors import SpecEngineError, shown
 from specengine.generation.outputs import decoder
 from specengine.serve import replies, shapes
 from specengine.serve.asking import Asked
-from specengine.serve.guards import BodyLimit, Keys
+from specengine.serve.bodies import BodyRoute
+from specengine.serve.guards import HEALTH, BodyLimit, Hosts, Keys
 from specengine.serve.problems import Problem, json_response, of_error, of_validation, unavailable
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.serve.settings import Settings
@@ -50,6 +51,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         responses={"default": {"model": shapes.ErrorBody, "description": "refused or failed"}},
         middleware=middleware(settings, worker.metrics.failed),
     )
+    app.router.route_class = BodyRoute
     add_page(app)
     _tell_problems(app, worker)
     _operation(app, worker, settings)
@@ -69,32 +71,45 @@ def middleware(settings: Settings, failed: Any) -> list[Middleware]:
         )
     if settings.api_keys:
         made.append(Middleware(Keys, keys=settings.api_keys, failed=failed))
+    if settings.hosts:
+        made.insert(0, Middleware(Hosts, names=settings.hosts, failed=failed))
     return [*made, Middleware(BodyLimit, most=settings.max_body_bytes, failed=failed)]
 
 
 def _tell_problems(app: FastAPI, worker: Worker) -> None:
-    def told(problem: Problem) -> Response:
-        worker.metrics.failed.labels(problem.status).inc()
+    def told(problem: Problem, request: Request) -> Response:
+        if request.url.path not in HEALTH:  # who asks whether requests are taken has made none
+            worker.metrics.failed.labels(problem.status).inc()
         if problem.status == 429:
             problem.headers["Retry-After"] = str(worker.retry_seconds)
         return problem.response()
 
     @app.exception_handler(Problem)
-    async def _problem(_: Request, error: Problem) -> Response:
-        return told(error)
+    async def _problem(request: Request, error: Problem) -> Response:
+        return told(error, request)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
         model: type[BaseModel] = ChatRequest if "chat" in request.url.path else CompletionRequest
-        return told(of_validation(error.errors(), list(model.model_fields)))
+        return told(of_validation(error.errors(), list(model.model_fields)), request)
 
     @app.exception_handler(HTTPException)
-    async def _http(_: Request, error: HTTPException) -> Response:
-        return told(Problem(error.status_code, str(error.detail), headers=error.headers))
+    async def _http(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, Problem):  # of a body, which FastAPI puts another error around
+            return told(error.__cause__, request)
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{request.method} {request.url.path:.100} is not here; there are {', '.join(_routes(app))}"
+        return told(Problem(error.status_code, message, headers=error.headers), request)
 
     @app.exception_handler(Exception)
-    async def _unexpected(_: Request, error: Exception) -> Response:
-        return told(of_error(error))
+    async def _unexpected(request: Request, error: Exception) -> Response:
+        return told(of_error(error), request)
+
+
+def _routes(app: FastAPI) -> list[str]:
+    """Method and path of what is told in /openapi.json."""
+    return [f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods]
 
 
 def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
@@ -104,6 +119,9 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
     async def health() -> Response:
         _require_ready(worker)
         return json_response({"status": "ok"})
+
+    for path in HEALTH:
+        app.add_api_route(path, health, methods=["GET", "HEAD"], include_in_schema=False)
 
     text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
@@ -133,7 +151,7 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
 def _openai(app: FastAPI, worker: Worker, settings: Settings) -> None:
     async def answered(asked: Sampling, request: Request) -> Response:
         _require_ready(worker)
-        if asked.model is not None:
+        if asked.model is not None and settings.strict_model:
             _require_model(asked.model, settings)
         try:
             return await _answered(worker, Asked(asked, settings), request)

@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from specengine.drivers import PLAIN
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.generation.grammars import Constraint
 from specengine.generation.options import GenerationOptions
-from specengine.generation.prompts import token_ids
+from specengine.generation.outputs import decoder
+from specengine.generation.prompts import predicted_ids, texts_in, token_ids
+from specengine.generation.room import Room
 from specengine.generation.text_generation import TextGeneration
 from specengine.records import TokenLogprob
-from specengine.serve import constraints, tools
+from specengine.serve import constraints
 from specengine.serve.problems import Problem
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.serve.settings import Settings
+from specengine.serve.tools import OneCall, ToolReader, format_of, marks, require_written, schemas_of
+
+QUICK_LETTERS, QUICK_MESSAGES = 1 << 15, 200
 
 _SAME = (
     "temperature",
     "top_p",
     "min_p",
+    "typical_p",
+    "no_repeat_ngram_size",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "seed",
     "policy",
 )
+
+
+class Limits(NamedTuple):
+    """Of a loaded model: a tokenizer that the thread which reads may use, and what a prompt can hold.
+
+    longest: characters of the longest token
+    """
+
+    tokenizer: Any
+    max_context: int
+    longest: int
+
+
+class Prepared(NamedTuple):
+    """A request of which everything has been read.
+
+    shown: special tokens whose text the answer shows
+    """
+
+    prompt: list[int]
+    options: GenerationOptions
+    shown: list[int]
+    constraint: Constraint | None
+
+    @property
+    def prediction(self) -> list[int]:
+        return list(self.options.prediction or [])
 
 
 @dataclass(frozen=True)
@@ -51,6 +87,35 @@ class Asked:
         prompt = "messages" if isinstance(self.request, ChatRequest) else "prompt"
         return {"prompt": prompt} | constraints.names(self.request)
 
+    @cached_property
+    def conversation(self) -> Any:
+        """What the prompt is made of: messages as templates read them, a text, or token ids."""
+        request = self.request
+        if isinstance(request, ChatRequest):
+            return [message.for_template() for message in request.messages]
+        if isinstance(request, CompletionRequest):
+            return request.single
+        raise Problem(400, "neither a chat nor a completion")
+
+    @cached_property
+    def letters(self) -> int:
+        """Characters of all that the prompt is made of."""
+        return sum(map(len, texts_in([self.conversation, self._functions, self._template])))
+
+    @property
+    def quick(self) -> bool:
+        """Whether it takes milliseconds to prepare, so that nobody minds who does it."""
+        many = isinstance(self.conversation, list) and len(self.conversation) > QUICK_MESSAGES
+        letters = self.letters + len(self.prediction or "")
+        return letters <= QUICK_LETTERS and not (many and self.letters) and not self.constrains
+
+    @property
+    def constrains(self) -> bool:
+        """Whether there is a schema or a grammar to be read."""
+        request = self.request
+        forced = isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
+        return bool(request.constraints) or forced
+
     @property
     def prediction(self) -> str | None:
         asked = self.request.prediction if isinstance(self.request, ChatRequest) else None
@@ -71,26 +136,52 @@ class Asked:
         if self.echoes and top is not None:
             yield from engine.score(prompt, top)
 
-    def start(self, engine: Engine) -> TextGeneration:
-        """The generation, which continues from what the caches hold of the prompt; InputError or Problem."""
-        ids = self._prompt_ids(engine)
+    def require_possible(self, limits: Limits) -> None:
+        """Raise InputError for texts that no model of these limits can hold, before anything is read."""
+        room = self._room(limits)
+        room.require_possible("prompt", self.letters, limits.tokenizer)
+        room.require_possible("prediction", len(self.prediction or ""), limits.tokenizer)
+
+    def prepare(self, engine: Engine, limits: Limits, still_wanted: Callable[[], None] = lambda: None) -> Prepared:
+        """Read everything, which may take seconds unless it is quick; InputError or Problem.
+
+        still_wanted: called now and then; what it raises comes out.
+        """
+        tokenizer = limits.tokenizer
+        ids = self._prompt_ids(engine, limits, still_wanted)
         most = self.settings.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise InputError(f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server")
-        known = engine.target.vocab_size
-        outside = next((token for token in self.request.logit_bias or () if int(token) >= known), None)
-        if outside is not None:
-            raise InputError(f"logit_bias: token id {outside} is out of range, accepted 0 to {known - 1}")
-        options = dict(self.options)
-        limits = (self.settings.default_max_tokens, self.settings.max_tokens)
-        options["max_new_tokens"] = self.request.wanted_tokens or min(limit for limit in limits if limit is not None)
+        options = dict(self.options) | constraints.options(self.request, tokenizer)
+        self._require_known_tokens(engine.target.vocab_size)
+        options |= self._ends(engine)
+        maxima = (self.settings.default_max_tokens, self.settings.max_tokens)
+        options["max_new_tokens"] = self.request.wanted_tokens or min(most for most in maxima if most is not None)
         if self.echoes and options["max_new_tokens"] == 1:
             options["policy"] = PLAIN  # the draft would read the prompt for one token
         if self.prediction is not None:
-            options["prediction"] = self.prediction
-        options |= constraints.options(self.request, engine.tokenizer)
-        shown = tools.marks(tools.format_of(engine.tokenizer), engine.tokenizer) if self._functions else ()
-        generation = TextGeneration(engine, ids, options, reuse_cache=True, shown=shown)
+            self._room(limits, still_wanted).require("prediction", [self.prediction], tokenizer)
+            options["prediction"] = predicted_ids(self.prediction, tokenizer, engine.target.vocab_size)
+        known = format_of(tokenizer) if self._functions else None
+        shown = marks(known, tokenizer) if known is not None else []
+        if known is not None and isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False:
+            schemas = schemas_of(self._functions or [])
+            options["stopping_criteria"] = [OneCall(ToolReader(known, schemas), decoder(engine.tokenizer, shown))]
+        target = engine.target
+        asked = GenerationOptions.of(options, target.generation_config, len(ids), target.max_context)
+        still_wanted()
+        return Prepared(ids, asked, shown, engine.constraint(asked))
+
+    def start(self, engine: Engine, prepared: Prepared) -> TextGeneration:
+        """The generation, which continues from what the caches hold of the prompt; InputError."""
+        generation = TextGeneration(
+            engine,
+            prepared.prompt,
+            prepared.options,
+            reuse_cache=True,
+            shown=prepared.shown,
+            constraint=prepared.constraint,
+        )
         generation.origins = bool(self.request.return_cycles)
         return generation
 
@@ -98,26 +189,48 @@ class Asked:
     def _functions(self) -> list[dict[str, Any]] | None:
         return self.request.template_tools if isinstance(self.request, ChatRequest) else None
 
-    def _prompt_ids(self, engine: Engine) -> list[int]:
-        request = self.request
-        prompt: Any
-        if isinstance(request, ChatRequest):
-            prompt = [message.for_template() for message in request.messages]
-            if self._functions:
-                tools.format_of(engine.tokenizer)
-        elif isinstance(request, CompletionRequest):
-            prompt = request.single
-        else:
-            raise Problem(400, "neither a chat nor a completion")
+    @property
+    def _template(self) -> dict[str, Any]:
+        return self.request.template_options if isinstance(self.request, ChatRequest) else {}
+
+    def _room(self, limits: Limits, still_wanted: Callable[[], None] = lambda: None) -> Room:
+        most = min(limits.max_context, self.settings.max_prompt_tokens or limits.max_context)
+        return Room(most, limits.longest, still_wanted)
+
+    def _prompt_ids(self, engine: Engine, limits: Limits, still_wanted: Callable[[], None]) -> list[int]:
+        if self._functions:
+            format_of(limits.tokenizer)
+        if isinstance(self.request, ChatRequest):
+            require_written(limits.tokenizer, self.conversation, self._functions)
+        live = self.request.allow_special_text
+        if live is None:
+            live = self.settings.allow_special_text or isinstance(self.request, CompletionRequest)
         return token_ids(
-            prompt,
-            engine.tokenizer,
+            self.conversation,
+            limits.tokenizer,
             raw=True,
             vocab_size=engine.target.vocab_size,
             max_context=engine.target.max_context,
-            allow_special_text=self.settings.allow_special_text,
+            allow_special_text=live,
             tools=self._functions,
+            template=self._template,
+            room=self._room(limits, still_wanted),
         )
+
+    def _require_known_tokens(self, known: int) -> None:
+        for name in ("logit_bias", "stop_token_ids"):
+            outside = next((token for token in getattr(self.request, name) or () if int(token) >= known), None)
+            if outside is not None:
+                raise InputError(f"{name}: token id {outside} is out of range, accepted 0 to {known - 1}")
+
+    def _ends(self, engine: Engine) -> dict[str, Any]:
+        """The tokens that end the answer, where there are others than the model's own."""
+        more = self.request.stop_token_ids
+        if not more:
+            return {}
+        config = engine.target.generation_config
+        own = None if config is None or self.request.ignore_eos else config.eos_token_id
+        return {"eos_token_id": [*([own] if isinstance(own, int) else own or []), *more]}
 
 
 def _options(request: Sampling) -> dict[str, Any]:

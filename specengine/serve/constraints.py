@@ -8,39 +8,40 @@ from typing import Any
 
 from specengine.errors import InputError
 from specengine.generation.grammars import WRITTEN, compiled
+from specengine.serve.messages import is_empty
 from specengine.serve.problems import Problem
 from specengine.serve.requests import ChatRequest, NamedChoice, Sampling, Tool
 from specengine.serve.tool_formats import CLOSING, OPENING, Hermes
 from specengine.serve.tools import format_of
 
 _TAG = re.compile(r"</?\w+>")
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
     """Of GenerationOptions: what keeps to these fields; Problem where they contradict each other."""
-    asked = {} if request.response_format is None else request.response_format.options
-    if request.grammar is not None:
-        if asked:
-            raise Problem(400, "grammar: response_format constrains the answer too; leave one of them out", "grammar")
-        asked = {"grammar": request.grammar}
+    asked = request.constraints
+    if len(asked) > 1:
+        name, other = sorted(asked)[:2]
+        raise Problem(400, f"{name}: {other} constrains the answer too; leave one of them out", name)
     calls = calls_grammar(request, tokenizer) if isinstance(request, ChatRequest) else None
     if calls is not None and asked:
-        name = "grammar" if "grammar" in asked else "response_format"
+        name = next(iter(asked))
         raise Problem(400, f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out", name)
-    return asked if calls is None else {"grammar": calls}
+    return next(iter(asked.values()), {}) if calls is None else {"grammar": calls}
 
 
 def names(request: Sampling) -> dict[str, str]:
     """The client's names of the options that constrain."""
-    chat = isinstance(request, ChatRequest) and request.grammar is None
-    own = {"json_schema": "response_format", "json_object": "response_format"}
-    return own | ({"grammar": "tools"} if chat else {})
+    field = next(iter(request.constraints), "tools" if isinstance(request, ChatRequest) else "response_format")
+    return dict.fromkeys(("json_schema", "json_object", "grammar"), field)
 
 
 def calls_grammar(request: ChatRequest, tokenizer: Any) -> str | None:
     """A grammar, as Lark text, of what `tool_choice` and strict tools allow; None where they leave it free.
 
     In it arguments meet the schema of their tool; of a tool that is not strict, where that schema can be read.
+    `required` is one call, unless the client says that there may be several.
     """
     tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, NamedChoice):
@@ -58,7 +59,8 @@ def calls_grammar(request: ChatRequest, tokenizer: Any) -> str | None:
     if isinstance(choice, NamedChoice):
         rules.append(f"start: {opening} body")
     elif choice == "required":
-        rules.append(f'start: {opening} body ("\\n" {opening} body)*')
+        more = f'("\\n" {opening} body)*' if request.parallel_tool_calls else ""
+        rules.append(f"start: {opening} body {more}")
     elif OPENING in added:
         others = [token for token in added if _TAG.fullmatch(token) and token not in (OPENING, CLOSING)]
         written = [token for token in others if token not in tokenizer.all_special_tokens]
@@ -72,7 +74,7 @@ def calls_grammar(request: ChatRequest, tokenizer: Any) -> str | None:
 
 def _call(tool: Tool) -> str:
     function = tool.function
-    schema = {"type": "object"} | (function.parameters or {})
+    schema = NO_ARGUMENTS if is_empty(function.parameters) else (function.parameters or {}) | {"type": "object"}
     if not function.strict and not _readable(schema):
         schema = {"type": "object"}
     name = json.dumps(function.name, ensure_ascii=False)

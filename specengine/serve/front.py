@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
@@ -18,13 +20,16 @@ from starlette.types import Receive, Scope, Send
 
 from specengine.serve.adding import Added
 from specengine.serve.app import middleware
+from specengine.serve.guards import HEALTH
 from specengine.serve.metrics import Metrics
 from specengine.serve.problems import Problem, json_response, of_error
 from specengine.serve.replica import Asking, Message
 from specengine.serve.routing import conversation_of
 from specengine.serve.settings import Settings
 from specengine.serve.streaming import sse
+from specengine.serve.worker import MOST_RETRY_SECONDS
 
+LOST = "replica_lost"
 RETRY = {"Retry-After": "1"}
 FIGURES_SECONDS = 5.0
 
@@ -37,10 +42,12 @@ class Front:
         self.handle: DeploymentHandle | None = None
         self._settings = settings
         self._added, self._own = Added(), Metrics()
+        self._mean_seconds = 1.0  # from a request's coming to its end, the latest counting most
 
     def app(self) -> Starlette:
         """With keys, limits and browsers' rules before it."""
-        routes = [Route("/health", self._health), Route("/metrics", self._metrics), Mount("/", self._forward)]
+        healths = [Route(path, self._health) for path in HEALTH]
+        routes = [*healths, Route("/metrics", self._metrics), Mount("/", self._forward)]
         return Starlette(
             routes=routes,
             middleware=middleware(self._settings, self._own.failed),
@@ -68,20 +75,40 @@ class Front:
         body = await request.body()
         path = scope["path"]
         asking = Asking(request.method, path, scope["query_string"], list(request.headers.raw), body)
-        assert self.handle is not None
-        coming: Any = self.handle.options(stream=True).ask.remote(asking, conversation=conversation_of(body))
-        passing = asyncio.ensure_future(_pass(coming, send))
+        began = time.monotonic()
+        passing = asyncio.ensure_future(self._passed(asking, send))
         leaving = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if passing.done() and passing.exception() is None:
+                self._mean_seconds += 0.3 * (time.monotonic() - began - self._mean_seconds)
         finally:
-            if not passing.done():
-                coming.cancel()
             for task in (passing, leaving):
                 task.cancel()
             result, _ = await asyncio.gather(passing, leaving, return_exceptions=True)
         if isinstance(result, Exception):
             raise result
+
+    async def _passed(self, asking: Asking, send: Send) -> None:
+        """Pass on the answer of a replica; of another one, where the first ends before it has said any of it."""
+        assert self.handle is not None
+        conversation = conversation_of(asking.body)
+        for last in (False, True):
+            coming: Any = self.handle.options(stream=True).ask.remote(asking, conversation=conversation)
+            try:
+                await _pass(coming, send)
+                return
+            except asyncio.CancelledError:
+                coming.cancel()
+                raise
+            except Problem as problem:
+                if last or problem.code != LOST:
+                    raise
+
+    @property
+    def _retry_seconds(self) -> int:
+        """When there is likely to be room: what it took, waiting included, to answer those that came of late."""
+        return min(max(math.ceil(self._mean_seconds), 1), MOST_RETRY_SECONDS)
 
     async def _require_ready(self) -> None:
         if self.state != "ready":
@@ -90,7 +117,10 @@ class Front:
 
     async def _told(self, request: Request, error: Any) -> Response:
         problem = error if isinstance(error, Problem) else _problem(error)
-        self._own.failed.labels(problem.status).inc()
+        if problem.status == 429:
+            problem.headers["Retry-After"] = str(self._retry_seconds)
+        if request.url.path not in HEALTH:
+            self._own.failed.labels(problem.status).inc()
         return problem.response()
 
 
@@ -131,9 +161,11 @@ async def _gone(receive: Receive) -> None:
 
 def _problem(error: Exception) -> Problem:
     if isinstance(error, BackPressureError):
-        return Problem(429, "as many requests wait as may; try again in 1 s", code="queue_full", headers=RETRY)
+        return Problem(
+            429, "as many requests wait as may; Retry-After says when to try again", code="queue_full", headers=RETRY
+        )
     if isinstance(error, DeploymentUnavailableError) or (
         isinstance(error, RayError) and not isinstance(error, RayTaskError)
     ):
-        return Problem(503, "the replica that answered has ended; try again", code="replica_lost", headers=RETRY)
+        return Problem(503, "the replica that answered has ended; try again", code=LOST, headers=RETRY)
     return of_error(error)

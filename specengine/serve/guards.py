@@ -1,4 +1,4 @@
-"""What stands before every request: keys, and how large a body may be."""
+"""What stands before every request: the names of this server, keys, and how large a body may be."""
 
 from __future__ import annotations
 
@@ -10,10 +10,44 @@ from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specengine.errors import shown
 from specengine.serve.problems import Problem
+from specengine.serve.settings import is_loopback
 from specengine.serve.static import FILES
 
-WITHOUT_KEY = ("/health", *FILES)
+HEALTH = ("/health", "/healthz", "/v1/health")
+WITHOUT_KEY = (*HEALTH, *FILES)
+
+
+class Hosts:
+    """Refuses requests that name the server otherwise than `names`, as a page of elsewhere does whose name was pointed
+    here; addresses of this machine alone are names too. failed: counts refusals by status.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str], failed: Counter) -> None:
+        self.app, self.names, self.failed = app, {_name(name) for name in names}, failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).getlist("host") if scope["type"] == "http" else []
+        other = next((host for host in given if not self._knows(_name(host))), None)
+        if other is not None:
+            message = f"host: got {shown(other)}, which is not a name of this server; --allowed-host makes it one"
+            problem = Problem(403, message, "host", "host_not_allowed")
+            self.failed.labels(problem.status).inc()
+            await problem.response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _knows(self, name: str) -> bool:
+        return name in self.names or is_loopback(name)
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return (host if host.count(":") > 1 else host.partition(":")[0]).rstrip(".")
 
 
 class Keys:

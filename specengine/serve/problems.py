@@ -26,6 +26,8 @@ _CLIENTS_NAMES = {
     "eos_token_id": "ignore_eos",
 }
 _FIELD = re.compile(r"(\w+)(?=:)")
+_KINDS = ("str", "int", "float", "bool", "NamedChoice")
+_INNER = re.compile(r"([\w.\[\]]+): ")
 
 
 class Problem(Exception):
@@ -85,18 +87,32 @@ def of_error(error: Exception, names: Mapping[str, str] | None = None) -> Proble
 def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) -> Problem:
     """The first of pydantic's complaints; accepted: the fields of the request."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    field = ".".join(part for part in place if part.isidentifier() or part.isdecimal())
+    place = _place(first["loc"], first["type"] == "extra_forbidden")
+    message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        name = shown(place[-1])[1:-1]
-        known = f", accepted are {', '.join(accepted)}" if len(place) == 1 else ""
+        name = shown(place)[1:-1]
+        known = f", accepted are {', '.join(accepted)}" if len(first["loc"]) <= 2 else ""
         return Problem(400, f"{name}: unknown, or not supported by this server{known}", name, "unsupported_field")
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is no JSON ({first.get('ctx', {}).get('error', '')})", code="invalid_json")
-    if first["type"] == "value_error" and not field:
-        message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "value_error" and not place:
         return Problem(400, message, message.partition(":")[0])
-    if not field:
+    if not place:
         return Problem(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
-    message = str(first["msg"]).removeprefix("Value error, ")
-    return Problem(400, f"{field}: {message}", field)
+    inner = _INNER.match(message) if first["type"] == "value_error" else None
+    if inner is not None:  # a check of a whole object names the field within it
+        joined = "" if inner[1].startswith("[") else "."
+        place, message = f"{place}{joined}{inner[1]}", message[inner.end() :]
+    return Problem(400, f"{place}: {message}", place)
+
+
+def _place(parts: Sequence[Any], named: bool) -> str:
+    """As people write it: messages[2].content, without the kinds that pydantic tried; named: the last is a client's."""
+    place = ""
+    for index, part in enumerate(parts):
+        own = named and index == len(parts) - 1
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part != "body" and (own or (part not in _KINDS and (part.isidentifier() or part.isdecimal()))):
+            place += f".{part}" if place else part
+    return place

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, MutableMapping
 from typing import Any, NamedTuple
 
 from ray import serve
+from ray.serve._private import replica as serving
 
+from specengine.replicas import cluster
 from specengine.replicas.recipe import Recipe
 from specengine.serve.app import create_app
 from specengine.serve.metrics import Metrics
@@ -17,6 +19,16 @@ from specengine.serve.worker import Worker
 
 Message = MutableMapping[str, Any]
 LOADING_SECONDS = 0.05  # between two looks
+
+
+def _listen_here_alone() -> None:
+    """In a replica's process, where Ray Serve would listen at every address, whatever the cluster's own is."""
+    opening = serving.add_port_to_grpc_server
+
+    def opened(server: Any, address: str) -> Any:
+        return opening(server, f"{cluster.LOOPBACK}:{address.rpartition(':')[2]}")
+
+    serving.add_port_to_grpc_server = opened
 
 
 class Asking(NamedTuple):
@@ -51,8 +63,12 @@ class Replica:
 
     async def __init__(self, recipe: Recipe, settings: Settings) -> None:  # type: ignore[misc]
         """Until the engine is loaded; raises what loading it raises."""
+        if cluster.is_alone():
+            _listen_here_alone()
         self._worker = Worker(recipe.load, settings.queue, Metrics())
-        self._app = create_app(self._worker, dataclasses.replace(settings, api_keys=(), origins=()))
+        self._app = create_app(
+            self._worker, dataclasses.replace(settings, api_keys=(), origins=(), allowed_hosts=("*",))
+        )
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
         while self._worker.state == "loading":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from specengine.serve.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.serve.text import StopText
 from specengine.serve.tool_formats import ToolCall
-from specengine.serve.tools import ToolReader, format_of
+from specengine.serve.tools import ToolReader, format_of, schemas_of
 from specengine.serve.worker import Piece
 
 Choice = dict[str, Any]
@@ -103,9 +104,9 @@ class ChatReply(Reply):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert isinstance(self.request, ChatRequest)
-        offered = [tool["function"] for tool in self.request.template_tools or ()]
-        schemas = {function["name"]: function.get("parameters") for function in offered}
-        self._tools = ToolReader(format_of(self.tokenizer), schemas) if offered else None
+        offered = self.request.template_tools
+        most = 1 if self.request.parallel_tool_calls is False else sys.maxsize
+        self._tools = ToolReader(format_of(self.tokenizer), schemas_of(offered), most) if offered else None
         self._logprobs = ChatLogprobs(TokenTexts(self.tokenizer))
 
     @property

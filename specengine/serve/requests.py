@@ -6,99 +6,59 @@ Everything else is refused by name. `null` is the same as leaving a field out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from specengine.serve.messages import Message, require_text_parts, text_of
+
 _STRICT = ConfigDict(extra="forbid", strict=True)
 MOST_STOPS, MOST_STOP_LETTERS = 16, 1000
 MOST_LOGPROBS = 20
+MOST_TOKENS = (1 << 63) - 1
+_CONSTRAIN = ("response_format", "structured_outputs")
+_GUIDED = ("json", "regex", "choice", "grammar")
+_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
+# Arguments of apply_chat_template that are none of the template's own.
+NOT_OF_A_TEMPLATE = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens",
+}  # fmt: skip
 
 
 class StreamOptions(BaseModel):
-    """`continuous_usage_stats`, vLLM's: usage in every chunk."""
+    """`continuous_usage_stats`, vLLM's: usage in every chunk. `include_obfuscation` has no effect."""
 
     model_config = _STRICT
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-
-
-class FunctionCall(BaseModel):
-    """`arguments` is the text of a JSON object."""
-
-    model_config = _STRICT
-    name: str
-    arguments: str
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_object(cls, text: str) -> str:
-        try:
-            parsed = json.loads(text)
-        except (ValueError, RecursionError):
-            parsed = None
-        if not isinstance(parsed, dict):
-            raise ValueError("accepted is the text of a JSON object")
-        return text
-
-
-class ToolCallGiven(BaseModel):
-    """A call that the model made earlier in the conversation."""
-
-    model_config = _STRICT
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(BaseModel):
-    """Fields beyond these may be there if they are empty, as clients send back what they were given."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCallGiven] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        for name, value in (self.model_extra or {}).items():
-            if value not in (None, []):
-                raise ValueError(f"{name!r:.60} is not supported by this server")
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("it has no content")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: arguments of calls parsed, developers are the system."""
-        role = "system" if self.role == "developer" else self.role
-        made: dict[str, Any] = {"role": role, "content": self.content if self.content is not None else ""}
-        if self.tool_calls:
-            calls = [call.model_dump() for call in self.tool_calls]
-            for call in calls:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-            made["tool_calls"] = calls
-        for name in ("name", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
-                made[name] = value
-        return made
+    include_obfuscation: bool | None = None
 
 
 class FunctionTool(BaseModel):
-    """`parameters` is a JSON schema, which the arguments of a call meet if the tool is strict."""
+    """`parameters` is a JSON schema of an object, which the arguments of a call meet if the tool is strict; none, or
+    {}, is a function without parameters. Fields beyond these go to the chat template."""
 
-    model_config = _STRICT
-    name: str
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: str = Field(pattern=r"\S")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        kinds = (schema or {}).get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise ValueError(f"type: got {kinds!r:.60}, accepted is 'object': arguments are given by name")
+        return schema
+
 
 class Tool(BaseModel):
-    model_config = _STRICT
+    model_config = ConfigDict(extra="allow", strict=True)
     type: Literal["function"]
     function: FunctionTool
 
@@ -127,22 +87,70 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
+    """`schema` beside the type, as llama.cpp's server and others have it, is that of the answer too."""
+
     model_config = _STRICT
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    given: dict[str, Any] | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _schema_where_named(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: accepted with type 'json_schema', and needed there")
+        if self.json_schema is not None and (self.type != "json_schema" or self.given is not None):
+            raise ValueError("a json_schema is accepted with type 'json_schema', without another schema")
+        if self.type == "json_schema" and self.json_schema is None and self.given is None:
+            raise ValueError("a json_schema is needed with type 'json_schema'")
+        if self.type == "text" and self.given is not None:
+            raise ValueError("a schema is accepted with type 'json_object' or 'json_schema'")
         return self
 
     @property
     def options(self) -> dict[str, Any]:
         """Of GenerationOptions."""
-        if self.json_schema is not None:
-            return {"json_schema": self.json_schema.given}
+        schema = self.given if self.json_schema is None else self.json_schema.given
+        if schema is not None:
+            return {"json_schema": schema}
         return {"json_object": True} if self.type == "json_object" else {}
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's: one of these constrains the answer."""
+
+    model_config = _STRICT
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=1024)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> StructuredOutputs:
+        if len(self.options) > 1 or (self.model_fields_set and not self.options):
+            accepted = ", ".join(["json", "regex", "choice", "grammar", "json_object"])
+            raise ValueError(f"accepted is one of {accepted}")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of GenerationOptions."""
+        grammars = [
+            self.grammar,
+            None if self.regex is None else _lark(f"/{_SLASH.sub(_escaped, self.regex)}/"),
+            None if self.choice is None else _lark(" | ".join(json.dumps(text) for text in self.choice)),
+        ]
+        made: dict[str, Any] = {} if self.json_ is None else {"json_schema": self.json_}
+        for grammar in grammars:
+            if grammar is not None:
+                made["grammar" if "grammar" not in made else "another grammar"] = grammar
+        return made | ({"json_object": True} if self.json_object else {})
+
+
+def _lark(rule: str) -> str:
+    return f"%llguidance {{}}\nstart: ANSWER\nANSWER: {rule}"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return {"/": "\\/", "\n": "\\n"}.get(found[0], found[0])
 
 
 class Prediction(BaseModel):
@@ -154,43 +162,92 @@ class Prediction(BaseModel):
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part["text"] for part in self.content)
+        return self.content if isinstance(self.content, str) else text_of(self.content)
 
     @field_validator("content")
     @classmethod
     def _is_text(cls, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        parts = [] if isinstance(content, str) else content
-        if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
-            raise ValueError("accepted are a string or parts of type 'text'")
+        if isinstance(content, list):
+            require_text_parts(content)
         return content
 
 
-class Sampling(BaseModel):
+class Hints(BaseModel):
+    """Fields that say something to whoever runs a server, and change no token of an answer: taken, without effect."""
+
+    model_config = _STRICT
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    priority: int | None = Field(None, description="vLLM's")
+    request_id: str | None = Field(None, description="vLLM's")
+    cache_prompt: bool | None = Field(None, description="llama.cpp's; prefixes are always reused")
+    id_slot: int | None = Field(None, description="llama.cpp's")
+    timings_per_token: bool | None = Field(None, description="llama.cpp's; timings come with the last chunk")
+    keep_alive: str | int | float | None = Field(None, description="Ollama's")
+
+
+class Neutral(BaseModel):
+    """Fields that are taken at the one value that changes nothing."""
+
+    model_config = _STRICT
+    best_of: Literal[1] | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Literal[1] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    modalities: list[Literal["text"]] | None = None
+    functions: None = None
+    audio: None = None
+    web_search_options: None = None
+    prompt_logprobs: None = None
+    truncate_prompt_tokens: None = None
+
+
+class Sampling(Hints, Neutral):
     """Fields of both kinds of request. What is left out is the model's own default."""
 
     model_config = _STRICT
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(
+        None, ge=-1, le=MOST_TOKENS, description="1 or more; -1 is the same as leaving it out"
+    )
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="0 and -1 are no limit")
     min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    no_repeat_ngram_size: int | None = Field(None, ge=0, le=1 << 20)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
-    seed: int | None = Field(None, ge=0, lt=1 << 64)
+    seed: int | None = Field(None, ge=-1, lt=1 << 64, description="-1 is the same as leaving it out")
     stop: str | list[str] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=1024)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None
-    user: str | None = Field(None, description="taken, and without effect")
     response_format: ResponseFormat | None = None
     grammar: str | None = Field(None, description="Lark or GBNF text that the answer meets")
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="as structured_outputs.json")
+    guided_regex: str | None = Field(None, description="as structured_outputs.regex")
+    guided_choice: list[str] | None = Field(None, min_length=1, max_length=1024)
+    guided_grammar: str | None = Field(None, description="as structured_outputs.grammar")
+    allow_special_text: bool | None = Field(
+        None, description="whether the text of special tokens in the prompt is those tokens; by default in completions"
+    )
     return_token_ids: bool | None = Field(None, description="vLLM's: the ids of the prompt and of the answer's tokens")
     return_cycles: bool | None = Field(None, description="in a stream: each cycle's tree, as trace files hold it")
     policy: Literal["plain"] | None = Field(None, description="plain: decode without the draft")
@@ -199,9 +256,14 @@ class Sampling(BaseModel):
     @classmethod
     def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MOST_STOPS or not all(0 < len(text) <= MOST_STOP_LETTERS for text in stops):
-            raise ValueError(f"accepted are up to {MOST_STOPS} strings of 1 to {MOST_STOP_LETTERS} characters")
+        if len(stops) > MOST_STOPS or not all(len(text) <= MOST_STOP_LETTERS for text in stops):
+            raise ValueError(f"accepted are up to {MOST_STOPS} strings of up to {MOST_STOP_LETTERS} characters")
         return stop
+
+    @field_validator("max_tokens", "max_completion_tokens", "seed", check_fields=False)
+    @classmethod
+    def _none_by_minus_one(cls, value: int | None) -> int | None:
+        return None if value == -1 else value
 
     @field_validator("logit_bias")
     @classmethod
@@ -220,7 +282,19 @@ class Sampling(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in stops if text]
+
+    @property
+    def constraints(self) -> dict[str, dict[str, Any]]:
+        """Options of GenerationOptions that constrain the answer, by the field that asks for them."""
+        asked = {name: value.options for name in _CONSTRAIN if (value := getattr(self, name)) is not None}
+        if self.grammar is not None:
+            asked["grammar"] = {"grammar": self.grammar}
+        for name in _GUIDED:
+            if (value := getattr(self, f"guided_{name}")) is not None:
+                asked[f"guided_{name}"] = StructuredOutputs.model_validate({name: value}).options
+        return {name: options for name, options in asked.items() if options}
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -235,30 +309,50 @@ class Sampling(BaseModel):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    tools: list[Tool] | None = Field(None, max_length=128)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=-1, le=MOST_TOKENS)
+    tools: list[Tool] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call of a tool")
     prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    store: Literal[False] | None = None
-    modalities: list[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="given to the chat template")
+    continue_final_message: bool | None = Field(None, description="the answer goes on with the last message")
+    add_generation_prompt: bool | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+
+    @field_validator("max_tokens", "max_completion_tokens")
+    @classmethod
+    def _not_zero(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("got 0, accepted is 1 or more")
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _of_the_template(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = next((name for name in given or () if name in NOT_OF_A_TEMPLATE), None)
+        if taken is not None:
+            raise ValueError(f"{taken}: it is no variable of the template")
+        return given
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_completion_tokens: max_tokens says something else; leave one of them out")
-        if self.tool_choice is not None and not self.tools:
+        if self.tool_choice not in (None, "auto", "none") and not self.tools:
             raise ValueError("tool_choice: only with tools")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         if isinstance(chosen := self.tool_choice, NamedChoice):
             known = [tool.function.name for tool in self.tools or []]
             if chosen.function.name not in known:
                 raise ValueError(f"tool_choice: {chosen.function.name!r:.60} is not among the tools")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message: accepted without add_generation_prompt")
         return self
 
     @property
@@ -275,16 +369,25 @@ class ChatRequest(Sampling):
             return None
         return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is given besides messages and tools."""
+        generation = self.add_generation_prompt
+        if self.continue_final_message:
+            ends = {"continue_final_message": True, "add_generation_prompt": False}
+        else:
+            ends = {} if generation is None else {"add_generation_prompt": generation}
+        return {**(self.chat_template_kwargs or {}), **ends}
+
 
 class CompletionRequest(Sampling):
     """POST /v1/completions; prompt: a text or token ids, or a list of one of them."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(None, ge=0, description="0, the prompt alone, with echo")
-    echo: bool | None = Field(None, description="with logprobs, those of the prompt's tokens too")
-    best_of: Literal[1] | None = None
+    echo: bool | None = Field(None, description="with logprobs, those of the prompt's tokens too; max_tokens may be 0")
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    suffix: None = None
+    suffix: Literal[""] | None = None
+    add_special_tokens: Literal[True] | None = None
 
     @field_validator("prompt")
     @classmethod

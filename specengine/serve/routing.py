@@ -17,6 +17,9 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
+from specengine.serve.bodies import parsed
+from specengine.serve.problems import Problem
+
 MOST_CONVERSATIONS = 4096
 BEGINNING = 256  # characters of a text without turns
 
@@ -27,8 +30,8 @@ def conversation_of(body: bytes) -> str | None:
     Of messages: those up to the first of the user; of a text or of token ids: the beginning.
     """
     try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
+        asked = parsed(body)
+    except Problem:
         return None
     if not isinstance(asked, dict):
         return None

@@ -15,6 +15,7 @@ import uvicorn
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.serve.app import create_app
+from specengine.serve.connections import limited
 from specengine.serve.metrics import Metrics
 from specengine.serve.settings import Settings
 from specengine.serve.worker import Worker
@@ -35,7 +36,9 @@ class Server(uvicorn.Server):
     """Told to stop, it answers what it has within `drain_seconds` and refuses what comes; told again, it just ends."""
 
     def __init__(self, worker: Worker, settings: Settings, **options: Any) -> None:
-        super().__init__(uvicorn.Config(create_app(worker, settings), server_header=False, lifespan="on", **options))
+        http = limited(settings.request_seconds)
+        app = create_app(worker, settings)
+        super().__init__(uvicorn.Config(app, http=http, server_header=False, lifespan="on", **options))
         self.worker, self.drain_seconds = worker, settings.drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -17,6 +17,7 @@ from specengine.errors import ReplicaError
 from specengine.replicas import cluster
 from specengine.replicas.recipe import Recipe
 from specengine.replicas.scale import Scale
+from specengine.serve.connections import limited
 from specengine.serve.front import Front
 from specengine.serve.replica import Replica
 from specengine.serve.routing import ConversationRouter
@@ -39,6 +40,7 @@ def run(recipe: Callable[[int], Recipe], settings: Settings, scale: Scale, liste
     server = uvicorn.Server(
         uvicorn.Config(
             front.app(),
+            http=limited(settings.request_seconds),
             log_config=LOGGING,
             server_header=False,
             lifespan="off",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from dataclasses import dataclass
 
@@ -15,16 +16,19 @@ class Settings:
     name                of the model, as clients see it
     host, port          port 0 takes a free one
     api_keys            any of them is accepted as a bearer token; none: nobody is asked
+    strict_model        refuse requests that name another model; else the one model answers whatever they call it
+    allowed_hosts       names, beside this machine's own, that clients may call the server by; `*` for all
     origins             web origins that browsers may call from (CORS); `*` for all
     queue               requests that may wait while another is answered
     max_body_bytes      of a request
     max_prompt_tokens   None: what the model's context holds
     max_tokens          of an answer; None: what the model's context holds
     default_max_tokens  of an answer where the request does not say
-    max_seconds         that an answer may take once it is its turn
+    max_seconds         that an answer may take: the reading of its request, and all from its turn on
+    request_seconds     that a client may take to send its request
     ping_seconds        after which a silent stream gets a comment, which keeps proxies awake
     drain_seconds       that answers under way have when the server is told to stop
-    allow_special_text  read the text of special tokens in prompts as those tokens
+    allow_special_text  read the text of special tokens in chats as those tokens, as it is in completions
     log_contents        write prompts and answers to the log
     """
 
@@ -32,6 +36,8 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    strict_model: bool = False
+    allowed_hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     queue: int = 16
     max_body_bytes: int = 8 << 20
@@ -39,10 +45,22 @@ class Settings:
     max_tokens: int | None = None
     default_max_tokens: int = 2048
     max_seconds: float = 600.0
+    request_seconds: float = 60.0
     ping_seconds: float = 15.0
     drain_seconds: float = 30.0
     allow_special_text: bool = False
     log_contents: bool = False
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names that a request's Host header may have; none: it is not looked at.
+
+        At an address of this machine alone, a page of elsewhere whose name was pointed to it would be told everything:
+        its requests come with its own name. With keys it is told nothing anyway.
+        """
+        if "*" in self.allowed_hosts or not (self.allowed_hosts or (is_loopback(self.host) and not self.api_keys)):
+            return ()
+        return ("localhost", self.host, *self.allowed_hosts)
 
     def __post_init__(self) -> None:
         require("port", self.port, "0 to 65535", 0 <= self.port <= 65535)
@@ -50,10 +68,18 @@ class Settings:
         for field in ("max_body_bytes", "max_prompt_tokens", "max_tokens", "default_max_tokens"):
             value = getattr(self, field)
             require(field, value, "1 or more", value is None or value >= 1)
-        for field in ("max_seconds", "ping_seconds", "drain_seconds"):
+        for field in ("max_seconds", "request_seconds", "ping_seconds", "drain_seconds"):
             value = getattr(self, field)
             require(field, value, "above 0", 0 < value < math.inf)
         for key in self.api_keys:
             require("api_key", "an empty one", "a key of visible ASCII characters", bool(key.strip()))
             shown = "one with other characters"
             require("api_key", shown, "a key of visible ASCII characters", all("!" <= char <= "~" for char in key))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this machine alone has the address."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

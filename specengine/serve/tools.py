@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from specengine.generation.prompts import TextStream
 from specengine.serve.problems import Problem
 from specengine.serve.text import held_back
 from specengine.serve.tool_formats import FORMATS, Format, Llama, Schemas, ToolCall
@@ -63,6 +68,37 @@ def _reads(known: Format, text: str, template: str) -> bool:
     return [part.name for part in parts if isinstance(part, ToolCall)] == ["probe"]
 
 
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The parameters of the tools that are offered, by their names."""
+    functions = [tool["function"] for tool in tools]
+    return {function["name"]: function.get("parameters") for function in functions}
+
+
+def require_written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
+    """Raise Problem for calls of tools, and their results, in a conversation whose template leaves them out."""
+    called = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
+    result = next((place for place, message in enumerate(messages) if message["role"] == "tool"), None)
+    if (called is None and result is None) or not getattr(tokenizer, "chat_template", None):
+        return
+
+    def same(*conversations: list[dict[str, Any]]) -> bool:
+        try:
+            texts = [str(tokenizer.apply_chat_template(each, tools=tools, tokenize=False)) for each in conversations]
+        except Exception:  # a template raises what it likes; what it says of the messages themselves comes later
+            return False
+        return texts[0] == texts[1]
+
+    if called is not None and same([_USER, _SAID], [_USER, {"role": "assistant", "content": ""}]):
+        place = f"messages[{called}].tool_calls"
+        raise Problem(400, f"{place}: this model's chat template does not write calls of tools", place)
+    told = {"role": "tool", "tool_call_id": "callprobe", "name": "probe"}
+    if result is not None and same(
+        [_USER, _SAID, told | {"content": "one"}], [_USER, _SAID, told | {"content": "two"}]
+    ):
+        place = f"messages[{result}].role"
+        raise Problem(400, f"{place}: this model's chat template does not write results of tools", place)
+
+
 def marks(known: Format, tokenizer: Any) -> list[int]:
     """Special tokens that calls are marked with, whose text an answer must therefore show."""
     special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
@@ -70,10 +106,13 @@ def marks(known: Format, tokenizer: Any) -> list[int]:
 
 
 class ToolReader:
-    """Splits a growing answer into text and calls. What only looks like a call stays text."""
+    """Splits a growing answer into text and calls. What only looks like a call stays text.
 
-    def __init__(self, known: Format, schemas: Schemas) -> None:
-        self.format, self.schemas = known, schemas
+    most: calls that are told; those behind them are left out
+    """
+
+    def __init__(self, known: Format, schemas: Schemas, most: int = sys.maxsize) -> None:
+        self.format, self.schemas, self.most = known, schemas, most
         self._rest = ""
         self._spoke = False  # before a call
         self.found = 0
@@ -97,8 +136,9 @@ class ToolReader:
                 self._text(parts, len(opening))
                 continue
             self._rest = self._rest[read.length :]
-            self.found += len(read.calls)
-            parts += read.calls
+            calls = read.calls[: self.most - self.found]
+            self.found += len(calls)
+            parts += calls
         return parts
 
     def end(self) -> list[str | ToolCall]:
@@ -127,3 +167,14 @@ class ToolReader:
             text = text if text.strip() else ""  # line breaks between calls
         if text:
             parts.append(text)
+
+
+class OneCall:
+    """Ends an answer behind its first call of a tool; one of transformers' stopping criteria, asked once a token."""
+
+    def __init__(self, reader: ToolReader, decode: Callable[[list[int]], str]) -> None:
+        self._reader, self._texts = reader, TextStream(decode)
+
+    def __call__(self, ids: Tensor, scores: Any, **options: Any) -> bool:
+        self._reader.push(self._texts.push([int(ids[0, -1])]))
+        return self._reader.found > 0

@@ -1,8 +1,9 @@
-"""The one thread that loads the engine and answers with it, and the queue before it."""
+"""The thread that loads the engine and answers with it, the queue before it, and one that reads long requests."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import threading
@@ -15,11 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 from specengine.engine import Engine
 from specengine.errors import InputError, QueueFullError
-from specengine.generation.prompts import predicted_ids
-from specengine.generation.text_generation import TextGeneration
+from specengine.generation.room import longest_token
 from specengine.records import TokenLogprob
 from specengine.serve.answers import Answer, found_again
-from specengine.serve.asking import Asked
+from specengine.serve.asking import Asked, Limits, Prepared
 from specengine.serve.metrics import Metrics
 from specengine.serve.problems import Problem, unavailable
 from specengine.trace.writer import Texts, cycle_record
@@ -60,17 +60,24 @@ Event = Piece | Ended | Failed
 class Job:
     """A request in the queue.
 
-    deliver: called from the worker's thread, at last with Ended or Failed, unless the job is cancelled.
+    deliver: called from a thread of the worker's, at last with Ended or Failed, unless the job is cancelled.
+    prepared: once it has been read; until then it is passed over where `quick` does not say that reading it is nothing
+    read_s: seconds that reading took
     """
 
     asked: Asked
     deliver: Callable[[Event], None]
     cancelled: bool = False
     came: float = field(default_factory=time.perf_counter)
+    prepared: Prepared | None = None
+    quick: bool = True
+    read_s: float = 0.0
 
 
 class Worker:
     """Answers jobs one by one, the first that came first.
+
+    One that takes long to read is passed by those behind it until a thread beside has read it.
 
     load      makes the engine, in the worker's thread
     waiting   how many jobs may wait while another is answered
@@ -83,6 +90,7 @@ class Worker:
         self.failed: Callable[[], None] = lambda: None
         self.metrics = metrics
         self.engine: Engine | None = None
+        self.limits: Limits | None = None
         self._load, self._most = load, waiting
         self._jobs: deque[Job] = deque()
         self._job: Job | None = None
@@ -90,6 +98,7 @@ class Worker:
         self._stopping = False
         self._mean_seconds = 1.0  # of an answer, the latest counting most
         self._thread = threading.Thread(target=self._run, name="specengine", daemon=True)
+        self._reader = threading.Thread(target=self._read_all, name="specengine-reader", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -122,7 +131,10 @@ class Worker:
             self._thread.join(seconds)
 
     def submit(self, job: Job) -> None:
-        """Put into the queue; QueueFullError where as many wait as may."""
+        """Put into the queue; QueueFullError where as many wait as may, InputError for a text that fits no context."""
+        if self.limits is not None:
+            job.asked.require_possible(self.limits)
+        job.quick = job.asked.quick
         with self._changed:
             waiting = len(self._jobs)
             if waiting >= self._most + (self._job is None):
@@ -156,18 +168,21 @@ class Worker:
 
     @property
     def retry_seconds(self) -> int:
-        """When the queue is likely to have moved on, from what answers took of late."""
-        return min(max(math.ceil(self._mean_seconds), 1), MOST_RETRY_SECONDS)
+        """When the queue is likely to have been answered, by what answers took of late."""
+        waiting = len(self._jobs) + (self._job is not None)
+        return min(max(math.ceil(self._mean_seconds * max(waiting, 1)), 1), MOST_RETRY_SECONDS)
 
     def _run(self) -> None:
         try:
             self.engine = self._load()
+            self.limits = _limits(self.engine)
         except BaseException as error:  # told by whoever waits for the engine
             self.failure, self.state = error, "failed"
             self.failed()
             return
         with self._changed:
             self.state = "ready"
+        self._reader.start()
         log.info("ready: %r", self.engine)
         while (job := self._next()) is not None:
             began = time.perf_counter()
@@ -181,24 +196,73 @@ class Worker:
                 self._gauge()
 
     def _next(self) -> Job | None:
+        job = self._first(lambda job: job.quick or job.prepared is not None)
+        if job is not None:
+            with self._changed:
+                self._job = job
+                if job in self._jobs:
+                    self._jobs.remove(job)
+                self._gauge()
+        return job
+
+    def _first(self, suits: Callable[[Job], bool]) -> Job | None:
+        """The first job in the queue that does, once there is one; None where the worker stops."""
         with self._changed:
-            while not self._jobs and not self._stopping:
+            while not self._stopping:
+                if (job := next(filter(suits, self._jobs), None)) is not None:
+                    return job
                 self._changed.wait()
-            if self._stopping:
-                return None
-            self._job = self._jobs.popleft()
-            self._gauge()
-            return self._job
+            return None
+
+    def _read_all(self) -> None:
+        """Read what takes long, one after the other."""
+        assert self.limits is not None
+        while (job := self._first(lambda job: not job.quick and job.prepared is None)) is not None:
+            try:
+                self._prepare(job, self.limits)
+            except Exception as error:
+                with self._changed:
+                    gone = job not in self._jobs
+                    if not gone:
+                        self._jobs.remove(job)
+                    self._gauge()
+                if not gone:
+                    self._failure(job, error)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _prepare(self, job: Job, limits: Limits) -> Prepared:
+        """Read the request; InputError, or Problem where nobody waits for it any more or its time is over."""
+        assert self.engine is not None
+        began = time.perf_counter()
+        most = math.inf if job.quick else job.asked.settings.max_seconds
+
+        def still_wanted() -> None:
+            if job.cancelled or self._stopping:
+                raise unavailable("stopping")
+            if time.perf_counter() - began > most:
+                raise Problem(503, f"reading the request takes longer than {most:g} s", code="timeout")
+
+        prepared = job.asked.prepare(self.engine, limits, still_wanted)
+        job.read_s = time.perf_counter() - began
+        job.prepared = prepared
+        return prepared
 
     def _answer(self, engine: Engine, job: Job, waited: float) -> None:
-        generation = job.asked.start(engine)
+        began = time.perf_counter()
+        assert self.limits is not None
+        prepared = job.prepared or self._prepare(job, self.limits._replace(tokenizer=engine.tokenizer))
+        deadline = began + job.asked.settings.max_seconds - (job.read_s if not job.quick else 0.0)
+        generation = job.asked.start(engine, prepared)
         texts = Texts(engine.tokenizer)
         answer = Answer(generation.stats, generation.prompt)
-        deadline = time.perf_counter() + job.asked.settings.max_seconds
         began = time.perf_counter()
         with contextlib.closing(job.asked.score(engine, generation.prompt)) as scores:
             while not job.cancelled and (rated := next(scores, None)) is not None:
                 answer.prompt_logprobs.append(rated)
+                if time.perf_counter() > deadline:
+                    most = job.asked.settings.max_seconds
+                    raise Problem(503, f"rating the prompt takes longer than {most:g} s", code="timeout")
         answer.scored_s = time.perf_counter() - began
         if not job.asked.answers:
             generation.stats.num_prompt_tokens, answer.reason = len(generation.prompt), "length"
@@ -211,7 +275,7 @@ class Worker:
                 answer.text += piece.text
                 if generation.result is not None:
                     answer.text = generation.result.text
-                    answer.reason = "stop" if generation.result.finish_reason == "stop" else "length"
+                    answer.reason = "length" if generation.result.finish_reason == "length" else "stop"
                 elif time.perf_counter() > deadline:
                     answer.reason = "length"
                 extra = {}
@@ -220,7 +284,9 @@ class Worker:
                     extra = {"cycles": [cycle_record(piece.cycle, piece.text, texts)], "plain_cycle_seconds": plain}
                 job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra, piece.cycle.logprobs))
         if answer.reason is not None:
-            self._count_prediction(engine, job, generation, answer)
+            expected = prepared.prediction
+            found = found_again(expected, answer.token_ids) if expected else 0
+            answer.predicted = (found, len(expected) - found)
         ended = answer.reason or "abort"
         self.metrics.count(answer, ended, waited, time.perf_counter() - job.came)
         _log(answer, ended)
@@ -228,11 +294,6 @@ class Worker:
             log.info("asked: %s, said: %r", job.asked.request.model_dump_json(exclude_none=True), answer.text)
         if answer.reason is not None:
             job.deliver(Ended(answer))
-
-    def _count_prediction(self, engine: Engine, job: Job, generation: TextGeneration, answer: Answer) -> None:
-        expected = predicted_ids(job.asked.prediction, engine.tokenizer, engine.target.vocab_size)
-        found = found_again(expected, answer.token_ids) if expected else 0
-        answer.predicted = (found, len(expected) - found)
 
     def _failure(self, job: Job, error: Exception) -> None:
         if not isinstance(error, InputError | Problem):
@@ -243,6 +304,12 @@ class Worker:
     def _gauge(self) -> None:
         self.metrics.waiting.set(len(self._jobs))
         self.metrics.running.set(self._job is not None)
+
+
+def _limits(engine: Engine) -> Limits:
+    """With a tokenizer of its own for the thread that reads: how they treat special tokens is set for each text."""
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    return Limits(tokenizer, engine.target.max_context, longest_token(tokenizer))
 
 
 def _log(answer: Answer, ended: str) -> None:

@@ -22,7 +22,7 @@ from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
         ({"temperature": 1e40}, "temperature"),
         ({"n": 2}, "n"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"grammar": "root ::= 'a'"}, "grammar"),
         ({"logprobs": 1}, "logprobs"),

@@ -32,9 +32,22 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--cors", action="append", default=[], metavar="ORIGIN", help="browsers may call from there; repeatable"
     )
     group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="clients may call the server by this name, as a proxy in front does; repeatable, * for any (default: its "
+        "own names alone at an address of this machine, without a key)",
+    )
+    group.add_argument(
+        "--strict-model",
+        action="store_true",
+        help="refuse requests that name another model (default: the one model answers them)",
+    )
+    group.add_argument(
         "--allow-special-text",
         action="store_true",
-        help="read the text of special tokens in prompts as those tokens (default: as text like any other)",
+        help="read the text of special tokens in chats as those tokens, as in completions (default: as text)",
     )
     group.add_argument("--log-contents", action="store_true", help="write prompts and answers to the log")
     limits = parser.add_argument_group("limits")
@@ -49,6 +62,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument(
         "--max-seconds", type=float, default=600.0, metavar="S", help="that one answer may take (default 600)"
+    )
+    limits.add_argument(
+        "--request-seconds", type=float, default=60.0, metavar="S", help="to send a request in (default 60)"
     )
     limits.add_argument(
         "--drain-seconds", type=float, default=30.0, metavar="S", help="for answers under way at a stop (default 30)"
