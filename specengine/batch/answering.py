@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 from specengine.batch import requests
 from specengine.batch.prompts import Item
 from specengine.engine import Engine
+from specengine.errors import InputError
 from specengine.generation.outputs import GenerationResult
 
 
@@ -29,19 +29,19 @@ class Answered(NamedTuple):
 
 def answer(engine: Engine, item: Item) -> Answered:
     """With caches that hold nothing of other lines; whatever goes wrong is the line's answer."""
+    if item.fault is not None:
+        return failed(item, InputError.__name__, item.fault)
     try:
+        if item.url is not None:
+            given = (item.request, item.url, item.id, item.place, item.options)
+            line, stats = requests.answered(engine, *given)
+            return Answered(item.place, line, [stats.to_dict()])
         results = _turns(engine, item)
     except Exception as error:
         return failed(item, type(error).__name__, " ".join(str(error).split()))
-    stats = [result.stats.to_dict() for result in results]
-    if item.url is None:
-        turns = [_said(result) for result in results]
-        said = {"turns": turns} if item.later else turns[0]
-        return Answered(item.place, {"id": item.id, **said}, stats)
-    said = _said(results[0]) | {"text": _without_stop(results[0], item.options.get("stop_strings") or [])}
-    model = os.path.basename(engine.target.name) or type(engine.target).__name__
-    prompt_tokens = results[0].stats.num_prompt_tokens
-    return Answered(item.place, requests.answer(item.url, item.id, item.place, said, prompt_tokens, model), stats)
+    turns = [_said(result) for result in results]
+    said = {"turns": turns} if item.later else turns[0]
+    return Answered(item.place, {"id": item.id, **said}, [result.stats.to_dict() for result in results])
 
 
 def failed(item: Item, kind: str, message: str) -> Answered:
@@ -63,9 +63,3 @@ def _turns(engine: Engine, item: Item) -> list[GenerationResult]:
 
 def _said(result: GenerationResult) -> dict[str, Any]:
     return {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
-
-
-def _without_stop(result: GenerationResult, stops: str | list[str]) -> str:
-    """As OpenAI's clients expect it."""
-    ends = [stop for stop in ([stops] if isinstance(stops, str) else stops) if result.text.endswith(stop)]
-    return result.text[: -max(map(len, ends))] if ends else result.text

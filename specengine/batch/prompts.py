@@ -34,6 +34,8 @@ class Item:
     later    the user's further turns
     options  of Engine.generate
     url      of a request of OpenAI's batches, whose answer has its form
+    request  that request, as the server reads it
+    fault    why it cannot be answered, which is then its answer
     """
 
     place: int
@@ -42,6 +44,8 @@ class Item:
     options: Mapping[str, Any] = field(default_factory=dict)
     later: tuple[str, ...] = ()
     url: str | None = None
+    request: Any = None
+    fault: str | None = None
 
 
 class Prompts(NamedTuple):
@@ -52,7 +56,8 @@ class Prompts(NamedTuple):
 
 
 def read(file: Path, options: Mapping[str, Any], *, seed: int = 0, system: str | None = None) -> Prompts:
-    """Every line, checked as far as that goes without the model; InputError names the line.
+    """Every line, checked as far as that goes without the model; InputError names the line, but for a request of
+    OpenAI's, whose answer then says what is wrong.
 
     options: of Engine.generate, for lines that do not say otherwise; seed: each line samples with a seed of its own,
     made of this and its place; system: a message before prompts and turns that are strings.
@@ -94,14 +99,13 @@ def _item(
     given = next((entry[name] for name in ("id", "custom_id", "question_id") if name in entry), number)
     if not isinstance(given, str | int) or isinstance(given, bool):
         raise InputError(f"prompts: {where}: id is {shown(given)}, accepted a string or a whole number")
-    url = None
+    seeded = {"seed": seed_of(seed, place), **run}
+    if "body" in entry:
+        return _request(place, given, entry, where, seeded)
     try:
-        if "body" in entry:
-            url, prompt, own = requests.read(entry)
-        else:
-            own = _options(entry.get("options", {}))
-            prompt = next(entry[kind] for kind in KINDS if kind in entry)
-        options = {"seed": seed_of(seed, place), **run, **own}
+        own = _options(entry.get("options", {}))
+        prompt = next(entry[kind] for kind in KINDS if kind in entry)
+        options = {**seeded, **own}
         GenerationOptions.check(dict(options))
     except InputError as error:
         raise InputError(f"prompts: {where}: {error}") from error
@@ -109,10 +113,22 @@ def _item(
     if "turns" in entry:
         prompt, *later = _turns(prompt, where)  # type: ignore[assignment]
     else:
-        _require_prompt(prompt, "messages" in entry or url == requests.CHAT, where)
-    if system and isinstance(prompt, str) and url is None:
+        _require_prompt(prompt, "messages" in entry, where)
+    if system and isinstance(prompt, str):
         prompt = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-    return Item(place, given, prompt, options, tuple(later), url)
+    return Item(place, given, prompt, options, tuple(later))
+
+
+def _request(place: int, given: Any, entry: dict[str, Any], where: str, options: dict[str, Any]) -> Item:
+    """A line of OpenAI's batches; InputError where no answer could name it."""
+    if not isinstance(entry.get("custom_id"), str):
+        raise InputError(f"prompts: {where}: custom_id: got {shown(entry.get('custom_id'))}, accepted a string")
+    try:
+        url, request = requests.read(entry)
+    except InputError as error:
+        return Item(place, given, "", options, url=str(entry.get("url", requests.CHAT)), fault=str(error))
+    seed = {} if request.seed is None else {"seed": request.seed}
+    return Item(place, given, "", options | seed, url=url, request=request)
 
 
 def _options(given: Any) -> dict[str, Any]:

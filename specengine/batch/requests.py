@@ -1,73 +1,105 @@
-"""Lines of OpenAI's batches: {"custom_id", "method", "url", "body"}, and the lines that answer them."""
+"""Lines of OpenAI's batches: {"custom_id", "method", "url", "body"}, and the lines that answer them.
+
+The bodies are those of the server, and are answered as it answers them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from specengine.errors import InputError, shown
+from specengine.engine import Engine
+from specengine.errors import InputError, MissingExtraError, shown
+from specengine.records import Stats
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-# by OpenAI's name, the engine's
-_OPTIONS = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "seed": "seed",
-    "stop": "stop_strings",
-}
-_NEUTRAL = {"n": 1, "stream": False, "logprobs": False, "store": False, "best_of": 1, "echo": False}
-_WITHOUT_EFFECT = ("user", "metadata", "model")
+_NOT_OF_A_BATCH = ("stream", "echo", "return_cycles")
 
 
-def read(entry: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
-    """Url, prompt, and options of Engine.generate; InputError for a field that cannot be honoured."""
+def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
+    """Url, and the request as the server reads it; InputError for what cannot be honoured, with its place."""
+    try:
+        from pydantic import ValidationError
+
+        from specengine.serve.problems import of_validation
+        from specengine.serve.requests import ChatRequest, CompletionRequest
+    except ImportError as error:
+        raise MissingExtraError(f"OpenAI's requests need {error.name}: pip install 'specengine[serve]'") from error
     url, body = entry.get("url", CHAT), entry["body"]
     if url not in (CHAT, TEXT):
         raise InputError(f"url: got {shown(url)}, accepted {CHAT}, {TEXT}")
     if entry.get("method", "POST") != "POST":
         raise InputError(f"method: got {shown(entry['method'])}, accepted POST")
-    if not isinstance(entry.get("custom_id"), str):
-        raise InputError(f"custom_id: got {shown(entry.get('custom_id'))}, accepted a string")
     if not isinstance(body, dict):
         raise InputError(f"body: got {shown(body)}, accepted an object")
-    said = {name: value for name, value in body.items() if value is not None}
-    prompt = said.pop("messages" if url == CHAT else "prompt", None)
-    for name, value in said.items():
-        if name in _NEUTRAL and value != _NEUTRAL[name]:
-            raise InputError(f"body.{name}: got {shown(value)}, accepted {_NEUTRAL[name]!r}")
-        if name not in {*_OPTIONS, *_NEUTRAL, *_WITHOUT_EFFECT}:
-            raise InputError(f"body.{name}: unknown, or not supported in a batch, accepted are {', '.join(_OPTIONS)}")
-    options = {_OPTIONS[name]: value for name, value in said.items() if name in _OPTIONS}
-    return url, prompt, options | ({"raw": True} if url == TEXT else {})
+    model = ChatRequest if url == CHAT else CompletionRequest
+    try:
+        request = model.model_validate(body)
+    except ValidationError as error:
+        raise InputError(f"body.{of_validation(error.errors(), list(model.model_fields))}") from error
+    for name in _NOT_OF_A_BATCH:
+        if getattr(request, name, None):
+            raise InputError(f"body.{name}: got {shown(getattr(request, name))}, accepted in a batch is false")
+    return url, request
 
 
-def answer(url: str, id: str, place: int, given: Mapping[str, Any], prompt_tokens: int, model: str) -> dict[str, Any]:
-    """The line of an answer; `given` as other lines have it. `created` is 0: it would differ in every run."""
-    own = f"{place:08d}"
-    chosen = {"role": "assistant", "content": given["text"]}
-    choice = {
-        "index": 0,
-        **({"message": chosen} if url == CHAT else {"text": given["text"]}),
-        "logprobs": None,
-        "finish_reason": given["finish_reason"],
-    }
-    count = len(given["token_ids"])
+def answered(
+    engine: Engine, request: Any, url: str, id: str, place: int, defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], Stats]:
+    """The line of an answer, and its statistics; InputError for what cannot be honoured.
+
+    defaults: options of Engine.generate, for what the request does not say. `created` is 0: it would differ in every
+    run, and so would ids that are drawn.
+    """
+    from specengine.serve import replies
+    from specengine.serve.answers import Answer
+    from specengine.serve.asking import Asked, Limits
+    from specengine.serve.problems import Problem
+    from specengine.serve.settings import Settings
+
+    name = os.path.basename(engine.target.name) or type(engine.target).__name__
+    settings = Settings(name or "model", allow_special_text=bool(defaults.get("allow_special_text", True)))
+    asked = Asked(request, settings, {"max_new_tokens": None, **defaults})
+    try:
+        prepared = asked.prepare(engine, Limits(engine.tokenizer, engine.target.max_context))
+    except Problem as problem:
+        raise InputError(str(problem)) from problem
+    generation = asked.start(engine, prepared, reuse_cache=False)
+    for _ in generation:
+        pass
+    result = generation.result
+    assert result is not None
+    answer = Answer(generation.stats, generation.prompt)
+    answer.text, answer.token_ids, answer.logprobs = result.text, result.token_ids, result.logprobs or []
+    answer.reason = "length" if result.finish_reason == "length" else "stop"
+    reply = replies.make(request, name, engine.tokenizer)
+    choice = reply.message(answer) if isinstance(reply, replies.ChatReply) else reply.message(answer, "")
+    for number, call in enumerate(choice.get("message", {}).get("tool_calls", ())):
+        call["id"] = _id(place, number, len(call["id"]))
+    own, count = f"{place:08d}", len(answer.token_ids)
     body = {
-        "id": f"{'chatcmpl' if url == CHAT else 'cmpl'}-{own}",
-        "object": "chat.completion" if url == CHAT else "text_completion",
+        "id": f"{reply.prefix}-{own}",
+        "object": reply.kind,
         "created": 0,
-        "model": model,
+        "model": name,
         "choices": [choice],
         "usage": {
-            "prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count
+            "prompt_tokens": len(prepared.prompt),
+            "completion_tokens": count,
+            "total_tokens": len(prepared.prompt) + count,
         },
-    }  # fmt: skip
+    }
     response = {"status_code": 200, "request_id": f"req_{own}", "body": body}
-    return {"id": f"batch_req_{own}", "custom_id": id, "response": response, "error": None}
+    return {"id": f"batch_req_{own}", "custom_id": id, "response": response, "error": None}, generation.stats
+
+
+def _id(place: int, number: int, length: int) -> str:
+    """Of a call, as long as the server's are: templates may ask for that."""
+    drawn = hashlib.sha256(json.dumps([place, number]).encode()).hexdigest()
+    return drawn[:length] if length < 16 else f"call_{drawn[:32]}"
 
 
 def failure(id: str, place: int, kind: str, message: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -20,6 +21,7 @@ from specengine.batch.files import Files, beside
 from specengine.batch.prompts import Item
 from specengine.benchmark.provenance import provenance
 from specengine.cli import given
+from specengine.cli.arguments.shared import names_of
 from specengine.cli.terminal import say
 from specengine.replicas.scale import Scale
 
@@ -32,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     seed = options.pop("seed", 0)
     found = prompts.read(arguments.prompts, options, seed=seed, system=arguments.system)
     settings = settings_of(arguments, found, options | {"seed": seed, "system": arguments.system})
+    _say_other_models(found.items, os.path.basename(names_of(argparse.Namespace(model=arguments.model)).rstrip("/")))
     with Files(arguments.out, found.items, provenance("specengine", sys.argv[1:]), settings) as files:
         if left := found.items[files.done :]:
             if files.done:
@@ -45,6 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
         if files.failures:
             say(f"specengine: note: {files.failures} of {files.done} answers are errors, as their lines say")
         return 1 if files.failures else 0
+
+
+def _say_other_models(items: Sequence[Item], own: str) -> None:
+    """Whom requests name whose answers are of this model."""
+    asked = [item.request.model for item in items if item.request is not None]
+    if others := sorted({name for name in asked if name is not None} - {own}):
+        count = sum(name in others for name in asked)
+        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        say(f"specengine: note: {count} requests name another model ({shown}); {own} answers them")
 
 
 def settings_of(arguments: argparse.Namespace, found: prompts.Prompts, options: dict[str, Any]) -> dict[str, Any]:

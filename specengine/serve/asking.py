@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.serve.settings import Settings
 from specengine.serve.tools import OneCall, ToolReader, format_of, marks, require_written, schemas_of
 
+CONSTRAINTS = ("json_schema", "json_object", "grammar")
 QUICK_LETTERS, QUICK_MESSAGES = 1 << 15, 200
 
 _SAME = (
@@ -42,12 +43,12 @@ _SAME = (
 class Limits(NamedTuple):
     """Of a loaded model: a tokenizer that the thread which reads may use, and what a prompt can hold.
 
-    longest: characters of the longest token
+    longest: characters of the longest token, where they are known already
     """
 
     tokenizer: Any
     max_context: int
-    longest: int
+    longest: int | None = None
 
 
 class Prepared(NamedTuple):
@@ -68,10 +69,14 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """One request, its options checked as far as they can be without the model."""
+    """One request, its options checked as far as they can be without the model.
+
+    defaults: options of Engine.generate, for what the request does not say
+    """
 
     request: Sampling
     settings: Settings
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,11 +157,14 @@ class Asked:
         most = self.settings.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise InputError(f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server")
-        options = dict(self.options) | constraints.options(self.request, tokenizer)
+        constrained = constraints.options(self.request, tokenizer)
+        defaults = {name: value for name, value in self.defaults.items() if not (constrained and name in CONSTRAINTS)}
+        options = defaults | self.options | constrained
         self._require_known_tokens(engine.target.vocab_size)
         options |= self._ends(engine)
         maxima = (self.settings.default_max_tokens, self.settings.max_tokens)
-        options["max_new_tokens"] = self.request.wanted_tokens or min(most for most in maxima if most is not None)
+        if self.request.wanted_tokens or "max_new_tokens" not in options:
+            options["max_new_tokens"] = self.request.wanted_tokens or min(most for most in maxima if most is not None)
         if self.echoes and options["max_new_tokens"] == 1:
             options["policy"] = PLAIN  # the draft would read the prompt for one token
         if self.prediction is not None:
@@ -172,13 +180,13 @@ class Asked:
         still_wanted()
         return Prepared(ids, asked, shown, engine.constraint(asked))
 
-    def start(self, engine: Engine, prepared: Prepared) -> TextGeneration:
-        """The generation, which continues from what the caches hold of the prompt; InputError."""
+    def start(self, engine: Engine, prepared: Prepared, *, reuse_cache: bool = True) -> TextGeneration:
+        """The generation, which continues from what the caches hold of the prompt if it may; InputError."""
         generation = TextGeneration(
             engine,
             prepared.prompt,
             prepared.options,
-            reuse_cache=True,
+            reuse_cache=reuse_cache,
             shown=prepared.shown,
             constraint=prepared.constraint,
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from starlette.responses import Response
+from typing import TYPE_CHECKING, Any
 
 from specengine.errors import InputError, QueueFullError, SpecEngineError, shown
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 _UNAVAILABLE = {
     "loading": "the model is being loaded",
@@ -60,6 +61,8 @@ def unavailable(state: str) -> Problem:
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """ASCII alone, so that halves of characters that a client sent can be named to it."""
+    from starlette.responses import Response  # which a batch has no need of
+
     return Response(json.dumps(body), status, headers, media_type="application/json")
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from specengine.cli import main
-from tests.toy import byte_tokenizer, tiny
+from tests.toy import TEMPLATE, byte_tokenizer, tiny
 
 FEW = ("--max-new-tokens", "12")
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, template: str = TEMPLATE) -> Path:
     """It repeats itself, so drafts are taken."""
     tiny(seed=1, initializer_range=0.1, max_position_embeddings=512).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    byte_tokenizer(template).save_pretrained(folder)
     return folder
 
 

@@ -12,13 +12,19 @@ import pytest
 
 from specengine import Engine
 from specengine.batch import prompts
+from specengine.batch.answering import answer as answer_of
 from specengine.batch.files import Files, beside
 from specengine.errors import InputError
 from tests.batch import files
 from tests.batch.conftest import Example
+from tests.toy import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS: dict[str, Any] = {"record": "settings"}
+CALLING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+)
 PROVENANCE: dict[str, Any] = {"record": "provenance"}
 
 
@@ -94,6 +100,68 @@ def test_openais_form(example: Example, tmp_path: Path) -> None:
     first, second = files.read(tmp_path / "2")
     assert first["response"]["body"]["choices"][0]["text"] == text[: text.index(stop)]
     assert (second["response"], second["error"]["code"], second["custom_id"]) == (None, "InputError", "c")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"body": {"messages": [{"role": "user", "content": "a"}], "n": 2}}, "body.n: "),
+        ({"body": {"messages": []}}, "body.messages: "),
+        ({"body": {"messages": [{"role": "user"}]}}, "body.messages[0].content: "),
+        ({"body": {"messages": [{"role": "user", "content": "a"}], "nonsense": 1}}, "body.nonsense: unknown"),
+        ({"body": {"messages": [{"role": "user", "content": "a"}], "stream": True}}, "body.stream: got True"),
+        ({"body": []}, "body: got []"),
+        ({"url": "/v1/embeddings", "body": {"input": "a"}}, "url: got '/v1/embeddings'"),
+        ({"method": "GET", "body": {}}, "method: got 'GET'"),
+    ],
+)
+def test_a_request_that_is_refused_is_a_line_of_its_own(tmp_path: Path, change: Any, named: str) -> None:
+    pytest.importorskip("pydantic")
+    items = prompts.read(files.write(tmp_path / "in.jsonl", ["fine", {"custom_id": "a", **change}]), {}).items
+    assert items[0].fault is None
+    answered = answer_of(None, items[1])  # type: ignore[arg-type]
+    assert answered.failed
+    assert (answered.line["custom_id"], answered.line["response"]) == ("a", None)
+    assert answered.line["error"]["message"].startswith(named)
+
+
+CHOICE = {"enum": ["yes", "no"]}
+FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+
+
+def test_requests_have_the_servers_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance")
+    model = files.make_model(tmp_path / "calling", CALLING)
+    said = [{"role": "user", "content": "hello"}]
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": CHOICE}}
+    forced = {"tools": [FUNCTION], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 99}
+    bodies: list[dict[str, Any]] = [
+        {"messages": said, "response_format": format},
+        {"messages": said, **forced, "model": "gpt-4o-mini", "metadata": {"a": "b"}},
+        {"messages": said, "logprobs": True, "top_logprobs": 2, "max_tokens": 3},
+        {"messages": said, "logit_bias": {"65": 100}, "top_k": 1, "max_tokens": 3},
+        {"messages": said, "nonsense": 1},
+        {"messages": said, "logit_bias": {"9999": 1}},
+    ]
+    entries = [
+        {"custom_id": f"r{place}", "url": "/v1/chat/completions", "body": body} for place, body in enumerate(bodies)
+    ]
+    out = tmp_path / "out.jsonl"
+    assert files.batch(files.write(tmp_path / "in.jsonl", entries), out, model) == 1
+    assert "1 requests name another model (gpt-4o-mini); calling answers them" in capsys.readouterr().err
+    lines = files.read(out)
+    choices = [line["response"]["body"]["choices"][0] for line in lines[:4]]
+    assert choices[0]["message"]["content"] in ('"yes"', '"no"')
+    calls = choices[1]["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [{"name": "f", "arguments": "{}"}]
+    assert choices[1]["finish_reason"] == "tool_calls"
+    assert [len(rated["top_logprobs"]) for rated in choices[2]["logprobs"]["content"]] == [2, 2, 2]
+    assert choices[3]["message"]["content"] == byte_tokenizer().decode([65]) * 3
+    assert [line["custom_id"] for line in lines if line["error"]] == ["r4", "r5"]
+    assert "9999" in lines[5]["error"]["message"]
+    again = tmp_path / "again.jsonl"
+    files.batch(tmp_path / "in.jsonl", again, model)
+    assert again.read_bytes() == out.read_bytes()
 
 
 # ---- going on
@@ -190,9 +258,6 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
         ({"prompt": "x", "options": {"temperature": -1}}, "temperature: got -1"),
         ({"prompt": "x", "id": [1]}, "id is [1]"),
         ({"prompt": "x", "id": 1}, "has the id of line 1, 1"),
-        ({"custom_id": "a", "body": {"messages": [], "n": 2}}, "body.n: got 2"),
-        ({"custom_id": "a", "body": {"messages": [], "tools": []}}, "body.tools: unknown"),
-        ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "url: got '/v1/embeddings'"),
         ({"body": {"messages": []}}, "custom_id: got None"),
     ],
 )
