@@ -60,7 +60,7 @@ class Room:
 
 def longest_token(tokenizer: Any) -> int:
     """Characters of the longest token of the vocabulary; beyond any text where the tokenizer does not tell."""
-    vocabulary = getattr(tokenizer, "get_vocab", dict)()
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     return max(map(len, vocabulary), default=0) or sys.maxsize
 
 

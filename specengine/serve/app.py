@@ -153,12 +153,15 @@ def _openai(app: FastAPI, worker: Worker, settings: Settings) -> None:
         _require_ready(worker)
         if asked.model is not None and settings.strict_model:
             _require_model(asked.model, settings)
+        names = None
         try:
-            return await _answered(worker, Asked(asked, settings), request)
+            made = Asked(asked, settings)
+            names = made.names
+            return await _answered(worker, made, request)
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except SpecEngineError as error:
-            raise of_error(error) from error
+            raise of_error(error, names) from error
 
     chat_says = shapes.answers(shapes.ChatAnswer, _EVENTS)
 

@@ -64,7 +64,9 @@ class Prepared(NamedTuple):
 
     @property
     def prediction(self) -> list[int]:
-        return list(self.options.prediction or [])
+        found = self.options.prediction or []
+        assert not isinstance(found, str)
+        return found
 
 
 @dataclass(frozen=True)

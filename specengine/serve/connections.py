@@ -19,7 +19,7 @@ def limited(seconds: float) -> type[Any]:
     """
     base: Any = AutoHTTPProtocol
 
-    class Limited(base):  # type: ignore[misc]
+    class Limited(base):
         _timer: Any = None
         _head = 0  # bytes of a request whose headers have not ended
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, MutableMapping
 from typing import Any, NamedTuple
 
 from ray import serve
-from ray.serve._private import replica as serving
+from ray.serve._private import replica
 
 from specengine.replicas import cluster
 from specengine.replicas.recipe import Recipe
@@ -23,6 +23,7 @@ LOADING_SECONDS = 0.05  # between two looks
 
 def _listen_here_alone() -> None:
     """In a replica's process, where Ray Serve would listen at every address, whatever the cluster's own is."""
+    serving: Any = replica
     opening = serving.add_port_to_grpc_server
 
     def opened(server: Any, address: str) -> Any:
