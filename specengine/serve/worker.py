@@ -216,10 +216,11 @@ class Worker:
 
     def _read_all(self) -> None:
         """Read what takes long, one after the other."""
+        assert self.engine is not None
         assert self.limits is not None
         while (job := self._first(lambda job: not job.quick and job.prepared is None)) is not None:
             try:
-                self._prepare(job, self.limits)
+                self._prepare(self.engine, job, self.limits)
             except Exception as error:
                 with self._changed:
                     gone = job not in self._jobs
@@ -231,9 +232,8 @@ class Worker:
             with self._changed:
                 self._changed.notify_all()
 
-    def _prepare(self, job: Job, limits: Limits) -> Prepared:
+    def _prepare(self, engine: Engine, job: Job, limits: Limits) -> Prepared:
         """Read the request; InputError, or Problem where nobody waits for it any more or its time is over."""
-        assert self.engine is not None
         began = time.perf_counter()
         most = math.inf if job.quick else job.asked.settings.max_seconds
 
@@ -243,15 +243,16 @@ class Worker:
             if time.perf_counter() - began > most:
                 raise Problem(503, f"reading the request takes longer than {most:g} s", code="timeout")
 
-        prepared = job.asked.prepare(self.engine, limits, still_wanted)
+        prepared = job.asked.prepare(engine, limits, still_wanted)
         job.read_s = time.perf_counter() - began
         job.prepared = prepared
         return prepared
 
     def _answer(self, engine: Engine, job: Job, waited: float) -> None:
         began = time.perf_counter()
-        assert self.limits is not None
-        prepared = job.prepared or self._prepare(job, self.limits._replace(tokenizer=engine.tokenizer))
+        longest = None if self.limits is None else self.limits.longest
+        own = Limits(engine.tokenizer, engine.target.max_context, longest)
+        prepared = job.prepared or self._prepare(engine, job, own)
         deadline = began + job.asked.settings.max_seconds - (job.read_s if not job.quick else 0.0)
         generation = job.asked.start(engine, prepared)
         texts = Texts(engine.tokenizer)

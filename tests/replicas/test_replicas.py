@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from ray.exceptions import ActorDiedError
+from starlette.requests import Request
 
 from specengine import Engine
 from specengine.batch import alone, prompts, spread
@@ -18,11 +22,12 @@ from specengine.errors import InputError
 from specengine.replicas import cluster
 from specengine.replicas.recipe import Recipe
 from specengine.replicas.scale import Scale
-from specengine.serve import front
+from specengine.serve import front, replica
 from specengine.serve.adding import Added
 from specengine.serve.metrics import Metrics
 from specengine.serve.problems import Problem
 from specengine.serve.routing import conversation_of
+from specengine.serve.settings import Settings
 from tests.batch import files
 from tests.replicas.clusters import workers
 from tests.replicas.deadly import DEADLY, Deadly
@@ -250,3 +255,94 @@ def test_a_conversation_is_known_by_its_beginning() -> None:
 def test_a_scale_out_of_range_is_refused(given: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         Scale(**given)
+
+
+@pytest.mark.parametrize(("lost", "status"), [(1, 200), (2, 503)])
+def test_a_request_of_which_nothing_was_sent_is_asked_of_another_replica_once(lost: int, status: int) -> None:
+    asked: list[Any] = []
+
+    class Handle:
+        """Of replicas of which the first so many end before they have answered."""
+
+        def options(self, **_: Any) -> Any:
+            return self
+
+        @property
+        def ask(self) -> Any:
+            return self
+
+        def remote(self, asking: Any, conversation: str | None) -> Any:
+            asked.append(asking.body)
+            return self._answer(len(asked) <= lost)
+
+        async def _answer(self, ends: bool) -> Any:
+            yield {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+            if ends:
+                raise ActorDiedError
+            yield {"type": "http.response.body", "body": b"{}", "more_body": False}
+
+    made = front.Front(Settings("tiny"))
+    made.handle, made.state = cast(Any, Handle()), "ready"
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(made.app(), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post("/v1/chat/completions", json=chat("hi"))
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, len(asked)) == (status, 2)
+    assert asked[0] == asked[1]
+
+
+def test_a_front_tells_when_there_is_room_and_counts_no_question_for_health() -> None:
+    made = front.Front(Settings("tiny"))
+    made._mean_seconds = 6.4
+    full = Problem(429, "full", headers={"Retry-After": "1"})
+
+    def told(path: str, problem: Problem) -> Any:
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
+        return asyncio.run(made._told(Request(scope), problem))
+
+    assert told("/v1/completions", full).headers["Retry-After"] == "7"
+    counted = made._own.text()
+    told("/health", Problem(503, "the model is being loaded"))
+    assert made._own.text() == counted
+
+
+@pytest.mark.slow
+def test_a_cluster_of_this_machine_listens_at_the_loopback_address() -> None:
+    psutil = pytest.importorskip("psutil")
+    script = (
+        "import time; from ray import serve; from specengine.replicas import cluster; "
+        "from specengine.replicas.scale import Scale; from tests.replicas.test_replicas import Quiet\n"
+        "with cluster.running(Scale(replicas=1, threads=1)):\n"
+        "    serve.start(proxy_location='Disabled')\n"
+        "    serve.run(serve.deployment(Quiet).bind(), name='quiet', route_prefix=None)\n"
+        "    print('ready', flush=True); input()\n"
+    )
+    command = [sys.executable, "-c", script]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            while (line := process.stdout.readline()) and line != "ready\n":
+                pass
+            own = psutil.Process(process.pid)
+            opened = [
+                (each.name(), connection.laddr.ip)
+                for each in [own, *own.children(recursive=True)]
+                for connection in each.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            ]
+        finally:
+            process.communicate("\n", timeout=60)
+    assert len(opened) > 5
+    assert {ip for _, ip in opened} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, opened
+
+
+class Quiet:
+    """A deployment as ours is, of nothing."""
+
+    def __init__(self) -> None:
+        assert cluster.is_alone()
+        replica._listen_here_alone()
