@@ -18,6 +18,7 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, UnsupportedModelError, shown
+from specengine.modeling.adapters import model_in
 from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
@@ -73,6 +74,7 @@ def load(
     options: LoadOptions,
 ) -> Parts:
     """The parts for these names; cheap checks come before any weights are read."""
+    model, draft = model_in(model), model_in(draft)
     for field, name in (("model", model), ("draft", draft)):
         _require_name(field, name)
     _check_names(draft, policy, options)

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from specengine.errors import CheckpointError
 from specengine.text_files import read_text
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @contextmanager
@@ -38,3 +41,25 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("holds no object")
     return found
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads of a folder, whatever else lies there; none where it reads pickles.
+
+    CheckpointError where the list of shards is damaged or names one that is not there. Source:
+    transformers.modeling_utils._get_resolved_checkpoint_files.
+    """
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    index = folder / INDEX
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(read_object(index)["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index}: is damaged, fetch it again ({error!r})") from error
+    if not names or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{index}: is damaged, fetch it again (weight_map names no files)")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise CheckpointError(f"{index}: {len(missing)} of {len(names)} files are missing, fetch them: {missing[0]}")
+    return [folder / name for name in names]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, file_exists, try_to_load_from_cache
 
+CONFIGS = ("config.json", "adapter_config.json")  # of a model, and of an adapter alone
 WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
 
 
@@ -22,11 +23,12 @@ def why_absent(name: str, *, offline: bool = False) -> str | None:
     if ":" in name:
         return "names with a colon are those of other programs; give the model's id on the Hub, or a GGUF file's path"
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in CONFIGS):
             return None
         if offline or constants.HF_HUB_OFFLINE:
             return "there is no such folder, and the Hub's cache does not hold it"
-        return None if file_exists(name, "config.json") else "there is no such folder, and no such model on the Hub"
+        there = any(file_exists(name, file) for file in CONFIGS)
+        return None if there else "there is no such folder, and no such model on the Hub"
     except Exception as error:  # the Hub's own, of many kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return f"there is no such folder, and the Hub does not answer ({reason})"

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from specengine.checkpoints.files import safetensors_files
 from specengine.errors import CheckpointError, UnsupportedModelError, shown
 
 # At most, so that no config asks for all memory or for hours; a list is one number per layer.
@@ -96,7 +97,7 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     made = empty_model(copy.deepcopy(config), torch.float32)  # which notes its dtype in the config
     wanted = {key: list(weight.shape) for key, weight in made.named_parameters()}
     differing = []
-    for file in sorted(Path(name).glob("*.safetensors")):
+    for file in safetensors_files(Path(name)):
         try:
             with safe_open(file, framework="pt") as opened:
                 shapes = {key: opened.get_slice(key).get_shape() for key in opened.keys() if key in wanted}  # noqa: SIM118

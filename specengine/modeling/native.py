@@ -348,7 +348,9 @@ def refuse_hooks(model: PreTrainedModel) -> None:
 
 
 def refuse_own_head(source: Source) -> None:
-    """Raise UnsupportedModelError where a head that the config ties to the embeddings has other weights."""
+    """Raise UnsupportedModelError where a head that the config ties to the embeddings has other weights, or no twin."""
+    if "model.embed_tokens.weight" not in source.shapes():
+        raise UnsupportedModelError("native: it stores lm_head without the embeddings that the config ties it to")
     if not torch.equal(source.tensor("lm_head.weight"), source.tensor("model.embed_tokens.weight")):
         raise UnsupportedModelError("native: lm_head has weights of its own, and the config ties it to the embeddings")
 

@@ -73,7 +73,10 @@ def _opened_gguf(path: Path, dtype: Any, name: str) -> Opened:
 
 
 def _opened_folder(folder: Path, config: PretrainedConfig, dtype: Any, name: str) -> Opened:
+    if getattr(config, "transformers_weights", None) is not None:
+        raise UnsupportedModelError("native: its config names a file of weights (transformers_weights)")
     source = FolderSource(folder, config, _dtype(folder, config, dtype), name=name)
+    _ = source.generation_config  # raises over a damaged file before any weights are read
     return Opened(source, lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 

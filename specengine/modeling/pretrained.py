@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,14 @@ from specengine import checkpoints as models
 from specengine.checkpoints.hub import why_absent
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.modeling import native
+from specengine.modeling.adapters import Adapter, adapter_of
 from specengine.modeling.bars import no_loading_bars
 from specengine.modeling.configs import NO_MEMORY, config_of, refuse_other_shapes, unsupported
 from specengine.modeling.extension import NOT_BUILT
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import Opened, is_gguf, open_gguf, open_native
+from specengine.modeling.sources import generation_config_of
 from specengine.modeling.tensor_parallel import splitting
 
 _MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
@@ -41,7 +44,8 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
     named = isinstance(model, str) and model != models.embedded.NAME
     if named and (missing := why_absent(str(model), offline=options.offline)) is not None:
         raise InputError(f"model: got {model!r:.300}, accepted a path or a Hub id; {missing}")
-    reason = _not_native(model, options)
+    adapter = adapter_of(str(model), offline=options.offline) if named else None
+    reason = _not_native(model, options) or (adapter and adapter.reason)
     if reason is None:
         try:
             return LoadedModel(*_native(model, options, tokenizer))
@@ -51,7 +55,7 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
             reason = str(error)
     elif options.backend == "native" or options.quantize:
         raise InputError(f"backend, quantize: the native forward was asked for, but {reason}")
-    return LoadedModel(*_huggingface(model, options, tokenizer), reason)
+    return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason)
 
 
 def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> str | None:
@@ -81,7 +85,7 @@ def _native(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer
 
 
 def _huggingface(
-    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any
+    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any, adapter: Adapter | None = None
 ) -> tuple[PreTrainedModel, Any]:
     if isinstance(model, PreTrainedModel):
         name = model.config._name_or_path
@@ -91,8 +95,11 @@ def _huggingface(
         return opened.source.model().to(options.device or default_device()), tokenizer or _tokenizer_of(opened)
     path = models.resolve(model, offline=options.offline, progress=options.progress)
     common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
-    config = config_of(path, **common)
-    refuse_other_shapes(path, config)
+    base = path if adapter is None else adapter.base
+    config = config_of(base, **common)
+    refuse_other_shapes(base, config)
+    if Path(base).is_dir():
+        generation_config_of(Path(base))  # which transformers reads last, and names no file over
     if options.tp_plan is not None:
         common["distributed_config"] = splitting(config)
     try:
@@ -110,14 +117,16 @@ def _huggingface(
     except NO_MEMORY:
         raise
     except Exception as error:  # a model's class may raise anything over a config of other types than it expects
+        if adapter is not None:
+            raise adapter.unfit(" ".join(str(error).split())[:300]) from error
         raise unsupported(path, error, "it cannot be loaded") from error
-    _require_weights(path, loaded, found)
+    _require_weights(path, loaded, found, adapter)
     if options.tp_plan is None:
         loaded = loaded.to(options.device or default_device())
-    return loaded, tokenizer or _tokenizer(path, options)
+    return loaded, tokenizer or _tokenizer(path if adapter is None else adapter.tokenizer, options)
 
 
-def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any]) -> None:
+def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any], adapter: Adapter | None) -> None:
     """Raise CheckpointError where the model is not that of its files: they lack weights or have them in another shape,
     so that it would hold random ones, or have more of its parts (layers, biases) than the config asks for."""
     problems = {
@@ -128,6 +137,8 @@ def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any]) -
         "unexpected": sorted(_left_out(model, found["unexpected_keys"])),
     }
     listed = [f"{what}: {', '.join(names[:4])}" for what, names in problems.items() if names]
+    if listed and adapter is not None:
+        raise adapter.unfit(f"to {adapter.base}: {'; '.join(listed)}")
     if listed:
         raise CheckpointError(f"model {path!r}: its weights do not fit its config.json; {'; '.join(listed)}")
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints import gguf
+from specengine.checkpoints.files import safetensors_files
 from specengine.errors import CheckpointError, UnsupportedModelError
 from specengine.modeling.bars import no_loading_bars
 from specengine.modeling.configs import empty_model
@@ -115,7 +116,7 @@ class FolderSource(Source):
 
     def __init__(self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
         self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
-        self._tensors = {key: tensor for file in _safetensors_files(folder) for key, tensor in _tensors_of(file)}
+        self._tensors = {key: tensor for file in _require_files(folder) for key, tensor in _tensors_of(file)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: stored.shape for name, stored in self._tensors.items()}
@@ -138,10 +139,24 @@ class FolderSource(Source):
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
+        return generation_config_of(self.folder)
+
+
+def generation_config_of(folder: Path) -> GenerationConfig:
+    """The defaults that transformers gives a folder's model: of generation_config.json, or of config.json where that
+    is not there or no JSON. CheckpointError where it holds what makes no such config.
+    """
+    try:
         try:
-            return GenerationConfig.from_pretrained(self.folder)
+            return GenerationConfig.from_pretrained(folder)
         except OSError:
-            return GenerationConfig.from_model_config(self.config)
+            return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+    except Exception as error:  # over values of other types; transformers' loading fails by them as well
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{folder}: generation_config.json: its values make no generation config, correct or remove it "
+            f"({type(error).__name__}: {text:.300})"
+        ) from error
 
 
 class GGUFSource(Source):
@@ -304,20 +319,14 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """Of the first tensor, as transformers' `auto` takes it where the config says nothing."""
-    return next((stored.dtype for _, stored in _tensors_of(_safetensors_files(folder)[0])), torch.float32)
+    return next((stored.dtype for _, stored in _tensors_of(_require_files(folder)[0])), torch.float32)
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index}: is damaged, fetch it again ({error!r})") from error
-        return [folder / name for name in names]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    raise UnsupportedModelError(f"{folder}: has no safetensors file")
+def _require_files(folder: Path) -> list[Path]:
+    files = safetensors_files(folder)
+    if not files:
+        raise UnsupportedModelError(f"{folder}: has no safetensors file that transformers would read")
+    return files
 
 
 def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
