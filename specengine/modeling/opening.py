@@ -65,7 +65,7 @@ def open_native(
 
 
 def _opened_gguf(path: Path, dtype: Any, name: str) -> Opened:
-    file = gguf.read(path)
+    file = gguf.read(path, gguf.architecture_of)
     config = gguf.config(file)
     config._name_or_path = name
     chosen = torch.bfloat16 if dtype == "auto" else dtype

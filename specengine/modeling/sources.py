@@ -166,6 +166,13 @@ class GGUFSource(Source):
         self.file, self.config, self.dtype, self.name = file, config, dtype, name
         gguf.require_complete(file, config)
         self._names = {theirs: ours for ours, theirs in gguf.tensor_names(config.num_hidden_layers).items()}
+        self._suppressed = gguf.suppressed_ids(file, config.vocab_size)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        found = GenerationConfig.from_model_config(self.config)
+        found.suppress_tokens = self._suppressed
+        return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         ours = {ours: theirs for theirs, ours in self._names.items()}

@@ -1,11 +1,13 @@
 """The configuration of a GGUF file is transformers' own; what no configuration describes is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import transformers
 
+from specengine import Engine
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
 from tests.checkpoints import gguf_files as files
@@ -123,10 +125,32 @@ def test_a_model_that_no_configuration_describes_is_refused(tmp_path: Path, key:
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="architecture 'gemma2', and accepted are llama, qwen2, qwen3"):
+    message = (
+        "architecture 'gemma2', and accepted in GGUF files are llama, qwen2, qwen3; load the model from its folder"
+    )
+    with pytest.raises(UnsupportedModelError, match=message):
         gguf.config(opened(tmp_path, "gemma2"))
     with pytest.raises(CheckpointError, match=r"lacks general\.architecture"):
         gguf.config(gguf.read(written(tmp_path, files.encode())))
+
+
+def test_an_architecture_is_refused_before_the_types_of_its_tensors(tmp_path: Path) -> None:
+    architecture = files.entry("general.architecture", 8, files.text("gemma3"))
+    path = written(tmp_path, files.encode([architecture], [files.info("blk.0.attn_k.weight", [32, 1], 6)]))
+    for load in (lambda: gguf.read(path, gguf.architecture_of), lambda: Engine.from_pretrained(path)):
+        with pytest.raises(UnsupportedModelError, match=r"architecture 'gemma3', and accepted in GGUF files are llama"):
+            load()
+    known = files.entry("general.architecture", 8, files.text("llama"))
+    path = written(tmp_path, files.encode([known], [files.info("blk.0.attn_k.weight", [32, 1], 6)]))
+    with pytest.raises(CheckpointError, match=r"is of type Q5_0, and accepted are F32, .*make one with llama-quantize"):
+        gguf.read(path, gguf.architecture_of)
+
+
+@pytest.mark.parametrize("value", ["all", ["a"], 7])
+def test_suppressed_tokens_must_be_ids(tmp_path: Path, value: Any) -> None:
+    file = opened(tmp_path, metadata={"tokenizer.ggml.suppress_tokens": value})
+    with pytest.raises(CheckpointError, match="suppress_tokens must be a list of token ids"):
+        gguf.suppressed_ids(file, 265)
 
 
 CONTRADICTING = {

@@ -1,6 +1,6 @@
 """GGUF files: their tensors as packed blocks, their configuration and tokenizer as transformers has them."""
 
-from specengine.checkpoints.gguf.configuration import config
+from specengine.checkpoints.gguf.configuration import architecture_of, config, suppressed_ids
 from specengine.checkpoints.gguf.file import KINDS, GGUFFile, dequantize, read
 from specengine.checkpoints.gguf.tensors import require_complete, row_order, tensor_names, tensor_shapes
 from specengine.checkpoints.gguf.vocabulary import tokenizer
@@ -8,11 +8,13 @@ from specengine.checkpoints.gguf.vocabulary import tokenizer
 __all__ = [
     "KINDS",
     "GGUFFile",
+    "architecture_of",
     "config",
     "dequantize",
     "read",
     "require_complete",
     "row_order",
+    "suppressed_ids",
     "tensor_names",
     "tensor_shapes",
     "tokenizer",

@@ -1,6 +1,8 @@
 """The configuration of the model in a GGUF file, as transformers has it."""
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import transformers
 
 from specengine.checkpoints.gguf.file import GGUFFile
 from specengine.checkpoints.gguf.tensors import _EMBEDDING, _OUTPUT, _ROPE_FACTORS
+from specengine.checkpoints.gguf.tokens import end_ids, special_id
 from specengine.errors import CheckpointError, UnsupportedModelError
 
 _CONFIGS = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
@@ -37,19 +40,25 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # keys that would change the fo
 }
 
 
+def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
+    """The model's architecture; UnsupportedModelError for one that is not read, CheckpointError where there is none."""
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise CheckpointError(f"{path} lacks general.architecture, or it is no text")
+    if architecture not in _CONFIGS:
+        raise UnsupportedModelError(
+            f"{path} has architecture {architecture[:80]!r}, and accepted in GGUF files are {', '.join(_CONFIGS)}; "
+            "load the model from its folder or Hub id of safetensors instead, which transformers runs"
+        )
+    return architecture
+
+
 class _Fields:
     """The metadata of one architecture, each value checked where it is asked for."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        architecture = file.metadata.get("general.architecture")
-        if not isinstance(architecture, str):
-            raise CheckpointError(f"{file.path} lacks general.architecture, or it is no text")
-        if architecture not in _CONFIGS:
-            raise UnsupportedModelError(
-                f"{file.path} has architecture {architecture[:80]!r}, and accepted are {', '.join(_CONFIGS)}"
-            )
-        self.architecture = architecture
+        self.architecture = architecture_of(file.path, file.metadata)
 
     def value(self, key: str) -> Any:
         return self.file.metadata.get(f"{self.architecture}.{key}")
@@ -152,17 +161,12 @@ def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:
     return size
 
 
-def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, int | None]:
-    keys = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-    return {name: _token_id(file, key, vocabulary) for name, key in keys.items()}
-
-
-def _token_id(file: GGUFFile, key: str, vocabulary: int) -> int | None:
-    value = file.metadata.get(f"tokenizer.ggml.{key}")
-    if value is not None and (type(value) is not int or not 0 <= value < vocabulary):
-        shown = str(value)[:80]
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} must be one of {vocabulary} token ids, not {shown}")
-    return value
+def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
+    return {
+        "bos_token_id": special_id(file, "bos_token_id", vocabulary),
+        "eos_token_id": end_ids(file, vocabulary),
+        "pad_token_id": special_id(file, "padding_token_id", vocabulary),
+    }
 
 
 def _rope_parameters(fields: _Fields, head_dim: int) -> dict[str, Any]:
@@ -202,3 +206,13 @@ def _llama3_rope(fields: _Fields, theta: float, head_dim: int) -> dict[str, Any]
         )
     frequencies = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": context}
     return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **frequencies}
+
+
+def suppressed_ids(file: GGUFFile, vocabulary: int) -> list[int] | None:
+    """Tokens that the file forbids in answers; those outside of the vocabulary are left out, as by llama.cpp."""
+    value = file.metadata.get("tokenizer.ggml.suppress_tokens")
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.suppress_tokens must be a list of token ids")
+    return [token for token in value if 0 <= token < vocabulary] or None

@@ -8,7 +8,7 @@ import math
 import os
 import struct
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,14 +109,19 @@ class GGUFFile:
         self.close()
 
 
-def read(path: Path) -> GGUFFile:
-    """Opens a file and reads all but its tensors' blocks. Raises CheckpointError for whatever is wrong with it."""
+def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None = None) -> GGUFFile:
+    """Opens a file and reads all but its tensors' blocks. Raises CheckpointError for whatever is wrong with it.
+
+    accept: is given the path and the metadata before the tensors are looked at, and raises over what it does not take.
+    """
     source = _Source(Path(path))
     try:
         cursor = _Cursor(source)
         tensor_count, entry_count = _read_header(cursor)
         metadata = _read_metadata(cursor, entry_count)
         _refuse_parts(source.path, metadata)
+        if accept is not None:
+            accept(source.path, metadata)
         infos = _read_tensor_infos(cursor, tensor_count)
         return GGUFFile(source, metadata, _placed(cursor, infos, _alignment(source.path, metadata)))
     except BaseException:
@@ -335,7 +340,10 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
     shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
     number, offset = cursor.number("I"), cursor.number("Q")
     if number not in _KIND_OF:
-        raise cursor.error(f"is of type {_type_name(number)}, and accepted are {', '.join(KINDS).upper()}")
+        raise cursor.error(
+            f"is of type {_type_name(number)}, and accepted are {', '.join(KINDS).upper()}: take a file of those, as "
+            "Q4_K_M and Q8_0 mostly are, or make one with llama-quantize"
+        )
     kind = KINDS[_KIND_OF[number]]
     if 0 in shape:
         raise cursor.error(f"is empty: {list(shape)}")

@@ -1,11 +1,18 @@
-"""The tokenizer of the model in a GGUF file, as transformers has it."""
+"""The tokenizer of the model in a GGUF file, made of its metadata: text becomes the tokens that it has in llama.cpp.
 
+Source: llama.cpp's src/llama-vocab.cpp. What it reads for other kinds of vocabularies alone (precompiled_charsmap,
+remove_extra_whitespaces, normalizer, add_sep_token) changes nothing here either.
+"""
+
+import sys
 from typing import Any
 
 import transformers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from specengine.checkpoints.gguf.configuration import _token_id
 from specengine.checkpoints.gguf.file import GGUFFile
+from specengine.checkpoints.gguf.splits import DEFAULT, SPLITS, Splits
+from specengine.checkpoints.gguf.tokens import Kind, Tokens, special_id
 from specengine.errors import CheckpointError, UnsupportedModelError
 
 _SPECIAL_TOKENS = {
@@ -14,35 +21,168 @@ _SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+_SPACE = "\u2581"
+_GGML, _TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
+_READ = frozenset(
+    {
+        *("model", "pre", "tokens", "token_type", "scores", "merges", "suppress_tokens"),
+        *("add_bos_token", "add_eos_token", "add_space_prefix"),
+        *(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding")),
+        *(f"fim_{name}_token_id" for name in ("pad", "rep", "sep")),
+    }
+)
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("token_type_count", "add_sep_token", "remove_extra_whitespaces", "precompiled_charsmap"),
+        *("normalizer.lowercase", "normalizer.strip_accents"),
+        *(f"{name}_token_id" for name in ("seperator", "separator", "mask", "cls", "prefix", "suffix", "middle")),
+        *(f"fim_{name}_token_id" for name in ("pre", "suf", "mid")),
+    }
+)
 
 
 def tokenizer(file: GGUFFile) -> transformers.PreTrainedTokenizerFast:
-    """The tokenizer that AutoTokenizer makes of the file, chat template included. Raises CheckpointError."""
+    """The tokenizer of the file, chat templates included; what it does not read is noted on stderr.
+
+    Raises UnsupportedModelError for a vocabulary of another kind, CheckpointError for one that contradicts itself.
+    """
     _require_vocabulary(file)
-    tokens = file.metadata["tokenizer.ggml.tokens"]
-    ids = {name: _token_id(file, key, len(tokens)) for name, key in _SPECIAL_TOKENS.items()}
-    special = {name: None if number is None else tokens[number] for name, number in ids.items()}
+    tokens = _tokens(file)
+    ids = {name: special_id(file, key, len(tokens.texts)) for name, key in _SPECIAL_TOKENS.items()}
+    special = {name: None if number is None else tokens.texts[number] for name, number in ids.items()}
+    splits = _splits(file) if _is_byte_level(file) else None
+    options = _options(file, ids, splits)
+    _note_unread(file)
     try:
-        return _build_tokenizer(file, special)
+        backend = (
+            _sentencepiece(file, tokens, special["unk_token"]) if splits is None else _byte_level(file, tokens, splits)
+        )
+        _add_special(backend, tokens, ids.values())
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **options, **special)
     except Exception as error:  # whatever transformers and tokenizers meet in a vocabulary that contradicts itself
         raise CheckpointError(f"{file.path}: no tokenizer can be built from its vocabulary: {error}") from error
 
 
-def _build_tokenizer(file: GGUFFile, special: dict[str, str | None]) -> transformers.PreTrainedTokenizerFast:
-    try:
-        from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
-    except ImportError:  # an older transformers, which takes only the file, and its time
-        return transformers.AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
-    metadata = {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}
-    parts = {
-        part: {name: metadata[key] for key, name in names.items() if key in metadata}
-        for part, names in GGUF_TOKENIZER_MAPPING.items()
-    }
-    options = parts["tokenizer_config"]
-    if parts["tokenizer"]["tokenizer_type"] == "llama":
-        options.setdefault("add_bos_token", True)  # as llama.cpp, where an older file does not say
-    backend, more = convert_gguf_tokenizer(file.metadata["general.architecture"], parts["tokenizer"])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **options, **special, **more)
+def _byte_level(file: GGUFFile, tokens: Tokens, splits: Splits) -> Tokenizer:
+    merges = [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
+    backend = Tokenizer(models.BPE(vocab=tokens.ids, merges=merges, ignore_merges=splits.ignore_merges))
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in splits.expressions]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GGUFFile, tokens: Tokens, unknown: str | None) -> Tokenizer:
+    merges = _merges(file, tokens)
+    backend = Tokenizer(
+        models.BPE(vocab=tokens.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    escaped = normalizers.Replace(" ", _SPACE)
+    after = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if _flag(file, "add_space_prefix", True):  # before the text, and before what follows a special token
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), escaped])
+        after.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = escaped
+    backend.decoder = decoders.Sequence(after)
+    return backend
+
+
+def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
+    """The merges that make each token of two others, the best score first; those of the file where it has no scores."""
+    scores = file.metadata.get("tokenizer.ggml.scores")
+    if scores is None:
+        return [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
+    apart = (Kind.CONTROL, Kind.UNKNOWN, Kind.BYTE)  # never made of letters
+    whole = {text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind not in apart}
+    found = [
+        (score, text[:cut], text[cut:])
+        for text, score in zip(tokens.texts, scores, strict=True)
+        if text in whole
+        for cut in range(1, len(text))
+        if text[:cut] in whole and text[cut:] in whole
+    ]
+    found.sort(key=lambda merge: (-merge[0], -len(merge[1])))
+    return [(left, right) for _, left, right in found]
+
+
+def _add_special(backend: Tokenizer, tokens: Tokens, named: Any) -> None:
+    """Have control tokens taken whole where special tokens are, and those of the user's in any text."""
+    ids = {number for number in named if number is not None}
+    ids |= {number for number, kind in enumerate(tokens.kinds) if kind in (Kind.CONTROL, Kind.UNKNOWN)}
+    users = [number for number, kind in enumerate(tokens.kinds) if kind is Kind.USER_DEFINED and number not in ids]
+    backend.add_special_tokens([AddedToken(tokens.texts[i], normalized=False, special=True) for i in sorted(ids)])
+    backend.add_tokens([AddedToken(tokens.texts[i], normalized=False, special=False) for i in users])
+
+
+def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) -> dict[str, Any]:
+    first = _flag(file, "add_bos_token", True if splits is None else splits.add_bos)
+    last = _flag(file, "add_eos_token", False)
+    for name, wanted in (("bos", first), ("eos", last)):
+        if wanted and ids[f"{name}_token"] is None:
+            raise CheckpointError(
+                f"{file.path}: add_{name}_token is true, and tokenizer.ggml.{name}_token_id is missing"
+            )
+    options = {"add_bos_token": first, "add_eos_token": last, "clean_up_tokenization_spaces": False}
+    return options | ({"chat_template": template} if (template := _chat_template(file)) else {})
+
+
+def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
+    """The template, or with named ones beside it (as tool_use) all by name."""
+    found = {key: value for key, value in file.metadata.items() if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")}
+    wrong = next((key for key, value in found.items() if not isinstance(value, str)), None)
+    if wrong is not None:
+        raise CheckpointError(f"{file.path}: {wrong[:80]} must be text")
+    if found.keys() <= {_TEMPLATE}:
+        return found.get(_TEMPLATE)
+    return {key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value for key, value in found.items()}
+
+
+def _splits(file: GGUFFile) -> Splits:
+    name = file.metadata.get("tokenizer.ggml.pre")
+    if name is None or name == "":
+        _note(file, "has no tokenizer.ggml.pre, so text is cut as by default; a newer conversion may answer better")
+        return DEFAULT
+    if not isinstance(name, str):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.pre must be text, not {str(name)[:80]}")
+    if name not in SPLITS:
+        raise UnsupportedModelError(
+            f"{file.path}: tokenizer.ggml.pre = {name[:80]!r} is unknown, so text cannot be cut; accepted are "
+            f"{', '.join(SPLITS)}; pass tokenizer=, or prompts as token ids"
+        )
+    return SPLITS[name]
+
+
+def _flag(file: GGUFFile, name: str, default: bool) -> bool:
+    value = file.metadata.get(f"{_GGML}{name}", default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{file.path}: {_GGML}{name} must be true or false, not {str(value)[:80]}")
+    return value
+
+
+def _note_unread(file: GGUFFile) -> None:
+    known = {f"{_GGML}{name}" for name in _READ | _WITHOUT_EFFECT}
+    others = [key for key in file.metadata if key.startswith(_GGML) and key not in known]
+    if others:
+        _note(file, f"has {', '.join(key[:80] for key in others[:6])}, which is not read: its tokens may be others")
+
+
+def _note(file: GGUFFile, text: str) -> None:
+    print(f"tokenizer of {file.path.name}: the file {text}", file=sys.stderr)
+
+
+def _is_byte_level(file: GGUFFile) -> bool:
+    return bool(file.metadata["tokenizer.ggml.model"] == "gpt2")
+
+
+def _tokens(file: GGUFFile) -> Tokens:
+    texts = [text or f"[EMPTY_{number}]" for number, text in enumerate(file.metadata["tokenizer.ggml.tokens"])]
+    tokens = Tokens(file, texts, len(texts))
+    if len(tokens.ids) < len(texts):
+        twice = next(text for number, text in enumerate(texts) if tokens.ids[text] != number)
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.tokens holds {twice[:80]!r} twice")
+    return tokens
 
 
 def _require_vocabulary(file: GGUFFile) -> None:
@@ -50,17 +190,19 @@ def _require_vocabulary(file: GGUFFile) -> None:
     model = file.metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         shown = "no tokenizer" if model is None else f"a tokenizer of kind {str(model)[:80]!r}"
-        raise UnsupportedModelError(f"{file.path} has {shown}, and accepted are gpt2 (byte-level BPE) and llama (SPM)")
+        raise UnsupportedModelError(
+            f"{file.path} has {shown}, and accepted are gpt2 (byte-level BPE) and llama (SPM); pass tokenizer=, or "
+            "prompts as token ids"
+        )
     tokens = _listed(file, "tokens", str)
     for name, kind in {"token_type": int, "scores": float}.items():
         if f"tokenizer.ggml.{name}" in file.metadata and len(_listed(file, name, kind)) != len(tokens):
             raise CheckpointError(f"{file.path}: tokenizer.ggml.{name} must be as long as the {len(tokens)} tokens")
-    if model == "gpt2" or "tokenizer.ggml.merges" in file.metadata:
+    unscored = "tokenizer.ggml.scores" not in file.metadata
+    if model == "gpt2" or (unscored and "tokenizer.ggml.merges" in file.metadata):
         _require_pairs(file, _listed(file, "merges", str))
     else:
         _listed(file, "scores", float)
-    if not isinstance(file.metadata.get("tokenizer.chat_template", ""), str):
-        raise CheckpointError(f"{file.path}: tokenizer.chat_template must be text")
 
 
 def _require_pairs(file: GGUFFile, merges: list[str]) -> None:

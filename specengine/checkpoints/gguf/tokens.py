@@ -1,0 +1,142 @@
+"""The tokens of a GGUF file: their texts and kinds, and which of them end an answer.
+
+As llama.cpp finds them (src/llama-vocab.cpp, llama_vocab::impl::load): the file's own ids, and well-known texts, for
+many files name one end alone. Other than there, an id outside of the vocabulary is an error, and a byte-level file
+that names no end has none but those texts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+from specengine.checkpoints.gguf.file import GGUFFile
+from specengine.errors import CheckpointError
+
+
+class Kind(IntEnum):
+    """What a token is, by its number in `tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+_SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # where the file names none
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_TEXTS = frozenset(
+    {
+        *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
+        *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    }
+)
+# Marks of files and repositories, which end an answer as well: the file's id, or the first of these texts.
+_FILE_MARKS = {
+    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep_token_id": ("<|file_sep|>",),
+}
+_ALWAYS_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # of gpt-oss
+# With all of one set there, `<|end|>` ends a part of an answer alone.
+_WITH_PARTS = (
+    {"<|return|>", "<|call|>"},
+    {"<|return|>", "<|calls|>"},
+    {"<|flush|>", "<|call|>"},
+    {"<|flush|>", "<|calls|>"},
+)
+
+
+def special_id(file: GGUFFile, key: str, vocabulary: int) -> int | None:
+    """The token id that the file gives for a role, as eos_token_id; None where there is none.
+
+    CheckpointError for one outside of the vocabulary, of so many tokens.
+    """
+    value = file.metadata.get(f"tokenizer.ggml.{key}")
+    if value is None and file.metadata.get("tokenizer.ggml.model") == "llama":
+        default = _SENTENCEPIECE_IDS.get(key)
+        return default if default is not None and default < vocabulary else None
+    if value is not None and (type(value) is not int or not 0 <= value < vocabulary):
+        shown = str(value)[:80]
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} must be one of {vocabulary} token ids, not {shown}")
+    return value
+
+
+def end_ids(file: GGUFFile, vocabulary: int) -> int | list[int] | None:
+    """The tokens that end an answer, the file's eos first, as a config has them. Raises as `special_id`."""
+    texts = file.metadata.get("tokenizer.ggml.tokens")
+    texts = texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
+    eos, ends = special_id(file, "eos_token_id", vocabulary), Tokens(file, texts, vocabulary).ends
+    ordered = [*([eos] if eos in ends else []), *sorted(ends - {eos})]
+    return None if not ordered else ordered[0] if len(ordered) == 1 else ordered
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Texts of the tokens in the order of their ids, of a model with so many rows of embeddings."""
+
+    file: GGUFFile
+    texts: list[str]
+    vocabulary: int
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Ids by text."""
+        return {text: number for number, text in enumerate(self.texts)}
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset(self._named_ends - self._parts - self._words)
+
+    @cached_property
+    def kinds(self) -> list[Kind]:
+        """Of all tokens: what the file says, but what ends an answer or marks a file is control."""
+        stated = self.file.metadata.get("tokenizer.ggml.token_type", [])
+        kinds = [Kind(value) if value in _NUMBERS else Kind.NORMAL for value in stated]
+        kinds += [Kind.NORMAL] * (len(self.texts) - len(kinds))
+        changed = {
+            Kind.CONTROL: self._of(*_END_TEXTS) | self._file_marks,
+            Kind.USER_DEFINED: self._of(*_ALWAYS_SHOWN) | self._parts,
+            Kind.NORMAL: self._words,
+        }
+        for kind, numbers in changed.items():
+            for number in numbers:
+                kinds[number] = kind
+        return kinds
+
+    @cached_property
+    def _named_ends(self) -> set[int]:
+        given = {special_id(self.file, key, self.vocabulary) for key in _END_KEYS}
+        return self._of(*_END_TEXTS) | self._file_marks | {number for number in given if number is not None}
+
+    @cached_property
+    def _file_marks(self) -> set[int]:
+        found = set()
+        for key, texts in _FILE_MARKS.items():
+            number = special_id(self.file, key, self.vocabulary)
+            known = [self.ids[text] for text in texts if text in self.ids]
+            found |= {number} if number is not None else set(known[:1])
+        return found
+
+    @cached_property
+    def _parts(self) -> set[int]:
+        """Ends of a part of an answer alone."""
+        there = {self.texts[number] for number in self._named_ends if number < len(self.texts)}
+        return self._of("<|end|>") if any(texts <= there for texts in _WITH_PARTS) else set()
+
+    @cached_property
+    def _words(self) -> set[int]:
+        """Texts of an end that are none: Gemma 4's `</s>`."""
+        return self._of("</s>") if "<|tool_response>" in self.ids else set()
+
+    def _of(self, *texts: str) -> set[int]:
+        return {self.ids[text] for text in texts if text in self.ids}
+
+
+_NUMBERS: frozenset[Any] = frozenset(Kind)

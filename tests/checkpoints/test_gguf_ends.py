@@ -1,0 +1,155 @@
+"""Which tokens end an answer: llama.cpp's rule over the ids that a file gives and the texts of its tokens."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from specengine import Engine
+from specengine.checkpoints import gguf
+from specengine.checkpoints.gguf.tokens import Kind, Tokens
+from specengine.errors import CheckpointError
+from tests.checkpoints import gguf_files as files
+from tests.checkpoints.gguf_files import opened
+
+FIRST = 256  # of the tokens behind the bytes
+
+
+def vocabulary(*texts: str, kinds: int = 3, **ids: int | None) -> dict[str, Any]:
+    """Bytes and these control tokens; ids, counted from the first of these, by role."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*bytes_to_unicode().values(), "ab", *texts],
+        "tokenizer.ggml.token_type": [*[1] * 257, *[kinds] * len(texts)],
+        "tokenizer.ggml.merges": ["a b"],
+        **{f"tokenizer.ggml.{role}_token_id": number + 257 for role, number in ids.items() if number is not None},
+    }
+
+
+def ends_of(folder: Path, words: dict[str, Any]) -> list[str]:
+    """Texts of the ends, the first of them the file's eos where it has one."""
+    config = gguf.config(opened(folder, vocabulary=words))
+    ids = config.eos_token_id
+    return [words["tokenizer.ggml.tokens"][i] for i in ([] if ids is None else [ids] if isinstance(ids, int) else ids)]
+
+
+SENTENCE = "<\uff5cend\u2581of\u2581sentence\uff5c>"  # DeepSeek's
+LLAMA3 = ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"]
+FILES = ["<x>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+GEMMA4 = ["<eos>", "<|tool_response>", "<turn|>"]
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "eos alone": (vocabulary("<x>", "<y>", eos=0), ["<x>"]),
+    "none": (vocabulary("<x>", "<y>"), []),
+    "eot": (vocabulary("<x>", "<y>", eos=0, eot=1), ["<x>", "<y>"]),
+    "eom": (vocabulary("<y>", "<x>", eos=1, eom=0), ["<x>", "<y>"]),
+    "all the same": (vocabulary("<x>", eos=0, eot=0, eom=0), ["<x>"]),
+    "Llama 3": (vocabulary(*LLAMA3, eos=0), LLAMA3),
+    "ChatML": (vocabulary("<|endoftext|>", "<|im_start|>", "<|im_end|>", eos=2), ["<|im_end|>", "<|endoftext|>"]),
+    "Gemma": (vocabulary("<eos>", "<end_of_turn>", eos=0), ["<eos>", "<end_of_turn>"]),
+    "Kimi": (vocabulary("[EOS]", "[EOT]", "[PAD]", eos=0), ["[EOS]", "[EOT]", "[PAD]"]),
+    "DeepSeek": (vocabulary(SENTENCE, "<x>"), [SENTENCE]),
+    "a name of another kind": (vocabulary("<x>", "<|im_end|>", kinds=1, eos=0), ["<x>", "<|im_end|>"]),
+    "files": (vocabulary(*FILES, eos=0), FILES),
+    "files by id": (vocabulary("<x>", "<y>", "<|fim_pad|>", eos=0, fim_pad=1), ["<x>", "<y>"]),
+    "marks of what is to be filled in are none": (vocabulary("<x>", "<|fim_prefix|>", eos=0, fim_mid=1), ["<x>"]),
+    "parts of an answer": (vocabulary("<|return|>", "<|call|>", "<|end|>", eos=0), ["<|return|>", "<|call|>"]),
+    "an end without parts": (vocabulary("<|return|>", "<|end|>", eos=0), ["<|return|>", "<|end|>"]),
+    "parts by other names": (vocabulary("<|flush|>", "<|calls|>", "<|end|>"), ["<|flush|>", "<|calls|>"]),
+    "Gemma 4": (vocabulary("</s>", *GEMMA4, eos=1), GEMMA4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_ends_of_a_file(tmp_path: Path, case: str) -> None:
+    words, expected = CASES[case]
+    assert ends_of(tmp_path, words) == expected
+
+
+def test_sentencepiece_files_without_ids_have_the_usual_ones(tmp_path: Path) -> None:
+    words = files.sentencepiece_vocabulary()
+    for role in ("bos", "eos", "unknown"):
+        del words[f"tokenizer.ggml.{role}_token_id"]
+    file = opened(tmp_path, vocabulary=words)
+    config, tokenizer = gguf.config(file), gguf.tokenizer(file)
+    assert (config.bos_token_id, config.eos_token_id) == (1, 2)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<s>", "</s>", "<unk>")
+
+
+@pytest.mark.parametrize("role", ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"])
+def test_an_end_outside_of_the_vocabulary_is_refused(tmp_path: Path, role: str) -> None:
+    for wrong in (99_999, "x", -1.0):
+        file = opened(tmp_path, metadata={f"tokenizer.ggml.{role}_token_id": wrong})
+        with pytest.raises(CheckpointError, match=f"{role}_token_id must be one of 265 token ids, not {wrong}"):
+            gguf.config(file)
+
+
+def test_ends_are_control_tokens_whatever_the_file_says(tmp_path: Path) -> None:
+    words = vocabulary("<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", kinds=1)
+    file = opened(tmp_path, vocabulary=words)
+    texts = words["tokenizer.ggml.tokens"]
+    kinds = dict(zip(texts, Tokens(file, texts, len(texts)).kinds, strict=True))
+    assert {kinds[text] for text in ("<|im_end|>", "<|return|>", "<|call|>")} == {Kind.CONTROL}
+    assert {kinds[text] for text in ("<|end|>", "<|channel|>")} == {Kind.USER_DEFINED}
+    tokenizer = gguf.tokenizer(file)
+    ids = tokenizer("a<|im_end|><|end|>").input_ids
+    assert [texts[number] for number in ids] == ["a", "<|im_end|>", "<|end|>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<|end|>"
+
+
+def chain_model(path: Path, **metadata: Any) -> Path:
+    """Says a b c and the first token behind the bytes, then d e f and the second, then g, whatever there is to say."""
+    words = vocabulary("<x>", "<y>", "<z>")
+    tokens = words["tokenizer.ggml.tokens"]
+    said = [*(tokens.index(letter) for letter in "abc"), 257, *(tokens.index(letter) for letter in "def"), 258]
+    said += [tokens.index("g")] * 2
+    hidden = len(tokens) + len(tokens) % 2
+    table = np.zeros((len(tokens), hidden), np.float32)
+    table[np.arange(len(tokens)), np.arange(len(tokens))] = 1
+    head = np.zeros((len(tokens), hidden), np.float32)
+    for before, after in itertools.pairwise(said):
+        head[after, before] = 1
+    linear = {"attn_q": (hidden, hidden), "attn_k": (hidden, hidden), "attn_v": (hidden, hidden)}
+    linear |= {"attn_output": (hidden, hidden), "ffn_gate": (8, hidden), "ffn_up": (8, hidden), "ffn_down": (hidden, 8)}
+    tensors = {f"blk.0.{name}.weight": np.zeros(shape, np.float32) for name, shape in linear.items()}
+    norms = ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight")
+    tensors |= {name: np.ones(hidden, np.float32) for name in norms}
+    tensors |= {"token_embd.weight": table, "output.weight": head}
+    unused = {name: None for name in files.weights("llama", len(tokens)) if name not in tensors}
+    sizes = {"block_count": 1, "embedding_length": hidden, "feed_forward_length": 8, "attention.head_count": 2}
+    sizes |= {"attention.head_count_kv": 2, "rope.dimension_count": hidden // 2}
+    return files.write_model(
+        path,
+        vocabulary=words,
+        metadata={f"llama.{key}": value for key, value in sizes.items()} | metadata,
+        tensors=tensors | unused,
+    )
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_answer_stops_at_each_end_and_at_none_that_is_ignored(tmp_path: Path) -> None:
+    roles = {"tokenizer.ggml.eos_token_id": 259, "tokenizer.ggml.eot_token_id": 257, "tokenizer.ggml.eom_token_id": 258}
+    engine = Engine.from_pretrained(chain_model(tmp_path / "model.gguf", **roles))
+    options = {"raw": True, "max_new_tokens": 9}
+    answer = engine.generate("a", **options)
+    assert (answer.text, answer.finish_reason) == ("bc", "stop")
+    answer = engine.generate("a", **options, min_new_tokens=4)
+    assert 257 not in answer.token_ids[:4]
+    answer = engine.generate("a", **options, eos_token_id=[])
+    assert (answer.text, answer.finish_reason) == ("bcdefgg", "length")
+    assert engine.generate("d", **options).text == "ef"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_tokens_that_the_file_suppresses_are_not_said(tmp_path: Path) -> None:
+    path = chain_model(tmp_path / "model.gguf", **{"tokenizer.ggml.suppress_tokens": [98, 99_999]})
+    words = vocabulary()["tokenizer.ggml.tokens"]
+    engine = Engine.from_pretrained(path)
+    assert words.index("b") == engine.tokenizer("b").input_ids[0]
+    forbidden = chain_model(tmp_path / "other.gguf", **{"tokenizer.ggml.suppress_tokens": [words.index("b"), 99_999]})
+    plain = engine.generate("a", raw=True, max_new_tokens=3).token_ids
+    assert plain[0] == words.index("b")
+    assert Engine.from_pretrained(forbidden).generate("a", raw=True, max_new_tokens=3).token_ids[0] != plain[0]
