@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -138,6 +140,8 @@ class CausalLM:
         self._packed = Packed(self._twin) if (worth_packing(model) if pack is None else pack) else None
         self._compiles = compile_blocks
         self._take_twin()
+        with _errors_named(model):
+            refuse_looking_ahead(self._twin)
         self._choose_attention()
 
     def _watched(self) -> Watch | None:
@@ -348,17 +352,11 @@ class CausalLM:
     def _fault(self) -> str | None:
         """What goes wrong when a small tree is run; None if nothing does."""
         try:
-            self._layers, self._heads, self._head_size, self._dtype = self._record_shapes()
-            return self._tree_fault()
+            with _errors_named(self.model):
+                self._layers, self._heads, self._head_size, self._dtype = self._record_shapes()
+                return self._tree_fault()
         except NeedsDenseMask as error:
             return str(error)
-        except (SpecEngineError, *NO_MEMORY):
-            raise
-        except Exception as error:  # modules and weights of any kind may raise anything
-            text = " ".join(str(error).split())
-            raise UnsupportedModelError(
-                f"{_name(self.model)}: its forward fails on a tree ({type(error).__name__}: {text:.300})"
-            ) from error
 
     def _record_shapes(self) -> tuple[int, int, int, torch.dtype]:
         recorder = _ShapeRecorder()
@@ -403,6 +401,20 @@ class CausalLM:
         return logits[-1].float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf
 
 
+@contextmanager
+def _errors_named(model: PreTrainedModel) -> Iterator[None]:
+    """Raise UnsupportedModelError for what its own modules raise: those of any kind may raise anything."""
+    try:
+        yield
+    except (SpecEngineError, NeedsDenseMask, *NO_MEMORY):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"{_name(model)}: its forward fails on a few tokens ({type(error).__name__}: {text:.300})"
+        ) from error
+
+
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError where the model's class or config says that it cannot be a target or draft."""
     if getattr(model.config, "is_encoder_decoder", False):
@@ -436,6 +448,28 @@ def refuse_absent(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{_name(model)}: {len(absent)} of its tensors are on the meta device, {absent[0]} for one (offloaded, or "
             "never loaded); load it whole into one device's memory"
+        )
+
+
+@torch.inference_mode()
+def refuse_looking_ahead(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where a token changes the logits of those before it, in the model's own forward.
+
+    A tree's mask would make a causal model of an encoder, whose answers are not its own.
+    """
+    device, size = model.get_input_embeddings().weight.device, model.get_input_embeddings().weight.shape[0]
+    rated = []
+    for last in (4, 5):
+        tokens = torch.tensor([[token % size for token in (1, 2, 3, last)]], device=device)
+        logits = model(input_ids=tokens, use_cache=False).logits[0]
+        rated.append(logits.float().nan_to_num(0.0, 0.0, 0.0))
+    changed = (rated[0] - rated[1]).abs().amax(dim=-1)
+    rounding = 1e-4 if model.dtype == torch.float32 else 0.05
+    if changed[:-1].max() > rounding * changed[-1]:
+        encoder = getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
+        hint = "; its config says is_decoder=False: set it where the model was trained to go on" if encoder else ""
+        raise UnsupportedModelError(
+            f"{_name(model)}: a token changes the logits of those before it, so it is no causal LM{hint}"
         )
 
 
