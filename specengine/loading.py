@@ -23,7 +23,7 @@ from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.load_options import LoadOptions
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import is_gguf
-from specengine.modeling.pretrained import LoadedModel, load_model
+from specengine.modeling.pretrained import LoadedModel, given_tokenizer, load_model
 from specengine.policies import TreePolicy
 from specengine.targets import Target
 from specengine.targets.huggingface import HuggingFaceTarget
@@ -85,7 +85,7 @@ def load(
     drafts = policy != "plain" and not (isinstance(draft, str) and draft in PLAIN)
     if drafts:
         check_draft(draft, options)
-    loaded = load_model(model, options, options.tokenizer)
+    loaded = load_model(model, options, given_tokenizer(options))
     taken = dataclasses.replace(options, graphs=_captures(loaded, options))
     try:
         target, drafter = _pair(loaded, draft, drafts, taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ class LoadOptions:
 
     dtype              auto (as stored), bfloat16, float16, float32 or a torch.dtype
     device             a torch device; by default cuda where there is one, and the target's for a draft
-    tokenizer          for a target given as a loaded model; by default that of its name
+    tokenizer          a tokenizer of transformers, or the path or Hub id of one; by default that of the target's name
     draft_options      options of a draft given by name or path
     policy_options     options of a policy given by name
     offline            never use a network
@@ -96,8 +97,17 @@ class LoadOptions:
             self._check_splitting()
         if self.compile_blocks and not self.graphs:
             raise InputError("compile_blocks: it is for the padded forwards of graphs; add graphs=True")
+        self._check_tokenizer()
         self.device = _device(self.device) if self.device is not None else None
         return self
+
+    def _check_tokenizer(self) -> None:
+        given = self.tokenizer
+        named = isinstance(given, os.PathLike | str)
+        if given is not None and not named and not (callable(given) and hasattr(given, "decode")):
+            raise InputError(
+                f"tokenizer: got {shown(given)}, accepted a tokenizer of transformers, or a path or Hub id of one"
+            )
 
     def _check_splitting(self) -> None:
         if self.tp_plan != "auto":

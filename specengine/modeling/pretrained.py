@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,8 +14,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specengine import checkpoints as models
-from specengine.checkpoints.hub import why_absent
-from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
+from specengine.checkpoints import gguf
+from specengine.checkpoints.hub import looks_like_path, why_absent
+from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
 from specengine.modeling import native
 from specengine.modeling.adapters import Adapter, adapter_of
 from specengine.modeling.bars import no_loading_bars
@@ -177,6 +179,29 @@ def _tokenizer(path: str, options: LoadOptions) -> Any:
     except (OSError, ValueError, KeyError) as error:
         print(f"no tokenizer for {path}: {str(error).splitlines()[0]}", file=sys.stderr)
         return None
+
+
+def given_tokenizer(options: LoadOptions) -> Any:
+    """The tokenizer that the options hold or name; InputError where there is none of that name."""
+    given = options.tokenizer
+    if not isinstance(given, str | os.PathLike):
+        return given
+    name, network = os.fspath(given), {"offline": options.offline, "progress": options.progress}
+    try:
+        if name == models.embedded.NAME or is_gguf(name):
+            file = models.embedded.gguf(**network) if name == models.embedded.NAME else Path(name)
+            return gguf.tokenizer(gguf.read(file))
+        if looks_like_path(name) and not Path(name).exists():
+            raise InputError("there is no such file or folder")
+        return AutoTokenizer.from_pretrained(
+            name, local_files_only=options.offline, trust_remote_code=options.trust_remote_code
+        )
+    except Exception as error:  # transformers raises of many kinds over files that hold none
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"tokenizer: got {shown(given, 300)}, accepted a tokenizer of transformers, or a path or Hub id of one; "
+            f"{reason}"
+        ) from error
 
 
 def default_device() -> torch.device:
