@@ -94,6 +94,6 @@ def _guesses(head: EagleHead, target: CausalLM | NativeLM, features: Tensor, emb
     states = head(hidden[None], embeddings[None], positions[None], causal)[0]
     logits = head.logits(states)
     if logits is None:
-        logits = target.head(states)
+        logits = target.head(head.readout(states))
     best, target_ids = logits.argmax(-1), head.target_ids()
     return best if target_ids is None else target_ids[best]

@@ -113,6 +113,9 @@ def load_head(
     prefixes = PREFIXES[dialect.layout, dialect.version]
     state = _renamed(folder, tensors, prefixes)
     notes = [*dialect.notes, *_leave_out(config, state), *_take_vocabulary_map(folder, config, state)]
+    if _reads_by_the_target(config, state):
+        config = replace(config, own_head=False)
+        notes.append("lm_head.weight is missing: the target's head takes its place")
     _check(folder, config, state, {new: old for old, new in prefixes.items()})
     return Checkpoint(config, state, replace(dialect, notes=tuple(notes)))
 
@@ -222,6 +225,12 @@ def _leave_out(config: EagleConfig, state: State) -> list[str]:
     for name in reasons:
         state.pop(name, None)
     return notes
+
+
+def _reads_by_the_target(config: EagleConfig, state: State) -> bool:
+    """Whether this is an EAGLE-3 head of the target's width and whole vocabulary that brings no head of its own."""
+    fits = (config.draft_vocab_size, config.hidden_size) == (config.vocab_size, config.target_hidden_size)
+    return config.version == 3 and fits and "lm_head.weight" not in state
 
 
 def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> list[str]:

@@ -17,7 +17,7 @@ from specengine.drafters import Maker
 from specengine.drafters._rows import Given, RowDraft, put
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.eagle_head import EagleHead, head_from, require_fit
+from specengine.modeling.eagle_head import EagleHead, head_from, require_fit, with_appended_tokens
 from specengine.modeling.eagle_native import NativeHead
 from specengine.modeling.eagle_torch import TorchHead
 from specengine.modeling.load_options import LoadOptions
@@ -79,7 +79,8 @@ class Eagle(RowDraft):
         cls, folder: Path, target: CausalLM | NativeLM, options: HeadOptions, *, pack: bool | None = None
     ) -> Eagle:
         """The head in `folder`, in the target's dtype and on its device; by the C++ forward where that runs it."""
-        config, state, _ = load_head(folder, producer=cast(Any, options.producer), layer_ids=options.layer_ids)
+        found = load_head(folder, producer=cast(Any, options.producer), layer_ids=options.layer_ids)
+        config, state = with_appended_tokens(found.config, found.state, target)
         require_fit(config, target)
         if isinstance(target, NativeLM) and pack is None:
             with contextlib.suppress(UnsupportedModelError):  # torch runs heads of all kinds

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -37,6 +37,7 @@ class RotatingAttend(ABC):
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the length
 DEFAULT_THETA = 10000.0
+MOST_APPENDED = 1024  # tokens that a fine-tune or padding adds; beyond, it is another model's vocabulary
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class EagleConfig:
     rope                 as transformers' `rope_parameters`: rope_type, rope_theta, what the type needs
     layer_ids            hidden states read by EAGLE-3, numbered as transformers does; None: `default_layer_ids`
     own_embeddings       the head brings token embeddings, else it reads the target's
+    own_head             an EAGLE-3 head brings its vocabulary head, else the target's reads its states
     fc_bias              of the fusion layer
     qkv_bias, o_bias     of the attention's projections
     qk_norm              RMSNorm of queries and keys per head, as in Qwen3
@@ -79,6 +81,7 @@ class EagleConfig:
     max_position_embeddings: int = 2048
     layer_ids: tuple[int, ...] | None = None
     own_embeddings: bool = False
+    own_head: bool = True
     fc_bias: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -173,7 +176,7 @@ class EagleHead(nn.Module, ABC):
         return None
 
     def logits(self, recurrent: Tensor) -> Tensor | None:
-        """Logits [..., rows, draft vocabulary]; None where the target's head reads the recurrent states."""
+        """Logits [..., rows, draft vocabulary]; None where the target's head reads the `readout`."""
         layer = self.vocabulary_head()
         return None if layer is None else layer(self.readout(recurrent))
 
@@ -213,7 +216,8 @@ class Eagle3Head(EagleHead):
             self.fc_norm = nn.ModuleList(_norm(config.target_hidden_size, config) for _ in range(config.num_features))
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = _norm(config.hidden_size, config)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # Offsets, not ids: column d stands for target token d + d2t[d].
         part = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if part else None)
@@ -234,8 +238,8 @@ class Eagle3Head(EagleHead):
         normed = self.config.norm_recurrent or not self.config.norm_logits
         return recurrent if normed else self.norm(recurrent)
 
-    def vocabulary_head(self) -> nn.Linear:
-        return self.lm_head
+    def vocabulary_head(self) -> nn.Linear | None:
+        return self.lm_head if self.config.own_head else None
 
     def target_ids(self) -> Tensor | None:
         return None if self.d2t is None else self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
@@ -380,6 +384,31 @@ def embedding_table(head: EagleHead, target: PreTrainedModel) -> Tensor:
     """[vocabulary, hidden size of the target]: the head's own, or the target's."""
     table = head.embed_tokens if head.config.own_embeddings else target.get_input_embeddings()
     return table.weight
+
+
+def with_appended_tokens(
+    config: EagleConfig, state: Mapping[str, Tensor], target: CausalLM | NativeLM
+) -> tuple[EagleConfig, Mapping[str, Tensor]]:
+    """The head for a target whose vocabulary has grown behind the one that the head was made for; else as it is.
+
+    Its tokens keep their ids. It drafts those behind them only where the target's head reads its states, and reads them
+    by the target's embeddings.
+    """
+    known, size = config.vocab_size, target.vocab_size
+    if not known < size <= known + MOST_APPENDED:
+        return config, state
+    added = {name: state[name] for name in state}
+    if config.own_embeddings:
+        if config.hidden_size != config.target_hidden_size:
+            return config, state
+        table = state["embed_tokens.weight"]
+        rows = target.embed(torch.arange(known, size, device=target.device)).to(table)
+        added["embed_tokens.weight"] = torch.cat([table, rows])
+    if config.version == 1 or not config.own_head:
+        return replace(config, vocab_size=size, draft_vocab_size=size), added
+    if config.draft_vocab_size == known:
+        added["d2t"] = torch.zeros(known, dtype=torch.int64)
+    return replace(config, vocab_size=size), added
 
 
 def require_fit(config: EagleConfig, target: CausalLM | NativeLM) -> None:

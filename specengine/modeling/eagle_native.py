@@ -23,8 +23,8 @@ class NativeHead:
     Beside a bfloat16 target its matrices are kept as int8 with a scale per output: a pass waits for its weights, and no
     answer hangs on how they are rounded.
 
-    UnsupportedModelError for heads that csrc/cpu does not run: EAGLE-1, embeddings of their own, norms before the
-    fusion, biases of the fusion, other activations than silu.
+    UnsupportedModelError for heads that csrc/cpu does not run: EAGLE-1, embeddings of their own, no vocabulary
+    head, norms before the fusion, biases of the fusion, other activations than silu.
     """
 
     dtype = torch.float32
@@ -104,6 +104,7 @@ def refuse(config: EagleConfig) -> None:
     reasons = {
         f"EAGLE-{config.version}": config.version != 3,
         "embeddings of its own": config.own_embeddings,
+        "the target's vocabulary head": not config.own_head,
         f"fusion norm {config.fusion_norm}": config.fusion_norm != "none",
         "a bias in the fusion": config.fc_bias,
         f"activation {config.hidden_act}": config.hidden_act != "silu",

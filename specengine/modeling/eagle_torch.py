@@ -69,7 +69,7 @@ class TorchHead:
         found = self._runs(*(part[None] for part in given), _RowAttention(self.cache, rows, self._tables))[0]
         found = found if one is None else found.index_select(0, one)
         logits = self._runs.logits(found)
-        return self._target.head(found) if logits is None else logits, found
+        return self._target.head(self._runs.readout(found)) if logits is None else logits, found
 
     def _inputs(self, states: Tensor, sources: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         head = self.module
