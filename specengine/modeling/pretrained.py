@@ -186,11 +186,13 @@ def given_tokenizer(options: LoadOptions) -> Any:
     given = options.tokenizer
     if not isinstance(given, str | os.PathLike):
         return given
-    name, network = os.fspath(given), {"offline": options.offline, "progress": options.progress}
+    name = os.fspath(given)
     try:
         if name == models.embedded.NAME or is_gguf(name):
-            file = models.embedded.gguf(**network) if name == models.embedded.NAME else Path(name)
-            return gguf.tokenizer(gguf.read(file))
+            own = name == models.embedded.NAME
+            path = models.embedded.gguf(offline=options.offline, progress=options.progress) if own else Path(name)
+            with gguf.read(path) as file:
+                return gguf.tokenizer(file)
         if looks_like_path(name) and not Path(name).exists():
             raise InputError("there is no such file or folder")
         return AutoTokenizer.from_pretrained(
