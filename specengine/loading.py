@@ -74,7 +74,7 @@ def load(
     options: LoadOptions,
 ) -> Parts:
     """The parts for these names; cheap checks come before any weights are read."""
-    model, draft = model_in(model), model_in(draft)
+    model, draft = model_in("model", model), model_in("draft", draft)
     for field, name in (("model", model), ("draft", draft)):
         _require_name(field, name)
     _check_names(draft, policy, options)

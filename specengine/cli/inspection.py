@@ -27,7 +27,7 @@ from specengine.cli.terminal import as_json, say
 from specengine.drafters import Drafter
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.modeling.eagle_head import head_from, require_fit
+from specengine.modeling.eagle_head import head_from, require_fit, with_appended_tokens
 from specengine.modeling.extension import NOT_BUILT
 from specengine.modeling.native import instruction_sets
 from specengine.policies import TreePolicy
@@ -162,6 +162,7 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     }
     target = engine.target
     assert isinstance(target, HuggingFaceTarget | NativeTarget)
+    config, state = with_appended_tokens(config, state, target.lm)
     try:
         require_fit(config, target.lm)
     except InputError as error:

@@ -79,18 +79,21 @@ def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
     return adapter
 
 
-def model_in(model: Any) -> Any:
+def model_in(field: str, model: Any) -> Any:
     """Return the transformers model with its adapters' layers that a PeftModel wraps; any other object as it is.
 
-    Raises UnsupportedModelError for adapters that add more than layers, as learnt prompts.
+    field: what the model was given as. Raises UnsupportedModelError for adapters that are more than layers, as prompts.
     """
     peft = sys.modules.get("peft")  # an object of peft's cannot be there without it
-    if peft is None or not isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
+    wrappers = (getattr(peft, name, None) for name in ("PeftModel", "PeftMixedModel"))
+    if not isinstance(model, tuple(kind for kind in wrappers if isinstance(kind, type))):
         return model
     for config in model.peft_config.values():
         if _adds_more_than_layers(config) or getattr(config, "alora_invocation_tokens", None):
             kind = _name_of(config.peft_type)
-            raise UnsupportedModelError(f"model: its {type(model).__name__} has an adapter of kind {kind}, {_PROMPTS}")
+            raise UnsupportedModelError(
+                f"{field}: its {type(model).__name__} has an adapter of kind {kind}, {_PROMPTS}"
+            )
     return model.base_model.model
 
 

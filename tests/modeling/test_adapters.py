@@ -218,7 +218,8 @@ def test_the_model_inside_of_a_wrapper_answers(monkeypatch: pytest.MonkeyPatch) 
     assert ours(Wrapped(model)) == answer(model)
     assert ours(model, draft=Wrapped(tiny("llama"))) == answer(model)
     for kind in ({"is_prompt_learning": True}, {"is_adaption_prompt": True}, {"peft_type": "XLORA"}):
-        with pytest.raises(UnsupportedModelError, match="its Wrapped has an adapter of kind"):
-            Engine.from_pretrained(Wrapped(model, **kind))
+        for field, given in (("model", (Wrapped(model, **kind),)), ("draft", (model, Wrapped(model, **kind)))):
+            with pytest.raises(UnsupportedModelError, match=f"^{field}: its Wrapped has an adapter of kind"):
+                Engine.from_pretrained(*given)
     with pytest.raises(InputError, match="model: got Linear"):
         Engine.from_pretrained(torch.nn.Linear(1, 1))
