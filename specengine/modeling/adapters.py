@@ -85,8 +85,8 @@ def model_in(field: str, model: Any) -> Any:
     field: what the model was given as. Raises UnsupportedModelError for adapters that are more than layers, as prompts.
     """
     peft = sys.modules.get("peft")  # an object of peft's cannot be there without it
-    wrappers = (getattr(peft, name, None) for name in ("PeftModel", "PeftMixedModel"))
-    if not isinstance(model, tuple(kind for kind in wrappers if isinstance(kind, type))):
+    wrappers: Any = [getattr(peft, name, None) for name in ("PeftModel", "PeftMixedModel")]
+    if not any(isinstance(kind, type) and isinstance(model, kind) for kind in wrappers):
         return model
     for config in model.peft_config.values():
         if _adds_more_than_layers(config) or getattr(config, "alora_invocation_tokens", None):

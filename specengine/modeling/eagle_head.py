@@ -388,20 +388,18 @@ def embedding_table(head: EagleHead, target: PreTrainedModel) -> Tensor:
 
 def with_appended_tokens(
     config: EagleConfig, state: Mapping[str, Tensor], target: CausalLM | NativeLM
-) -> tuple[EagleConfig, Mapping[str, Tensor]]:
+) -> tuple[EagleConfig, dict[str, Tensor]]:
     """The head for a target whose vocabulary has grown behind the one that the head was made for; else as it is.
 
     Its tokens keep their ids. It drafts those behind them only where the target's head reads its states, and reads them
     by the target's embeddings.
     """
-    known, size = config.vocab_size, target.vocab_size
-    if not known < size <= known + MOST_APPENDED:
-        return config, state
-    added = {name: state[name] for name in state}
+    known, size, added = config.vocab_size, target.vocab_size, dict(state)
+    widened = config.own_embeddings and config.hidden_size != config.target_hidden_size
+    if widened or not known < size <= known + MOST_APPENDED:
+        return config, added
     if config.own_embeddings:
-        if config.hidden_size != config.target_hidden_size:
-            return config, state
-        table = state["embed_tokens.weight"]
+        table = added["embed_tokens.weight"]
         rows = target.embed(torch.arange(known, size, device=target.device)).to(table)
         added["embed_tokens.weight"] = torch.cat([table, rows])
     if config.version == 1 or not config.own_head:
