@@ -62,8 +62,8 @@ def reference(
     passes = (scores >= anchor + log_gate) & (scores > bound) & (scores > -math.inf)
     found = [(-scores[r, c].item(), r, -values[r, c].item(), c) for r, c in passes.nonzero().tolist()]
     best = sorted(found)[:budget]
-    row, token = (torch.tensor([entry[i] for entry in best], dtype=torch.int64) for i in (1, 3))
-    count = torch.tensor([len(best)], dtype=torch.int32)
+    row, token = (torch.tensor([entry[i] for entry in best], dtype=torch.int64, device="cpu") for i in (1, 3))
+    count = torch.tensor([len(best)], dtype=torch.int32, device="cpu")
     return Selection(row, token, log_probs[row, token], scores[row, token], count, anchor[None])
 
 

@@ -20,7 +20,7 @@ TILE = 1024
 
 def reference(logits: Tensor, tokens: Tensor | None, positions: Tensor, seed: int, scale: float) -> Tensor:
     """What `couple` gives, in plain torch; float64 noise, rounded once."""
-    ids = torch.arange(logits.shape[1]) if tokens is None else tokens.cpu()
+    ids = torch.arange(logits.shape[1], dtype=torch.int64, device="cpu") if tokens is None else tokens.cpu()
     uniform = torch.stack([_uniform(seed, position, int(ids.max()) + 1)[ids] for position in positions.tolist()])
     noise = -torch.log(-torch.log(uniform)).float()
     return logits.float() + scale * noise.to(logits.device)

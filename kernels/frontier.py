@@ -50,7 +50,9 @@ def reference(
         after.depths[node], after.log_probs[node] = after.depths[parent] + 1, log_probs[entry]
         after.path_log_probs[node] = after.path_log_probs[parent] + log_probs[entry]
         after.ancestors[node] = after.ancestors[parent]
-        after.ancestors[node, node // WORD_BITS] |= torch.tensor(1) << (node % WORD_BITS)
+        after.ancestors[node, node // WORD_BITS] |= torch.tensor(1, dtype=torch.int64, device="cpu") << (
+            node % WORD_BITS
+        )
     after.size[0] = start + count
     return after, [*range(start, start + count), *[0] * (tokens.shape[0] - count)], refused
 

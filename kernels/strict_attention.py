@@ -31,7 +31,7 @@ def reference(*inputs: Tensor, scale: float | None = None) -> Tensor:
         ids = torch.where(there, nodes[..., column].long(), 0)
         bits = torch.where(there, torch.ones_like(ids) << ids % 64, 0)
         words.scatter_add_(2, (ids // 64)[..., None], bits[..., None])
-    live = torch.arange(nodes.shape[1], device=q.device) < n_q[:, None]
+    live = torch.arange(nodes.shape[1], device=q.device, dtype=torch.int64) < n_q[:, None]
     last = nodes.gather(2, (counts[..., None].long() - 1).clamp(min=0))[..., 0]
     seen = torch.where(live, last + 1, 0).amax(1)
     return attention_by_words(q, k_cache, v_cache, words, prefix_len, n_q, seen.int(), scale=scale)[0]

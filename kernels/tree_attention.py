@@ -31,13 +31,13 @@ def reference(*inputs: Tensor, scale: float | None = None) -> tuple[Tensor, Tens
     [B, Nq, Hq]."""
     q, k_cache, v_cache, words, prefix_len, n_q, n_tree = inputs
     groups, size = q.shape[2] // k_cache.shape[1], q.shape[3]
-    slots = torch.arange(k_cache.shape[2], device=q.device)
+    slots = torch.arange(k_cache.shape[2], device=q.device, dtype=torch.int64)
     node = slots - prefix_len[:, None].long()  # [B, S]: which node stands in a slot, negative in the prefix
     word = (node // WORD_BITS).clamp(0, words.shape[2] - 1)
     bits = words.gather(2, word[:, None].expand(-1, q.shape[1], -1)) >> (node % WORD_BITS)[:, None]
     named = (bits & 1 == 1) & (node < WORD_BITS * words.shape[2])[:, None]
     inside = node < n_tree[:, None]
-    live = torch.arange(q.shape[1], device=q.device) < n_q[:, None]
+    live = torch.arange(q.shape[1], device=q.device, dtype=torch.int64) < n_q[:, None]
     seen = ((node < 0)[:, None] | named) & inside[:, None] & live[:, :, None]
     written = [cache.where(inside[:, None, :, None], 0).to(q.dtype) for cache in (k_cache, v_cache)]
     keys, values = (cache.repeat_interleave(groups, 1) for cache in written)

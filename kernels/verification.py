@@ -47,8 +47,8 @@ def reference(logits: Tensor, positions: Tensor, seed: int | None = None, temper
 def _uniform(seed: int, position: int, columns: int) -> Tensor:
     """(x + 0.5) / 2**32; x is word i % 4 of Philox4x32-10 with counter (i // 4, position, 0) and the seed as key."""
     low = 0xFFFFFFFF
-    fixed = [torch.tensor(part) for part in (position & low, position >> 32 & low, 0)]
-    counter = [torch.arange(-(-columns // 4)), *fixed]
+    fixed = [torch.tensor(part, dtype=torch.int64, device="cpu") for part in (position & low, position >> 32 & low, 0)]
+    counter = [torch.arange(-(-columns // 4), dtype=torch.int64, device="cpu"), *fixed]
     key = [seed & low, seed >> 32 & low]
     for _ in range(10):
         products = [_product(counter[0], 0xD2511F53), _product(counter[2], 0xCD9E8D57)]

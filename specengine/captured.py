@@ -67,12 +67,13 @@ class CapturedDriver(EagerDriver):
         )
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
         self._sampled = self._coupled = False
-        self._scale = torch.ones(1, device=device)
-        self._seed, self._temperature = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device)
+        self._scale = torch.ones(1, device=device, dtype=torch.float32)
+        self._seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self._temperature = torch.ones(1, device=device, dtype=torch.float32)
         size = NUMBERS + 2 * self.longest + 5 * self.budget
         self._record = torch.zeros(size, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
-        self._records = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._records = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)]
 
     # ---- the functions of a cycle
 
@@ -117,7 +118,7 @@ class CapturedDriver(EagerDriver):
         chosen = ops.choose_tokens(logits, verified.depths + (length + 1), seed, self._temperature)
         walked = ops.walk(verified.tokens, verified.parents, chosen, kept.live)
         path = Nodes(pad_to(walked.nodes, longest), walked.live)
-        inner = torch.arange(longest, device=tree.device) < walked.live - 1
+        inner = torch.arange(longest, device=tree.device, dtype=torch.int64) < walked.live - 1
         root = walked.bonus.clamp(min=0)  # a cycle may be under way before the host sees that there is none
         walked_over = verified.tokens.index_select(0, path.ids)
         tokens = torch.where(inner, walked_over.roll(-1), root)

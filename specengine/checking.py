@@ -131,7 +131,7 @@ def certify(
         if options.get(name) is not None:
             raise InputError(f"{name}: answers cannot be compared with it")
     if options.get("seed") is None:
-        options["seed"] = int(torch.randint(1 << 62, ()))
+        options["seed"] = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
     if reference is None:
         asked = {name: value for name, value in options.items() if name not in _FOR_THE_DRAFT}
         reference = plain.generate(prompt, **asked).token_ids
@@ -211,7 +211,7 @@ def huggingface_tokens(engine: Engine, prompt: Prompt, **options: Any) -> list[i
         given |= {"stop_strings": asked.stops, "tokenizer": engine.tokenizer}
     if asked.eos_token_ids:
         given |= {"eos_token_id": asked.eos_token_ids, "pad_token_id": asked.eos_token_ids[0]}
-    ids = torch.tensor([generation.prompt], device=engine.target.device)
+    ids = torch.tensor([generation.prompt], device=engine.target.device, dtype=torch.int64)
     model: Any = huggingface_model(engine.target)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=asked.max_new_tokens, do_sample=False, **given

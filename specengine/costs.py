@@ -199,7 +199,8 @@ def _table(known: tuple[tuple[int, float], ...], most: int) -> Tensor:
     """float32 [most + 1]; kept, as a policy asks for the same points behind context after context."""
     import torch
 
-    return torch.tensor([0.0, *(_at(known, nodes) if known else 0.0 for nodes in range(1, most + 1))])
+    seconds = [0.0, *(_at(known, nodes) if known else 0.0 for nodes in range(1, most + 1))]
+    return torch.tensor(seconds, dtype=torch.float32, device="cpu")
 
 
 # ---- reading

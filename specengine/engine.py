@@ -463,9 +463,9 @@ class Engine:
 
     def _coupled(self, drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
         assert sampler.seed is not None
-        seed = torch.tensor([signed(sampler.seed)], device=drafter.device)
+        seed = torch.tensor([signed(sampler.seed)], device=drafter.device, dtype=torch.int64)
         part = Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)
-        scale = torch.tensor([part], device=drafter.device)
+        scale = torch.tensor([part], device=drafter.device, dtype=torch.float32)
         return Coupled(drafter, seed, scale, lambda: history.length)
 
     def _captured_cycles(self, cycles: CapturedDriver, run: _Run) -> Iterator[Cycle]:
@@ -567,9 +567,9 @@ def _expect(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int
 
 def _learn(policy: TreePolicy, draft: Draft, cycle: Cycle) -> None:
     """The policy sees where, in the tree that it grew, the target went."""
-    path = torch.tensor(cycle.path, device=draft.grown.device)
+    path = torch.tensor(cycle.path, device=draft.grown.device, dtype=torch.int64)
     path = path if draft.kept is None else draft.kept.index_select(0, path)
-    chosen = torch.tensor(cycle.tokens[: len(path)], device=path.device)
+    chosen = torch.tensor(cycle.tokens[: len(path)], device=path.device, dtype=torch.int64)
     policy.learn(draft.grown, Nodes.of(path[: len(chosen)]), chosen)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
 from transformers import PreTrainedModel
 
 from specengine import checkpoints as models
@@ -31,6 +34,7 @@ from specengine.targets.native import NativeTarget
 from specengine.targets.tensor_parallel import lead_or_follow
 
 PLAIN = ("plain", "none")
+P, T = ParamSpec("P"), TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,18 @@ class Recipe:
         return not isinstance(self.draft, Drafter)
 
 
+def _as_if_alone(run: Callable[P, T]) -> Callable[P, T]:
+    """Have a function make its tensors on the CPU and compute in the models' own dtypes, whatever the caller set."""
+
+    @functools.wraps(run)
+    def alone(*arguments: P.args, **options: P.kwargs) -> T:
+        with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return run(*arguments, **options)
+
+    return alone
+
+
+@_as_if_alone
 def load(
     model: str | PreTrainedModel | None,
     draft: str | PreTrainedModel | Drafter | None,
@@ -100,6 +116,7 @@ def load(
     return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models, notes)
 
 
+@_as_if_alone
 def draft_for(target: Target, tokenizer: Any, draft: str, options: LoadOptions) -> Drafter:
     """One more draft for a target that is loaded, as `load` would give it; raises what `load` raises."""
     taken = dataclasses.replace(options, graphs=target.captured)

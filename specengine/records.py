@@ -27,7 +27,10 @@ class Successors(NamedTuple):
     @classmethod
     def room(cls, nodes: int, count: int) -> Successors:
         """On the host, to be filled."""
-        return cls(torch.empty(nodes, count, dtype=torch.int64), torch.empty(nodes, count))
+        return cls(
+            torch.empty(nodes, count, dtype=torch.int64, device="cpu"),
+            torch.empty(nodes, count, dtype=torch.float32, device="cpu"),
+        )
 
     @classmethod
     def of(cls, logits: Tensor, count: int) -> Successors:

@@ -41,7 +41,7 @@ class TokenTree:
         if capacity < 1:
             raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
         self.tokens, self.parents, self.depths = torch.zeros(3, capacity, dtype=torch.int64, device=device).unbind()
-        self.log_probs, self.path_log_probs = torch.zeros(2, capacity, device=device).unbind()
+        self.log_probs, self.path_log_probs = torch.zeros(2, capacity, device=device, dtype=torch.float32).unbind()
         self.ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
         self.parents[:1].fill_(-1)
         self.ancestors[:1, :1].fill_(1)
@@ -127,15 +127,15 @@ class TokenTree:
         for parent, log_prob in zip(parents, log_probs, strict=True):
             depths.append(depths[parent] + 1)
             scores.append(scores[parent] + log_prob)
-        whole = torch.tensor([tokens, parents, depths[size:]], dtype=torch.int64)
-        real = torch.tensor([log_probs, scores[size:]], dtype=torch.float32)
+        whole = torch.tensor([tokens, parents, depths[size:]], dtype=torch.int64, device="cpu")
+        real = torch.tensor([log_probs, scores[size:]], dtype=torch.float32, device="cpu")
         for array, values in zip(self._arrays[:5], (*whole, *real), strict=True):
             array[size:end] = values
         words = ops.ancestor_words(self.parents[:end])
         self.ancestors[size:end] = 0
         self.ancestors[size:end, : words.shape[1]] = words[size:]
         self.size.fill_(end)
-        return Nodes.of(torch.arange(size, end, device=self.device))
+        return Nodes.of(torch.arange(size, end, device=self.device, dtype=torch.int64))
 
     def add_likely(
         self,

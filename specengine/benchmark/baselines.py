@@ -36,7 +36,7 @@ class Generate:
             self._options |= {"eos_token_id": ends, "pad_token_id": ends[0]}
 
     def __call__(self, prompt: list[int], length: int) -> Answer:
-        ids = torch.tensor([prompt], device=self._model.device)
+        ids = torch.tensor([prompt], device=self._model.device, dtype=torch.int64)
         if self._options["do_sample"]:
             torch.manual_seed(self._seed or 0)
         began = time.perf_counter()

@@ -141,7 +141,7 @@ class MadeUpCycles:
 
     def _tree_of(self, nodes: int) -> TokenTree:
         """Of so many nodes, every one with the same number of children, as far as they go."""
-        ids, branching = torch.arange(nodes), self._branching
+        ids, branching = torch.arange(nodes, dtype=torch.int64, device="cpu"), self._branching
         parents = torch.div(ids - 1, branching, rounding_mode="floor")
         depths = [0]
         for parent in parents[1:].tolist():
@@ -149,7 +149,7 @@ class MadeUpCycles:
         tokens = (self._root + 7 * parents + ids % branching) % self.target.vocab_size
         tokens[0] = self._root
         edges = -(ids > 0).float()
-        levels = torch.tensor(depths)
+        levels = torch.tensor(depths, dtype=torch.int64, device="cpu")
         arrays = tokens, parents, levels, edges, -levels.float()
         tokens, parents, levels, edges, paths = (array.to(self.target.device) for array in arrays)
         return TokenTree.of(tokens, parents, levels, edges, paths)
@@ -158,11 +158,13 @@ class MadeUpCycles:
         """So many children under a root, and they as a frontier."""
         device = torch.device("cpu") if self.drafter is None else self.drafter.device
         tree = TokenTree.root(self._root, width + 1, device)
-        tokens = (self._root + torch.arange(width, device=device)) % self.target.vocab_size
-        return tree, tree.add(torch.zeros_like(tokens), tokens, -torch.ones(width, device=device))
+        tokens = (self._root + torch.arange(width, device=device, dtype=torch.int64)) % self.target.vocab_size
+        return tree, tree.add(torch.zeros_like(tokens), tokens, -torch.ones(width, device=device, dtype=torch.float32))
 
     def _tokens(self, count: int) -> list[int]:
-        return torch.randint(self.target.vocab_size, (max(0, count),), generator=self._random).tolist()
+        return torch.randint(
+            self.target.vocab_size, (max(0, count),), generator=self._random, dtype=torch.int64, device="cpu"
+        ).tolist()
 
     def _reserve(self, context: int) -> None:
         """Once for all: captures read buffers that must not move."""

@@ -76,7 +76,7 @@ def one_step_agreement(head: EagleHead, target: CausalLM | NativeLM, texts: list
 def _hits(head: EagleHead, target: CausalLM | NativeLM, text: list[int], candidates: list[tuple[int, ...]]) -> Tensor:
     """bool [candidates, rows]: whether the head's best token after each token but the first is the target's."""
     device, count = target.device, len(text)
-    tokens = torch.tensor(text, device=device)
+    tokens = torch.tensor(text, device=device, dtype=torch.int64)
     read = tuple(sorted({i for ids in candidates for i in ids}))
     logits, features = target.extend(target.new_cache(count), text, read, logits="all")
     assert logits is not None
@@ -90,7 +90,7 @@ def _hits(head: EagleHead, target: CausalLM | NativeLM, text: list[int], candida
 def _guesses(head: EagleHead, target: CausalLM | NativeLM, features: Tensor, embeddings: Tensor) -> Tensor:
     """The head's best token after each token but the first, int64 [rows]; features: one row more."""
     hidden = head.fuse(features[:-1].to(head.dtype))
-    positions = torch.arange(len(hidden), device=hidden.device)
+    positions = torch.arange(len(hidden), device=hidden.device, dtype=torch.int64)
     states = head(hidden[None], embeddings[None], positions[None], causal)[0]
     logits = head.logits(states)
     if logits is None:

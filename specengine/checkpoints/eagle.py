@@ -143,8 +143,8 @@ def save_head(
     back = {new: old for old, new in PREFIXES[layout, config.version].items()}
     tensors = {with_prefix(name, back): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     if "d2t" in tensors:
-        ids = tensors["d2t"] + torch.arange(config.draft_vocab_size)
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        ids = tensors["d2t"] + torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, ids, True)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic(folder / "model.safetensors") as part:
         save_file(tensors, part, metadata={"format": "pt"})
@@ -258,7 +258,7 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
         return notes
     if d2t.shape != (draft,) or d2t.is_floating_point() or d2t.dtype is torch.bool:
         raise CheckpointError(f"{folder}: d2t: int64 [{draft}] is needed, got {_shape(d2t)}")
-    ids = d2t.to(torch.int64) + torch.arange(draft)
+    ids = d2t.to(torch.int64) + torch.arange(draft, dtype=torch.int64, device="cpu")
     if ids[0] < 0 or ids[-1] >= target or not bool((ids[1:] > ids[:-1]).all()):
         hint = " (they look like ids, not offsets)" if bool((d2t[1:] > d2t[:-1]).all()) else ""
         found = f"{ids.min()} to {ids.max()}{hint}"

@@ -58,5 +58,7 @@ def _ids_with(step: Step, new: list[int]) -> Tensor | None:
     if not new:
         return step.token_ids
     device = step.logits.device if step.token_ids is None else step.token_ids.device
-    ids = torch.arange(step.logits.shape[1], device=device) if step.token_ids is None else step.token_ids
-    return torch.cat([ids, torch.tensor(new, device=device)])
+    ids = step.token_ids
+    if ids is None:
+        ids = torch.arange(step.logits.shape[1], device=device, dtype=torch.int64)
+    return torch.cat([ids, torch.tensor(new, device=device, dtype=torch.int64)])

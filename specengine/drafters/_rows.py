@@ -44,7 +44,7 @@ class RowDraft(Drafter):
         self.taken, self._used = torch.zeros_like(cache.filled), torch.zeros_like(cache.filled)
         self._held = torch.zeros(1, dtype=torch.int64, device=self.device)  # a root, and what waits behind it
         self._tokens: list[int] = []  # committed, the current root excluded
-        self._best = torch.zeros(1, device=self.device)  # logit of the last root pass
+        self._best = torch.zeros(1, device=self.device, dtype=torch.float32)  # logit of the last root pass
         self._nodes = 0  # that trees may have; as a node: the one that padding writes to
         self.reserve(0, 1, 1)
 
@@ -93,9 +93,9 @@ class RowDraft(Drafter):
         self._used.zero_()
         if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
             self._best.zero_()
-            return Step(torch.full((1, 1), float("-inf"), device=tree.device), normalized=True)
+            return Step(torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32), normalized=True)
         self._read(count)
-        place, filled = torch.arange(count, device=self.device), self.cache.filled
+        place, filled = torch.arange(count, device=self.device, dtype=torch.int64), self.cache.filled
         last = (self.taken.long() - 1).clamp(min=0)
         tokens = self.pending[:count].scatter(0, last, tree.tokens[:1])
         if ops.is_free(filled):
@@ -114,7 +114,7 @@ class RowDraft(Drafter):
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         nodes, count, filled = *frontier, self.cache.filled
-        place = torch.arange(len(nodes), device=self.device)
+        place = torch.arange(len(nodes), device=self.device, dtype=torch.int64)
         into, slots = nodes, self._used + place
         if not ops.is_free(count):  # padding reads of the root, and writes where nothing is read
             padding = place >= count
@@ -142,19 +142,20 @@ class RowDraft(Drafter):
             waiting, count = int(self.taken), int(path.live)
             places: Tensor | slice = slice(waiting, waiting + count)
         else:
-            places = self.taken + torch.arange(len(path.ids), device=self.device)
+            places = self.taken + torch.arange(len(path.ids), device=self.device, dtype=torch.int64)
             places = places.clamp(max=len(self._held) - 2)  # warm-ups of a capture accept one path several times
         put(self._held, places, tokens)  # the root, then those that the next pass runs
         self.taken += path.live
         return places
 
     def observe(self, cycle: Cycle) -> None:
-        waiting, path = int(self.taken) + len(cycle.path), torch.tensor(cycle.path, device=self.device)
+        waiting = int(self.taken) + len(cycle.path)
+        path = torch.tensor(cycle.path, device=self.device, dtype=torch.int64)
         if waiting > len(self._held) - 1:
             self.reserve(0, self._nodes, 2 * waiting)
         tokens = [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
         self._tokens += tokens
-        self.accept(torch.tensor(tokens, device=self.device), Nodes.of(path), cycle.features)
+        self.accept(torch.tensor(tokens, device=self.device, dtype=torch.int64), Nodes.of(path), cycle.features)
 
     def ended(self, tokens: list[int], drafted: int) -> None:
         """Captured cycles have committed these tokens, of which the first `drafted` were surely run."""

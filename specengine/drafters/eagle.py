@@ -55,7 +55,7 @@ class Eagle(RowDraft):
         self.target = target
         self._seconds = 0.0
         self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)
-        self._temperatures = torch.tensor(config.temperatures, device=target.device)
+        self._temperatures = torch.tensor(config.temperatures, device=target.device, dtype=torch.float32)
         self._sharpness = 1 / self._temperatures if config.temperatures else None
         if config.temperatures:
             self.sharpness = sum(1 / given for given in config.temperatures) / len(config.temperatures)

@@ -56,11 +56,11 @@ class NGram(Drafter):
         before = contexts_of(self._seen.context(), tree, frontier.alive().tolist())
         rows = [self._continuations(context) for context in before]
         columns = {token: column for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))}
-        log_probs = torch.full((len(rows), max(1, len(columns))), float("-inf"))
+        log_probs = torch.full((len(rows), max(1, len(columns))), float("-inf"), dtype=torch.float32, device="cpu")
         for index, row in enumerate(rows):
             for token, probability in row.items():
                 log_probs[index, columns[token]] = math.log(probability)
-        token_ids = torch.tensor(list(columns) or [0], device=tree.device)
+        token_ids = torch.tensor(list(columns) or [0], device=tree.device, dtype=torch.int64)
         return Step(log_probs.to(tree.device), token_ids, normalized=True)
 
     def observe(self, cycle: Cycle) -> None:

@@ -55,7 +55,7 @@ class Recycling(Drafter):
         shares = np.zeros((len(rows), max(1, len(columns))), np.float32)  # small arrays fill faster than tensors
         for values, row in zip(shares, rows, strict=True):
             values[[columns[token] for token in row]] = list(row.values())
-        token_ids = torch.tensor(list(columns) or [0], device=tree.device)
+        token_ids = torch.tensor(list(columns) or [0], device=tree.device, dtype=torch.int64)
         return Step(torch.from_numpy(shares).log_().to(tree.device), token_ids, normalized=True)
 
     def observe(self, cycle: Cycle) -> None:

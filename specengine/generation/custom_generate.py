@@ -47,7 +47,7 @@ class CustomGenerate:
         prompt = input_ids[0].tolist()
         seed = None
         if config.do_sample:
-            seed = int(torch.randint(1 << 62, ())) if self.seed is None else self.seed
+            seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")) if self.seed is None else self.seed
         # transformers' criteria hold the end-of-sequence and length limits too; the length bounds the cache here
         room = min(config.max_length or self.engine.target.max_context, self.engine.target.max_context) - len(prompt)
         stopper = Stopper(room, (), (), list(stopping_criteria or []), decoder(self.engine.tokenizer))
@@ -59,7 +59,7 @@ class CustomGenerate:
             for cycle in self.engine.cycles(prompt, Sampler(logits_processor or (), seed), stopper, self.stats):
                 tokens += cycle.tokens
                 if self.streamer is not None:
-                    self.streamer.put(torch.tensor(cycle.tokens))
+                    self.streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
         finally:
             if self.streamer is not None:
                 self.streamer.end()  # whoever reads it waits for that, after a failure too

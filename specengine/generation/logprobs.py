@@ -17,7 +17,7 @@ def of_rows(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogp
     scores = logits.float()
     scores = scores.masked_fill(~torch.isfinite(scores), -math.inf)
     rated = scores.log_softmax(-1)
-    chosen = rated.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    chosen = rated.gather(1, torch.tensor(tokens, device=logits.device, dtype=torch.int64)[:, None])[:, 0].tolist()
     if not count:
         return [TokenLogprob(token, value, []) for token, value in zip(tokens, chosen, strict=True)]
     best = ops.top_children(scores, count, normalized=True)[1]

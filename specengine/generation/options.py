@@ -140,7 +140,7 @@ class GenerationOptions:
             self.top_k = DEFAULT_TOP_K
         self._check_processors(prompt_length)
         if self.samples and self.seed is None:
-            self.seed = int(torch.randint(1 << 62, ()))
+            self.seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
         if self.max_new_tokens is None:
             self.max_new_tokens = self._up_to(configured.values.get("max_length"), prompt_length)
         if options.get("min_new_tokens") is None:

@@ -31,7 +31,7 @@ class History:
 
     def __init__(self, tokens: Sequence[int], capacity: int, device: torch.device | str = "cpu") -> None:
         self._ids = torch.empty(1, max(capacity, len(tokens), 1), dtype=torch.int64, device=device)
-        self._ids[0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        self._ids[0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         self.length = len(tokens)
 
     @property
@@ -109,7 +109,7 @@ class Sampler:
         assert not self.reads_history
         if self.seed is None:
             return ops.choose_tokens(logits).tolist()
-        sent = torch.tensor([signed(self.seed), *positions], device=logits.device)
+        sent = torch.tensor([signed(self.seed), *positions], device=logits.device, dtype=torch.int64)
         divisor = torch.tensor([self.temperature], dtype=torch.float32, device=logits.device)
         return ops.choose_tokens(logits, sent[1:], sent[:1], divisor).tolist()
 
@@ -211,7 +211,7 @@ class TopP(LogitsProcessor):
             if before[-1] >= self.top_p or count == row.shape[0]:
                 break
             count = min(8 * count, row.shape[0])
-        kept = (before < self.top_p) | (torch.arange(count, device=row.device) == 0)
+        kept = (before < self.top_p) | (torch.arange(count, device=row.device, dtype=torch.int64) == 0)
         result = torch.full_like(scores, MINUS_INF)
         result[0, ids[kept]] = values[kept]
         return result

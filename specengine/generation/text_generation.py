@@ -143,14 +143,14 @@ class TextGeneration:
         streamer = self.options.streamer
         if streamer is not None and not self._started:
             self._streams = True
-            streamer.put(torch.tensor([self.prompt]))
+            streamer.put(torch.tensor([self.prompt], dtype=torch.int64, device="cpu"))
         self._started = True
         cycle = next(self._cycles)
         self._tokens += cycle.tokens
         self._logprobs += cycle.logprobs or ()
         text = self._texts.push(cycle.tokens)
         if streamer is not None:
-            streamer.put(torch.tensor(cycle.tokens))
+            streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
         if self._stopper.last_reason is not None:
             text = self._finish(self._stopper.last_reason)[self._sent :]
             next(self._cycles, None)  # runs the generator to its end, which frees the engine
@@ -166,7 +166,7 @@ class TextGeneration:
         wanted = self.options.return_dict_in_generate
         if wanted is None:
             return self.result
-        sequences = torch.tensor([[*self.prompt, *self._tokens]])
+        sequences = torch.tensor([[*self.prompt, *self._tokens]], dtype=torch.int64, device="cpu")
         if not wanted:
             return sequences
         names = ("text", "token_ids", "finish_reason", "stats", "logprobs")

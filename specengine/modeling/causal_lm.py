@@ -62,7 +62,7 @@ class _PaddedSlabView(Cache):
     def __init__(self, cache: KVCache, rows: Rows) -> None:
         super().__init__(layers=[])
         self.slab = cache.slab
-        self.slots = rows.slot + torch.arange(len(rows), device=self.slab.device)
+        self.slots = rows.slot + torch.arange(len(rows), device=self.slab.device, dtype=torch.int64)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         keys_values = self.slab[layer_idx]
@@ -254,11 +254,11 @@ class CausalLM:
         found: list[Tensor] = []
         seen: list[Tensor] = []
         for first in range(0, len(tokens), PREFILL_ROWS):
-            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], device=self.device)
+            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], device=self.device, dtype=torch.int64)
             rows, length = len(piece), cache.length
             cache.reserve(length + rows)
             began = time.perf_counter()
-            positions = torch.arange(length, length + rows, device=self.device)
+            positions = torch.arange(length, length + rows, device=self.device, dtype=torch.int64)
             arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": Prompt(length)}
             if self._dense_mask:
                 arguments = {"attention_mask": self._additive(lower_right(rows, length, self.device))}
@@ -390,12 +390,12 @@ class CausalLM:
         return None
 
     def _last_logits(self, tokens: list[int], parents: list[int]) -> Tensor:
-        given, above = (torch.tensor(values, device=self.device) for values in (tokens, parents))
+        given, above = (torch.tensor(values, device=self.device, dtype=torch.int64) for values in (tokens, parents))
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
-        edges = torch.zeros(len(tokens), device=self.device)
-        tree = TokenTree.of(given, above, torch.tensor(depths, device=self.device), edges, edges)
+        edges = torch.zeros(len(tokens), device=self.device, dtype=torch.float32)
+        tree = TokenTree.of(given, above, torch.tensor(depths, device=self.device, dtype=torch.int64), edges, edges)
         cache = self.new_cache(len(tokens))
         logits, _ = self.forward(Rows.of(tree, cache.filled), cache)
         return logits[-1].float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf

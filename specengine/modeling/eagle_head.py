@@ -220,7 +220,7 @@ class Eagle3Head(EagleHead):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # Offsets, not ids: column d stands for target token d + d2t[d].
         part = config.draft_vocab_size < config.vocab_size
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if part else None)
+        self.register_buffer("d2t", torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64) if part else None)
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.fusion_norm == "whole":
@@ -242,7 +242,9 @@ class Eagle3Head(EagleHead):
         return self.lm_head if self.config.own_head else None
 
     def target_ids(self) -> Tensor | None:
-        return None if self.d2t is None else self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device, dtype=torch.int64)
 
 
 class DecoderLayer(nn.Module):
@@ -329,7 +331,7 @@ class Rope:
 
     def tables(self, count: int, device: torch.device) -> Rotation:
         """Cosines and sines of positions 0 to count, float32 [count, head size / 2] each."""
-        angles = self._angles(torch.arange(count, device=device))
+        angles = self._angles(torch.arange(count, device=device, dtype=torch.int64))
         return angles.cos() * self._scale, angles.sin() * self._scale
 
     def _angles(self, positions: Tensor) -> Tensor:
@@ -343,7 +345,7 @@ class Rope:
 def rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
     """Radians per position, float32 [head size / 2], and the factor on cosines and sines."""
     if config.rope["rope_type"] == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
         return 1.0 / config.rope["rope_theta"] ** exponents, 1.0
     as_llama = LlamaConfig(
         hidden_size=config.num_heads
@@ -353,7 +355,8 @@ def rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(config.rope),
     )
-    return ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](as_llama, torch.device("cpu"))
+    with torch.device("cpu"):
+        return ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](as_llama, torch.device("cpu"))
 
 
 def _rotate(states: Tensor, rotation: Rotation | None) -> Tensor:

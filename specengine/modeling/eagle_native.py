@@ -36,7 +36,8 @@ class NativeHead:
         self.config, self._target = config, target
         self.cache = KVCache(1, config.num_kv_heads, config.head_dim, 1, dtype=target.dtype)
         part = state.get("d2t")
-        self.target_ids = None if part is None else part + torch.arange(config.draft_vocab_size)
+        columns = torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
+        self.target_ids = None if part is None else part + columns
         self._weights = extension().Weights(threads.count())
         quantize = "int8" if target.dtype is torch.bfloat16 else None
         weights = [Weight.of(key, tensor.to(target.dtype)) for key, tensor in state.items() if key != "d2t"]
@@ -54,7 +55,7 @@ class NativeHead:
 
     def fuse(self, features: Tensor) -> Tensor:
         features = features.float().contiguous()
-        fused = torch.empty(features.shape[0], self.config.hidden_size)
+        fused = torch.empty(features.shape[0], self.config.hidden_size, dtype=torch.float32, device="cpu")
         if len(fused):
             self._head.fuse(features.data_ptr(), len(features), fused.data_ptr(), threads.count())
         return fused
@@ -62,10 +63,10 @@ class NativeHead:
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
         """Run consecutive rows behind the cache's, and commit them; hidden: [rows, hidden size]."""
         for first in range(0, len(tokens), PREFILL_ROWS):
-            piece = torch.tensor(tokens[first : first + PREFILL_ROWS])
+            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], dtype=torch.int64, device="cpu")
             length = self.cache.length
             self.cache.reserve(length + len(piece))
-            positions = torch.arange(length, length + len(piece))
+            positions = torch.arange(length, length + len(piece), dtype=torch.int64, device="cpu")
             self._call(hidden[first : first + len(piece)], piece, positions, (length, length, 0, 0), 0)
             self.cache.length = length + len(piece)
 
@@ -83,7 +84,8 @@ class NativeHead:
         """States of all rows, logits of the last `wanted`; seen: prefix, first slot, words as C++ takes them."""
         rows, (prefix, slot, *words) = len(tokens), seen
         hidden, positions, embeddings = hidden.contiguous(), positions.contiguous(), self._target.embed(tokens)
-        states, logits = torch.empty(rows, self.config.hidden_size), torch.empty(wanted, self.config.draft_vocab_size)
+        states = torch.empty(rows, self.config.hidden_size, dtype=torch.float32, device="cpu")
+        logits = torch.empty(wanted, self.config.draft_vocab_size, dtype=torch.float32, device="cpu")
         self._head.forward(
             [positions.data_ptr(), rows, prefix, slot, *words],
             hidden.data_ptr(),

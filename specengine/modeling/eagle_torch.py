@@ -51,10 +51,11 @@ class TorchHead:
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
         """Run consecutive rows behind the cache's, and commit them; hidden: [rows, hidden size]."""
         for first in range(0, len(tokens), causal_lm.PREFILL_ROWS):
-            piece = torch.tensor(tokens[first : first + causal_lm.PREFILL_ROWS], device=hidden.device)
+            ids = tokens[first : first + causal_lm.PREFILL_ROWS]
+            piece = torch.tensor(ids, device=hidden.device, dtype=torch.int64)
             rows, length = len(piece), self.cache.length
             self.cache.reserve(length + rows)
-            positions = torch.arange(length, length + rows, device=hidden.device)
+            positions = torch.arange(length, length + rows, device=hidden.device, dtype=torch.int64)
             embeddings = embed_for(self.module, self._target, piece)
             given = hidden[first : first + rows], embeddings, positions
             self._runs(*(part[None] for part in given), _PromptAttention(self.cache, length))

@@ -80,5 +80,6 @@ def refuse_config(config: PretrainedConfig) -> None:
 def _rope(config: PretrainedConfig) -> tuple[Tensor, float]:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rotary = LlamaRotaryEmbedding(config=config)
+    with torch.device("cpu"):
+        rotary = LlamaRotaryEmbedding(config=config)
     return rotary.inv_freq.to(torch.float32), float(rotary.attention_scaling)

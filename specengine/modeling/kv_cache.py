@@ -73,7 +73,7 @@ class KVCache:
     def commit(self, path: Sequence[int]) -> None:
         """As `keep`, of a path that the host knows."""
         if path[-1] >= len(path):
-            self.keep(Nodes.of(torch.tensor(path, device=self.slab.device)))
+            self.keep(Nodes.of(torch.tensor(path, device=self.slab.device, dtype=torch.int64)))
         else:  # all of them stand right
             self.filled += len(path)
 

@@ -147,14 +147,14 @@ class NativeLM:
     def head(self, states: Tensor) -> Tensor:
         """The bare language-model head: float32 logits, [rows, vocabulary], of states behind the final norm."""
         rows = states.float().contiguous()
-        logits = torch.empty(rows.shape[0], self.vocab_size)
+        logits = torch.empty(rows.shape[0], self.vocab_size, dtype=torch.float32, device="cpu")
         with self._turn:
             self._decoder.read(rows.data_ptr(), rows.shape[0], logits.data_ptr(), threads.count())
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings, float32 [rows, hidden size]."""
-        found = torch.empty(tokens.shape[0], self.shape.hidden)
+        found = torch.empty(tokens.shape[0], self.shape.hidden, dtype=torch.float32, device="cpu")
         for row, token in zip(found, tokens.tolist(), strict=True):
             self._decoder.embedding(token, row.data_ptr())
         return found
@@ -165,12 +165,12 @@ class NativeLM:
         """Run `tokens` after the committed ones and commit them; logits of the last or of all, and all features."""
         found, states = [], []
         for first in range(0, len(tokens), PREFILL_ROWS):
-            piece = torch.tensor(tokens[first : first + PREFILL_ROWS])
+            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], dtype=torch.int64, device="cpu")
             rows, length = len(piece), cache.length
             cache.reserve(length + rows)
             rated = {"all": rows, "last": first + rows == len(tokens), "none": 0}[logits]
-            found.append(torch.empty(int(rated), self.vocab_size))
-            positions = torch.arange(length, length + rows)
+            found.append(torch.empty(int(rated), self.vocab_size, dtype=torch.float32, device="cpu"))
+            positions = torch.arange(length, length + rows, dtype=torch.int64, device="cpu")
             wanted = found[-1] if rated else None
             states.append(self.run(piece, positions, cache, length, features=features, logits=wanted))
             cache.length = length + rows
@@ -191,7 +191,8 @@ class NativeLM:
         The row `one` can be the last one alone.
         """
         live = int(rows.live)
-        logits = torch.empty(0 if best is not None else live if one is None else 1, self.vocab_size)
+        rated = 0 if best is not None else live if one is None else 1
+        logits = torch.empty(rated, self.vocab_size, dtype=torch.float32, device="cpu")
         states = self.run(
             rows.tokens[:live],
             rows.positions[:live],
@@ -234,7 +235,9 @@ class NativeLM:
         rows = tokens.shape[0]
         tokens, positions = tokens.contiguous(), positions.clamp(max=self.max_context - 1).contiguous()
         words = None if words is None else words.contiguous()
-        states = torch.empty(rows, len(features) * self.shape.hidden) if features else None
+        states = None
+        if features:
+            states = torch.empty(rows, len(features) * self.shape.hidden, dtype=torch.float32, device="cpu")
         seen = (0, 0) if words is None else (words.data_ptr(), words.shape[1])
         with self._turn:
             self._decoder.forward(
@@ -285,9 +288,9 @@ class NativeLM:
         """Raise UnsupportedModelError where hidden states differ from those of the model's own modules."""
         spent, whole = self.seconds, self.source.own_modules
         layers = self.layers if whole else 1
-        tokens = torch.tensor([token % self.vocab_size for token in _CHECKED], dtype=torch.int64)
+        tokens = torch.tensor([token % self.vocab_size for token in _CHECKED], dtype=torch.int64, device="cpu")
         far = min(self.max_context - 1, _FARTHEST)
-        positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64).clamp(max=far)
+        positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu").clamp(max=far)
         ids = tuple(sorted({1, layers})) if whole else (self.layers,)  # behind the first layer, and the final norm
         ours = cast(Tensor, self.run(tokens, positions, self.new_cache(len(tokens)), 0, features=ids, layers=layers))
         theirs = self.source.states(tokens, positions, ids, self.embed(tokens))

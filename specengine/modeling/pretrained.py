@@ -105,7 +105,7 @@ def _huggingface(
     if options.tp_plan is not None:
         common["distributed_config"] = splitting(config)
     try:
-        with no_loading_bars():
+        with no_loading_bars(), torch.device("cpu"):
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,

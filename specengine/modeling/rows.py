@@ -90,7 +90,7 @@ def words_for(slots: int) -> int:
 
 def causal_words(rows: int, device: torch.device | str = "cpu") -> Tensor:
     """Words of consecutive tokens: each sees those before and itself. int64 [rows, ceil(rows / 64)]."""
-    place = torch.arange(rows, device=device)
-    bits = (place[:, None] >= torch.arange(words_for(rows) * WORD_BITS, device=device)).long()
-    shifted = bits << (torch.arange(bits.shape[1], device=device) % WORD_BITS)
+    place = torch.arange(rows, device=device, dtype=torch.int64)
+    bits = (place[:, None] >= torch.arange(words_for(rows) * WORD_BITS, device=device, dtype=torch.int64)).long()
+    shifted = bits << (torch.arange(bits.shape[1], device=device, dtype=torch.int64) % WORD_BITS)
     return shifted.view(rows, -1, WORD_BITS).sum(-1)

@@ -134,7 +134,7 @@ class FolderSource(Source):
         return stored.read(0, stored.shape[0]).to(self.dtype)
 
     def model(self) -> PreTrainedModel:
-        with no_loading_bars():
+        with no_loading_bars(), torch.device("cpu"):
             return AutoModelForCausalLM.from_pretrained(self.folder, config=self.config, dtype=self.dtype)
 
     @cached_property
@@ -340,7 +340,8 @@ def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
     """The rotary frequencies, which no checkpoint holds, made again outside the meta device."""
     for module in model.modules():
         if any(buffer.is_meta for buffer in itertools.chain(module.buffers(recurse=False))):
-            fresh = type(module)(config=model.config)
+            with torch.device("cpu"):
+                fresh = type(module)(config=model.config)
             for key, buffer in fresh.named_buffers(recurse=False):
                 setattr(module, key, buffer)
     return model

@@ -249,7 +249,7 @@ def held(given: Number, dtype: torch.dtype = torch.int32) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    return torch.full((1,), value, dtype=dtype)
+    return torch.full((1,), value, dtype=dtype, device="cpu")
 
 
 def where(flag: Flag, one: Number, other: Number) -> Number:

@@ -97,7 +97,7 @@ def _difference(found: list[Any], wanted: list[Any]) -> str:
 
 def _wave(device: torch.device, *shape: int, phase: float = 0.0) -> Tensor:
     """Numbers between -3 and 3, none equal."""
-    place = torch.arange(math.prod(shape), dtype=torch.float64)
+    place = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
     return ((place * 0.7310585 + phase).sin() * 3).float().view(shape).to(device)
 
 
@@ -117,7 +117,7 @@ def _tree(device: torch.device, capacity: int) -> tuple[Tensor, ...]:
     """Arrays of a tree of 5 nodes."""
     parents = [-1, 0, 0, 1, 3]
     room = [0] * (capacity - 5)
-    words = tree.ancestor_words(torch.tensor(parents))
+    words = tree.ancestor_words(torch.tensor(parents, dtype=torch.int64, device="cpu"))
     return (
         _whole(device, 7, 8, 9, 10, 11, *room),
         _whole(device, *parents, *room),
@@ -147,13 +147,21 @@ def _best_candidates(device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def _choose_tokens(device: torch.device) -> list[tuple[Any, ...]]:
-    drawn = torch.arange(ROWS, device=device) * 2**33, _whole(device, -(2**61) + 5), _real(device, 0.7)
+    drawn = (
+        torch.arange(ROWS, device=device, dtype=torch.int64) * 2**33,
+        _whole(device, -(2**61) + 5),
+        _real(device, 0.7),
+    )
     return [(logits, *how) for logits in _logits(device) for how in ((), drawn)]
 
 
 def _couple(device: torch.device) -> list[tuple[Any, ...]]:
-    positions, seed, scale = torch.arange(ROWS, device=device) * 2**33, _whole(device, -(2**61) + 5), _real(device, 0.7)
-    some = torch.arange(COLUMNS, device=device) * 7 + 3
+    positions, seed, scale = (
+        torch.arange(ROWS, device=device, dtype=torch.int64) * 2**33,
+        _whole(device, -(2**61) + 5),
+        _real(device, 0.7),
+    )
+    some = torch.arange(COLUMNS, device=device, dtype=torch.int64) * 7 + 3
     return [(logits, ids, positions, seed, scale) for logits in _logits(device) for ids in (None, some)]
 
 
@@ -213,7 +221,7 @@ def _rope_store(device: torch.device) -> list[tuple[Any, ...]]:
 
 def _step_queues(device: torch.device) -> list[tuple[Any, ...]]:
     queues = queue.Queues.start(8, device)
-    scores = torch.tensor([-0.1, -0.4, -0.4, -2.0], device=device)
+    scores = torch.tensor([-0.1, -0.4, -0.4, -2.0], device=device, dtype=torch.float32)
     rows, columns = _whole(device, 0, 0, 0, 0), _whole(device, 4, 2, 9, 1)
     found = select.Candidates(rows, columns, scores, scores, _count(device, 4))
     frontier = tree.Nodes(_whole(device, 0), _count(device, 1))

@@ -40,7 +40,7 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> Non
         return
     if not path.shape[0]:
         return
-    place = torch.arange(path.shape[0], device=slab.device)
+    place = torch.arange(path.shape[0], device=slab.device, dtype=torch.int64)
     there = place < count
     rises = (path[1:] > path[:-1]) | ~there[1:]
     inside = (prefix >= 0) & (prefix + path.masked_fill(~there, 0).amax() < slab.shape[3])
@@ -124,11 +124,12 @@ def cached_attention(
     if run := attached("cached_attention", query):
         return run(query, key, value, words, prefix, live, seen, scale)
     groups, rows = query.shape[0] // key.shape[0], query.shape[1]
-    node = torch.arange(key.shape[1], device=key.device) - prefix  # which node's slot it is, negative in the prefix
+    # which node's slot it is, negative in the prefix
+    node = torch.arange(key.shape[1], device=key.device, dtype=torch.int64) - prefix
     inside = node < seen
     bits = words[:, (node // WORD_BITS).clamp(0, words.shape[1] - 1)] >> (node % WORD_BITS)
     named = (bits & 1).bool() & (node < WORD_BITS * words.shape[1])
-    padding = torch.arange(rows, device=key.device) >= live
+    padding = torch.arange(rows, device=key.device, dtype=torch.int64) >= live
     mask = torch.zeros(rows, key.shape[1], dtype=query.dtype, device=key.device)
     mask = mask.masked_fill_(~((node < 0) | named) | ~inside | padding[:, None], -math.inf).repeat(groups, 1)
     key, value = (cache.masked_fill(~inside[:, None], 0.0) for cache in (key, value))  # there may be NaN
@@ -172,7 +173,7 @@ def rope_store(
         first, second = states.float().chunk(2, -1)
         return (states.float() * cosines + torch.cat([-second, first], -1) * sines).to(states.dtype)
 
-    slots = slot + torch.arange(positions.shape[0], device=slab.device)
+    slots = slot + torch.arange(positions.shape[0], device=slab.device, dtype=torch.int64)
     for cache, stored in ((slab[0], rotated(key)), (slab[1], value)):
         cache.index_copy_(1, slots, stored)
     return rotated(query)
@@ -189,7 +190,7 @@ def order_paths(words: Tensor) -> Paths:
         raise InputError(f"words: int64 [n, words] is needed, got {describe(words)}")
     if run := attached("order_paths", words):
         return run(words)
-    named = (words[:, :, None] >> torch.arange(WORD_BITS, device=words.device) & 1).flatten(1)
+    named = (words[:, :, None] >> torch.arange(WORD_BITS, device=words.device, dtype=torch.int64) & 1).flatten(1)
     rows, most = named.shape
     places = torch.where(named.bool(), named.cumsum(1) - 1, most)  # behind the end: not named
     ids = torch.arange(most, dtype=torch.int32, device=words.device).expand(rows, most)
@@ -221,11 +222,11 @@ def strict_cached_attention(
     (heads, rows, size), (kv_heads, capacity, _) = query.shape, key.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = (query.to(wide) * scale).view(kv_heads, -1, rows, 1, size)
-    ends = torch.where(torch.arange(rows, device=key.device) < live, prefix + paths.counts, 0)
+    ends = torch.where(torch.arange(rows, device=key.device, dtype=torch.int64) < live, prefix + paths.counts, 0)
     peak = torch.full(grouped.shape[:3], -math.inf, dtype=wide, device=key.device)
     total, sums = torch.zeros_like(peak), torch.zeros_like(query, dtype=wide).view(*peak.shape, size)
     for start in range(0, capacity, CHUNK):
-        positions = torch.arange(start, start + CHUNK, device=key.device)
+        positions = torch.arange(start, start + CHUNK, device=key.device, dtype=torch.int64)
         place = (positions - prefix).clamp(0, paths.nodes.shape[1] - 1).expand(rows, -1)
         slots = torch.where(positions < prefix, positions, prefix + paths.nodes.gather(1, place))
         seen = positions < ends[:, None]

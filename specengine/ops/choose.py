@@ -101,7 +101,7 @@ def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Te
         raise InputError(f"seed, scale: int64 [1], float32 [1] are needed, got {describe(seed, scale)}")
     if run := attached("couple", logits):
         return run(logits, token_ids, positions, seed, scale)
-    tokens = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
+    tokens = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int64) if token_ids is None else token_ids
     noise = -torch.log(-torch.log(_uniform_of(seed, positions, tokens)))
     return logits.float() + scale * noise.float()
 
@@ -120,7 +120,7 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
         return run(tokens, parents, chosen, size)
     # A node is on the path if it and all above it were chosen: by pointer doubling. Siblings carry distinct tokens,
     # so there is one path, and its nodes ascend.
-    n, node = tokens.shape[0], torch.arange(tokens.shape[0], device=tokens.device)
+    n, node = tokens.shape[0], torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int64)
     above = parents.clamp(min=0)
     agreed = ((tokens == chosen[above]) | (node == 0)) & (chosen >= 0) & (node < size)
     jump = above
@@ -148,7 +148,7 @@ def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) 
 
 def _uniform(seed: Tensor, positions: Tensor, columns: int) -> Tensor:
     """philox_uniform for many positions, all on the device: float64 [n, columns]."""
-    x = _words(seed, positions, torch.arange(-(-columns // 4), device=positions.device))
+    x = _words(seed, positions, torch.arange(-(-columns // 4), device=positions.device, dtype=torch.int64))
     return (x.flatten(1)[:, :columns].double() + 0.5) / 2.0**32
 
 
@@ -167,7 +167,7 @@ def _words(seed: Tensor, positions: Tensor, index: Tensor) -> Tensor:
 
 def philox_uniform(seed: int, position: int, n: int) -> Tensor:
     """The uniforms behind `keyed_gumbel_argmax`: float64 [n], on the CPU, in the open interval (0, 1)."""
-    index = torch.arange(-(-n // 4))
+    index = torch.arange(-(-n // 4), dtype=torch.int64, device="cpu")
     position &= MASK64
     counter = (index, index.new_tensor(position & 0xFFFFFFFF), index.new_tensor(position >> 32), index.new_tensor(0))
     words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))), 1)

@@ -31,7 +31,9 @@ if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")
 
 _WHOLE = torch.int64
-_INDEX = torch.empty(0, dtype=_WHOLE)  # its new_empty takes two thirds of what torch.empty of a given dtype does
+# their new_empty takes two thirds of what torch.empty of a given dtype does, whatever the process's defaults are
+_INDEX = torch.empty(0, dtype=_WHOLE, device="cpu")
+_REAL = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
@@ -74,7 +76,7 @@ def _at(number: Tensor | None) -> int:
 
 def ancestor_words(parents: Tensor) -> Tensor:
     n, parents = parents.shape[0], parents.contiguous()
-    out = torch.empty(n, -(-n // WORD_BITS), dtype=_WHOLE)
+    out = _INDEX.new_empty(n, -(-n // WORD_BITS))
     if not _expander.ancestor_words(parents.data_ptr(), n, out.data_ptr()):
         raise InputError(WRONG_PARENTS)
     return out
@@ -137,8 +139,8 @@ def append_children(
 
 def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
     size, room, parents, nodes = parents.shape[0], nodes.shape[0], parents.contiguous(), nodes.contiguous()
-    new_parents = torch.empty(room, dtype=_WHOLE)
-    words = torch.empty(room, -(-room // WORD_BITS), dtype=_WHOLE)
+    new_parents = _INDEX.new_empty(room)
+    words = _INDEX.new_empty(room, -(-room // WORD_BITS))
     given = parents.data_ptr(), size, nodes.data_ptr(), live.data_ptr(), room
     if not _expander.subtree(*given, new_parents.data_ptr(), words.data_ptr()):
         raise InputError(WRONG_SUBTREE)
@@ -147,7 +149,7 @@ def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> 
 
 def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
     (n, words), ancestors = ancestors.shape, ancestors.contiguous()
-    out = torch.empty(n, columns, dtype=torch.bool)
+    out = torch.empty(n, columns, dtype=torch.bool, device="cpu")
     _expander.tree_mask(ancestors.data_ptr(), n, words, columns, out.data_ptr())
     return out
 
@@ -164,7 +166,7 @@ def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None) -
 def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
     logits = _with_dense_rows(logits)
     rows = logits.shape[0]
-    log_probs, best = torch.empty(rows, k), _INDEX.new_empty(rows, k)
+    log_probs, best = _REAL.new_empty(rows, k), _INDEX.new_empty(rows, k)
     _expander.top_children(*_matrix(logits), k, normalized, log_probs.data_ptr(), best.data_ptr())
     return log_probs, best
 
@@ -181,7 +183,7 @@ def best_candidates(
 ) -> Candidates:
     logits, scores = _with_dense_rows(logits), scores.contiguous()
     rows, columns = _INDEX.new_empty(most), _INDEX.new_empty(most)
-    log_probs, paths, count = torch.empty(most), torch.empty(most), torch.empty_like(live)
+    log_probs, paths, count = _REAL.new_empty(most), _REAL.new_empty(most), torch.empty_like(live)
     _expander.best_candidates(
         *_matrix(logits),
         scores.data_ptr(),
@@ -202,7 +204,7 @@ def best_candidates(
 
 def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
     logits = _with_dense_rows(logits)
-    out = torch.empty(logits.shape[0])
+    out = _REAL.new_empty(logits.shape[0])
     _expander.top_entropy(*_matrix(logits), top, normalized, out.data_ptr())
     return out
 
@@ -228,7 +230,7 @@ def mix_rows(
 
 def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:
     features, (hidden, inputs) = features.contiguous(), net[0].shape
-    out = torch.empty(features.shape[:-1])
+    out = _REAL.new_empty(features.shape[:-1])
     parts = [part.data_ptr() for part in net]
     _expander.mlp(parts, inputs, hidden, features.data_ptr(), out.numel(), out.data_ptr())
     return out
@@ -247,7 +249,7 @@ def classify_row(logits: Tensor, top: int, depth: Tensor, net: Sequence[Tensor],
     address, bfloat16, _, columns, _ = _matrix(logits)
     parts, (hidden, inputs) = [part.data_ptr() for part in net], net[0].shape
     given = address, bfloat16, columns, min(top, columns), normalized, depth.data_ptr()
-    out = torch.empty(1)
+    out = _REAL.new_empty(1)
     _expander.classify_row(parts, inputs, hidden, *given, out.data_ptr())
     return out
 
@@ -277,7 +279,7 @@ def step_queues(
     rows, columns, edges, scores = rows.contiguous(), columns.contiguous(), edges.contiguous(), scores.contiguous()
     nodes, depths = frontier.ids.contiguous(), depths.contiguous()
     token_ids = None if token_ids is None else token_ids.contiguous()
-    parents, tokens, log_probs = _INDEX.new_empty(budget), _INDEX.new_empty(budget), torch.empty(budget)
+    parents, tokens, log_probs = _INDEX.new_empty(budget), _INDEX.new_empty(budget), _REAL.new_empty(budget)
     drawn, expand = torch.empty_like(passes), torch.empty_like(passes)
     places = _INDEX.new_empty(min(search.batch, budget))
     if not _expander.step_queues(
@@ -310,7 +312,7 @@ def beam_observation(
     scores: Tensor, depths: Tensor, live: Tensor, expansions: Tensor, context: Tensor, window: Window
 ) -> Tensor:
     scores, depths = scores.contiguous(), depths.contiguous()
-    out = torch.empty(window.room + 2 * window.repeats)
+    out = _REAL.new_empty(window.room + 2 * window.repeats)
     shape = [window.width, window.last, window.room, window.repeats]
     floats = [window.pad, window.pad if window.pad < 0 else LOWEST, *window.units]
     numbers = live.data_ptr(), expansions.data_ptr(), context.data_ptr()
@@ -320,7 +322,7 @@ def beam_observation(
 
 def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) -> Tensor:
     sizes = [layers[0].shape[1], *(weight.shape[0] for weight in layers[::2])]
-    observation, out = observation.contiguous(), torch.empty(1, dtype=_WHOLE)
+    observation, out = observation.contiguous(), _INDEX.new_empty(1)
     addresses = [part.data_ptr() for part in layers]
     _expander.best_action(sizes, addresses, activation == "tanh", observation.data_ptr(), out.data_ptr())
     return out
@@ -463,7 +465,7 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
 def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor) -> Tensor:
     logits = logits.float()
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    out = torch.empty(logits.shape, dtype=torch.float32)
+    out = _REAL.new_empty(logits.shape)
     kept = positions.contiguous(), None if token_ids is None else token_ids.contiguous()
     given = logits.data_ptr(), *logits.shape, logits.stride(0), _at(kept[1]), kept[0].data_ptr()
     _expander.couple(*given, seed.data_ptr(), scale.data_ptr(), out.data_ptr())
@@ -472,7 +474,7 @@ def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Te
 
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
     tokens, parents, chosen = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
-    found = Walked(torch.empty_like(tokens), torch.empty_like(size), torch.empty(1, dtype=_WHOLE))
+    found = Walked(torch.empty_like(tokens), torch.empty_like(size), _INDEX.new_empty(1))
     given = tokens.data_ptr(), parents.data_ptr(), chosen.data_ptr(), size.data_ptr(), tokens.shape[0]
     _expander.walk(*given, *(part.data_ptr() for part in found))
     return found

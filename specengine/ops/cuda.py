@@ -136,7 +136,8 @@ def step_queues(
     parents, tokens, expand = torch.empty(2 * budget + width, dtype=torch.int64, device=device).split(
         [budget, budget, width]
     )
-    log_probs, counts = torch.empty(budget, device=device), torch.empty(2, dtype=torch.int32, device=device)
+    log_probs = torch.empty(budget, device=device, dtype=torch.float32)
+    counts = torch.empty(2, dtype=torch.int32, device=device)
     drawn = Drawn(parents, tokens, log_probs, counts[:1], Nodes(expand, counts[1:]))
     lists = [part.data_ptr() for part in queues], [part.data_ptr() for part in found[:4]]
     given = nodes.data_ptr(), depths.data_ptr(), None if token_ids is None else token_ids.data_ptr()

@@ -42,7 +42,7 @@ def mix_rows(
     if run := attached("mix_rows", logits):
         return run(logits, more, left, places, probabilities, normalized)
     columns, device = logits.shape[1], logits.device
-    logs = torch.tensor([math.log(share) for share in left], device=device)[:, None]
+    logs = torch.tensor([math.log(share) for share in left], device=device, dtype=torch.float32)[:, None]
     if normalized:
         levels, filler = torch.zeros_like(logs), torch.full_like(logs, -math.inf)
         kept = logits + logs.to(logits.dtype)
@@ -54,7 +54,8 @@ def mix_rows(
     raised = torch.zeros(mixed.shape, dtype=torch.uint8, device=device)
     if not all(0 <= place < mixed.numel() for place in places):
         raise InputError(OUTSIDE)
-    index, gains = torch.tensor(list(places), dtype=torch.int64, device=device), torch.tensor(list(probabilities))
+    index = torch.tensor(list(places), dtype=torch.int64, device=device)
+    gains = torch.tensor(list(probabilities), dtype=torch.float32, device="cpu")
     flat, added = mixed.view(-1), gains.to(device).log() + levels[index // (columns + more), 0]
     flat[index] = torch.logaddexp(flat[index].float(), added).to(logits.dtype)
     raised.view(-1)[index] = 1

@@ -112,13 +112,13 @@ def beam_observation(
         return run(scores, depths, live, expansions, context, window)
     width, device = window.width, scores.device
     first = (width + (expansions.long() - 1) * width**2) * (window.last & (expansions > 0))
-    place = torch.arange(scores.shape[0], device=device)
+    place = torch.arange(scores.shape[0], device=device, dtype=torch.int64)
     before = torch.searchsorted(depths.masked_fill(place >= live, torch.iinfo(torch.int64).max), depths.contiguous())
     starts = (depths > 1) * width + (depths - 2).clamp(min=0) * width**2
     at = starts + place - before - first
     shown = (depths > 0) & (place < live) & (at >= 0) & (at < window.room)
     values = scores.clamp(min=window.pad if window.pad < 0 else LOWEST)
-    laid = torch.full((window.room + 1,), window.pad, device=device)
+    laid = torch.full((window.room + 1,), window.pad, device=device, dtype=torch.float32)
     laid = laid.index_copy(0, at.masked_fill(~shown, window.room), values)[: window.room]
     facts = (fact.double() / unit for fact, unit in zip((context, expansions), window.units, strict=True))
     return torch.cat([laid, *(fact.float().expand(window.repeats) for fact in facts)])

@@ -33,7 +33,7 @@ class Queues(NamedTuple):
     @classmethod
     def start(cls, budget: int, device: torch.device | str) -> Queues:
         """With the root in G."""
-        accepted, scores, log_probs = torch.full((3, budget), -math.inf, device=device)
+        accepted, scores, log_probs = torch.full((3, budget), -math.inf, device=device, dtype=torch.float32)
         accepted[:1].zero_()
         parents, depths, tokens = torch.zeros(3, budget, dtype=torch.int64, device=device)
         return cls(accepted, scores, log_probs, parents, depths, tokens, _bound(accepted, scores))
@@ -126,7 +126,7 @@ def _push(queues: Queues, found: Candidates, nodes: Tensor, depths: Tensor, toke
 
 
 def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]:
-    budget, place = queues.scores.shape[0], torch.arange(queues.scores.shape[0], device=going.device)
+    budget, place = queues.scores.shape[0], torch.arange(queues.scores.shape[0], device=going.device, dtype=torch.int64)
     there = queues.scores > -math.inf
     inner = there & (queues.depths < search.max_depth)
     taken = there & (inner.cumsum(0) - inner.long() < search.batch) & going
@@ -149,7 +149,7 @@ def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]
 
 def _accept(queues: Queues, taken: Tensor, count: Tensor) -> tuple[Queues, Tensor]:
     """The first entries of Q, those that are `taken`, into G; and how many of them G keeps, int64 [1]."""
-    budget, place = queues.scores.shape[0], torch.arange(taken.shape[0], device=taken.device)
+    budget, place = queues.scores.shape[0], torch.arange(taken.shape[0], device=taken.device, dtype=torch.int64)
     ranked = torch.cat([queues.accepted, queues.scores.masked_fill(~taken, -math.inf)])
     best = order_keys(ranked).topk(budget).indices
     kept = ((best >= budget) & (ranked[best] > -math.inf)).sum(0, keepdim=True)

@@ -43,14 +43,14 @@ def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = 
         raise InputError(f"live, limit: int32 [1] is needed, got {given}")
     if run := attached("select_best", scores):
         return run(scores, live, most, limit)
-    place = torch.arange(scores.shape[0], device=scores.device)
+    place = torch.arange(scores.shape[0], device=scores.device, dtype=torch.int64)
     values = scores.masked_fill(place >= live, -math.inf)
     insist(~values.isnan().any(), "scores: " + HAS_NAN)
     best = order_keys(values).topk(min(most, scores.shape[0])).indices
     count = (values[best] > -math.inf).sum(0, keepdim=True)
     if limit is not None:
         count = torch.minimum(count, limit.clamp(min=0))
-    padding = torch.arange(best.shape[0], device=scores.device) >= count
+    padding = torch.arange(best.shape[0], device=scores.device, dtype=torch.int64) >= count
     indices = best.masked_fill(padding, scores.shape[0]).sort().values.masked_fill(padding, 0)
     return Nodes(padded(indices, most), count.int())
 
@@ -169,7 +169,7 @@ def best_candidates(
         return run(logits, scores, live, most, limit, log_gate, bound, normalized)
     device, home = logits.device, scores.device
     live, scores = live.to(device), scores.to(device)
-    scores = scores.masked_fill(torch.arange(len(scores), device=device) >= live, -math.inf)
+    scores = scores.masked_fill(torch.arange(len(scores), device=device, dtype=torch.int64) >= live, -math.inf)
     log_probs, best = top_children(logits, most, normalized)
     found = (defined(scores)[:, None] + log_probs).reshape(-1)
     passes = found > -math.inf
@@ -183,7 +183,7 @@ def best_candidates(
     if limit is not None:
         count = torch.minimum(count, limit.to(device).clamp(min=0))
     chosen = order // best.shape[1], best.reshape(-1)[order], log_probs.reshape(-1)[order], found[order]
-    padding = torch.arange(order.shape[0], device=device) >= count
+    padding = torch.arange(order.shape[0], device=device, dtype=torch.int64) >= count
     rows, columns, edges, paths = (padded(part.masked_fill(padding, 0), most).to(home) for part in chosen)
     return Candidates(rows, columns, edges, paths, count.int().to(home))
 
@@ -220,7 +220,7 @@ def order_keys(values: Tensor) -> Tensor:
     """
     bits = (values + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0, its equal
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (
-        0xFFFFFFFF - torch.arange(values.shape[-1], device=values.device)
+        0xFFFFFFFF - torch.arange(values.shape[-1], device=values.device, dtype=torch.int64)
     )
 
 

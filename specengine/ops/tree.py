@@ -58,7 +58,7 @@ class Nodes(NamedTuple):
 
     def padding(self) -> Tensor:
         """bool [width]"""
-        return torch.arange(self.ids.shape[0], device=self.ids.device) >= self.live
+        return torch.arange(self.ids.shape[0], device=self.ids.device, dtype=torch.int64) >= self.live
 
 
 @op
@@ -87,7 +87,7 @@ def append_nodes(
     capacity = all_tokens.shape[0]
     start, fits = size.long(), size + count <= capacity
     overflow |= ~fits
-    node, found = torch.arange(capacity, device=size.device), count.long() * fits
+    node, found = torch.arange(capacity, device=size.device, dtype=torch.int64), count.long() * fits
     new = (node >= start) & (node < start + found)
     entry = (node - start).clamp(0, parents.shape[0] - 1)
     above = parents[entry].clamp(0, capacity - 1)
@@ -102,7 +102,7 @@ def append_nodes(
     )
     for array, values in written:
         array.copy_(torch.where(new if array.dim() == 1 else new[:, None], values, array))
-    place = torch.arange(parents.shape[0], device=size.device)
+    place = torch.arange(parents.shape[0], device=size.device, dtype=torch.int64)
     ids = (start + place).masked_fill(place >= found, 0)
     size.add_(found)
     return ids
@@ -125,7 +125,7 @@ def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> 
     if run := attached("subtree", nodes):
         return run(parents, ancestors, nodes, live)
     rows, capacity, device = nodes.shape[0], parents.shape[0], nodes.device
-    place = torch.arange(rows, device=device)
+    place = torch.arange(rows, device=device, dtype=torch.int64)
     there, inside = place < live, nodes.clamp(0, capacity - 1)
     spare = torch.full((capacity + 1,), -1, dtype=torch.int64, device=device)
     # padding writes to the spare entry, which also stands for the root's parent
@@ -137,7 +137,8 @@ def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> 
     bits = bits * (there[:, None] & there)
     words = -(-rows // WORD_BITS)
     padded = pad(bits, (0, words * WORD_BITS - rows)).view(rows, words, WORD_BITS)
-    return new_parents, (padded << torch.arange(WORD_BITS, device=device)).sum(-1)  # distinct bits: the sum is a union
+    shifts = torch.arange(WORD_BITS, device=device, dtype=torch.int64)
+    return new_parents, (padded << shifts).sum(-1)  # distinct bits: the sum is a union
 
 
 @op
@@ -153,7 +154,7 @@ def ancestor_words(parents: Tensor) -> Tensor:
         return run(parents)
     # Pointer doubling: after round r a row knows its 2**r nearest ancestors. Row n stands for "above the root".
     n, device = parents.shape[0], parents.device
-    nodes = torch.arange(n, device=device)
+    nodes = torch.arange(n, device=device, dtype=torch.int64)
     insist((parents < nodes).all() & (parents[1:] >= 0).all() & (parents[:1] == -1).all(), WRONG_PARENTS)
     words = torch.zeros(n + 1, -(-n // WORD_BITS), dtype=torch.int64, device=device)
     words[nodes, nodes // WORD_BITS] = torch.ones_like(nodes) << (nodes % WORD_BITS)
@@ -177,14 +178,14 @@ def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
         raise InputError(f"columns: got {columns}, accepted 0 to {WORD_BITS * ancestors.shape[1]}")
     if run := attached("tree_mask", ancestors):
         return run(ancestors, columns)
-    column = torch.arange(columns, device=ancestors.device)
+    column = torch.arange(columns, device=ancestors.device, dtype=torch.int64)
     return ((ancestors[:, column // WORD_BITS] >> (column % WORD_BITS)) & 1).bool()
 
 
 @cache  # for good: captured graphs read them
 def own_bits(capacity: int, device: torch.device) -> Tensor:
     """Word rows in which node i has bit i alone: int64 [capacity, ceil(capacity / 64)]."""
-    node = torch.arange(capacity, device=device)
+    node = torch.arange(capacity, device=device, dtype=torch.int64)
     words = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
     words[node, node // WORD_BITS] = torch.ones_like(node) << (node % WORD_BITS)
     return words

@@ -72,7 +72,7 @@ def best_candidates(
             numbers: dict[str, Any] = {"limit": limit, "log_gate": log_gate, "bound": bound}
             return select.best_candidates(logits, scores, live, most, **numbers, normalized=normalized)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    scores = scores.masked_fill(torch.arange(len(scores), device=device) >= live, -math.inf)
+    scores = scores.masked_fill(torch.arange(len(scores), device=device, dtype=torch.int64) >= live, -math.inf)
     given: dict[str, Any] = {"log_gate": log_gate, "bound": bound}
     given = {name: number for name, number in given.items() if number is not None}
     budget = None if limit is None else limit.clamp(0, most)
@@ -102,8 +102,8 @@ def choose_tokens(logits: Tensor, positions: Tensor | None, seed: Tensor | None,
 
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
-    sent = torch.tensor([_signed(seed), _signed(position)], device=scores.device)
-    one = torch.ones(1, device=scores.device)
+    sent = torch.tensor([_signed(seed), _signed(position)], device=scores.device, dtype=torch.int64)
+    one = torch.ones(1, device=scores.device, dtype=torch.float32)
     # +inf counts as 3e38 here, and is not finite for the kernel
     return int(choose_tokens(scores.clamp(max=LARGEST)[None], sent[1:], sent[:1], one))
 
@@ -141,7 +141,7 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Wor
     rows, slots = mask.shape
     behind = slots - prefix
     bits = pad(mask[:, prefix:], (0, max(WORD_BITS, -(-behind // WORD_BITS) * WORD_BITS) - behind))
-    shifts = torch.arange(WORD_BITS, device=mask.device)
+    shifts = torch.arange(WORD_BITS, device=mask.device, dtype=torch.int64)
     words = (bits.view(rows, -1, WORD_BITS).long() << shifts).sum(-1)  # bits are distinct, so the sum is their union
     return Words(words[None], _lengths(prefix, rows, behind, mask.device), mask)
 

@@ -172,7 +172,7 @@ def hang_likely(
     drafted = _spared(frontier, notes)
     notes.waiting.index_fill_(0, drafted, False)
     notes.drafted.index_fill_(0, drafted, True)
-    place = torch.arange(places, device=size.device).expand(rows, -1).reshape(-1)
+    place = torch.arange(places, device=size.device, dtype=torch.int64).expand(rows, -1).reshape(-1)
     under = frontier.ids.masked_fill(frontier.padding(), 0)
     depths = (tree[2].index_select(0, under) + 1)[:, None].expand(-1, places).reshape(-1)
     cells = cells_of(counts.group, None if sources is None else sources.reshape(-1), depths, place)
@@ -220,7 +220,7 @@ def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, coun
         run(tree, size, path, chosen, counts, notes)
         return
     (tokens, parents, _, edges, _, _), nodes = tree, tree[0].shape[0]
-    there = torch.arange(nodes, device=size.device)
+    there = torch.arange(nodes, device=size.device, dtype=torch.int64)
     there = (there > 0) & (there < size)
     above = parents.masked_fill(~there, 0)
     wanted = torch.full((nodes + 1,), -1, dtype=torch.int64, device=size.device)
@@ -237,7 +237,7 @@ def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, coun
     counts.tries.mul_(kept)
     counts.hits.mul_(kept)
     torch.div(counts.hits, counts.tries, out=counts.table).clamp_(FEWEST, MOST)
-    drafted = notes.drafted[:nodes] & (there | (torch.arange(nodes, device=size.device) == 0))
+    drafted = notes.drafted[:nodes] & (there | (torch.arange(nodes, device=size.device, dtype=torch.int64) == 0))
     shown = there & drafted.index_select(0, above)
     levels = level_of(edges.exp().masked_fill(~there, 0.0), LEVELS)
     levels = levels.masked_fill(~drafted, 0).index_fill(0, levels.new_zeros(1), 0)
@@ -283,7 +283,7 @@ def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes
         raise InputError(f"price: float32 [2 or more] is needed, got {describe(price)}")
     if run := attached("select_worth", paths):
         return run(paths, size, price, most)
-    there = torch.arange(paths.shape[0], device=paths.device) < size
+    there = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64) < size
     considered = min(most, len(price) - 1, len(paths))
     best = torch.where(there, paths, -math.inf).topk(considered).values.double()
     worth = best.exp().cumsum(0) - price[1 : considered + 1]
@@ -317,7 +317,7 @@ def next_pass(
     if run := attached("next_pass", paths):
         return run(paths, edges, waiting, size, profile, prices, rounds)
     most, widths = prices.draft.shape[0] - 1, prices.widths[:, None]
-    place = torch.arange(paths.shape[0], device=paths.device)
+    place = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64)
     known = torch.where(place < size, paths.double().exp(), 0.0)
     played = _Played(
         known.expand(len(widths), -1),
@@ -330,7 +330,8 @@ def next_pass(
     ends, drawings = [], []
     for _ in range(rounds):
         order = _order(torch.where(played.waiting, played.chances, -1.0))[:, :most]
-        drawn = played.waiting.gather(1, order) & (torch.arange(order.shape[1], device=paths.device) < widths)
+        place = torch.arange(order.shape[1], device=paths.device, dtype=torch.int64)
+        drawn = played.waiting.gather(1, order) & (place < widths)
         drawings.append((order, drawn))
         played = played.after(order, drawn, profile.double(), prices.draft.double())
         ends.append(_value(played.chances, prices.verify) - played.spent[:, 0])
@@ -341,7 +342,7 @@ def next_pass(
     found = drawn & pays
     ids, live = torch.where(found, order, paths.shape[0]).sort().values, found.sum(0, keepdim=True).int()
     ids = padded(ids, most)
-    return Nodes(ids.masked_fill(torch.arange(most, device=ids.device) >= live, 0), live)
+    return Nodes(ids.masked_fill(torch.arange(most, device=ids.device, dtype=torch.int64) >= live, 0), live)
 
 
 MEMORY = 0.97  # of what was earned, per cycle

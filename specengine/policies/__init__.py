@@ -79,7 +79,7 @@ class TreePolicy:
 
     def keep(self, tree: TokenTree) -> Nodes:
         """The nodes that the target verifies: ascending, with the root, closed under parent."""
-        return Nodes(torch.arange(tree.capacity, device=tree.device), tree.size)
+        return Nodes(torch.arange(tree.capacity, device=tree.device, dtype=torch.int64), tree.size)
 
     def begin(self, tokens: int, sampled: bool = False) -> None:
         """A generation begins behind a prompt of so many tokens; for policies that read the context's length.

@@ -27,6 +27,7 @@ METADATA = "specengine"  # of a safetensors file: one entry, as their order woul
 FOLDER = Path(__file__).parent / "classifiers" / "smollm2-135m-instruct"  # what ships, and for which target
 TOP_PROBS = 10
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the process has as its defaults
 
 
 class Mlp(nn.Module):
@@ -34,8 +35,8 @@ class Mlp(nn.Module):
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
-        self.hidden = nn.Linear(inputs, hidden)
-        self.output = nn.Linear(hidden, 1)
+        self.hidden = nn.Linear(inputs, hidden, **_PLAIN)
+        self.output = nn.Linear(hidden, 1, **_PLAIN)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,8 +63,8 @@ class AcceptanceHead(nn.Module):
     def __init__(self, hidden_size: int, width: int = 1024, blocks: int = 1) -> None:
         super().__init__()
         self.width = width
-        self.blocks = nn.ModuleList(nn.Linear(hidden_size if i == 0 else width, width) for i in range(blocks))
-        self.output = nn.Linear(width, 1)
+        self.blocks = nn.ModuleList(nn.Linear(hidden_size if i == 0 else width, width, **_PLAIN) for i in range(blocks))
+        self.output = nn.Linear(width, 1, **_PLAIN)
 
     def logits(self, states: Tensor) -> Tensor:
         states = states.float()

@@ -138,7 +138,7 @@ def perceptron(inputs: int, hidden: Sequence[int], outputs: int, activation: str
     sizes = [inputs, *hidden, outputs]
     layers: list[nn.Module] = []
     for a, b in pairwise(sizes):
-        layers += [nn.Linear(a, b), ACTIVATIONS[activation]()]
+        layers += [nn.Linear(a, b, dtype=torch.float32, device="cpu"), ACTIVATIONS[activation]()]
     return nn.Sequential(*layers[:-1])
 
 

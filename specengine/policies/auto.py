@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -60,7 +60,7 @@ class _State:
         prices = Prices(torch.zeros_like(seconds.verify), torch.zeros_like(seconds.draft), widths)
         earned = torch.cat([torch.ones_like(plain), plain]) * DOUBT
         self.skipped, verified, self.none = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
-        spent = torch.zeros(1, device=device)
+        spent = torch.zeros(1, device=device, dtype=torch.float32)
         self.ledger = Ledger(*seconds, prices, earned, spent, verified, torch.full_like(spent, beside))
         ops.settle(self.ledger, self.none)
 
@@ -75,24 +75,27 @@ class _State:
 @cache
 def _prior() -> tuple[Tensor, Tensor]:
     """Chances and a profile to begin with, as bench.chances counted them; as stated where that has not been done."""
-    stated = torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().expand(2 * SOURCES * DEPTHS * RANKS, -1)
-    firsts = torch.tensor([0.5, *torch.linspace(0.35, 0.85, LEVELS - 1)])
-    found = load_file(PRIOR) if PRIOR.is_file() else {"table": stated, "profile": firsts[:, None] * torch.tensor(REST)}
+    plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the process's defaults are
+    stated = torch.linspace(-ODDS, ODDS, KNOTS, **plain).sigmoid().expand(2 * SOURCES * DEPTHS * RANKS, -1)
+    firsts = torch.tensor([0.5, *torch.linspace(0.35, 0.85, LEVELS - 1, **plain)], **plain)
+    profile = firsts[:, None] * torch.tensor(REST, **plain)
+    found = load_file(PRIOR) if PRIOR.is_file() else {"table": stated, "profile": profile}
     return found["table"].clamp(FEWEST, MOST), found["profile"]
 
 
 def _counts(device: torch.device) -> Counts:
     """As a fresh engine has them: two groups, for greedy and sampled answers."""
     table, profile = _prior()
-    tries, passes = torch.full_like(table, DOUBT), torch.full((LEVELS,), DOUBT)
-    parts = tries * table, tries, table, passes[:, None] * profile, passes, profile, torch.zeros(1, dtype=torch.int64)
+    tries, passes = torch.full_like(table, DOUBT), torch.full((LEVELS,), DOUBT, dtype=torch.float32, device="cpu")
+    group = torch.zeros(1, dtype=torch.int64, device="cpu")
+    parts = tries * table, tries, table, passes[:, None] * profile, passes, profile, group
     return Counts(*(part.to(device, copy=True).contiguous() for part in parts))
 
 
 def _notes(capacity: int, device: torch.device) -> Notes:
     cells, places = torch.zeros(2, capacity + 1, dtype=torch.int64, device=device).unbind()
     waiting, drafted = torch.zeros(2, capacity + 1, dtype=torch.bool, device=device).unbind()
-    return Notes(torch.zeros(capacity + 1, device=device), cells, places, waiting, drafted)
+    return Notes(torch.zeros(capacity + 1, device=device, dtype=torch.float32), cells, places, waiting, drafted)
 
 
 @dataclass
@@ -258,7 +261,7 @@ class Auto(TreePolicy):
         return self._paces[self._group]
 
     def _start(self, device: torch.device) -> _State:
-        widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device)
+        widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64)
         made = _State(self.capacity, widths, self._tables(), self._costs.overhead, device)
         made.counts.group.fill_(self._group)
         return made
@@ -310,7 +313,8 @@ class Auto(TreePolicy):
         for parent, mark, rank in zip(made.parents, made.marks, made.ranks, strict=True):
             depths.append(depths[parent] + 1)
             cells.append(ops.cell_of(self._group, mark, depths[-1], min(rank, PLACES - 1)))
-        return torch.tensor(made.log_probs, device=tree.device), torch.tensor(cells, device=tree.device)
+        edges = torch.tensor(made.log_probs, device=tree.device, dtype=torch.float32)
+        return edges, torch.tensor(cells, device=tree.device, dtype=torch.int64)
 
 
 def _found(costs: str | Costs) -> Costs:

@@ -83,7 +83,9 @@ class DynaTree(TreePolicy):
         self._check()
         self._base_depth, self._high, self._deep = float(self.base_depth), self.high, self.deep
         self._rates = deque(maxlen=self.window)
-        self._moved = PerDevice(lambda device: torch.tensor(self._settings, device=device).unbind())
+        self._moved = PerDevice(
+            lambda device: torch.tensor(self._settings, device=device, dtype=torch.float32).unbind()
+        )
 
     def _check(self) -> None:
         depths = 1 <= self.base_depth < self.max_depth
@@ -128,7 +130,7 @@ class DynaTree(TreePolicy):
         depths, paths = (part.index_select(0, nodes.ids) for part in (tree.depths, tree.path_log_probs))
         shallow = (depths <= base_depth) | (paths >= deep)
         drafted = (depths <= self.max_depth) & (paths >= _log(self.lowest)) & shallow
-        found = ops.select_best(drafted.log(), nodes.live, self.rows)  # 0 or -inf
+        found = ops.select_best(drafted.float().log(), nodes.live, self.rows)  # 0 or -inf
         ids = nodes.ids.index_select(0, found.ids) if len(nodes.ids) else found.ids
         return Nodes(ids, found.live).where(ops.number(tree.size) < self.capacity)
 
@@ -150,7 +152,7 @@ class DynaTree(TreePolicy):
     def _chosen(self, log_probs: Tensor, paths: Tensor, high: Tensor, first: Flag) -> Tensor:
         """Which of the best children become nodes, bool [rows, places], by the log-probabilities of their edges and
         paths; high: the logarithm of its present value, []; first: whether the root is their parent."""
-        place = torch.arange(log_probs.shape[1], device=log_probs.device)
+        place = torch.arange(log_probs.shape[1], device=log_probs.device, dtype=torch.int64)
         sure, unsure = log_probs[:, :1] >= high, log_probs[:, :1] < math.log(self.low)
         counts = torch.full_like(sure, self.branch_mid, dtype=torch.int64)
         counts = counts.masked_fill(sure, self.branch_min).masked_fill(unsure, self.branch_max)

@@ -29,7 +29,7 @@ class Fixed(TreePolicy):
     def __post_init__(self) -> None:
         holds = bool(self.branching) and all(count >= 1 for count in self.branching)
         require("fixed", "branching", self.branching, "one count of 1 or more per depth", holds)
-        self._wanted = PerDevice(lambda device: torch.tensor(self.branching, device=device))
+        self._wanted = PerDevice(lambda device: torch.tensor(self.branching, device=device, dtype=torch.int64))
 
     @property
     def capacity(self) -> int:
@@ -56,7 +56,7 @@ class Fixed(TreePolicy):
             return nodes.where(passes < self.passes)
         log_probs, tokens = step.best_children(max(self.branching))
         wanted = self._wanted.on(tree.device).index_select(0, level)
-        place = torch.arange(tokens.shape[1], device=tree.device)
+        place = torch.arange(tokens.shape[1], device=tree.device, dtype=torch.int64)
         chosen = (place < wanted) & (log_probs > -math.inf)
         nodes = tree.add_children(frontier, tokens, log_probs, chosen, max(self._sizes))
         return nodes.where(passes < self.passes)

@@ -86,7 +86,7 @@ class Ltd(Beam):
         sizes = [1 + size for size in (shape.sizes if self.size is None else [self.size])]
         self._shape, self._tokens = shape, 0
         self._sizes = PerDevice(lambda device: torch.tensor(sizes, dtype=torch.int32, device=device))
-        self._context = PerDevice(lambda device: torch.tensor([self._tokens], device=device))
+        self._context = PerDevice(lambda device: torch.tensor([self._tokens], device=device, dtype=torch.int64))
         self._decisions = PerDevice(lambda device: _on(decisions, device))
         self.width, self.expansions = shape.width, deepest if self.depth is None else self.depth
         most = shape.sizes[-1] if self.size is None else self.size
@@ -147,8 +147,8 @@ def laid_out(scores: Tensor, depths: Tensor, shape: Shape) -> Tensor:
     """
     window = ops.Window(shape.width, False, shape.candidates, shape.pad, 0, (CONTEXT_UNIT, EXPANSIONS_UNIT))
     expansions = int(depths[-1]) - 1 if len(depths) else 0
-    count, done = torch.tensor([[len(depths)], [expansions]], dtype=torch.int32)
-    return ops.beam_observation(scores, depths, count, done, torch.zeros(1, dtype=torch.int64), window)
+    count, done = torch.tensor([[len(depths)], [expansions]], dtype=torch.int32, device="cpu")
+    return ops.beam_observation(scores, depths, count, done, torch.zeros(1, dtype=torch.int64, device="cpu"), window)
 
 
 def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:

@@ -55,7 +55,7 @@ class Specdecpp(Beam):
         bounds = f"0 to expansions = {self.expansions}"
         require("specdecpp", "minimum", self.minimum, bounds, 0 <= self.minimum <= self.expansions)
         self._learned = _classifier.load("specdecpp", self.classifier)
-        self._reached = PerDevice(lambda device: torch.ones(self.capacity + 1, device=device))
+        self._reached = PerDevice(lambda device: torch.ones(self.capacity + 1, device=device, dtype=torch.float32))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         states = self._require(step.hidden).to(tree.device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,20 @@ class Target(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget all tokens."""
+
+
+def in_own_dtype(running: AbstractContextManager[None], device: str) -> AbstractContextManager[None]:
+    """Return `running`, around which autocast is switched off on this kind of device where a caller has switched it on.
+
+    An answer is that of the model's own dtype, whatever it is asked in.
+    """
+    return _without_autocast(running, device) if torch.is_autocast_enabled(device) else running
+
+
+@contextmanager
+def _without_autocast(running: AbstractContextManager[None], device: str) -> Iterator[None]:
+    with torch.autocast(device, enabled=False), running:
+        yield
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:

@@ -15,7 +15,7 @@ from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.rows import Rows
 from specengine.ops import Nodes
-from specengine.targets import Target
+from specengine.targets import Target, in_own_dtype
 from specengine.tree import TokenTree
 
 
@@ -86,7 +86,8 @@ class HuggingFaceTarget(Target):
         return self.lm.seconds
 
     def running(self) -> AbstractContextManager[None]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        running = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return in_own_dtype(running, self.device.type)
 
     def reserve(self, tokens: int, scratch: int) -> None:
         self.cache.reserve(tokens + scratch)
@@ -164,7 +165,7 @@ def strict_rows(lm: CausalLM, *, padded: bool) -> int:
         )
     cache = lm.new_cache(64 + PADDED_ROWS)
     lm.extend(cache, [token % lm.vocab_size for token in (1, 2, 3, 5, 7)])
-    tokens = torch.arange(11, 11 + TRIED) * 13 % lm.vocab_size
+    tokens = torch.arange(11, 11 + TRIED, dtype=torch.int64, device="cpu") * 13 % lm.vocab_size
     alone = torch.cat([_siblings(lm, cache, token[None], padded) for token in tokens])
     for most in (PADDED_ROWS,) if padded else STRICT_ROWS:
         sizes = [size for size in (2, 3, 5, 8, 12, 16, 24, 31, 32, PADDED_ROWS) if size <= most]
@@ -183,7 +184,8 @@ def strict_rows(lm: CausalLM, *, padded: bool) -> int:
 
 
 def _same_bits(lm: CausalLM, cache: KVCache, tokens: Tensor, alone: Tensor, size: int, padded: bool) -> bool:
-    places = (torch.arange(size) * 5 + size) % TRIED  # others, and elsewhere, for each size
+    # others, and elsewhere, for each size
+    places = (torch.arange(size, dtype=torch.int64, device="cpu") * 5 + size) % TRIED
     return torch.equal(_siblings(lm, cache, tokens[places], padded), alone[places.to(alone.device)])
 
 

@@ -13,7 +13,7 @@ from specengine.modeling import threads
 from specengine.modeling.native import NativeLM
 from specengine.modeling.rows import Rows
 from specengine.records import Successors
-from specengine.targets import Chosen, Target
+from specengine.targets import Chosen, Target, in_own_dtype
 from specengine.tree import TokenTree
 
 
@@ -56,7 +56,7 @@ class NativeTarget(Target):
         return self.lm.seconds
 
     def running(self) -> AbstractContextManager[None]:
-        return threads.alone()
+        return in_own_dtype(threads.alone(), "cpu")
 
     def reserve(self, tokens: int, scratch: int) -> None:
         self.cache.reserve(tokens + scratch)

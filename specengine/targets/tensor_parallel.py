@@ -39,8 +39,10 @@ class ShardedTarget(HuggingFaceTarget):
 
     def run_tree(self, tokens: list[int], parents: list[int], depths: list[int]) -> tuple[Tensor, Tensor | None]:
         """As `verify`, of a tree as lists."""
-        ids, above, steps = (torch.tensor(values, device=self.device) for values in (tokens, parents, depths))
-        scores = torch.zeros(len(tokens), device=self.device)
+        ids, above, steps = (
+            torch.tensor(values, device=self.device, dtype=torch.int64) for values in (tokens, parents, depths)
+        )
+        scores = torch.zeros(len(tokens), device=self.device, dtype=torch.float32)
         return super().verify(TokenTree.of(ids, above, steps, scores, scores))
 
     def keep_path(self, path: list[int]) -> None:

@@ -80,7 +80,7 @@ def parent_entropies(logged: LoggedTree) -> Tensor:
 def _row_of(logged: LoggedTree) -> Tensor:
     """int64 [n]: the place of each node among the expanded ones; -1 where it is none."""
     row_of = torch.full_like(logged.tokens, -1)
-    row_of[logged.expanded] = torch.arange(len(logged.expanded))
+    row_of[logged.expanded] = torch.arange(len(logged.expanded), dtype=torch.int64, device="cpu")
     return row_of
 
 
@@ -137,7 +137,9 @@ def train_classifier(
 
 
 def _split(logged: list[LoggedTree], options: ClassifierOptions) -> tuple[list[LoggedTree], list[LoggedTree]]:
-    order = torch.randperm(len(logged), generator=torch.Generator().manual_seed(options.seed)).tolist()
+    order = torch.randperm(
+        len(logged), generator=torch.Generator().manual_seed(options.seed), dtype=torch.int64, device="cpu"
+    ).tolist()
     held = max(1, round(options.held_back * len(logged)))
     if len(logged) < 2:
         raise InputError(f"trees: got {len(logged)}, 2 or more are needed")
@@ -153,7 +155,7 @@ def _fit(
     generator = torch.Generator().manual_seed(options.seed)
     epochs = []
     for epoch in range(1, options.epochs + 1):
-        loss = torch.zeros(())
+        loss = torch.zeros((), dtype=torch.float32, device="cpu")
         for batch in _balanced(rows.labels, options, generator).split(options.batch):
             loss = binary_cross_entropy_with_logits(net.logits(rows.inputs[batch]), rows.labels[batch].float())
             optimizer.zero_grad(set_to_none=True)
@@ -170,9 +172,9 @@ def _balanced(labels: Tensor, options: ClassifierOptions, generator: torch.Gener
     """Row numbers in random order: all positives, and `negatives` times as many of the others, drawn anew."""
     positives, others = labels.nonzero()[:, 0], (~labels).nonzero()[:, 0]
     count = min(len(others), max(1, round(options.negatives * len(positives))))
-    drawn = others[torch.randperm(len(others), generator=generator)[:count]]
+    drawn = others[torch.randperm(len(others), generator=generator, dtype=torch.int64, device="cpu")[:count]]
     rows = torch.cat([positives, drawn])
-    return rows[torch.randperm(len(rows), generator=generator)]
+    return rows[torch.randperm(len(rows), generator=generator, dtype=torch.int64, device="cpu")]
 
 
 def _recall_first(epochs: Sequence[tuple[dict[str, Any], dict[str, Tensor]]]) -> dict[str, Tensor]:
@@ -213,7 +215,7 @@ def path_minimum(confidence: Tensor, logged: LoggedTree) -> Tensor:
     confidence: float32 [n - 1].
     """
     tree = logged.tree
-    least = torch.cat([torch.full((1,), math.inf), confidence])
+    least = torch.cat([torch.full((1,), math.inf, dtype=torch.float32, device="cpu"), confidence])
     for depth in range(2, int(tree.depths.max()) + 1):
         level = (tree.depths == depth).nonzero()[:, 0]
         least[level] = torch.minimum(least[level], least[tree.parents[level]])
@@ -230,7 +232,7 @@ def _measure_c2t(
     entropies = torch.cat([part.inputs[:, 1] for part in rows])
     beta = calibrated(confidence, labels, options)
     kept = confidence >= beta
-    bucket = torch.bucketize(entropies, torch.tensor(BUCKETS), right=True)
+    bucket = torch.bucketize(entropies, torch.tensor(BUCKETS, dtype=torch.float32, device="cpu"), right=True)
     names = [f"[{a:g}, {b:g})" for a, b in zip((0.0, *BUCKETS), (*BUCKETS, math.inf), strict=True)]
     inside = [(name, bucket == number) for number, name in enumerate(names)]
 

@@ -108,9 +108,9 @@ class Trees(ShardFolder):
         """Write a shard of at least one tree."""
         tensors = {name: torch.cat([getattr(tree, name) for tree in trees]) for name in (*PER_NODE, *PER_ROW)}
         tensors |= {name: tensors[name].to(torch.int32) for name in ("tokens", "parents", "choices", "expanded")}
-        tensors["nodes"] = torch.tensor([len(tree.tokens) for tree in trees])
-        tensors["rows"] = torch.tensor([len(tree.expanded) for tree in trees])
-        tensors["normalized"] = torch.tensor(columns.normalized)
+        tensors["nodes"] = torch.tensor([len(tree.tokens) for tree in trees], dtype=torch.int64, device="cpu")
+        tensors["rows"] = torch.tensor([len(tree.expanded) for tree in trees], dtype=torch.int64, device="cpu")
+        tensors["normalized"] = torch.tensor(columns.normalized, dtype=torch.bool, device="cpu")
         if columns.token_ids is not None:
             tensors["token_ids"] = columns.token_ids.cpu()
         self.save(number, tensors)
@@ -202,7 +202,7 @@ class WatchingSampler(Sampler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.logits = torch.empty(0)
+        self.logits = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
         self.logits = logits
@@ -248,14 +248,14 @@ class Recorder(TreePolicy):
         tree, logits = cycle.tree, sampler.logits
         choices = sampler.choices()
         path, _ = walk(tree, choices.__getitem__, lambda token: False)
-        accepted = torch.zeros(len(tree), dtype=torch.bool)
+        accepted = torch.zeros(len(tree), dtype=torch.bool, device="cpu")
         accepted[path] = True
         rows = [torch.cat(parts).cpu() for parts in zip(*self._rows, strict=True)]
         return LoggedTree(
             tree.tokens.cpu(),
             tree.parents.cpu(),
             tree.log_probs.cpu(),
-            torch.tensor([-1 if choice is None else choice for choice in choices]),
+            torch.tensor([-1 if choice is None else choice for choice in choices], dtype=torch.int64, device="cpu"),
             edge_log_probs(logits, tree).cpu(),
             accepted,
             *rows,
@@ -265,7 +265,7 @@ class Recorder(TreePolicy):
 def distribution_facts(step: Step, options: CollectOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Entropies, top probabilities, hidden states and logits of a LoggedTree, row for row of `step`."""
     log_probs, _ = step.best_children(TOP_PROBS)
-    top_probs = torch.zeros(len(log_probs), TOP_PROBS, device=log_probs.device)
+    top_probs = torch.zeros(len(log_probs), TOP_PROBS, device=log_probs.device, dtype=torch.float32)
     top_probs[:, : log_probs.shape[1]] = log_probs.exp()
     nothing = step.logits.new_empty(len(log_probs), 0)
     hidden = step.hidden if options.hidden and step.hidden is not None else nothing
@@ -280,7 +280,7 @@ def edge_log_probs(logits: Tensor, tree: TokenTree) -> Tensor:
     parents, tokens = tree.parents[1:], tree.tokens[1:]
     inner, place = parents.unique(return_inverse=True)
     rows = logits[inner].float()
-    log_probs = torch.zeros(len(tree), device=logits.device)
+    log_probs = torch.zeros(len(tree), device=logits.device, dtype=torch.float32)
     log_probs[1:] = rows[place, tokens] - rows.logsumexp(-1)[place]
     return log_probs
 

@@ -77,7 +77,12 @@ def observe(head: EagleHead, teacher: Teacher, text: Text, count: int) -> Observ
     """At up to `count` places in the answers of a text that has some; see `by_rank`."""
     tokens = text.tokens.long().to(teacher.device)[None]
     places = text.answers[2:].nonzero()[:, 0].to(teacher.device)
-    places = places[torch.linspace(0, len(places) - 1, min(count, len(places))).long().unique().to(places.device)][None]
+    places = places[
+        torch.linspace(0, len(places) - 1, min(count, len(places)), dtype=torch.float32, device="cpu")
+        .long()
+        .unique()
+        .to(places.device)
+    ][None]
     reading = teacher.read(tokens, keep_cache=True)
     unrolling = Unrolling(head, teacher, reading.features.to(head.dtype), tokens, places)
     first = unrolling.first()[0, places[0]]

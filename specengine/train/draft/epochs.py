@@ -30,7 +30,7 @@ def pack(texts: Sequence[Text], options: TrainOptions) -> list[Batch]:
     longer than a sequence is cut. The last batch is filled up from the beginning.
     """
     generator = torch.Generator().manual_seed(options.seed)
-    order = torch.randperm(len(texts), generator=generator).tolist()
+    order = torch.randperm(len(texts), generator=generator, dtype=torch.int64, device="cpu").tolist()
     found: list[Batch] = []
     place = 0
     while place < len(order):
@@ -82,7 +82,9 @@ class Epochs:
             if epoch >= len(self.shards):
                 self._begin()
             generator = torch.Generator().manual_seed(self._options.seed * 1_000_003 + epoch)
-            for number in torch.randperm(self._packed[epoch], generator=generator).tolist():
+            for number in torch.randperm(
+                self._packed[epoch], generator=generator, dtype=torch.int64, device="cpu"
+            ).tolist():
                 yield number, self.batches[number]
             epoch += 1
 

@@ -96,10 +96,14 @@ def loss_of(
 
 def _anchors(rows: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
     """Rows from which later steps are unrolled, int64 [batch, anchors], -1 where a sequence has fewer than others."""
-    keys = torch.rand(rows.shape, generator=generator, device=rows.device) if share < 1 else rows.float() + 0.5
+    keys = (
+        torch.rand(rows.shape, generator=generator, device=rows.device, dtype=torch.float32)
+        if share < 1
+        else rows.float() + 0.5
+    )
     counts = (rows.sum(dim=1) * share).ceil().long()
     order = keys.masked_fill(~rows, -1.0).argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
-    missing = torch.arange(order.shape[1], device=rows.device) >= counts[:, None]
+    missing = torch.arange(order.shape[1], device=rows.device, dtype=torch.int64) >= counts[:, None]
     # In the order of the text, the missing ones last.
     return order.masked_fill(missing, rows.shape[1]).sort(dim=1).values.masked_fill(missing, -1)
 
@@ -128,7 +132,7 @@ def _steps(
 def _along_text(loss: Loss, reading: Reading, anchors: Tensor, where: Tensor, unrolling: Unrolling) -> Iterator[Step]:
     """Later steps of EAGLE, HASS and the training-time test."""
     batch, length = reading.tokens.shape
-    sequence = torch.arange(batch, device=anchors.device)[:, None]
+    sequence = torch.arange(batch, device=anchors.device, dtype=torch.int64)[:, None]
     for depth in range(1, loss.steps):
         positions = anchors + 1 + depth
         inside = (anchors >= 0) & (positions < length)
@@ -184,11 +188,11 @@ class Unrolling:
         """Recurrent states of all rows, [batch, length - 1, hidden size]."""
         attend = _Recorded(causal)
         tokens = self._tokens[:, 1:]
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand(tokens.shape)
         hidden = self._head.fuse(self._features[:, :-1].to(self._head.dtype))
         states = self._head(hidden, embed(self._head, self._model, tokens), positions, attend)
         self._prefix = attend.key, attend.value
-        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        rows = torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int64)[:, None]
         self._states = states[rows, self._anchors][:, :, None]
         return states
 
@@ -214,8 +218,8 @@ class Unrolling:
 def _of_parents(states: Tensor, parents: Tensor) -> Tensor:
     """[batch, anchors, width, ...] of each node's parent."""
     batch, count, _ = parents.shape
-    sequence = torch.arange(batch, device=parents.device)[:, None, None]
-    anchor = torch.arange(count, device=parents.device)[None, :, None]
+    sequence = torch.arange(batch, device=parents.device, dtype=torch.int64)[:, None, None]
+    anchor = torch.arange(count, device=parents.device, dtype=torch.int64)[None, :, None]
     return states[sequence, anchor, parents]
 
 
@@ -237,7 +241,7 @@ class _PathAttention:
         self, prefix: tuple[Tensor, Tensor], path: list[tuple[Tensor, Tensor]], anchors: Tensor, width: int
     ) -> None:
         self._prefix, self._path = prefix, path
-        rows = torch.arange(prefix[0].shape[2], device=anchors.device)
+        rows = torch.arange(prefix[0].shape[2], device=anchors.device, dtype=torch.int64)
         self._hidden = (rows > anchors[..., None]).repeat_interleave(width, dim=1)[:, None, None]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -316,7 +320,7 @@ class Labels:
             self._probabilities.append(logits.float().softmax(dim=-1).to(part.dtype))
         self._states.append(states)
         first, self._count = self._count, self._count + len(states)
-        return torch.arange(first, self._count, device=states.device)
+        return torch.arange(first, self._count, device=states.device, dtype=torch.int64)
 
     def cross_entropy(self, states: Tensor, index: Tensor, loss: Loss, *, measure: bool) -> _Found:
         """Sum over rows of the weighted cross-entropies between these labels and the draft's distributions.
@@ -328,7 +332,7 @@ class Labels:
         device = read.device.type
         if torch.is_autocast_enabled(device):
             read = read.to(torch.get_autocast_dtype(device))
-        hits = torch.zeros(2, device=read.device)
+        hits = torch.zeros(2, device=read.device, dtype=torch.float32)
         total = _LinearCrossEntropy.apply(read, layer.weight, layer.bias, self, index, loss, hits if measure else None)
         return _Found(total, *hits.tolist())
 
@@ -364,7 +368,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         into_bias = torch.zeros_like(bias) if bias is not None and wants[2] else None
         total = torch.zeros((), dtype=torch.float32, device=states.device)
         probabilities, ids = labels.probabilities, labels.best
-        for block in torch.arange(len(states), device=states.device).split(BLOCK):
+        for block in torch.arange(len(states), device=states.device, dtype=torch.int64).split(BLOCK):
             slopes = []
             for rows in block.split(max(1, CHUNK_VALUES[states.device.type == "cuda"] // len(weight))):
                 logits = linear(states[rows], as_used, bias_used).float()

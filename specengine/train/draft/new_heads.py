@@ -69,7 +69,13 @@ def _resized(
         gate, up = (down.replace("down_proj", name) for name in ("gate_proj", "up_proj"))
         if more > 0:
             for name in (gate, up):
-                state[name] = torch.cat([state[name], torch.randn(more, state[name].shape[1]).to(state[name]) * 0.02])
+                state[name] = torch.cat(
+                    [
+                        state[name],
+                        torch.randn(more, state[name].shape[1], dtype=torch.float32, device="cpu").to(state[name])
+                        * 0.02,
+                    ]
+                )
             state[down] = torch.cat([state[down], state[down].new_zeros(len(state[down]), more)], dim=1)
             continue
         weight = state[gate].float().norm(dim=1) * state[up].float().norm(dim=1) * state[down].float().norm(dim=0)
@@ -89,7 +95,7 @@ def _with_more_tokens(
     if "d2t" not in state or size <= known:
         return config, state
     rows = model.get_output_embeddings().weight
-    old = state["d2t"].cpu() + torch.arange(known)
+    old = state["d2t"].cpu() + torch.arange(known, dtype=torch.int64, device="cpu")
     missing = counts.clone()
     missing[old] = -1
     new = missing.argsort(descending=True, stable=True)[: size - known]
@@ -97,7 +103,7 @@ def _with_more_tokens(
     name = next(name for name in state if name.endswith("lm_head.weight"))
     added = rows[new.to(rows.device)].to(state[name])
     weight = torch.cat([state[name], added])[order.to(rows.device)]
-    state = {**state, name: weight, "d2t": (ids - torch.arange(size)).to(state["d2t"])}
+    state = {**state, name: weight, "d2t": (ids - torch.arange(size, dtype=torch.int64, device="cpu")).to(state["d2t"])}
     return replace(config, draft_vocab_size=size), state
 
 
@@ -161,7 +167,7 @@ def _choose_vocabulary(head: Eagle3Head, counts: Tensor) -> None:
         return
     size = head.config.draft_vocab_size
     best = counts.argsort(descending=True, stable=True)[:size].sort().values
-    head.d2t.copy_(best.to(head.d2t.device) - torch.arange(size, device=head.d2t.device))
+    head.d2t.copy_(best.to(head.d2t.device) - torch.arange(size, device=head.d2t.device, dtype=torch.int64))
 
 
 @torch.no_grad()
@@ -193,4 +199,4 @@ def _start_from_target(head: EagleHead, model: PreTrainedModel) -> None:
     norm, final = getattr(head, "norm", None), states.get("norm.weight")
     if norm is not None and final is not None and final.shape == norm.weight.shape:
         norm.weight.copy_(final)
-    head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)
+    head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device, dtype=torch.float32)

@@ -90,7 +90,7 @@ class Teacher:
         anchors: int64 [batch, anchors], positions of root tokens. Every depth keeps the `width` nodes with the
         largest path probability among the children of the depth above. The cache of `reading` is used up.
         """
-        rows = torch.arange(anchors.shape[0], device=anchors.device)[:, None]
+        rows = torch.arange(anchors.shape[0], device=anchors.device, dtype=torch.int64)[:, None]
         states = reading.states[rows, anchors][:, :, None]
         scores = states.new_zeros(*anchors.shape, 1, dtype=torch.float32)
         branches = Branches(self, reading, anchors)
@@ -139,7 +139,9 @@ class Branches:
         assert reading.cache is not None
         self._teacher, self._cache, self._anchors = teacher, reading.cache, anchors
         # bool [batch, anchors, 1, length]: the text that an anchor's nodes see
-        self._text = (torch.arange(reading.tokens.shape[1], device=anchors.device) <= anchors[..., None])[:, :, None]
+        self._text = (
+            torch.arange(reading.tokens.shape[1], device=anchors.device, dtype=torch.int64) <= anchors[..., None]
+        )[:, :, None]
         self._lineage: Tensor | None = None  # bool [batch, anchors, width, depth, width]: who is whose ancestor
 
     @_as_stored

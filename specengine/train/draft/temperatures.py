@@ -16,7 +16,7 @@ from specengine.train.text.corpus import Text
 
 DEPTHS = 6
 ANCHORS = 64  # places of a text
-SHARPNESS = torch.linspace(0.5, 2.0, 61)  # 1 / temperature, that are tried
+SHARPNESS = torch.linspace(0.5, 2.0, 61, dtype=torch.float32, device="cpu")  # 1 / temperature, that are tried
 CHUNK = 128  # rows of logits at a time
 
 
@@ -30,13 +30,18 @@ def fit_temperatures(
     in the answers of each text, evenly spread, the draft is told the text, as on the path that is accepted. Places
     whose best token the draft has no column for say nothing. Empty where there is no place. (Guo et al. 2017, §4.2.)
     """
-    losses = torch.zeros(depths, len(SHARPNESS), dtype=torch.float64)
-    rows = torch.zeros(depths, dtype=torch.int64)
+    losses = torch.zeros(depths, len(SHARPNESS), dtype=torch.float64, device="cpu")
+    rows = torch.zeros(depths, dtype=torch.int64, device="cpu")
     for text in texts:
         places = text.answers[2:].nonzero()[:, 0].to(teacher.device)
         if not len(places):
             continue
-        places = places[torch.linspace(0, len(places) - 1, min(ANCHORS, len(places))).long().unique().to(places.device)]
+        places = places[
+            torch.linspace(0, len(places) - 1, min(ANCHORS, len(places)), dtype=torch.float32, device="cpu")
+            .long()
+            .unique()
+            .to(places.device)
+        ]
         tokens = text.tokens.long().to(teacher.device)[None]
         reading = teacher.read(tokens)
         with autocasting(teacher.device, enabled=autocast):
@@ -60,7 +65,7 @@ def _losses(head: EagleHead, teacher: Teacher, draft: Tensor, target: Tensor) ->
 
     draft, target: states [rows, hidden size] of the same places.
     """
-    total, count, ids = torch.zeros(len(SHARPNESS), dtype=torch.float64), 0, head.target_ids()
+    total, count, ids = torch.zeros(len(SHARPNESS), dtype=torch.float64, device="cpu"), 0, head.target_ids()
     sharpness = SHARPNESS.to(draft.device)
     for mine, its in zip(draft.split(CHUNK), target.split(CHUNK), strict=True):
         logits, best = logits_of(head, teacher, mine), teacher.head(its).argmax(dim=-1)

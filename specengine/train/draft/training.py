@@ -92,7 +92,7 @@ class _Run:
         self.begun_as["text"] = _fingerprint(self.epochs.batches)
         if saved is not None:
             self._require_same(saved, "text")
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
         for batch in self.epochs.batches:
             counts += batch.tokens[batch.answers].bincount(minlength=vocab_size)
         self.head = new_head(model, options, loss, counts)

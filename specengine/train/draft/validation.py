@@ -48,14 +48,14 @@ def agreement(
 ) -> tuple[list[float], list[float]]:
     """Hits and overlap (see Validation) along the texts' answers, which the draft is told token by token."""
     measuring = make_loss("ttt", steps=MEASURED_STEPS)
-    sums = torch.zeros(2, MEASURED_STEPS, dtype=torch.float64)
+    sums = torch.zeros(2, MEASURED_STEPS, dtype=torch.float64, device="cpu")
     counted = 0
     for text in texts:
         reading = teacher.read(text.tokens.long().to(teacher.device)[None])
         with autocasting(teacher.device, enabled=autocast):
             found = loss_of(measuring, head, teacher, reading, text.answers.to(teacher.device)[None], measure=True)
         weight = int(text.answers.sum())
-        sums += weight * torch.tensor([found.hits, found.overlap], dtype=torch.float64)
+        sums += weight * torch.tensor([found.hits, found.overlap], dtype=torch.float64, device="cpu")
         counted += weight
     hits, overlap = (sums / counted).tolist()
     return hits, overlap

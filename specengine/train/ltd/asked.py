@@ -140,14 +140,14 @@ class _Asking:
 
     def goes_on(self, observation: Tensor, expansions: Tensor) -> Tensor:
         if self._which == "depth":
-            return torch.tensor([self._ask(observation) == GO_ON], device=observation.device)
+            return torch.tensor([self._ask(observation) == GO_ON], device=observation.device, dtype=torch.bool)
         if isinstance(self._other, Networks):
             return self._other.goes_on(observation, expansions)
         return expansions < self._drawn
 
     def choose_size(self, observation: Tensor) -> Tensor:
         if self._which == "size":
-            return torch.tensor([self._ask(observation)], device=observation.device)
+            return torch.tensor([self._ask(observation)], device=observation.device, dtype=torch.int64)
         assert isinstance(self._other, Networks), "a number is the policy's own option"
         return self._other.choose_size(observation)
 
@@ -165,7 +165,7 @@ class _Asking:
 def decision_seconds(networks: Networks, which: Stage, device: torch.device) -> float:
     """Median wall-clock seconds of one decision by a network of this shape on that device."""
     networks.to(device)
-    observation = torch.zeros(networks.shape.inputs[which], device=device)
+    observation = torch.zeros(networks.shape.inputs[which], device=device, dtype=torch.float32)
     times = []
     with torch.inference_mode():
         for _ in range(TIMED):

@@ -82,9 +82,9 @@ class CandidateTrees(ShardFolder):
                 "scores": torch.cat([tree.scores for tree in trees]),
                 "depths": torch.cat([tree.depths for tree in trees]).to(torch.uint8),
                 "path": torch.cat([tree.path for tree in trees]).to(torch.int32),
-                "sizes": torch.tensor([len(tree.scores) for tree in trees], dtype=torch.int32),
-                "lengths": torch.tensor([len(tree.path) for tree in trees], dtype=torch.int32),
-                "contexts": torch.tensor([tree.context for tree in trees], dtype=torch.int32),
+                "sizes": torch.tensor([len(tree.scores) for tree in trees], dtype=torch.int32, device="cpu"),
+                "lengths": torch.tensor([len(tree.path) for tree in trees], dtype=torch.int32, device="cpu"),
+                "contexts": torch.tensor([tree.context for tree in trees], dtype=torch.int32, device="cpu"),
             },
         )
 
@@ -149,7 +149,9 @@ def _answer(engine: Engine, prompt: list[int], options: CandidateOptions) -> Ite
             grown = cycle.grown
             assert grown is not None, "an engine records it"
             scores, depths = grown.path_log_probs[1:].cpu(), grown.depths[1:].cpu()
-            yield Candidates(scores, depths, torch.tensor(found, dtype=torch.int64) - 1, len(prompt) + place)
+            yield Candidates(
+                scores, depths, torch.tensor(found, dtype=torch.int64, device="cpu") - 1, len(prompt) + place
+            )
         place += len(cycle.tokens)
 
 

@@ -82,7 +82,7 @@ class Outcomes:
             laid.append(laid_out(scores, depths, shape))
             path = tree.path[tree.path < shape.candidates]
             ranks[number, :, : len(path)] = path_ranks(scores.numpy(), depths.numpy(), path.numpy(), shape.expansions)
-        contexts = torch.tensor([float(tree.context) for tree in trees])
+        contexts = torch.tensor([float(tree.context) for tree in trees], dtype=torch.float32, device="cpu")
         numbers = np.repeat(np.arange(len(answers)), [len(answer) for answer in answers])
         return cls(shape, costs, torch.stack(laid), contexts, ranks, numbers)
 
@@ -153,7 +153,7 @@ class Outcomes:
     def depths_by(self, networks: Networks) -> Array:
         """int64 [trees]: how many expansions the depth network makes at each."""
         shape, found = self.shape, np.full(len(self), self.shape.expansions)
-        growing = torch.arange(len(self))
+        growing = torch.arange(len(self), dtype=torch.int64, device="cpu")
         for expansions in range(shape.expansions):
             if shape.asks(expansions):
                 seen = depth_observation(self.laid[growing], self.contexts[growing], expansions, shape)

@@ -96,7 +96,9 @@ class Writer(ABC):
             return Row(self.form, self.options.length, temperature, turns)
         begin = list(self.form.before)
         if not self.form.chat:
-            pick = torch.randint(len(self._ordinary), (), generator=generator, device=generator.device)
+            pick = torch.randint(
+                len(self._ordinary), (), generator=generator, device=generator.device, dtype=torch.int64
+            )
             begin.append(self._ordinary[int(pick)])
         return Row(self.form, self.options.length, temperature, [begin])
 
@@ -175,4 +177,7 @@ class Row:
         return token
 
     def text(self) -> Text:
-        return Text(torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.answers))
+        return Text(
+            torch.tensor(self.tokens, dtype=torch.int32, device="cpu"),
+            torch.tensor(self.answers, dtype=torch.bool, device="cpu"),
+        )

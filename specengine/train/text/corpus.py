@@ -32,7 +32,7 @@ class Corpus(ShardFolder):
         tensors = {
             "tokens": torch.cat([text.tokens for text in texts]).to(torch.int32),
             "answers": torch.cat([text.answers for text in texts]),
-            "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int64),
+            "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int64, device="cpu"),
         }
         self.save(number, tensors)
 

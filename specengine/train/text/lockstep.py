@@ -31,7 +31,7 @@ class Lockstep(Writer):
         generator = torch.Generator(device).manual_seed(self.seed(shard))
         rows = [self.row(number, shard, given, generator) for number in range(options.rows)]
         lead = min(len(row.forced) for row in rows)
-        inputs = torch.tensor([[row.take() for _ in range(lead)] for row in rows], device=device)
+        inputs = torch.tensor([[row.take() for _ in range(lead)] for row in rows], device=device, dtype=torch.int64)
         cache = _lockstep_cache(self.model, options.length)
         for position in range(lead, options.length):
             logits = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -39,6 +39,7 @@ class Lockstep(Writer):
             inputs = torch.tensor(
                 [[row.advance(token, options.length - position)] for row, token in zip(rows, drawn, strict=True)],
                 device=device,
+                dtype=torch.int64,
             )
             if all(row.done for row in rows):
                 break
@@ -47,15 +48,15 @@ class Lockstep(Writer):
     def _draw(self, logits: Tensor, rows: list[Row], generator: torch.Generator) -> Tensor:
         """int64 [rows]: each row's next token at its temperature; greedy rows take the best."""
         device = logits.device
-        users = torch.tensor([row.asks for row in rows], device=device)
+        users = torch.tensor([row.asks for row in rows], device=device, dtype=torch.bool)
         if users.any():  # a user's turn has at least one word, and no markup in it
-            first = torch.tensor([row.asks and not row.words for row in rows], device=device)
+            first = torch.tensor([row.asks and not row.words for row in rows], device=device, dtype=torch.bool)
             banned = self._no_words & users[:, None]
             stops = torch.tensor(sorted(self.form.stops), dtype=torch.int64, device=device)
             banned[:, stops] &= first[:, None]
             logits = logits.masked_fill(banned, float("-inf"))
         best = logits.argmax(dim=-1)
-        temperatures = torch.tensor([row.temperature_now for row in rows], device=device)
+        temperatures = torch.tensor([row.temperature_now for row in rows], device=device, dtype=torch.float32)
         drawing = temperatures.nonzero()[:, 0]
         if len(drawing):
             best[drawing] = _sample(logits[drawing], temperatures[drawing], generator)
@@ -66,7 +67,7 @@ def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) ->
     probabilities = torch.softmax(logits.float() / temperatures[:, None], dim=-1)
     probabilities[probabilities < MIN_P * probabilities.amax(dim=-1, keepdim=True)] = 0
     cumulated = probabilities.cumsum(dim=-1)
-    noise = torch.rand(len(logits), 1, generator=generator, device=logits.device)
+    noise = torch.rand(len(logits), 1, generator=generator, device=logits.device, dtype=torch.float32)
     # Right of the drawn height, so that a token without probability is never hit.
     found = torch.searchsorted(cumulated, noise * cumulated[:, -1:], right=True)[:, 0]
     return torch.minimum(found, (cumulated < cumulated[:, -1:]).sum(dim=-1))
