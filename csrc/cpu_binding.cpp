@@ -1,27 +1,34 @@
-// specengine._cpu: the forward of csrc/cpu over raw addresses. Its only caller is specengine/modeling/native.py, which has
-// checked device, dtype, shape and contiguity.
+// specengine._cpu: the forward of csrc/cpu over tensors, each of which is checked here for what csrc/cpu relies on, as are
+// tokens, positions and cache slots. Networks are checked once, when they are made. One call at a time runs in each.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "border.hpp"
 #include "cpu/checksum.hpp"
 #include "cpu/decoder.hpp"
 #include "cpu/eagle.hpp"
 #include "cpu/isa.hpp"
 
 namespace py = pybind11;
+using border::at_least;
+using border::kAny;
+using border::require;
+using border::take;
+using border::take_or_none;
+using py::handle;
 
 namespace {
 
-template <typename T>
-T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
+constexpr int kMostThreads = 1024;
+constexpr int64_t kMostSize = int64_t{1} << 31, kMostCount = 4096;
+constexpr int64_t kMostPositions = 1 << 24;  // a table of their rotations is kept
 
 cpu::Kind kind_of(const std::string& name) {
   static const std::vector<std::string> names{"f32", "bf16", "i8", "q4_0", "q4_1", "q8_0", "q4_k", "q6_k"};
@@ -36,107 +43,237 @@ const cpu::Kernels& kernels_of(const std::string& name) {
   throw std::invalid_argument("instruction set: this machine has no " + name);
 }
 
-// rows: (positions, count, prefix, start, seen, words)
-cpu::Rows rows_of(const std::vector<int64_t>& rows) {
-  cpu::Rows given;
-  given.positions = reinterpret_cast<const int64_t*>(rows[0]);
-  given.count = rows[1];
-  given.prefix = rows[2];
-  given.start = rows[3];
-  given.seen = reinterpret_cast<const uint64_t*>(rows[4]);
-  given.words = rows[5];
-  return given;
+int threads_of(int64_t threads) {
+  require(threads >= 1 && threads <= kMostThreads, "threads", threads, "1 to " + std::to_string(kMostThreads));
+  return static_cast<int>(threads);
+}
+
+const cpu::Weights& given(const std::shared_ptr<cpu::Weights>& weights) {
+  if (!weights) throw std::invalid_argument("weights: got None, accepted Weights");
+  return *weights;
+}
+
+cpu::Heads heads_of(const int64_t* sizes, const std::vector<float>& frequencies) {
+  const cpu::Heads heads{sizes[0], sizes[1], sizes[2]};
+  for (int i = 0; i < 3; ++i) require(sizes[i] >= 1 && sizes[i] < kMostSize, "heads", sizes[i], "1 or more");
+  require(heads.queries % heads.keys == 0, "query heads", heads.queries, "a multiple of the key-value heads");
+  require(heads.size % 2 == 0, "head size", heads.size, "an even number");
+  require(static_cast<int64_t>(frequencies.size()) == heads.size / 2, "frequencies",
+          static_cast<int64_t>(frequencies.size()), "half the head size");
+  return heads;
+}
+
+void require_sizes(const std::vector<int64_t>& sizes, size_t count) {
+  require(sizes.size() == count, "sizes", static_cast<int64_t>(sizes.size()), std::to_string(count) + " numbers");
+  for (const int64_t size : sizes) require(size >= 0 && size < kMostSize, "sizes", size, "0 to 2^31 - 1");
+}
+
+// Where the rows of a forward stand. seen: int64 [rows, words] or None.
+cpu::Rows rows_of(handle positions, int64_t prefix, int64_t start, handle seen) {
+  const auto places = take<int64_t>(positions, "positions", {at_least(1)});
+  cpu::Rows rows;
+  rows.positions = places.at();
+  rows.count = places.size(0);
+  border::require_below(rows.positions, rows.count, kMostPositions, "positions");
+  require(start >= 0 && start < kMostSize, "start", start, "0 or more");
+  require(prefix >= 0 && prefix <= start, "prefix", prefix, "0 to " + std::to_string(start));
+  rows.prefix = prefix;
+  rows.start = start;
+  if (!seen.is_none()) {
+    const auto words = take<uint64_t>(seen, "words", {rows.count, at_least(1)});
+    rows.seen = words.at();
+    rows.words = words.size(1);
+  }
+  return rows;
+}
+
+// Keys and values of so many layers or more, with room for the rows.
+border::Tensor take_slab(handle object, int64_t layers, const cpu::Heads& heads, const cpu::Rows& rows) {
+  return border::take_real(object, "slab", {at_least(layers), 2, heads.keys, at_least(rows.start + rows.count), heads.size});
+}
+
+bool is_half(const border::Tensor& slab) { return slab.dtype == border::DtypeOf<border::bfloat16>::dtype; }
+
+// Logits of the last rows, [at most rows, vocabulary], or None.
+border::Array<float> take_logits(handle object, int64_t rows, int64_t vocabulary) {
+  const auto logits = take_or_none<float>(object, "logits", {kAny, vocabulary});
+  if (!object.is_none()) require(logits.size(0) <= rows, "logits", logits.size(0), "at most a row for each token");
+  return logits;
+}
+
+void pack(cpu::Weights& weights, const std::string& name, const std::string& from, int64_t first, handle rows,
+          handle order) {
+  const cpu::Kind kind = kind_of(from);
+  const cpu::Matrix m = weights.stored(name);
+  const int64_t each = cpu::file_row_bytes(kind, m.inputs);
+  border::Tensor data;
+  const bool blocks = kind != cpu::Kind::f32 && kind != cpu::Kind::bf16;
+  const border::Dtype wanted = blocks                     ? border::DtypeOf<uint8_t>::dtype
+                               : kind == cpu::Kind::f32 ? border::DtypeOf<float>::dtype
+                                                        : border::DtypeOf<border::bfloat16>::dtype;
+  if (!border::read(rows, data) || !(data.dtype == wanted) || !data.is_contiguous() || each == 0 || data.bytes() % each)
+    border::refuse("rows", border::described(rows), "whole rows of " + std::to_string(m.inputs) + " inputs as " + from +
+                                                        ", contiguous, on the CPU");
+  const int64_t count = data.bytes() / each;
+  const bool fits = m.kind == kind || (m.kind == cpu::Kind::i8 && !blocks);
+  if (!fits) border::refuse("kind", from, "that of the matrix, or f32 or bf16 for i8");
+  require(first >= 0 && first % cpu::kOutputs == 0, "first", first, "a multiple of 16");
+  require(count <= m.outputs - first, "rows", count, "at most " + std::to_string(m.outputs - first));
+  require(count % cpu::kOutputs == 0 || first + count == m.outputs, "rows", count, "a multiple of 16, or up to the last");
+  const auto places = take_or_none<int32_t>(order, "order", {m.outputs});
+  if (!order.is_none()) {
+    require(count == m.outputs, "rows", count, "all of them where an order is given");
+    border::require_below(places.at(), m.outputs, m.outputs, "order");
+  }
+  py::gil_scoped_release release;
+  weights.pack(name, kind, first, count, static_cast<const uint8_t*>(data.data), places.at());
 }
 
 // A decoder with the weights that it reads.
 struct Model {
   std::shared_ptr<cpu::Weights> weights;
   cpu::Decoder decoder;
+  std::mutex turn;
 };
 
 struct Draft {
   std::shared_ptr<cpu::Weights> weights;
   cpu::Eagle head;
+  std::mutex turn;
 };
+
+void run(Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle tokens, handle slab,
+         const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
+         int64_t layers, int64_t threads) {
+  const cpu::Shape& shape = model.decoder.shape();
+  require(layers >= 0 && layers <= shape.layers, "layers", layers, "0 to " + std::to_string(shape.layers));
+  const cpu::Rows rows = rows_of(positions, prefix, start, seen);
+  const auto ids = take<int64_t>(tokens, "tokens", {rows.count});
+  border::require_below(ids.at(), rows.count, shape.vocabulary, "tokens");
+  const border::Tensor cache = take_slab(slab, layers, shape.heads, rows);
+  border::require_below(features.data(), static_cast<int64_t>(features.size()), shape.layers + 1, "features");
+  const auto width = static_cast<int64_t>(features.size()) * shape.hidden;
+  const auto read = features.empty() ? border::Array<float>{} : take<float>(states, "states", {rows.count, width});
+  const auto rated = take_logits(logits, rows.count, shape.vocabulary);
+  const auto best = take_or_none<int64_t>(chosen, "best tokens", {rows.count, kAny});
+  const int64_t count = chosen.is_none() ? 0 : best.size(1);
+  require(count <= kMostCount, "best tokens", count, "at most " + std::to_string(kMostCount) + " of a row");
+  const auto largest = count ? take<float>(chosen_logits, "best logits", {rows.count, count}) : border::Array<float>{};
+  const cpu::Decoder::Call call{rows,       ids.at(),    cache.data,
+                                cache.size(3), is_half(cache), features,
+                                read.at(),  rated.at(),  logits.is_none() ? rows.count : rows.count - rated.size(0),
+                                count,      best.at(),   largest.at(),
+                                layers};
+  const int team = threads_of(threads);
+  py::gil_scoped_release release;
+  const std::lock_guard<std::mutex> turn(model.turn);
+  model.decoder.forward(call, team);
+}
+
+void run_head(Draft& draft, handle positions, int64_t prefix, int64_t start, handle seen, handle hidden,
+              handle embeddings, handle slab, handle states, handle logits, int64_t threads) {
+  const cpu::EagleShape& shape = draft.head.shape();
+  const cpu::Rows rows = rows_of(positions, prefix, start, seen);
+  const auto given = take<float>(hidden, "hidden", {rows.count, shape.hidden});
+  const auto embedded = take<float>(embeddings, "embeddings", {rows.count, shape.hidden});
+  const border::Tensor cache = take_slab(slab, 1, shape.heads, rows);
+  const auto recurrent = take<float>(states, "states", {rows.count, shape.hidden});
+  const auto rated = take_logits(logits, rows.count, shape.vocabulary);
+  const cpu::Eagle::Call call{rows,           given.at(),     embedded.at(), cache.data, cache.size(3),
+                              is_half(cache), recurrent.at(), rated.at(),
+                              logits.is_none() ? rows.count : rows.count - rated.size(0)};
+  const int team = threads_of(threads);
+  py::gil_scoped_release release;
+  const std::lock_guard<std::mutex> turn(draft.turn);
+  draft.head.forward(call, team);
+}
 
 }  // namespace
 
 PYBIND11_MODULE(_cpu, module) {
-  module.attr("INTERFACE") = 3;  // specengine/modeling/native.py asks for it: an extension may be left from other sources
+  border::start();
+  module.attr("INTERFACE") = 4;  // specengine/modeling/extension.py asks for it: an extension may be left from other sources
   module.def("instruction_sets", [] {
     std::vector<std::string> names;
     for (const cpu::Kernels* kernels : cpu::available_kernels()) names.push_back(kernels->name);
     return names;
   });
-  module.def("checksum", [](uintptr_t bytes, int64_t count, int threads) {
+  module.def("checksum", [](handle bytes, int64_t threads) {
+    const auto given = take<uint8_t>(bytes, "bytes", {at_least(1)});
+    const int most = threads_of(threads);
     py::gil_scoped_release release;
-    return cpu::checksum(at<const unsigned char>(bytes), count, threads);
+    return cpu::checksum(given.at(), given.size(0), most);
   });
   py::class_<cpu::Weights, std::shared_ptr<cpu::Weights>>(module, "Weights")
-      .def(py::init<int>())
+      .def(py::init([](int64_t threads) { return std::make_shared<cpu::Weights>(threads_of(threads)); }))
       .def_property_readonly("bytes", &cpu::Weights::bytes)
       .def("add_matrix",
-           [](cpu::Weights& weights, const std::string& name, const std::string& kind, int64_t outputs,
-              int64_t inputs) { weights.add_matrix(name, kind_of(kind), outputs, inputs); })
-      .def("pack",
-           [](cpu::Weights& weights, const std::string& name, const std::string& from, int64_t first, int64_t count,
-              uintptr_t rows, uintptr_t order) {
-             py::gil_scoped_release release;
-             weights.pack(name, kind_of(from), first, count, at<const uint8_t>(rows), at<const int32_t>(order));
+           [](cpu::Weights& weights, const std::string& name, const std::string& kind, int64_t outputs, int64_t inputs) {
+             require(outputs >= 1 && outputs < kMostSize, "outputs", outputs, "1 to 2^31 - 1");
+             require(inputs >= 1 && inputs < kMostSize, "inputs", inputs, "1 to 2^31 - 1");
+             const cpu::Kind as = kind_of(kind);
+             const int64_t block = cpu::file_block_inputs(as);
+             require(as == cpu::Kind::i8 || inputs % block == 0, "inputs", inputs, "a multiple of " + std::to_string(block));
+             weights.add_matrix(name, as, outputs, inputs);
            })
-      .def("add_vector", [](cpu::Weights& weights, const std::string& name, uintptr_t values, int64_t count) {
-        weights.add_vector(name, at<const float>(values), count);
+      // rows: whole rows of a file from output `first` on, or all of them and, in `order`, which of them each output is
+      .def("pack", pack)
+      .def("add_vector", [](cpu::Weights& weights, const std::string& name, handle values) {
+        const auto vector = take<float>(values, "values", {at_least(1)});
+        weights.add_vector(name, vector.at(), vector.size(0));
       });
   py::class_<Model>(module, "Decoder")
       // sizes: layers, hidden, vocabulary, query heads, key-value heads, head size
       .def(py::init([](const std::string& kernels, const std::vector<int64_t>& sizes, float eps,
                        std::shared_ptr<cpu::Weights> weights, std::vector<float> frequencies, float factor) {
-        const cpu::Shape shape{sizes[0], sizes[1], sizes[2], {sizes[3], sizes[4], sizes[5]}, eps};
-        const cpu::Weights& given = *weights;
-        return new Model{std::move(weights), cpu::Decoder(kernels_of(kernels), shape, given,
-                                                          cpu::Rope(std::move(frequencies), factor))};
+        require_sizes(sizes, 6);
+        const cpu::Shape shape{sizes[0], sizes[1], sizes[2], heads_of(&sizes[3], frequencies), eps};
+        const cpu::Weights& known = given(weights);
+        return new Model{std::move(weights),
+                         cpu::Decoder(kernels_of(kernels), shape, known, cpu::Rope(std::move(frequencies), factor)),
+                         {}};
       }))
-      // chosen: (tokens, logits, count)
-      .def("forward",
-           [](Model& model, const std::vector<int64_t>& rows, uintptr_t tokens, uintptr_t slab, int64_t capacity,
-              bool half, const std::vector<int64_t>& features, uintptr_t states, uintptr_t logits, int64_t first_logits,
-              const std::vector<int64_t>& chosen, int64_t layers, int threads) {
-             const cpu::Decoder::Call call{rows_of(rows), at<const int64_t>(tokens), at<void>(slab), capacity, half,
-                                           features, at<float>(states), at<float>(logits), first_logits, chosen[2],
-                                           reinterpret_cast<int64_t*>(chosen[0]), reinterpret_cast<float*>(chosen[1]),
-                                           layers};
-             py::gil_scoped_release release;
-             model.decoder.forward(call, threads);
-           })
+      .def("forward", run)
       .def("read",
-           [](Model& model, uintptr_t states, int64_t rows, uintptr_t logits, int threads) {
+           [](Model& model, handle states, handle logits, int64_t threads) {
+             const cpu::Shape& shape = model.decoder.shape();
+             const auto rows = take<float>(states, "states", {kAny, shape.hidden});
+             const auto rated = take<float>(logits, "logits", {rows.size(0), shape.vocabulary});
+             const int team = threads_of(threads);
+             if (rows.size(0) == 0) return;
              py::gil_scoped_release release;
-             model.decoder.read(at<const float>(states), rows, at<float>(logits), threads);
+             const std::lock_guard<std::mutex> turn(model.turn);
+             model.decoder.read(rows.at(), rows.size(0), rated.at(), team);
            })
-      .def("embedding", [](Model& model, int64_t token, uintptr_t out) {
-        model.decoder.embedding(token, at<float>(out));
+      // tokens: int64 [rows], out: float32 [rows, hidden]
+      .def("embedding", [](Model& model, handle tokens, handle out) {
+        const cpu::Shape& shape = model.decoder.shape();
+        const auto ids = take<int64_t>(tokens, "tokens", {kAny});
+        const auto found = take<float>(out, "embeddings", {ids.size(0), shape.hidden});
+        border::require_below(ids.at(), ids.size(0), shape.vocabulary, "tokens");
+        for (int64_t row = 0; row < ids.size(0); ++row) model.decoder.embedding(ids[row], found.at() + row * shape.hidden);
       });
   py::class_<Draft>(module, "Eagle")
       // sizes: hidden, draft vocabulary, query heads, key-value heads, head size; flags: norm_before_residual,
       // norm_logits, norm_recurrent
       .def(py::init([](const std::string& kernels, const std::vector<int64_t>& sizes, const std::vector<bool>& flags,
                        float eps, std::shared_ptr<cpu::Weights> weights, std::vector<float> frequencies, float factor) {
-        const cpu::EagleShape shape{sizes[0], sizes[1], {sizes[2], sizes[3], sizes[4]}, eps, flags[0], flags[1], flags[2]};
-        const cpu::Weights& given = *weights;
-        return new Draft{std::move(weights), cpu::Eagle(kernels_of(kernels), shape, given,
-                                                        cpu::Rope(std::move(frequencies), factor))};
+        require_sizes(sizes, 5);
+        require(flags.size() == 3, "flags", static_cast<int64_t>(flags.size()), "3");
+        const cpu::EagleShape shape{sizes[0], sizes[1], heads_of(&sizes[2], frequencies), eps, flags[0], flags[1], flags[2]};
+        const cpu::Weights& known = given(weights);
+        return new Draft{std::move(weights),
+                         cpu::Eagle(kernels_of(kernels), shape, known, cpu::Rope(std::move(frequencies), factor)),
+                         {}};
       }))
-      .def("forward",
-           [](Draft& draft, const std::vector<int64_t>& rows, uintptr_t hidden, uintptr_t embeddings, uintptr_t slab,
-              int64_t capacity, bool half, uintptr_t states, uintptr_t logits, int64_t first_logits, int threads) {
-             const cpu::Eagle::Call call{rows_of(rows), at<const float>(hidden), at<const float>(embeddings),
-                                         at<void>(slab), capacity, half, at<float>(states), at<float>(logits),
-                                         first_logits};
-             py::gil_scoped_release release;
-             draft.head.forward(call, threads);
-           })
-      .def("fuse", [](Draft& draft, uintptr_t features, int64_t rows, uintptr_t out, int threads) {
+      .def("forward", run_head)
+      .def("fuse", [](Draft& draft, handle features, handle out, int64_t threads) {
+        const auto read = take<float>(features, "features", {kAny, draft.head.fused_inputs()});
+        const auto fused = take<float>(out, "out", {read.size(0), draft.head.shape().hidden});
+        const int team = threads_of(threads);
+        if (read.size(0) == 0) return;
         py::gil_scoped_release release;
-        draft.head.fuse(at<const float>(features), rows, at<float>(out), threads);
+        const std::lock_guard<std::mutex> turn(draft.turn);
+        draft.head.fuse(read.at(), read.size(0), fused.at(), team);
       });
 }

@@ -36,8 +36,8 @@ class Weights {
   // first; or all of them, where order, int32 [outputs], says which row each output is.
   void pack(const std::string& name, Kind from, int64_t first, int64_t count, const uint8_t* rows,
             const int32_t* order) {
-    const Matrix& m = matrices_.at(name);
-    const int64_t row_bytes = m.inputs / file_block_inputs(from) * file_block_bytes(from);
+    const Matrix m = stored(name);
+    const int64_t row_bytes = file_row_bytes(from, m.inputs);
     if (!order) rows -= first * row_bytes;
     const int64_t panels = (count + kOutputs - 1) / kOutputs;
     Pool::shared().run(threads_, [&](Team& team, int index) {
@@ -52,46 +52,73 @@ class Weights {
   void add_vector(const std::string& name, const float* values, int64_t count) {
     float* data = reinterpret_cast<float*>(arena_.take(static_cast<size_t>(rounded_up(count, kDepth)) * sizeof(float)));
     std::memcpy(data, values, static_cast<size_t>(count) * sizeof(float));
-    vectors_[name] = data;
+    vectors_[name] = {data, count};
   }
 
-  Matrix matrix(const std::string& name) const {
-    const auto found = matrices_.find(name + ".weight");
+  // As `add_matrix` made it.
+  Matrix stored(const std::string& name) const {
+    const auto found = matrices_.find(name);
     if (found == matrices_.end()) throw std::invalid_argument("no weights " + name);
-    Matrix m = found->second;
-    m.bias = vector(name + ".bias");
+    return found->second;
+  }
+
+  // Of so many outputs and inputs, with its bias where it has one; 0: as many as it has.
+  Matrix matrix(const std::string& name, int64_t outputs = 0, int64_t inputs = 0) const {
+    Matrix m = stored(name + ".weight");
+    if ((outputs && m.outputs != outputs) || (inputs && m.inputs != inputs))
+      throw std::invalid_argument(name + ": got [" + std::to_string(m.outputs) + ", " + std::to_string(m.inputs) +
+                                  "], accepted [" + std::to_string(outputs ? outputs : m.outputs) + ", " +
+                                  std::to_string(inputs ? inputs : m.inputs) + "]");
+    m.bias = vector(name + ".bias", m.outputs);
     return m;
   }
   bool has(const std::string& name) const { return matrices_.count(name + ".weight") != 0; }
 
-  // Null where there is none.
-  const float* vector(const std::string& name) const {
+  // Of so many numbers; null where there is none.
+  const float* vector(const std::string& name, int64_t count) const {
     const auto found = vectors_.find(name);
-    return found == vectors_.end() ? nullptr : found->second;
+    if (found == vectors_.end()) return nullptr;
+    if (found->second.count != count)
+      throw std::invalid_argument(name + ": got [" + std::to_string(found->second.count) + "], accepted [" +
+                                  std::to_string(count) + "]");
+    return found->second.data;
   }
 
-  Layer layer(const std::string& prefix) const {
+  // Of so many numbers, which has to be there.
+  const float* needed(const std::string& name, int64_t count) const {
+    const float* found = vector(name, count);
+    if (!found) throw std::invalid_argument("no weights " + name);
+    return found;
+  }
+
+  // inputs: of queries, keys and values.
+  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs) const {
     Layer one;
-    one.q = matrix(prefix + "self_attn.q_proj");
-    one.k = matrix(prefix + "self_attn.k_proj");
-    one.v = matrix(prefix + "self_attn.v_proj");
-    one.o = matrix(prefix + "self_attn.o_proj");
-    one.gate = matrix(prefix + "mlp.gate_proj");
-    one.up = matrix(prefix + "mlp.up_proj");
-    one.down = matrix(prefix + "mlp.down_proj");
-    one.post_norm = vector(prefix + "post_attention_layernorm.weight");
-    one.q_norm = vector(prefix + "self_attn.q_norm.weight");
-    one.k_norm = vector(prefix + "self_attn.k_norm.weight");
+    one.q = matrix(prefix + "self_attn.q_proj", heads.queries * heads.size, inputs);
+    one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
+    one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
+    one.o = matrix(prefix + "self_attn.o_proj", hidden, heads.queries * heads.size);
+    one.gate = matrix(prefix + "mlp.gate_proj", 0, hidden);
+    one.up = matrix(prefix + "mlp.up_proj", one.gate.outputs, hidden);
+    one.down = matrix(prefix + "mlp.down_proj", hidden, one.gate.outputs);
+    one.post_norm = needed(prefix + "post_attention_layernorm.weight", hidden);
+    one.q_norm = vector(prefix + "self_attn.q_norm.weight", heads.size);
+    one.k_norm = vector(prefix + "self_attn.k_norm.weight", heads.size);
     return one;
   }
 
   size_t bytes() const { return arena_.taken(); }
 
  private:
+  struct Vector {
+    const float* data;
+    int64_t count;
+  };
+
   const int threads_;
   Arena arena_;
   std::map<std::string, Matrix> matrices_;
-  std::map<std::string, const float*> vectors_;
+  std::map<std::string, Vector> vectors_;
 };
 
 // Rows [first, rows.count) of states, [rows][width], into tiles.
@@ -111,12 +138,14 @@ struct Shape {
 class Decoder {
  public:
   Decoder(const Kernels& kernels, const Shape& shape, const Weights& weights, Rope rope)
-      : shape_(shape), rope_(std::move(rope)), space_(kernels), embedding_(weights.matrix("model.embed_tokens")),
-        head_(weights.has("lm_head") ? weights.matrix("lm_head") : embedding_), norm_(weights.vector("model.norm.weight")) {
+      : shape_(shape), rope_(std::move(rope)), space_(kernels),
+        embedding_(weights.matrix("model.embed_tokens", shape.vocabulary, shape.hidden)),
+        head_(weights.has("lm_head") ? weights.matrix("lm_head", shape.vocabulary, shape.hidden) : embedding_),
+        norm_(weights.needed("model.norm.weight", shape.hidden)) {
     for (int64_t i = 0; i < shape.layers; ++i) {
       const std::string prefix = "model.layers." + std::to_string(i) + ".";
-      layers_.push_back(weights.layer(prefix));
-      norms_.push_back(weights.vector(prefix + "input_layernorm.weight"));
+      layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden));
+      norms_.push_back(weights.needed(prefix + "input_layernorm.weight", shape.hidden));
     }
   }
 

@@ -19,10 +19,12 @@ struct EagleShape {
 class Eagle {
  public:
   Eagle(const Kernels& kernels, const EagleShape& shape, const Weights& weights, Rope rope)
-      : shape_(shape), rope_(std::move(rope)), space_(kernels), layer_(weights.layer("layers.0.")),
-        fusion_(weights.matrix("fc")), head_(weights.matrix("lm_head")),
-        input_norm_(weights.vector("layers.0.input_layernorm.weight")),
-        hidden_norm_(weights.vector("layers.0.hidden_norm.weight")), norm_(weights.vector("norm.weight")) {}
+      : shape_(shape), rope_(std::move(rope)), space_(kernels),
+        layer_(weights.layer("layers.0.", shape.heads, shape.hidden, 2 * shape.hidden)),
+        fusion_(weights.matrix("fc", shape.hidden)), head_(weights.matrix("lm_head", shape.vocabulary, shape.hidden)),
+        input_norm_(weights.needed("layers.0.input_layernorm.weight", shape.hidden)),
+        hidden_norm_(weights.needed("layers.0.hidden_norm.weight", shape.hidden)),
+        norm_(weights.needed("norm.weight", shape.hidden)) {}
 
   struct Call {
     Rows rows;
@@ -98,6 +100,9 @@ class Eagle {
       space_.kernels.end();
     });
   }
+
+  const EagleShape& shape() const { return shape_; }
+  int64_t fused_inputs() const { return fusion_.inputs; }
 
  private:
   void give(Team& team, int index, const float* tiles, int64_t width, float* states) const {

@@ -75,6 +75,11 @@ inline int64_t file_block_bytes(Kind kind) {
   return 0;
 }
 
+// Bytes of a row of so many inputs as it stands in a file.
+inline int64_t file_row_bytes(Kind kind, int64_t inputs) {
+  return inputs / file_block_inputs(kind) * file_block_bytes(kind);
+}
+
 inline float from_bf16(uint16_t bits) {
   const uint32_t word = static_cast<uint32_t>(bits) << 16;
   float value;
@@ -153,8 +158,14 @@ inline void put_block(Kind kind, const uint8_t* row, int64_t block, int output, 
 }
 
 inline float source(Kind kind, const uint8_t* row, int64_t input) {
-  if (kind == Kind::bf16) return from_bf16(reinterpret_cast<const uint16_t*>(row)[input]);
-  return reinterpret_cast<const float*>(row)[input];
+  if (kind == Kind::bf16) {
+    uint16_t bits;
+    std::memcpy(&bits, row + 2 * input, sizeof bits);
+    return from_bf16(bits);
+  }
+  float value;
+  std::memcpy(&value, row + 4 * input, sizeof value);
+  return value;
 }
 
 // Sixteen rows of f32 or bf16 as int8 with a scale each.
@@ -181,7 +192,7 @@ inline void put_int8(Kind from, const uint8_t* const* rows, const Matrix& m, uin
 // output, or null. f32 and bf16 may become i8, whose scales go to `scales`.
 inline void pack_panel(const Matrix& m, Kind from, const uint8_t* rows, const int32_t* order, int64_t panel,
                        uint8_t* data, float* scales) {
-  const int64_t row_bytes = m.inputs / file_block_inputs(from) * file_block_bytes(from);
+  const int64_t row_bytes = file_row_bytes(from, m.inputs);
   const uint8_t* of[kOutputs] = {};
   for (int o = 0; o < kOutputs; ++o) {
     const int64_t output = panel * kOutputs + o;

@@ -10,7 +10,7 @@ namespace spec {
 // unless path ascends from 0 within the capacity; so no row is overwritten before it was read.
 inline bool compact_rows(char* slab, int64_t planes, int64_t capacity, int64_t row_bytes, int64_t prefix,
                          const int64_t* path, int64_t count) {
-  if (count > 0 && (path[0] != 0 || prefix < 0 || prefix + path[count - 1] >= capacity)) return false;
+  if (count > 0 && (path[0] != 0 || prefix < 0 || path[count - 1] >= capacity - prefix)) return false;
   for (int64_t j = 1; j < count; ++j)
     if (path[j] <= path[j - 1]) return false;
   int64_t first = 0;

@@ -25,8 +25,9 @@ struct Knot {
 };
 
 inline Knot knot_of(float log_prob, int64_t knots) {
-  const float odds = log_prob - std::log1p(-std::exp(log_prob));
-  const float at = (std::clamp(odds, -kOdds, kOdds) + kOdds) * (static_cast<float>(knots - 1) / (2 * kOdds));
+  const float odds = log_prob - std::log1p(-std::exp(log_prob));  // NaN above 0, as far as rounding takes a certain one
+  const float shown = odds < kOdds ? std::max(odds, -kOdds) : kOdds;
+  const float at = (shown + kOdds) * (static_cast<float>(knots - 1) / (2 * kOdds));
   const int64_t low = std::min(static_cast<int64_t>(at), knots - 2);
   return {low, at - static_cast<float>(low)};
 }
@@ -46,7 +47,9 @@ inline int64_t cell_of(int64_t group, int64_t source, int64_t depth, int64_t pla
 
 // Where in a profile of so many levels a node stands whose edge has this chance, 0 to 1; the root has level 0.
 inline int64_t level_of(float chance, int64_t levels) {
-  return levels < 2 ? 0 : std::min(static_cast<int64_t>(chance * static_cast<float>(levels - 1)), levels - 2) + 1;
+  if (levels < 2) return 0;
+  const float at = chance * static_cast<float>(levels - 1);
+  return !(at > 0) ? 1 : at < static_cast<float>(levels - 2) ? static_cast<int64_t>(at) + 1 : levels - 1;
 }
 
 // [cells, kKnots] x 3, [kLevels, kPlaces], [kLevels], [kLevels, kPlaces]; what became of drafted tokens.

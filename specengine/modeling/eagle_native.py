@@ -57,7 +57,7 @@ class NativeHead:
         features = features.float().contiguous()
         fused = torch.empty(features.shape[0], self.config.hidden_size, dtype=torch.float32, device="cpu")
         if len(fused):
-            self._head.fuse(features.data_ptr(), len(features), fused.data_ptr(), threads.count())
+            self._head.fuse(features, fused, threads.count())
         return fused
 
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
@@ -67,35 +67,34 @@ class NativeHead:
             length = self.cache.length
             self.cache.reserve(length + len(piece))
             positions = torch.arange(length, length + len(piece), dtype=torch.int64, device="cpu")
-            self._call(hidden[first : first + len(piece)], piece, positions, (length, length, 0, 0), 0)
+            self._call(hidden[first : first + len(piece)], piece, positions, (length, length, None), 0)
             self.cache.length = length + len(piece)
 
     def forward(self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None) -> tuple[Tensor, Tensor]:
         """As TorchHead.forward; the row `one` can be the last one alone."""
-        words = rows.words.contiguous()
-        seen = int(rows.prefix), int(rows.slot), words.data_ptr(), words.shape[1]
+        seen = int(rows.prefix), int(rows.slot), rows.words.contiguous()
         wanted = len(rows) if one is None else 1
         found, logits = self._call(states.index_select(0, sources), rows.tokens, rows.positions, seen, wanted)
         return logits, found[-wanted:]
 
     def _call(
-        self, hidden: Tensor, tokens: Tensor, positions: Tensor, seen: tuple[int, int, int, int], wanted: int
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, seen: tuple[int, int, Tensor | None], wanted: int
     ) -> tuple[Tensor, Tensor]:
-        """States of all rows, logits of the last `wanted`; seen: prefix, first slot, words as C++ takes them."""
-        rows, (prefix, slot, *words) = len(tokens), seen
+        """States of all rows, logits of the last `wanted`; seen: prefix, first slot, words."""
+        rows, (prefix, slot, words) = len(tokens), seen
         hidden, positions, embeddings = hidden.contiguous(), positions.contiguous(), self._target.embed(tokens)
         states = torch.empty(rows, self.config.hidden_size, dtype=torch.float32, device="cpu")
         logits = torch.empty(wanted, self.config.draft_vocab_size, dtype=torch.float32, device="cpu")
         self._head.forward(
-            [positions.data_ptr(), rows, prefix, slot, *words],
-            hidden.data_ptr(),
-            embeddings.data_ptr(),
-            self.cache.slab.data_ptr(),
-            self.cache.capacity,
-            self.cache.slab.dtype is torch.bfloat16,
-            states.data_ptr(),
-            logits.data_ptr() if wanted else 0,
-            rows - wanted,
+            positions,
+            prefix,
+            slot,
+            words,
+            hidden,
+            embeddings,
+            self.cache.slab,
+            states,
+            logits if wanted else None,
             threads.count(),
         )
         return states, logits

@@ -149,14 +149,13 @@ class NativeLM:
         rows = states.float().contiguous()
         logits = torch.empty(rows.shape[0], self.vocab_size, dtype=torch.float32, device="cpu")
         with self._turn:
-            self._decoder.read(rows.data_ptr(), rows.shape[0], logits.data_ptr(), threads.count())
+            self._decoder.read(rows, logits, threads.count())
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings, float32 [rows, hidden size]."""
         found = torch.empty(tokens.shape[0], self.shape.hidden, dtype=torch.float32, device="cpu")
-        for row, token in zip(found, tokens.tolist(), strict=True):
-            self._decoder.embedding(token, row.data_ptr())
+        self._decoder.embedding(tokens.contiguous(), found)
         return found
 
     def extend(
@@ -238,19 +237,19 @@ class NativeLM:
         states = None
         if features:
             states = torch.empty(rows, len(features) * self.shape.hidden, dtype=torch.float32, device="cpu")
-        seen = (0, 0) if words is None else (words.data_ptr(), words.shape[1])
         with self._turn:
             self._decoder.forward(
-                [positions.data_ptr(), rows, start if prefix is None else prefix, start, *seen],
-                tokens.data_ptr(),
-                cache.slab.data_ptr(),
-                cache.capacity,
-                cache.slab.dtype is torch.bfloat16,
+                positions,
+                start if prefix is None else prefix,
+                start,
+                words,
+                tokens,
+                cache.slab,
                 features,
-                _address(states),
-                _address(logits),
-                rows if logits is None else rows - logits.shape[0],
-                (0, 0, 0) if best is None else (best.tokens.data_ptr(), best.logits.data_ptr(), best.tokens.shape[1]),
+                states,
+                logits,
+                None if best is None else best.tokens,
+                None if best is None else best.logits,
                 self.layers if layers is None else layers,
                 threads.count(),
             )
@@ -363,19 +362,15 @@ def add_weight(weights: Any, weight: Weight, quantize: str | None = None) -> str
     count = weight.shape[0]
     if len(weight.shape) == 1:
         values = weight.rows(0, count).float().contiguous()
-        weights.add_vector(weight.name, values.data_ptr(), count)
+        weights.add_vector(weight.name, values)
         return ""
     kind = "i8" if quantize == "int8" and weight.kind in ("bf16", "f32") else weight.kind
     weights.add_matrix(weight.name, kind, *weight.shape)
     step = count if weight.order is not None else PACKED_ROWS
     for first in range(0, count, step):
         rows = weight.rows(first, min(first + step, count))
-        weights.pack(weight.name, weight.kind, first, min(step, count - first), rows.data_ptr(), _address(weight.order))
+        weights.pack(weight.name, weight.kind, first, rows, weight.order)
     return kind
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def from_model(model: PreTrainedModel, *, quantize: str | None = None) -> NativeLM:

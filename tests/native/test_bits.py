@@ -51,11 +51,11 @@ class Tiny:
             values = torch.randn(outputs, inputs, generator=generator) * (3.0 / inputs**0.5)
             values = values.bfloat16() if self.kind == "bf16" else values
             weights.add_matrix(name + ".weight", self.kind, outputs, inputs)
-            weights.pack(name + ".weight", self.kind, 0, outputs, values.data_ptr(), 0)
+            weights.pack(name + ".weight", self.kind, 0, values, None)
         ones = torch.ones(HIDDEN)
         norms = [f"model.layers.{i}.{n}layernorm.weight" for i in range(LAYERS) for n in ("input_", "post_attention_")]
         for name in [*norms, "model.norm.weight"]:
-            weights.add_vector(name, ones.data_ptr(), HIDDEN)
+            weights.add_vector(name, ones)
         frequencies = (10000.0 ** -(torch.arange(0, size, 2) / size)).tolist()
         sizes = [LAYERS, HIDDEN, VOCABULARY, *self.heads]
         self.decoder = _cpu.Decoder(self.instruction_set, sizes, 1e-5, weights, frequencies, 1.0)
@@ -100,21 +100,9 @@ class Tiny:
                 bit = (slot - prefix) % 64
                 words[row, (slot - prefix) // 64] |= (1 << bit) if bit < 63 else -(1 << 63)
         logits, states = torch.empty(rows, VOCABULARY), torch.empty(rows, 2 * HIDDEN)
-        mask = (0, 0) if seen is None else (words.data_ptr(), words.shape[1])
-        self.decoder.forward(
-            [position.data_ptr(), rows, prefix, start, *mask],
-            token.data_ptr(),
-            slab.data_ptr(),
-            slab.shape[3],
-            self.cache is torch.bfloat16,
-            [1, LAYERS],
-            states.data_ptr(),
-            logits.data_ptr(),
-            0,
-            [0, 0, 0],
-            LAYERS,
-            threads,
-        )
+        mask, layers = None if seen is None else words, [1, LAYERS]
+        given = position, prefix, start, mask, token, slab, layers, states, logits, None, None
+        self.decoder.forward(*given, LAYERS, threads)
         assert logits.isfinite().all()
         return torch.cat((logits, states), 1).view(torch.int32)
 

@@ -1,0 +1,434 @@
+"""A right call of every function of both extensions, in memory whose surroundings are watched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GUARD = 64  # elements before and behind
+NODES, CAPACITY, ROWS, COLUMNS, CHILDREN, MOST = 5, 12, 3, 20, 4, 6
+CELLS, KNOTS, LEVELS, PLACES = 2 * 8 * 4 * 5, 15, 8, 10
+
+
+@dataclass
+class Memory:
+    """Tensors between values that no call may change."""
+
+    held: list[tuple[Tensor, int, int]] = field(default_factory=list, repr=False)
+
+    def put(self, values: Tensor) -> Tensor:
+        """A contiguous copy of `values` amidst guards."""
+        count = values.numel()
+        whole = torch.full((count + 2 * GUARD,), 77, dtype=torch.int64).to(values.dtype)
+        whole[GUARD : GUARD + count] = values.reshape(-1)
+        self.held.append((whole, GUARD, GUARD + count))
+        return whole[GUARD : GUARD + count].view(values.shape)
+
+    def intact(self) -> bool:
+        mark = torch.tensor(77)
+        return all(
+            bool((whole[:first] == mark.to(whole.dtype)).all() and (whole[last:] == mark.to(whole.dtype)).all())
+            for whole, first, last in self.held
+        )
+
+
+Arguments = list[Any]
+Builder = Callable[[Memory], Arguments]
+EXPANDER: dict[str, Builder] = {}
+OPTIONAL: dict[str, set[int]] = {}  # places of arguments that may be None
+
+
+def call(optional: tuple[int, ...] = ()) -> Callable[[Builder], Builder]:
+    def note(build: Builder) -> Builder:
+        EXPANDER[build.__name__] = build
+        OPTIONAL[build.__name__] = set(optional)
+        return build
+
+    return note
+
+
+def one(memory: Memory, value: float, dtype: torch.dtype = torch.int32) -> Tensor:
+    return memory.put(torch.tensor([value], dtype=dtype))
+
+
+def whole(memory: Memory, *values: int) -> Tensor:
+    return memory.put(torch.tensor(values, dtype=torch.int64))
+
+
+def ids(memory: Memory, count: int) -> Tensor:
+    return memory.put(torch.zeros(count, dtype=torch.int64))
+
+
+def real(memory: Memory, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return memory.put(-torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
+
+
+def tree(memory: Memory) -> tuple[Tensor, ...]:
+    """A chain of NODES nodes with room for CAPACITY."""
+    numbers = torch.arange(CAPACITY)
+    words = torch.where(numbers < NODES, (1 << (numbers + 1)) - 1, 0)[:, None]
+    parents = numbers - 1
+    return (
+        memory.put(numbers + 100),
+        memory.put(parents),
+        memory.put(numbers),
+        real(memory, CAPACITY),
+        real(memory, CAPACITY),
+        memory.put(words),
+    )
+
+
+def counts(memory: Memory) -> tuple[Tensor, ...]:
+    tables = [memory.put(torch.rand(CELLS, KNOTS) + 0.5) for _ in range(3)]
+    profile = [memory.put(torch.rand(*shape) + 0.5) for shape in ((LEVELS, PLACES), (LEVELS,), (LEVELS, PLACES))]
+    return (*tables, *profile, one(memory, 1, torch.int64))
+
+
+def notes(memory: Memory) -> tuple[Tensor, ...]:
+    flags = torch.zeros(CAPACITY + 1, dtype=torch.bool)
+    made = real(memory, CAPACITY + 1), ids(memory, CAPACITY + 1), ids(memory, CAPACITY + 1)
+    return (*made, memory.put(flags), memory.put(flags))
+
+
+def net(memory: Memory, inputs: int, hidden: int = 7) -> tuple[Tensor, ...]:
+    shapes = (hidden, inputs), (hidden,), (1, hidden), (1,)
+    return tuple(real(memory, *shape, seed=number) for number, shape in enumerate(shapes))
+
+
+@call()
+def ancestor_words(m: Memory) -> Arguments:
+    return [whole(m, -1, 0, 1, 0), memory_words(m, 4)]
+
+
+def memory_words(m: Memory, rows: int) -> Tensor:
+    return m.put(torch.zeros(rows, 1, dtype=torch.int64))
+
+
+@call()
+def append_nodes(m: Memory) -> Arguments:
+    given = whole(m, 0, 1, 4), whole(m, 7, 8, 9), real(m, 3)
+    return [tree(m), one(m, NODES), one(m, 3), *given, one(m, 0), ids(m, 3)]
+
+
+@call(optional=(6, 7))
+def append_children(m: Memory) -> Arguments:
+    chosen = m.put(torch.ones(ROWS, CHILDREN, dtype=torch.bool))
+    tokens = m.put(torch.arange(ROWS * CHILDREN).view(ROWS, CHILDREN))
+    given = whole(m, 1, 2, 4), one(m, ROWS), tokens, real(m, ROWS, CHILDREN), chosen, one(m, 4)
+    return [tree(m), one(m, NODES), *given, one(m, 0), ids(m, MOST), one(m, 0)]
+
+
+@call()
+def subtree(m: Memory) -> Arguments:
+    return [whole(m, -1, 0, 0, 1, 3), whole(m, 0, 1, 3), one(m, 3), ids(m, 3), memory_words(m, 3)]
+
+
+@call()
+def tree_mask(m: Memory) -> Arguments:
+    return [memory_words(m, 4), m.put(torch.zeros(4, 9, dtype=torch.bool))]
+
+
+@call(optional=(2,))
+def select_best(m: Memory) -> Arguments:
+    return [real(m, 9), one(m, 8), one(m, 4), ids(m, MOST), one(m, 0)]
+
+
+@call()
+def walk(m: Memory) -> Arguments:
+    given = whole(m, 1, 2, 3, 4), whole(m, -1, 0, 0, 2), whole(m, 3, 1, 4, 2)
+    return [*given, one(m, 4), ids(m, 4), one(m, 0), one(m, 0, torch.int64)]
+
+
+@call()
+def compact_rows(m: Memory) -> Arguments:
+    return [real(m, 2, 2, 1, 8, 4), whole(m, 0, 2, 3), one(m, 3), one(m, 4)]
+
+
+@call()
+def top_children(m: Memory) -> Arguments:
+    return [real(m, ROWS, COLUMNS), False, real(m, ROWS, 4), m.put(torch.zeros(ROWS, 4, dtype=torch.int64))]
+
+
+@call(optional=(3, 4, 5))
+def best_candidates(m: Memory) -> Arguments:
+    limits = one(m, 5), one(m, -20.0, torch.float32), one(m, -30.0, torch.float32)
+    out = ids(m, MOST), ids(m, MOST), real(m, MOST), real(m, MOST), one(m, 0)
+    return [real(m, ROWS, COLUMNS), real(m, ROWS, seed=1), one(m, ROWS), *limits, False, *out]
+
+
+@call()
+def top_entropy(m: Memory) -> Arguments:
+    return [real(m, ROWS, COLUMNS), 5, False, real(m, ROWS)]
+
+
+@call()
+def mix_rows(m: Memory) -> Arguments:
+    raised = m.put(torch.zeros(ROWS, COLUMNS + 2, dtype=torch.uint8))
+    shares = [1.0, 0.5, 0.25], [COLUMNS + 3, 2 * COLUMNS + 9], [0.5, 0.75]
+    return [real(m, ROWS, COLUMNS), False, -20.0, *shares, real(m, ROWS, COLUMNS + 2), raised]
+
+
+@call()
+def mlp(m: Memory) -> Arguments:
+    return [net(m, 6), real(m, 4, 6), real(m, 4)]
+
+
+@call()
+def classify_paths(m: Memory) -> Arguments:
+    return [net(m, 3), real(m, ROWS, CHILDREN), real(m, ROWS), one(m, 2), real(m, ROWS, CHILDREN)]
+
+
+@call()
+def classify_row(m: Memory) -> Arguments:
+    return [net(m, 12), real(m, 1, COLUMNS), 5, False, one(m, 2), real(m, 1)]
+
+
+@call(optional=(9,))
+def step_queues(m: Memory) -> Arguments:
+    budget, found = 8, 4
+    lowest = torch.full((budget,), -math.inf)
+    empty = ids(m, budget), ids(m, budget), ids(m, budget)
+    queues = (m.put(lowest), m.put(lowest), m.put(lowest), *empty, one(m, -math.inf, torch.float32))
+    given = whole(m, 0, 1, 1, 0), whole(m, 3, 4, 5, 6), real(m, found), real(m, found, seed=1), one(m, found)
+    nodes = whole(m, 0, 2), one(m, 2), ids(m, CAPACITY), m.put(torch.arange(COLUMNS)), one(m, 1)
+    out = ids(m, budget), ids(m, budget), real(m, budget), one(m, 0), ids(m, 3), one(m, 0)
+    return [queues, *given, *nodes, 3, 6, 0.0, True, *out]
+
+
+@call()
+def strict_cached_attention(m: Memory) -> Arguments:
+    keys, values = real(m, 2, CAPACITY, 6, seed=1), real(m, 2, CAPACITY, 6, seed=2)
+    nodes = m.put(torch.tensor([[0, 0, 0], [0, 1, 0], [0, 2, 4]], dtype=torch.int32))
+    seen = m.put(torch.tensor([1, 2, 3], dtype=torch.int32))
+    return [real(m, 4, ROWS, 6), keys, values, nodes, seen, one(m, 5), one(m, 3), 0.4, real(m, 4, ROWS, 6)]
+
+
+@call()
+def beam_observation(m: Memory) -> Arguments:
+    given = real(m, 7), whole(m, 0, 1, 1, 2, 2, 2, 2), one(m, 7), one(m, 1), one(m, 40, torch.int64)
+    return [[2, 0, 6, 2], [-1.0, -9.0, 100.0, 10.0], *given, real(m, 10)]
+
+
+@call()
+def best_action(m: Memory) -> Arguments:
+    layers = [real(m, 5, 4), real(m, 5), real(m, 3, 5), real(m, 3)]
+    return [layers, True, real(m, 4), one(m, 0, torch.int64)]
+
+
+@call()
+def chances(m: Memory) -> Arguments:
+    return [real(m, 4), whole(m, 0, 1, 2, 1), m.put(torch.rand(3, KNOTS) + 0.1), real(m, 4)]
+
+
+@call(optional=(7,))
+def hang_likely(m: Memory) -> Arguments:
+    tokens = m.put(torch.arange(ROWS * CHILDREN).view(ROWS, CHILDREN))
+    sources = m.put(torch.ones(ROWS, CHILDREN, dtype=torch.uint8))
+    given = whole(m, 1, 2, 4), one(m, ROWS), tokens, real(m, ROWS, CHILDREN), sources, counts(m), notes(m), -30.0
+    return [tree(m), one(m, NODES), one(m, 0), *given, ids(m, MOST), one(m, 0)]
+
+
+@call()
+def count_outcomes(m: Memory) -> Arguments:
+    return [tree(m), one(m, NODES), whole(m, 0, 1, 2), one(m, 3), whole(m, 101, 102, 5), counts(m), notes(m)]
+
+
+@call()
+def settle(m: Memory) -> Arguments:
+    shapes = 9, 4, 9, 4, 2, 1
+    parts = [m.put(torch.rand(size) + 0.5) for size in shapes]
+    return [parts, one(m, 3), one(m, 0.1, torch.float32), one(m, 2), 0.9]
+
+
+@call()
+def select_worth(m: Memory) -> Arguments:
+    return [real(m, 9), one(m, 8), m.put(torch.arange(9) * 0.1), ids(m, MOST), one(m, 0)]
+
+
+@call()
+def next_pass(m: Memory) -> Arguments:
+    waiting = m.put(torch.ones(9, dtype=torch.bool))
+    prices = m.put(torch.arange(9) * 0.05), m.put(torch.arange(5) * 0.01), whole(m, 1, 2, 4)
+    tables = m.put(torch.rand(LEVELS, PLACES)), prices
+    return [real(m, 9), real(m, 9, seed=1), waiting, one(m, 8), *tables, 3, ids(m, 4), one(m, 0)]
+
+
+@call()
+def keyed_gumbel_argmax(m: Memory) -> Arguments:
+    return [real(m, 300), 7, 3]
+
+
+@call(optional=(1,))
+def couple(m: Memory) -> Arguments:
+    given = real(m, ROWS, COLUMNS), m.put(torch.arange(COLUMNS)), whole(m, 4, 5, 6)
+    numbers = one(m, 9, torch.int64), one(m, 0.7, torch.float32)
+    return [*given, *numbers, real(m, ROWS, COLUMNS)]
+
+
+# ---------------------------------------------------------------------------------------------------- the forward
+
+HIDDEN, VOCABULARY, GATED, HEADS, LAYERS, SLOTS = 32, 40, 48, (4, 2, 8), 2, 16
+FREQUENCIES = [1.0, 0.5, 0.25, 0.125]
+
+
+def weights(cpu: Any, *, eagle: bool = False, without: str = "", kind: str = "f32", **changes: tuple[int, ...]) -> Any:
+    """Packed random weights of a decoder or a head; changes: other shapes of tensors, dots as two underscores."""
+    made, random = cpu.Weights(1), torch.Generator().manual_seed(0)
+    for name, shape in (shapes(eagle) | {name.replace("__", "."): size for name, size in changes.items()}).items():
+        values = torch.randn(shape, generator=random)
+        if name == without:
+            continue
+        if len(shape) == 1:
+            made.add_vector(name, values)
+            continue
+        made.add_matrix(name, kind, *shape)
+        made.pack(name, "f32", 0, values, None)
+    return made
+
+
+def shapes(eagle: bool) -> dict[str, tuple[int, ...]]:
+    queries, keys, size = HEADS
+    found: dict[str, tuple[int, ...]] = {}
+    width = 2 * HIDDEN if eagle else HIDDEN
+    for prefix in ["layers.0."] if eagle else [f"model.layers.{layer}." for layer in range(LAYERS)]:
+        found |= {
+            f"{prefix}self_attn.q_proj.weight": (queries * size, width),
+            f"{prefix}self_attn.k_proj.weight": (keys * size, width),
+            f"{prefix}self_attn.v_proj.weight": (keys * size, width),
+            f"{prefix}self_attn.o_proj.weight": (HIDDEN, queries * size),
+            f"{prefix}mlp.gate_proj.weight": (GATED, HIDDEN),
+            f"{prefix}mlp.up_proj.weight": (GATED, HIDDEN),
+            f"{prefix}mlp.down_proj.weight": (HIDDEN, GATED),
+            f"{prefix}input_layernorm.weight": (HIDDEN,),
+            f"{prefix}post_attention_layernorm.weight": (HIDDEN,),
+        }
+    if eagle:
+        norms: dict[str, tuple[int, ...]] = {"layers.0.hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+        return found | norms | {"fc.weight": (HIDDEN, 3 * HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    return found | {"model.norm.weight": (HIDDEN,), "model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+
+
+def decoder(cpu: Any, made: Any = None, sizes: list[int] | None = None, frequencies: list[float] | None = None) -> Any:
+    sizes = [LAYERS, HIDDEN, VOCABULARY, *HEADS] if sizes is None else sizes
+    turned = FREQUENCIES if frequencies is None else frequencies
+    return cpu.Decoder(_set(cpu), sizes, 1e-5, weights(cpu) if made is None else made, turned, 1.0)
+
+
+def eagle(cpu: Any, made: Any = None, sizes: list[int] | None = None) -> Any:
+    sizes = [HIDDEN, VOCABULARY, *HEADS] if sizes is None else sizes
+    given = weights(cpu, eagle=True) if made is None else made
+    return cpu.Eagle(_set(cpu), sizes, [True, True, False], 1e-5, given, FREQUENCIES, 1.0)
+
+
+def _set(cpu: Any) -> str:
+    return str(cpu.instruction_sets()[-1])
+
+
+def slab(m: Memory, layers: int = LAYERS, dtype: torch.dtype = torch.float32) -> Tensor:
+    return real(m, layers, 2, HEADS[1], SLOTS, HEADS[2], dtype=dtype)
+
+
+def forward_of_decoder(m: Memory) -> Arguments:
+    best = m.put(torch.zeros(ROWS, 2, dtype=torch.int64)), real(m, ROWS, 2)
+    out = real(m, ROWS, 2 * HIDDEN), real(m, 2, VOCABULARY), *best
+    given = whole(m, 4, 5, 5), 4, 4, m.put(torch.tensor([[1], [3], [5]])), whole(m, 1, 2, 3), slab(m)
+    return [*given, [0, LAYERS], *out, LAYERS, 1]
+
+
+def forward_of_eagle(m: Memory) -> Arguments:
+    given = whole(m, 4, 5, 5), 4, 4, m.put(torch.tensor([[1], [3], [5]]))
+    return [
+        *given,
+        real(m, ROWS, HIDDEN),
+        real(m, ROWS, HIDDEN),
+        slab(m, 1),
+        real(m, ROWS, HIDDEN),
+        real(m, 2, VOCABULARY),
+        1,
+    ]
+
+
+CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[int]]] = {
+    "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9}),
+    "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
+    "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),
+    "eagle": (eagle, "forward", forward_of_eagle, {3, 8}),
+    "fuse": (eagle, "fuse", lambda m: [real(m, ROWS, 3 * HIDDEN), real(m, ROWS, HIDDEN), 1], set()),
+}
+
+
+# ---------------------------------------------------------------------------------------------------- hostile tensors
+
+
+class Wrapper(Tensor):
+    """A tensor without memory of its own, as quantised weights and sharded ones are."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> Wrapper:
+        return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def freed(like: Tensor) -> Tensor:
+    """A tensor whose memory was given back, as sharded training does between uses."""
+    made = like.clone()
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def spread(like: Tensor) -> Tensor:
+    """The same values, every second element of a larger one."""
+    return torch.stack([like, like], -1)[..., 0]
+
+
+def misaligned(like: Tensor) -> Tensor:
+    buffer = bytearray(like.numel() * like.element_size() + 1)
+    return torch.frombuffer(buffer, dtype=like.dtype, offset=1).view(like.shape)
+
+
+WRONG: dict[str, Callable[[Tensor], Any]] = {
+    "float16": lambda given: given.to(torch.float16),
+    "float64": lambda given: given.to(torch.float64),
+    "int16": lambda given: given.to(torch.int16),
+    "complex": lambda given: given.to(torch.complex64),
+    "rank": lambda given: given[None, None],
+    "rank 9": lambda given: given[(None,) * 9],
+    "meta": lambda given: given.to("meta"),
+    "wrapper": Wrapper,
+    "freed": freed,
+    "sparse": lambda given: given.to_sparse(),
+    "a number": lambda given: 3,
+    "an address": lambda given: given.data_ptr(),
+    "a list": lambda given: given.tolist(),
+    "a text": lambda given: "tensor",
+    "numpy": lambda given: given.float().numpy(),
+}
+
+
+def tensors_of(arguments: Arguments) -> Iterator[tuple[int, int | None]]:
+    """Places of tensors: of an argument, and within it where it is a list."""
+    for place, given in enumerate(arguments):
+        if isinstance(given, Tensor):
+            yield place, None
+        elif isinstance(given, list | tuple) and given and isinstance(given[0], Tensor):
+            yield from ((place, part) for part in range(len(given)))
+
+
+def at(arguments: Arguments, place: tuple[int, int | None]) -> Tensor:
+    given = arguments[place[0]]
+    return given if place[1] is None else given[place[1]]
+
+
+def replaced(arguments: Arguments, place: tuple[int, int | None], by: Any) -> Arguments:
+    first, part = place
+    made = list(arguments)
+    made[first] = by if part is None else [by if i == part else each for i, each in enumerate(arguments[first])]
+    return made

@@ -1,0 +1,336 @@
+"""Wrong arguments to the extensions are exceptions: nothing is written but what was handed over to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.border.calls import (
+    CPU,
+    EXPANDER,
+    GATED,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    OPTIONAL,
+    VOCABULARY,
+    WRONG,
+    Arguments,
+    Memory,
+    at,
+    decoder,
+    eagle,
+    misaligned,
+    replaced,
+    spread,
+    tensors_of,
+    weights,
+)
+
+_expander = pytest.importorskip("specengine._expander")
+_cpu = pytest.importorskip("specengine._cpu")
+
+NAMES = [*EXPANDER, *CPU]
+REFUSED = (ValueError, TypeError)
+MADE: dict[str, Any] = {}
+
+
+def function(name: str) -> tuple[Callable[..., Any], Callable[[Memory], Arguments], set[int]]:
+    """The function, what builds right arguments of it, and which of these may be None."""
+    if name in EXPANDER:
+        return getattr(_expander, name), EXPANDER[name], OPTIONAL[name]
+    make, method, build, optional = CPU[name]
+    if make.__name__ not in MADE:
+        MADE[make.__name__] = make(_cpu)
+    return getattr(MADE[make.__name__], method), build, optional
+
+
+def outcome(run: Callable[..., Any], memory: Memory, arguments: Arguments) -> Any:
+    """The refusal, or None where the call went through; memory beside the arguments stays as it is."""
+    try:
+        run(*arguments)
+    except REFUSED as error:
+        refusal = error
+    else:
+        refusal = None
+    assert memory.intact()
+    return refusal
+
+
+def test_every_function_is_called() -> None:
+    assert {name for name in dir(_expander) if callable(getattr(_expander, name))} == set(EXPANDER)
+    methods = {
+        f"{kind}.{name}" for kind in ("Decoder", "Eagle") for name in vars(getattr(_cpu, kind)) if name[0] != "_"
+    }
+    assert methods == {f"{make.__name__.capitalize()}.{method}" for make, method, _, _ in CPU.values()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_right_arguments_are_taken(name: str) -> None:
+    run, build, optional = function(name)
+    memory = Memory()
+    assert outcome(run, memory, build(memory)) is None
+    for place in optional:
+        memory = Memory()
+        assert outcome(run, memory, replaced(build(memory), (place, None), None)) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_of_another_kind_are_refused_by_name(name: str) -> None:
+    run, build, optional = function(name)
+    for place in tensors_of(build(Memory())):
+        for kind, wrong in WRONG.items():
+            memory = Memory()
+            arguments = build(memory)
+            if kind in ("float16", "float64", "int16", "complex") and (name, place) == ("compact_rows", (0, None)):
+                continue  # rows of any dtype are moved
+            refusal = outcome(run, memory, replaced(arguments, place, wrong(at(arguments, place))))
+            if kind != "rank":  # a single number may stand in any shape
+                assert refusal is not None, (place, kind)
+                assert "got " in str(refusal), (place, kind)
+                assert "accepted " in str(refusal), (place, kind)
+        memory = Memory()
+        refusal = outcome(run, memory, replaced(build(memory), place, None))
+        assert (refusal is None) == (place[0] in optional and place[1] is None), place
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_sizes_and_strides_never_reach_beyond_a_tensor(name: str) -> None:
+    run, build, _ = function(name)
+    for place in tensors_of(build(Memory())):
+        shape = at(build(Memory()), place).shape
+        for axis in range(len(shape)):
+            for size in {0, shape[axis] - 1, shape[axis] + 1}:
+                memory = Memory()
+                arguments = build(memory)
+                other = list(shape)
+                other[axis] = size
+                wrong = memory.put(torch.zeros(other, dtype=at(arguments, place).dtype))
+                outcome(run, memory, replaced(arguments, place, wrong))
+        for change in (spread, misaligned, lambda t: t[:1].expand_as(t), lambda t: t.movedim(0, -1)):
+            memory = Memory()
+            arguments = build(memory)
+            if at(arguments, place).element_size() > 1:
+                outcome(run, memory, replaced(arguments, place, change(at(arguments, place))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strided_outputs_are_refused(name: str) -> None:
+    """So nothing is lost in a copy."""
+    run, build, _ = function(name)
+    memory = Memory()
+    arguments = build(memory)
+    last = [place for place in tensors_of(arguments) if at(arguments, place).numel() > 1][-1]
+    if name in ("keyed_gumbel_argmax", "next_pass", "chances", "compact_rows"):
+        return  # the last of which is no output, or covered by the others
+    assert outcome(run, memory, replaced(arguments, last, spread(at(arguments, last)))) is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_that_are_no_index_never_become_an_address(name: str) -> None:
+    run, build, _ = function(name)
+    for place in tensors_of(build(Memory())):
+        if at(build(Memory()), place).dtype.is_floating_point:
+            values: tuple[float, ...] = (float("nan"), float("inf"), -float("inf"), 1e30, 1.0)
+        else:
+            values = (-1, 3, 1000, 2**31 - 1, -(2**31), 2**40, 2**62, -(2**62))
+        for value in values:
+            memory = Memory()
+            arguments = build(memory)
+            tensor = at(arguments, place)
+            if not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool:
+                limits = torch.iinfo(tensor.dtype)
+                value = min(max(value, limits.min), limits.max)
+            tensor.fill_(value)
+            outcome(run, memory, arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_out_of_range_never_become_an_address(name: str) -> None:
+    run, build, _ = function(name)
+    for place, given_number in enumerate(build(Memory())):
+        if isinstance(given_number, bool) or not isinstance(given_number, int | float):
+            continue
+        for value in (-1, 0, 1, 2**31 - 1, 2**40, 2**63 - 1, -(2**63)):
+            memory = Memory()
+            arguments = build(memory)
+            arguments[place] = type(given_number)(value)
+            outcome(run, memory, arguments)
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_mixture_of_wrong_arguments_does_no_harm(data: st.DataObject) -> None:
+    run, build, _ = function(data.draw(st.sampled_from(NAMES)))
+    memory = Memory()
+    arguments = build(memory)
+    for place in data.draw(st.lists(st.sampled_from(list(tensors_of(arguments))), min_size=1, max_size=4, unique=True)):
+        tensor = at(arguments, place)
+        if not isinstance(tensor, Tensor):
+            continue
+        kind = data.draw(st.sampled_from(["values", "shape", *WRONG]))
+        if kind == "values" and not tensor.dtype.is_floating_point and tensor.device.type == "cpu":
+            number = data.draw(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 40))
+            tensor.view(-1)[data.draw(st.integers(0, max(0, tensor.numel() - 1))) :].fill_(
+                number % 256 if tensor.dtype is torch.uint8 else number
+            )
+        elif kind == "shape":
+            shape = data.draw(st.lists(st.integers(0, 9), max_size=5))
+            arguments = replaced(arguments, place, memory.put(torch.zeros(shape, dtype=tensor.dtype)))
+        elif kind in WRONG:
+            arguments = replaced(arguments, place, WRONG[kind](tensor))
+    outcome(run, memory, arguments)
+
+
+def test_what_is_no_plain_tensor_but_has_its_memory_is_taken() -> None:
+    """Parameters, subclasses with storage, tensors that want gradients, those of inference mode."""
+    scores = torch.tensor([3.0, 1.0, 2.0])
+    with torch.inference_mode():
+        made = torch.tensor([3.0, 1.0, 2.0])
+
+    class Named(Tensor):
+        pass
+
+    live = torch.tensor([3], dtype=torch.int32)
+    for given_scores in (torch.nn.Parameter(scores), scores.as_subclass(Named), scores.clone().requires_grad_(), made):
+        found, count = torch.full((2,), -1), torch.zeros(1, dtype=torch.int32)
+        assert _expander.select_best(given_scores, live, None, found, count)
+        assert found.tolist() == [0, 2]
+        assert count.tolist() == [2]
+
+
+def test_rows_may_stand_at_any_distance() -> None:
+    wide = torch.rand(3, 40)
+    for given_rows in (wide[:, :20], wide[::2, 5:25], wide[:1].expand(3, -1), wide.to(torch.bfloat16)[:, :30]):
+        rows, best = given_rows.shape[0], given_rows.float().argmax(1)
+        values, columns = torch.empty(rows, 1), torch.empty(rows, 1, dtype=torch.int64)
+        _expander.top_children(given_rows, True, values, columns)
+        assert columns[:, 0].tolist() == best.tolist()
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("f32", 0, torch.ones(16, 8, dtype=torch.float64)), "rows: got float64"),
+        (("f32", 0, torch.ones(16, 8, dtype=torch.bfloat16)), "rows: got bfloat16"),
+        (("bf16", 0, torch.ones(16, 8, dtype=torch.bfloat16)), "kind: got bf16"),
+        (("q8_0", 0, torch.zeros(34 * 4, dtype=torch.uint8)), "rows: got uint8|kind: got q8_0"),
+        (("i8", 0, torch.zeros(128, dtype=torch.int8)), "rows: got int8"),
+        (("f32", 0, torch.ones(17, 8)), "rows: got 17"),
+        (("f32", 0, torch.ones(24, 8)[:, :7]), "rows: got float32"),
+        (("f32", 8, torch.ones(16, 8)), "first: got 8"),
+        (("f32", -16, torch.ones(16, 8)), "first: got -16"),
+        (("f32", 16, torch.ones(24, 8)), "rows: got 24"),
+        (("f32", 1 << 40, torch.ones(16, 8)), "rows: got 16"),
+        (("f32", 0, torch.ones(24, 8, device="meta")), "rows: got float32"),
+        (("f32", 0, torch.nn.Parameter(torch.ones(24, 8)).to_sparse()), "rows: got float32"),
+        (("what", 0, torch.ones(24, 8)), "kind: got what"),
+    ],
+)
+def test_weights_of_another_kind_or_size_are_not_packed(arguments: tuple[Any, ...], message: str) -> None:
+    made = _cpu.Weights(1)
+    made.add_matrix("m", "f32", 24, 8)
+    with pytest.raises(ValueError, match=message):
+        made.pack("m", *arguments, None)
+    made.pack("m", "f32", 0, torch.ones(24, 8), None)
+    made.pack("m", "f32", 16, torch.ones(8, 8), None)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        torch.arange(24),
+        torch.arange(23, dtype=torch.int32),
+        torch.full((24,), 24, dtype=torch.int32),
+        torch.full((24,), -1, dtype=torch.int32),
+    ],
+)
+def test_an_order_that_leads_elsewhere_is_refused(order: Tensor) -> None:
+    made = _cpu.Weights(1)
+    made.add_matrix("m", "f32", 24, 8)
+    with pytest.raises(ValueError, match="order: got"):
+        made.pack("m", "f32", 0, torch.ones(24, 8), order)
+    with pytest.raises(ValueError, match="rows: got 16"):
+        made.pack("m", "f32", 0, torch.ones(16, 8), torch.arange(24, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (-1, 8), (8, -8), (1 << 40, 8), (8, 33, 1)])
+def test_matrices_of_no_size_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        _cpu.Weights(1).add_matrix("m", "q8_0", *shape)
+
+
+def test_vectors_are_float32() -> None:
+    wrong = torch.ones(8, dtype=torch.bfloat16), torch.ones(0), torch.ones(2, 4), torch.ones(16)[::2], [1.0], None
+    for values in wrong:
+        with pytest.raises(ValueError, match="values: got"):
+            _cpu.Weights(1).add_vector("v", values)
+
+
+@pytest.mark.parametrize("kind", [decoder, eagle])
+def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> None:
+    layer = "layers.0." if kind is eagle else "model.layers.0."
+    norm = "norm.weight" if kind is eagle else "model.norm.weight"
+    wrong: dict[str, tuple[int, ...]] = {
+        f"{layer}self_attn.q_proj.weight": (HEADS[0] * HEADS[2] - 1, 2 * HIDDEN if kind is eagle else HIDDEN),
+        f"{layer}self_attn.k_proj.weight": (HEADS[1] * HEADS[2] + 1, 2 * HIDDEN if kind is eagle else HIDDEN),
+        f"{layer}self_attn.v_proj.weight": (HEADS[1] * HEADS[2], 16),
+        f"{layer}self_attn.o_proj.weight": (HIDDEN, 16),
+        f"{layer}mlp.up_proj.weight": (GATED + 16, HIDDEN),
+        f"{layer}mlp.down_proj.weight": (HIDDEN, GATED - 16),
+        f"{layer}self_attn.q_proj.bias": (3,),
+        f"{layer}self_attn.q_norm.weight": (3,),
+        f"{layer}input_layernorm.weight": (HIDDEN - 1,),
+        norm: (HIDDEN + 1,),
+        "lm_head.weight": (VOCABULARY + 960, HIDDEN),
+    }
+    for name, shape in wrong.items():
+        with pytest.raises(ValueError, match=name.removesuffix(".weight").replace(".", r"\.")):
+            kind(_cpu, weights(_cpu, eagle=kind is eagle, **{name: shape}))
+    for name in (norm, f"{layer}mlp.gate_proj.weight", f"{layer}post_attention_layernorm.weight"):
+        with pytest.raises(ValueError, match="no weights"):
+            kind(_cpu, weights(_cpu, eagle=kind is eagle, without=name))
+
+
+def test_a_network_without_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="weights: got None"):
+        _cpu.Decoder("portable", [0, 8, 8, 1, 1, 2], 1e-5, None, [1.0], 1.0)
+    with pytest.raises(ValueError, match="weights: got None"):
+        _cpu.Eagle("portable", [8, 8, 1, 1, 2], [True, True, False], 1e-5, None, [1.0], 1.0)
+    with pytest.raises(ValueError, match="instruction set: this machine has no abacus"):
+        _cpu.Decoder("abacus", [0, 8, 8, 1, 1, 2], 1e-5, _cpu.Weights(1), [1.0], 1.0)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [LAYERS, HIDDEN, VOCABULARY, 4, 2],
+        [LAYERS, HIDDEN, VOCABULARY, 4, 3, 8],
+        [LAYERS, HIDDEN, VOCABULARY, 4, 0, 8],
+        [LAYERS, HIDDEN, VOCABULARY, 4, 2, 7],
+        [LAYERS + 1, HIDDEN, VOCABULARY, 4, 2, 8],
+        [-1, HIDDEN, VOCABULARY, 4, 2, 8],
+        [LAYERS, HIDDEN, 1 << 40, 4, 2, 8],
+    ],
+)
+def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"got|no weights"):
+        decoder(_cpu, sizes=sizes)
+    with pytest.raises(ValueError, match="frequencies: got 3"):
+        decoder(_cpu, frequencies=[1.0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1 << 20])
+def test_a_number_of_threads_that_is_none_is_refused(threads: int) -> None:
+    with pytest.raises(ValueError, match="threads: got"):
+        _cpu.Weights(threads)
