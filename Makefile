@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/cpu/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients lint bench bench-server docs test-gpu test-gpu-offline bench-gpu clean
+.PHONY: help demo test test-sanitized test-clients lint bench bench-server docs test-gpu test-gpu-offline bench-gpu clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -21,6 +21,20 @@ demo: $(VENV)/.installed-run  ## generate with and without speculation, and comp
 
 test: $(VENV)/.installed-dev  ## all tests that need no GPU, with coverage
 	$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal --cov=specengine --cov-report=term --cov-fail-under=90
+
+# in a copy of the sources, whose extensions take the place of the installed ones; SANITIZED_TESTS=tests/border is a part
+SANITIZED := build/sanitized
+SANITIZED_TESTS ?= tests
+WATCHERS = $(foreach name,asan ubsan stdc++,$(shell g++ -print-file-name=lib$(name).so))
+test-sanitized: $(VENV)/.installed-dev  ## all tests, extensions built to watch memory and undefined behaviour
+	$(PIP_INSTALL) -q pybind11
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	git ls-files -z | tar --null --files-from=- -cf - | tar -xf - -C $(SANITIZED)
+	cd $(SANITIZED) && SPECENGINE_SANITIZE=1 $(CURDIR)/$(RUN) setup.py -q build_ext --inplace
+	cd $(SANITIZED) && ls specengine/_expander*.so specengine/_cpu*.so
+	cd $(SANITIZED) && LD_PRELOAD="$(WATCHERS)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED) \
+	  $(CURDIR)/$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(SANITIZED_TESTS)
 
 # some clients want other versions than specengine: they have environments of their own, and speak to a server's process
 CLIENTS := .venv-clients

@@ -3,7 +3,8 @@ as specengine_csrc what NVRTC compiles where the CUDA library is not built.
 
 The CUDA library specengine/_cuda.so is built where nvcc is found (in CUDA_HOME/bin, else on the path) and somebody
 wants it: SPECENGINE_CUDA=1 or CUDA_HOME is set, or the machine has an NVIDIA device. So an installation for a CPU does
-not wait for it, even where nvcc is on the path. SPECENGINE_CUDA=0 leaves it out.
+not wait for it, even where nvcc is on the path. SPECENGINE_CUDA=0 leaves it out. SPECENGINE_SANITIZE=1 builds the
+extensions with the sanitizers for memory and undefined behaviour: `make test-sanitized`.
 """
 
 import os
@@ -45,6 +46,10 @@ SPECENGINE_CUDA=0 leaves it out.
 
 # A100; H100 and H200; and for what comes after them code that the driver compiles
 CUDA_TARGETS = ["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90"]
+
+# the sanitizers see more at -O1, and what they find ends the process; what torch and Python are made of has no types
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"]
+WATCHED = [*SANITIZERS, "-fno-omit-frame-pointer", "-g", "-O1"] if os.environ.get("SPECENGINE_SANITIZE") == "1" else []
 
 
 def nvcc() -> str | None:
@@ -131,7 +136,8 @@ def extensions() -> list[Extension]:
         include_dirs=["csrc"],
         depends=headers,
         cxx_std=17,
-        extra_compile_args=[] if sys.platform == "win32" else ["-O3"],
+        extra_compile_args=[] if sys.platform == "win32" else ["-O3", *WATCHED],
+        extra_link_args=WATCHED,
         optional=True,
     )
     forward = Pybind11Extension(
@@ -141,8 +147,8 @@ def extensions() -> list[Extension]:
         depends=[*headers, *sorted(glob("csrc/cpu/*.inl"))],
         cxx_std=17,
         # sums are the same bits wherever a row stands only if each is contracted to fused products in the same way
-        extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread"],
-        extra_link_args=["-pthread"],
+        extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread", *WATCHED],
+        extra_link_args=["-pthread", *WATCHED],
         optional=True,
     )
     return [expander, forward, *cuda]

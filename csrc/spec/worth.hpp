@@ -25,7 +25,7 @@ struct Knot {
 };
 
 inline Knot knot_of(float log_prob, int64_t knots) {
-  const float odds = log_prob - std::log1p(-std::exp(log_prob));  // NaN above 0, as far as rounding takes a certain one
+  const float odds = log_prob - std::log(-std::expm1(log_prob));  // NaN above 0, as far as rounding takes a certain one
   const float shown = odds < kOdds ? std::max(odds, -kOdds) : kOdds;
   const float at = (shown + kOdds) * (static_cast<float>(knots - 1) / (2 * kOdds));
   const int64_t low = std::min(static_cast<int64_t>(at), knots - 2);

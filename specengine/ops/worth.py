@@ -108,7 +108,7 @@ def chances(stated: Tensor, cells: Tensor, table: Tensor) -> Tensor:
 
 def knot_of(log_probs: Tensor, knots: int) -> Tensor:
     """Where on the knots of a table a probability stands: float32, 0 to knots - 1."""
-    odds = log_probs - torch.log1p(-log_probs.exp().clamp(max=1.0))  # +inf of a certain one
+    odds = log_probs - (-log_probs.expm1()).clamp(min=0.0).log()  # +inf of a certain one
     return (odds.clamp(-ODDS, ODDS) + ODDS) * ((knots - 1) / (2 * ODDS))
 
 

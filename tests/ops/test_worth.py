@@ -224,6 +224,15 @@ def arrays_of(tree):
 
 class TestChances:
     @each_backend
+    def test_what_rounding_takes_above_one_is_certain(self, backend):
+        """And the knots are told apart near it, where 1 - exp(x) has lost its digits."""
+        table = torch.arange(1, KNOTS + 1, dtype=torch.float32)[None] / KNOTS
+        stated = torch.tensor([1.2e-7, 0.5, 0.0, -1e-3])
+        found = ops.chances(stated, torch.zeros(4, dtype=torch.int64), table)
+        knot = (math.log(1e-3) * -1 + ODDS) * (KNOTS - 1) / (2 * ODDS)
+        torch.testing.assert_close(found.exp(), torch.tensor([1.0, 1.0, 1.0, (knot + 1) / KNOTS]), rtol=1e-4, atol=0)
+
+    @each_backend
     def test_linear_between_the_knots_and_flat_behind_them(self, backend):
         table = torch.linspace(0.1, 0.8, KNOTS)[None]
         odds = torch.tensor([-50.0, -ODDS, 0.0, 0.25, ODDS, 50.0])
