@@ -13,6 +13,7 @@ inline bool compact_rows(char* slab, int64_t planes, int64_t capacity, int64_t r
   if (count > 0 && (path[0] != 0 || prefix < 0 || path[count - 1] >= capacity - prefix)) return false;
   for (int64_t j = 1; j < count; ++j)
     if (path[j] <= path[j - 1]) return false;
+  if (row_bytes == 0) return true;
   int64_t first = 0;
   while (first < count && path[first] == first) ++first;
   for (int64_t plane = 0; plane < planes; ++plane) {
