@@ -34,7 +34,8 @@ from specengine.targets.native import NativeTarget
 from specengine.targets.tensor_parallel import lead_or_follow
 
 PLAIN = ("plain", "none")
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
