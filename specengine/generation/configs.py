@@ -98,6 +98,11 @@ class Configured:
             if (value or name in _NEVER_EMPTY) and value != neutral:
                 raise _unsupported(name, value, f"generation_config=GenerationConfig({name}={neutral}) goes without")
 
+    def check(self, context: Mapping[str, Any], *, samples: bool) -> None:
+        """Raise InputError for what transformers' processors refuse."""
+        for makers in (_BEFORE, _BEGINNING, *((_ABOVE_TOP_K, _CUTOFFS) if samples else ())):
+            self._made(makers, context)
+
     def before(self, context: Mapping[str, Any]) -> list[Processor]:
         """Processors that come before suppressed tokens."""
         return self._made(_BEFORE, context)

@@ -149,7 +149,7 @@ class GenerationOptions:
             raise InputError(f"min_new_tokens: got {shown(self.min_new_tokens)}, accepted up to {self.max_new_tokens}")
         self._max_length = prompt_length + self.max_new_tokens
         self.max_new_tokens = min(self.max_new_tokens, max_context - prompt_length)
-        self.sampler(prompt_length, "cpu")  # which refuses what transformers' processors refuse
+        configured.check(self._context(prompt_length, "cpu"), samples=self.samples)
         return self
 
     @classmethod
@@ -211,13 +211,7 @@ class GenerationOptions:
             chain.append(NoBadWordsLogitsProcessor(self.bad_words_ids, eos or None))
         if self.min_new_tokens and eos:
             chain.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos, device=device))
-        context = {
-            "eos": eos,
-            "prompt_length": prompt_length,
-            "max_length": self._max_length,
-            "device": device,
-            "forces_first": "forced_bos_token_id" in self._configured.values,
-        }
+        context = self._context(prompt_length, device)
         chain.extend(self._configured.before(context))
         if self.suppress_tokens:
             chain.append(SuppressTokensLogitsProcessor(self.suppress_tokens, device=device))
@@ -240,6 +234,16 @@ class GenerationOptions:
             chain.append(TypicalLogitsWarper(self.typical_p))
         chain.extend(self._configured.cutoffs(device))
         return Sampler(chain, self.seed, self.logprobs, coupled=self.coupled)
+
+    def _context(self, prompt_length: int, device: Any) -> dict[str, Any]:
+        """What processors of a config are made with."""
+        return {
+            "eos": self.eos_token_ids,
+            "prompt_length": prompt_length,
+            "max_length": self._max_length,
+            "device": device,
+            "forces_first": "forced_bos_token_id" in self._configured.values,
+        }
 
     def _imply_sampling(self) -> None:
         """Asking for a temperature or a truncation asks for sampling; a temperature of 0 asks for the greedy answer."""

@@ -124,8 +124,10 @@ def decoder(tokenizer: Any, shown: Collection[int] = ()) -> Decoder:
 
 def special_texts(tokenizer: Any) -> dict[int, str]:
     """The text of each token that the tokenizer leaves out of what it writes."""
+    named = (getattr(tokenizer, name, None) or () for name in ("all_special_ids", "all_special_tokens"))
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    return {token: item.content for token, item in added.items() if getattr(item, "special", False)}
+    special = {token: item.content for token, item in added.items() if getattr(item, "special", False)}
+    return dict(zip(*named, strict=False)) | special
 
 
 def _takes_options(tokenizer: Any) -> bool:

@@ -28,6 +28,7 @@ from specengine.modeling.configs import empty_model
 from specengine.modeling.families import Shape
 from specengine.modeling.loaded import Watch
 from specengine.modeling.twins import evaluating
+from specengine.text_files import read_text
 
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 BLOCKS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # of GGUF files, kept packed
@@ -146,11 +147,13 @@ def generation_config_of(folder: Path) -> GenerationConfig:
     """The defaults that transformers gives a folder's model: of generation_config.json, or of config.json where that
     is not there or no JSON. CheckpointError where it holds what makes no such config.
     """
+    file = folder / "generation_config.json"
     try:
         try:
-            return GenerationConfig.from_pretrained(folder)
-        except OSError:
+            fields = json.loads(read_text(file))
+        except (OSError, ValueError):
             return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+        return GenerationConfig.from_dict(fields)
     except Exception as error:  # over values of other types; transformers' loading fails by them as well
         text = " ".join(str(error).split())
         raise CheckpointError(

@@ -1,5 +1,7 @@
 """Generation configs as models bring them: what transformers makes of each key, or an error of ours."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from specengine import Engine
-from specengine.errors import InputError
+from specengine.errors import InputError, SpecEngineError
 from specengine.generation.outputs import GenerationResult
 from tests.engine.engines import PROMPT, engine_of, tokenizer, untouched
 from tests.toy import tiny
@@ -227,3 +229,20 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 def test_any_config_is_read_as_transformers_reads_it(fields: dict[str, Any]) -> None:
     found = ours(GenerationConfig(**fields))
     assert found is None or found == theirs(GenerationConfig(**fields))
+
+
+def test_the_file_of_a_folder_may_begin_with_a_mark_and_may_be_refused(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    file, end = tmp_path / "generation_config.json", answer()[3]
+    for mark in (b"", b"\xef\xbb\xbf"):
+        file.write_bytes(mark + json.dumps({"eos_token_id": end, "chat_format": "raw"}).encode())
+        found = Engine.from_pretrained(tmp_path, "none", backend="native").generate(PROMPT, max_new_tokens=COUNT)
+        assert (found.token_ids, found.finish_reason) == (answer()[: answer().index(end) + 1], "stop")
+    for fields in ({"max_new_tokens": -3}, {"early_stopping": "soon"}, {"max_new_tokens": "many"}):
+        file.write_text(json.dumps(fields))
+        with pytest.raises(SpecEngineError, match="generation.config"):
+            Engine.from_pretrained(tmp_path, "none", backend="native").generate(PROMPT, max_new_tokens=COUNT)
+    for text in ("", "{"):
+        file.write_text(text)
+        found = Engine.from_pretrained(tmp_path, "none", backend="native").generate(PROMPT, max_new_tokens=COUNT)
+        assert found.token_ids == answer()

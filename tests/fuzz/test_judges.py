@@ -50,10 +50,10 @@ def test_a_change_changes_the_model(name: str, family: str) -> None:
 def test_a_form_says_the_same_or_does_not_run(name: str) -> None:
     model = tiny()
     before = logits(model)
-    forms.change(model, random.Random(1), name)
     try:
+        forms.change(model, random.Random(1), name)
         found = logits(model)
-    except Finding:
+    except (Finding, RuntimeError):  # also where torch is built without such tensors
         assert name not in EXACT
         return
     assert name not in EXACT or torch.allclose(found, before, atol=1e-4)
