@@ -30,7 +30,7 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder, port = tmp_path_factory.mktemp("models") / "tiny", free_port()
     subprocess.run([PYTHON, "-m", "tests.serve.tiny_model", str(folder)], cwd=ROOT, check=True, capture_output=True)
     limits = ["--default-max-tokens", "8", "--max-tokens", "256", "--queue", "64"]
-    with running([str(folder), "--draft", "none", *limits], port=port, python=PYTHON, seconds=300):
+    with running([str(folder), "--draft", "none", "--strict-model", *limits], port=port, python=PYTHON, seconds=300):
         yield address(port)
 
 
