@@ -193,6 +193,8 @@ def blamed(error: Exception) -> Exception:
         return error
     owner = calls[-1][0]
     method = next(_method(found, frame) for found, frame in calls if found is owner)
+    if isinstance(error, InputError) and method == "expect":  # which refuses what a user asked for
+        return error
     kind = PolicyError if isinstance(owner, TreePolicy) else DrafterError
     what = str(error) if isinstance(error, InputError) else f"raised {type(error).__name__}: {error}"
     return kind(f"{_name(owner)}: {method}: {what}")

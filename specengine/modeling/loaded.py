@@ -93,8 +93,8 @@ class Watch:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether this is memory of the CPU, with nothing to be known of it but dtype, shape and strides."""
-    exact = type(tensor) in (Tensor, nn.Parameter)
-    return exact and tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    exact = type(tensor) in (Tensor, nn.Parameter) and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+    return exact and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def _numbers_of(tensor: Tensor) -> list[Tensor] | None:
     """The dense tensors that this one is made of; None where they cannot be had."""
     if type(tensor) in (Tensor, nn.Parameter):
         known = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
-        return [tensor.detach()] if known else None
+        return [tensor.detach().resolve_neg().resolve_conj()] if known else None
     try:
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = [_numbers_of(getattr(tensor, name)) for name in names]

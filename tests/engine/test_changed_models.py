@@ -492,7 +492,7 @@ def test_weights_without_memory_are_never_read_from_an_address(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("backend", [None, "huggingface"])
-@pytest.mark.parametrize("kind", ["sparse", "mkldnn", "quantized", "meta", "strided"])
+@pytest.mark.parametrize("kind", ["sparse", "mkldnn", "quantized", "meta", "strided", "negated"])
 def test_weights_of_any_layout_are_run_or_refused_by_name(kind: str, backend: str | None) -> None:
     model = tiny(initializer_range=0.2)
     wanted = answer(fresh(model, "huggingface"))
@@ -504,12 +504,13 @@ def test_weights_of_any_layout_are_run_or_refused_by_name(kind: str, backend: st
         "quantized": lambda: torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
         "meta": lambda: dense.to("meta"),
         "strided": lambda: dense.t().contiguous().t(),
+        "negated": lambda: torch._neg_view(-dense),
     }[kind]()
     linear.weight = nn.Parameter(made, requires_grad=False)
     try:
         found = answer(fresh(model, backend))
     except UnsupportedModelError:
-        assert kind != "strided"
+        assert kind not in ("strided", "negated")
     else:
         assert found == wanted
 

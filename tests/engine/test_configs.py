@@ -240,7 +240,7 @@ def test_the_file_of_a_folder_may_begin_with_a_mark_and_may_be_refused(tmp_path:
         assert (found.token_ids, found.finish_reason) == (answer()[: answer().index(end) + 1], "stop")
     for fields in ({"max_new_tokens": -3}, {"early_stopping": "soon"}, {"max_new_tokens": "many"}):
         file.write_text(json.dumps(fields))
-        with pytest.raises(SpecEngineError, match="generation.config"):
+        with pytest.raises(SpecEngineError, match=r"generation.config"):
             Engine.from_pretrained(tmp_path, "none", backend="native").generate(PROMPT, max_new_tokens=COUNT)
     for text in ("", "{"):
         file.write_text(text)

@@ -48,7 +48,8 @@ def test_an_engine_loaded_with_graphs_answers_as_one_without() -> None:
     found = Engine.from_pretrained(model(), near_copy(), "talon", graphs=True).generate(PROMPT, max_new_tokens=8)
     assert found.token_ids == expected.token_ids
     noted = "graphs: without a CUDA device the padded forwards run uncaptured"
-    assert found.stats.notes == [*([] if DEVICE.type == "cuda" else [noted]), NOTE]
+    about_graphs = [note for note in found.stats.notes if note.startswith("graphs")]
+    assert about_graphs == [*([] if DEVICE.type == "cuda" else [noted]), NOTE]
     assert len(found.stats.host_shares) == 1  # of the first cycle, which the host made
     assert not expected.stats.notes
 

@@ -108,5 +108,5 @@ def test_appended_tokens_change_nothing_for_the_others(version: Literal[1, 3]) -
 
 @pytest.mark.parametrize("size", [VOCABULARY - 1, VOCABULARY + MOST_APPENDED + 1])
 def test_another_vocabulary_is_refused_with_what_to_do(tmp_path: Path, size: int) -> None:
-    with pytest.raises(InputError, match=f"vocabulary 260, this one has {size}; train a head for it"):
+    with pytest.raises(InputError, match=f"vocabulary 260, this one has {size}; train one for this target"):
         Engine.from_pretrained(deep(vocab_size=size), saved(tmp_path))
