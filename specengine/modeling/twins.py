@@ -39,7 +39,8 @@ def twin(module: M, replace: Callable[[nn.Module], nn.Module | None] = lambda pa
             copies[id(part)] = made = _like(part) if replacement is None else replacement
             if replacement is None:
                 own[id(part)] = made
-                made._modules = {name: child and copied(child) for name, child in part._modules.items()}
+                children = part._modules.items()  # an empty list of modules is false
+                made._modules = {name: None if child is None else copied(child) for name, child in children}
         return copies[id(part)]
 
     found: Any = copied(module)

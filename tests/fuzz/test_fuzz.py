@@ -1,4 +1,4 @@
-"""A hundred spoiled configs, prompts and option sets: each is answered or refused by name."""
+"""A hundred spoiled configs, prompts and option sets, models and folders: each is answered or refused by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from specengine.errors import shown
 from tests.fuzz import cases, running
 from tests.fuzz.cases import Outcome, Workplace
+from tests.fuzz.workers import worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,6 +21,15 @@ def test_spoiled_input_is_answered_or_refused(tmp_path: Path) -> None:
     for kind in cases.SPOILED:
         assert sum(report.counts[kind].values()) == 17
     assert sum(counted["answered"] for counted in report.counts.values()) > 10
+
+
+def test_models_and_folders_that_change_are_answered_as_they_are_or_refused() -> None:
+    """In a process of its own: what ends it is found, too."""
+    with worker() as run:
+        report = running.fuzz(run, 48, seed=0, kinds=tuple(cases.GIVEN))
+    assert not report.findings, "\n".join(report.findings)
+    for kind in cases.GIVEN:
+        assert report.counts[kind]["answered"] >= 4
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)

@@ -111,6 +111,7 @@ def test_tied_weights_are_told_from_equal_ones() -> None:
 
 def test_a_twin_shares_weights_and_nothing_else() -> None:
     model = tiny(attention_dropout=0.5)
+    model.adapters = nn.ModuleDict()  # empty, and a module all the same
     model.train()
     made = evaluating(model)
     assert not any(part.training for part in made.modules())
