@@ -37,7 +37,7 @@ from specengine import Engine, ops, policies
 from specengine import captured as captured_driver
 from specengine import checkpoints as models
 from specengine.drafters.eagle import Eagle
-from specengine.errors import SpecEngineError
+from specengine.errors import is_fault
 
 T = TypeVar("T")
 POLICIES = ("eagle", "talon", "salf", "chain")
@@ -81,7 +81,7 @@ class Field:
                 raise
             self.ways.pop(name, None)
             self.engines.pop(name, None)
-            fault, reason = not isinstance(error, SpecEngineError), _reason(error)
+            fault, reason = is_fault(error), _reason(error)
             print(f"{name} {'failed' if fault else 'cannot run'}: {reason}", file=sys.stderr, flush=True)
             self.dropped.append({"record": "not run", "way": name, "reason": reason, "fault": fault})
             return None

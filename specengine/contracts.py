@@ -250,7 +250,7 @@ def _handed_over(frames: Sequence[FrameType], error: Exception) -> PolicyError |
     return None
 
 
-_NONE = Nodes.of(torch.empty(0, dtype=torch.int64))
+_NONE = Nodes.of(torch.empty(0, dtype=torch.int64, device="cpu"))
 
 
 def _name(owner: Any) -> str:

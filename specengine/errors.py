@@ -88,6 +88,12 @@ class MissingExtraError(SpecEngineError, ImportError):
 CHECKOUT = Path(__file__).parent.parent  # where this package lies in one
 
 
+def is_fault(error: Exception) -> bool:
+    """Return whether an error is not specengine's own: one from inside a policy or a drafter is its author's."""
+    blamed = isinstance(error, PolicyError | DrafterError) and isinstance(error.__cause__, Exception)
+    return not isinstance(error.__cause__ if blamed else error, SpecEngineError)
+
+
 def missing_extra(what: str, extra: str, error: ImportError) -> MissingExtraError:
     """Return the error of `what`, which needs a package that the extra `extra` of specengine brings."""
     return MissingExtraError(f"{what}: {error.name} is not installed; it comes with: {install_command(extra)}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-import torch
-
 DEEPEST = 4  # levels of lists and dicts; no option has more
 
 
@@ -24,7 +22,7 @@ def plain(value: Any, levels: int = DEEPEST) -> Any:
         return {plain(name, levels - 1): plain(item, levels - 1) for name, item in value.items()}
     if is_array(value):
         try:
-            value = value.detach().tolist() if isinstance(value, torch.Tensor) else value.tolist()
+            value = (value.detach() if hasattr(value, "detach") else value).tolist()
         except (RuntimeError, NotImplementedError):  # of a tensor without numbers
             return value
     if is_number(value) and not isinstance(value, bool):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Each module may import its own layer and those above it in this list. A new module goes into one of them.
 LAYERS = (
-    {"errors", "registry", "costs", "_expander", "_cpu"},
+    {"errors", "plain", "text_files", "registry", "costs", "_expander", "_cpu"},
     {"ops"},
     {"tree", "records"},
     {"generation", "modeling", "checkpoints", "cuda_graphs", "policies", "drafters", "targets"},

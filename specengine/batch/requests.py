@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specengine.engine import Engine
-from specengine.errors import InputError, MissingExtraError, shown
+from specengine.errors import InputError, missing_extra, shown
 from specengine.records import Stats
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -27,7 +27,7 @@ def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
         from specengine.serve.problems import of_validation
         from specengine.serve.requests import ChatRequest, CompletionRequest
     except ImportError as error:
-        raise MissingExtraError(f"OpenAI's requests need {error.name}: pip install 'specengine[serve]'") from error
+        raise missing_extra("OpenAI's requests", "serve", error) from error
     url, body = entry.get("url", CHAT), entry["body"]
     if url not in (CHAT, TEXT):
         raise InputError(f"url: got {shown(url)}, accepted {CHAT}, {TEXT}")

@@ -15,7 +15,7 @@ from specengine.benchmark.prompts import Workload
 from specengine.benchmark.ways import PLAIN, Decoder, Way
 from specengine.checking import Judged, judge
 from specengine.engine import Engine
-from specengine.errors import SpecEngineError
+from specengine.errors import is_fault
 from specengine.generation.outputs import decoder
 from specengine.generation.prompts import Prompt
 
@@ -140,7 +140,7 @@ class Run:
         """It takes no further part. An error that is not specengine's own is a fault."""
         if way.name == PLAIN:
             raise error
-        fault = not isinstance(error, SpecEngineError)
+        fault = is_fault(error)
         self.faults += fault
         self.ways = [other for other in self.ways if other is not way]
         reason = f"{type(error).__name__}: {error}"

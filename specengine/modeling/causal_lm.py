@@ -28,7 +28,7 @@ from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.loaded import Watch
 from specengine.modeling.packing import Packed, worth_packing
 from specengine.modeling.rows import Rows
-from specengine.modeling.twins import evaluating
+from specengine.modeling.twins import evaluating, set_attention
 from specengine.tree import TokenTree
 
 Logits = Literal["none", "last", "all"]
@@ -338,11 +338,11 @@ class CausalLM:
     def _choose_attention(self) -> None:
         """Take the tree attention where the model honours it, else a dense mask; raise where that fails too."""
         if self._twin._can_set_attn_implementation():
-            self._twin.set_attn_implementation(ATTENTION)
+            set_attention(self._twin, ATTENTION)
         self._dense_mask = self.config._attn_implementation != ATTENTION
         fault = self._fault()
         if fault and not self._dense_mask:
-            self._twin.set_attn_implementation("eager")
+            set_attention(self._twin, "eager")
             self._dense_mask = True
             fault = self._fault()
         if fault:
@@ -460,7 +460,7 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
     device, size = model.get_input_embeddings().weight.device, model.get_input_embeddings().weight.shape[0]
     rated = []
     for last in (4, 5):
-        tokens = torch.tensor([[token % size for token in (1, 2, 3, last)]], device=device)
+        tokens = torch.tensor([[token % size for token in (1, 2, 3, last)]], dtype=torch.int64, device=device)
         logits = model(input_ids=tokens, use_cache=False).logits[0]
         rated.append(logits.float().nan_to_num(0.0, 0.0, 0.0))
     changed = (rated[0] - rated[1]).abs().amax(dim=-1)

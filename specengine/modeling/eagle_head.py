@@ -403,12 +403,12 @@ def with_appended_tokens(
         return config, added
     if config.own_embeddings:
         table = added["embed_tokens.weight"]
-        rows = target.embed(torch.arange(known, size, device=target.device)).to(table)
+        rows = target.embed(torch.arange(known, size, dtype=torch.int64, device=target.device)).to(table)
         added["embed_tokens.weight"] = torch.cat([table, rows])
     if config.version == 1 or not config.own_head:
         return replace(config, vocab_size=size, draft_vocab_size=size), added
     if config.draft_vocab_size == known:
-        added["d2t"] = torch.zeros(known, dtype=torch.int64)
+        added["d2t"] = torch.zeros(known, dtype=torch.int64, device="cpu")
     return replace(config, vocab_size=size), added
 
 

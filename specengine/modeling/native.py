@@ -42,6 +42,18 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 TOLERANCE_AT_THE_END = {torch.float32: 1e-2, torch.bfloat16: 0.5}
 _CHECKED = (1, 2, 3, 5, 7)  # tokens
 _FARTHEST = 4095  # position that is tried
+# Settings of modules that change no answer; sizes are those of the tensors, whatever a resized model still says.
+_WITHOUT_EFFECT = {
+    "training",
+    "gradient_checkpointing",
+    "attention_dropout",
+    "p",  # of a dropout
+    "padding_idx",
+    "vocab_size",
+    "num_embeddings",
+    "in_features",
+    "out_features",
+}
 
 
 def instruction_sets() -> list[str]:
@@ -334,7 +346,7 @@ def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Mod
         )
     for setting, value in vars(plain).items():
         given = vars(module).get(setting)
-        if isinstance(value, int | float | str) and setting != "training" and given != value:
+        if isinstance(value, int | float | str) and setting not in _WITHOUT_EFFECT and given != value:
             raise UnsupportedModelError(f"native: {name}.{setting} is {given!r}, the config makes it {value!r}")
 
 

@@ -257,7 +257,8 @@ class ModelSource(Source):
 def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], **inputs: Tensor) -> list[Tensor]:
     """Return hidden states `ids`, float32 [tokens, hidden size] each, of tokens that see those before them."""
     model.config._attn_implementation = "eager"
-    mask = torch.full((len(positions),) * 2, torch.finfo(model.dtype).min, dtype=model.dtype).triu(1)
+    size = (len(positions),) * 2
+    mask = torch.full(size, torch.finfo(model.dtype).min, dtype=model.dtype, device=positions.device).triu(1)
     out = model.get_decoder()(
         **inputs,
         position_ids=positions[None],

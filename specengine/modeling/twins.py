@@ -60,6 +60,16 @@ def evaluating(model: PreTrainedModel) -> PreTrainedModel:
     return made
 
 
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Choose a twin's attention, also in layers whose config is not the model's own: those of another model's."""
+    model.set_attn_implementation(name)
+    chosen = model.config.get_text_config(decoder=True)
+    for part in model.modules():
+        config = vars(part).get("config")
+        if type(config) is type(chosen):
+            config._attn_implementation_internal = name
+
+
 def _like(part: nn.Module) -> nn.Module:
     made: nn.Module = object.__new__(type(part))  # copy.copy refuses modules with parametrizations
     made.__dict__.update(part.__dict__)

@@ -525,3 +525,15 @@ def test_a_model_made_for_inference_alone_answers(dtype: torch.dtype, backend: s
     with torch.inference_mode():
         model.lm_head.weight.mul_(-1)
     assert answer(engine) == answer(fresh(model, backend))
+
+
+@pytest.mark.parametrize("size", [60, 400])
+def test_a_resized_vocabulary_is_run_natively(size: int) -> None:
+    model = tiny(initializer_range=0.2)
+    engine = fresh(model)
+    model.resize_token_embeddings(size, mean_resizing=False)
+    ids = torch.tensor([PROMPT])
+    wanted = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, len(PROMPT) :].tolist()
+    for given in (engine, fresh(model)):
+        assert answer(given) == wanted
+        assert given.target.backend.startswith("native")

@@ -421,7 +421,6 @@ REFUSED = {
     "text_large_number",
     "text_list",
     "text_many_digits",
-    "text_mark",
     "text_nan",
     "text_true",
 }

@@ -50,7 +50,7 @@ def check(schema: Any) -> bool:
     assert drafted.token_ids == plain.token_ids
     assert drafted.finish_reason == plain.finish_reason
     if plain.finish_reason == "stop":
-        given = json.loads(schema) if isinstance(schema, str) else schema
+        given = json.loads(schema.removeprefix("\ufeff")) if isinstance(schema, str) else schema
         kind = validator_for(given)
         found, dialect = json.loads(plain.text), given.get("pattern") in OTHER_DIALECT
         with contextlib.suppress(RecursionError):  # of the validator, over long chains

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("triton", reason="needs triton: pip install 'specengine[kernels]'")
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 import torch
 import triton
 import triton.language as tl
