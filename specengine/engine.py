@@ -329,6 +329,7 @@ class Engine:
         caches = [cache for part in (self.target, self.drafter) if (cache := getattr(part, "cache", None)) is not None]
         return WarmUp.of(captured.graphs, caches)
 
+    @torch.inference_mode()
     def refresh(self) -> None:
         """Take in all that was changed on the models that this engine was given loaded.
 
@@ -346,6 +347,7 @@ class Engine:
         finally:
             self._busy.release()
 
+    @torch.inference_mode()
     def follow(self) -> None:
         """As `refresh`, numbers apart, which are looked at when an answer begins; nothing while one is under way."""
         if self._models and self._busy.acquire(blocking=False):
@@ -368,6 +370,7 @@ class Engine:
             self.drivers = KeptDrivers(parts.target, parts.drafter, parts.policy)
             self._vocabularies = Vocabularies(self.tokenizer, parts.target.vocab_size)
 
+    @torch.inference_mode()
     def reset(self) -> None:
         """Forget all cached tokens."""
         self.target.reset()
@@ -404,8 +407,9 @@ class Engine:
 
     def _scored(self, tokens: list[int], top: int) -> Iterator[TokenLogprob]:
         with self._serving():
-            self.target.reset()
-            self.target.reserve(len(tokens), 0)
+            with torch.inference_mode():
+                self.target.reset()
+                self.target.reserve(len(tokens), 0)
             for first in range(0, len(tokens) - 1, SCORED_ROWS):
                 with self.target.running():
                     yield from self._rated(tokens, first, min(first + SCORED_ROWS, len(tokens) - 1), top)

@@ -77,7 +77,8 @@ def _as_if_alone(run: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(run)
     def alone(*arguments: P.args, **options: P.kwargs) -> T:
-        with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        own_dtypes = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+        with torch.device("cpu"), own_dtypes[0], own_dtypes[1], torch.inference_mode(False):
             return run(*arguments, **options)
 
     return alone

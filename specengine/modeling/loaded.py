@@ -167,7 +167,7 @@ class _Reading:
 
     def _weight(self, module: str, name: str, weight: Tensor) -> Any:
         owner = self._owners.setdefault(id(weight), f"{module}.{name}")  # tells tied weights from equal ones
-        return name, owner, type(weight), weight.shape, weight.dtype, weight.device
+        return name, owner, type(weight), weight.shape, weight.dtype, weight.device, weight.layout, is_plain(weight)
 
     def _buffer(self, module: nn.Module, name: str, buffer: Tensor) -> Any:
         if _changes_itself(module, name):

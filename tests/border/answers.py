@@ -29,7 +29,7 @@ DRAFTS: dict[str, tuple[str, ...]] = {
     "ngram": ("chain",),
 }
 FEW = ("auto", "eagle", "salf", "c2t", "dynatree")  # where no number's dtype changes
-LOADED_BEFORE = ("inference mode",)  # weights made in it are a matter of their own
+LOADED_BEFORE: tuple[str, ...] = ()  # settings under which engines cannot be loaded
 REMEMBER = ("recycling", "loaded", "eagle-3")
 WITHOUT = "none"
 

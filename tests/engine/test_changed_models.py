@@ -537,3 +537,32 @@ def test_a_resized_vocabulary_is_run_natively(size: int) -> None:
     for given in (engine, fresh(model)):
         assert answer(given) == wanted
         assert given.target.backend.startswith("native")
+
+
+@pytest.mark.parametrize("kind", ["csr", "mkldnn"])
+@pytest.mark.parametrize("backend", [None, "huggingface"])
+def test_a_layout_that_changes_beside_an_engine_is_run_or_refused(kind: str, backend: str | None) -> None:
+    model, draft = tiny(initializer_range=0.2), near_copy()
+    engine = fresh(model, backend, draft=draft)
+    wanted = answer(engine)
+    for given in (draft, model):
+        linear = given.model.layers[1].mlp.down_proj
+        dense = linear.weight.detach()
+        other = dense.to_sparse_csr() if kind == "csr" else dense.to_mkldnn()
+        linear.weight = nn.Parameter(other, requires_grad=False)
+        try:
+            assert answer(engine) == wanted
+        except UnsupportedModelError:
+            linear.weight = nn.Parameter(dense)
+            assert answer(engine) == wanted
+
+
+def test_an_engine_loaded_for_inference_alone_works_outside_of_it() -> None:
+    with torch.inference_mode():
+        engine = fresh(tiny())
+        before = answer(engine)
+    assert answer(engine) == before
+    engine.reset()
+    list(engine.score(PROMPT))
+    engine.refresh()
+    assert answer(engine) == before
