@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -67,7 +68,8 @@ def _asked(place: Any, given: dict[str, Any]) -> Outcome:
         folder = Path(made) / given["family"]
         shutil.copytree(_sound(place.folder, given["family"]), folder)
         for name, seed in given["extras"]:
-            EXTRAS[name](folder, random.Random(seed))
+            with contextlib.suppress(ValueError):  # a config that another change has cut short
+                EXTRAS[name](folder, random.Random(seed))
         try:
             options = {"offline": True, "progress": str, **given["options"]}
             engine = Engine.from_pretrained(str(folder), "ngram", "chain", **options)

@@ -132,7 +132,7 @@ class Life:
     def change(self, name: str, where: str, seed: int) -> None:
         """What does not apply to this model, as torch says, is left out."""
         model, pick = self.model if where == "target" or self.draft is None else self.draft, random.Random(seed)
-        with contextlib.suppress(AttributeError, RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError, BufferError):
             if name in forms.FORMS:
                 forms.change(model, pick, name)
             else:
