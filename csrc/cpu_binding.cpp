@@ -192,17 +192,20 @@ void run_head(Draft& draft, handle positions, int64_t prefix, int64_t start, han
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 4;  // specengine/modeling/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 5;  // specengine/modeling/extension.py asks for it: an extension may be left from other sources
   module.def("instruction_sets", [] {
     std::vector<std::string> names;
     for (const cpu::Kernels* kernels : cpu::available_kernels()) names.push_back(kernels->name);
     return names;
   });
-  module.def("checksum", [](handle bytes, int64_t threads) {
-    const auto given = take<uint8_t>(bytes, "bytes", {at_least(1)});
+  // of a tensor of whatever dtype
+  module.def("checksum", [](handle tensor, int64_t threads) {
+    border::Tensor given;
+    if (!border::read(tensor, given) || !given.is_contiguous())
+      border::refuse("tensor", border::described(tensor), "a contiguous one on the CPU");
     const int most = threads_of(threads);
     py::gil_scoped_release release;
-    return cpu::checksum(given.at(), given.size(0), most);
+    return cpu::checksum(static_cast<const unsigned char*>(given.data), given.bytes(), most);
   });
   py::class_<cpu::Weights, std::shared_ptr<cpu::Weights>>(module, "Weights")
       .def(py::init([](int64_t threads) { return std::make_shared<cpu::Weights>(threads_of(threads)); }))

@@ -333,7 +333,7 @@ class Engine:
     def refresh(self) -> None:
         """Take in all that was changed on the models that this engine was given loaded.
 
-        Every answer begins with that by itself; it costs about as much as one token. Weights are packed again, caches
+        Every answer begins with that by itself, which reads the weights once. Weights are packed again, caches
         that belong to what was are forgotten, and where more than numbers was changed (adapters, sizes, dtypes,
         modules, settings) target and draft are made anew, as for a new engine. UnsupportedModelError where the model
         has become one that cannot be run, or a Drafter was brought along for what it was; EngineBusyError.

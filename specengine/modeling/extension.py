@@ -7,7 +7,7 @@ from typing import Any
 
 from specengine.errors import BackendError
 
-INTERFACE = 4  # as in csrc/cpu_binding.cpp
+INTERFACE = 5  # as in csrc/cpu_binding.cpp
 try:
     _extension: Any = importlib.import_module("specengine._cpu")
 except ImportError:  # no compiler was there at installation

@@ -39,7 +39,7 @@ _WITHOUT_EFFECT = {
     "gradient_checkpointing",
 }
 _TABLES = ("_parameters", "_buffers", *_HOOKS)
-_SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
+_SCALARS = {int, float, str, bool, bytes, type(None), torch.dtype, torch.device}
 _BLOCK = (1 << 24) - 3  # numbers of a checksum in torch at once
 
 
@@ -49,14 +49,14 @@ class _Part:
 
     values  of its attributes, in their order
     facts   of its attributes by name, in values that compare equal as long as nothing has changed
-    loose   names of attributes that may change while their values stay the same objects
+    loose   those of attributes that may change while their values stay the same objects
     """
 
     name: str
     module: nn.Module
     values: tuple[Any, ...]
     facts: dict[str, Any]
-    loose: list[str]
+    loose: dict[str, Any]
 
 
 class Watch:
@@ -64,26 +64,30 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kept: list[Any] = []  # whose ids stand in the facts: no other object may get them
-        reading = _Reading(self._kept)
+        reading = _Reading({})
         self._seen = [reading.part(name, module) for name, module in model.named_modules()]
+        self._settings = reading.settings()
+        self._configs = reading.configs
+        self._kept = reading.kept  # whose ids stand in the facts: no other object may get them
 
     def changed(self) -> str:
         """Return the first thing that is not as it was, numbers apart; empty where there is none."""
-        seen, reading = iter(self._seen), _Reading([])
+        seen, reading = iter(self._seen), _Reading(dict(self._configs))
         for name, module in self._model.named_modules():
             was = next(seen, None)
             if was is None or was.name != name or was.module is not module:
                 return f"module {name or type(module).__name__}"
             values = tuple(vars(module).values())
             same = len(values) == len(was.values) and all(map(operator.is_, values, was.values))
-            known = {own: was.facts.get(own) for own in was.loose} if same else was.facts
-            now = reading.facts(name, module, was.loose if same else vars(module))
+            known = was.loose if same else was.facts
+            now = reading.facts(name, module, known if same else vars(module))
             if now != known:
                 differing = min(own for own in now.keys() | known.keys() if now.get(own) != known.get(own))
                 return f"{name}.{differing}" if name else differing
             was.values = values
-        return "" if (gone := next(seen, None)) is None else f"module {gone.name}"
+        if (gone := next(seen, None)) is not None:
+            return f"module {gone.name}"
+        return "" if reading.settings() == self._settings else "config"
 
     def contents(self) -> list[Any]:
         """Return checksums of all parameters and buffers; of a tensor that cannot be read, a value like no other."""
@@ -102,8 +106,8 @@ def checksums(tensors: list[Tensor]) -> list[Any]:
     """Return a value for each tensor that changes whenever one of its numbers does, with all but certainty."""
     found: list[Any] = []
     for tensor in tensors:
-        if is_plain(tensor) and tensor.numel() and is_built():
-            given = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if is_plain(tensor) and is_built():
+            given = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
             found.append(extension().checksum(given, threads.count()))
         else:
             parts = _numbers_of(tensor)
@@ -138,17 +142,21 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 class _Reading:
-    """One reading of a model's modules; kept: takes the objects that count by identity."""
+    """One reading of a model's modules.
 
-    def __init__(self, kept: list[Any]) -> None:
-        self._kept = kept
-        self._configs: dict[int, Any] = {}
+    kept     the objects that count by identity
+    configs  by id, those known beforehand included: they count by identity too, and what they say is read once for all
+    """
+
+    def __init__(self, configs: dict[int, PretrainedConfig]) -> None:
+        self.kept: list[Any] = []
+        self.configs = configs
         self._owners: dict[int, str] = {}
 
     def part(self, name: str, module: nn.Module) -> _Part:
         facts = self.facts(name, module, vars(module))
-        loose = [own for own in facts if own in _TABLES or not isinstance(vars(module)[own], _SCALARS)]
-        return _Part(name, module, tuple(vars(module).values()), facts, loose)
+        tables = {own: fact for own, fact in facts.items() if own in _TABLES or type(fact) is list}
+        return _Part(name, module, tuple(vars(module).values()), facts, tables)
 
     def facts(self, name: str, module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -159,8 +167,8 @@ class _Reading:
             elif own == "_buffers":
                 found[own] = [self._buffer(module, *item) for item in value.items() if item[1] is not None]
             elif own in _HOOKS:
-                hooks = [hook for hook in value.values() if getattr(hook, "__module__", None) != RECORDING]
-                found[own] = self._frozen(hooks)
+                found[own] = [id(hook) for hook in value.values() if getattr(hook, "__module__", None) != RECORDING]
+                self.kept += value.values()
             elif own not in _WITHOUT_EFFECT and not _changes_itself(module, own):
                 found[own] = self._frozen(value)
         return found
@@ -172,28 +180,36 @@ class _Reading:
     def _buffer(self, module: nn.Module, name: str, buffer: Tensor) -> Any:
         if _changes_itself(module, name):
             return name
-        self._kept.append(buffer)
+        self.kept.append(buffer)
         return name, id(buffer), buffer.shape, buffer.dtype, buffer.device
 
     def _frozen(self, value: Any, depth: int = 4) -> Any:
-        """Return what compares equal to a later one as long as nothing in it changed; objects count by identity."""
-        if isinstance(value, _SCALARS):
+        """Return what compares equal to a later one as long as nothing in it changed; objects count by identity.
+
+        Lists for what may change in place, of sets and dicts too.
+        """
+        kind = type(value)
+        if kind in _SCALARS:
             return value if value == value else "nan"
-        if depth and isinstance(value, dict):
-            return [(self._frozen(key, 0), self._frozen(part, depth - 1)) for key, part in value.items()]
-        if depth and isinstance(value, list | tuple):
-            return [self._frozen(part, depth - 1) for part in value]
-        if depth and isinstance(value, set | frozenset):
-            return {self._frozen(part, 0) for part in value}
-        if isinstance(value, PretrainedConfig):
-            if id(value) not in self._configs:
-                self._configs[id(value)] = None  # a config may know itself
-                known = {key: part for key, part in vars(value).items() if key not in _WITHOUT_EFFECT}
-                self._configs[id(value)] = self._frozen(known)
-                self._kept.append(value)
-            return self._configs[id(value)]
-        self._kept.append(value)
-        return type(value), id(value)
+        if depth and issubclass(kind, dict):
+            return [kind, *((self._frozen(key, 0), self._frozen(part, depth - 1)) for key, part in value.items())]
+        if depth and issubclass(kind, list | tuple):
+            return [kind, *(self._frozen(part, depth - 1) for part in value)]
+        if depth and issubclass(kind, set | frozenset):
+            return [kind, {self._frozen(part, 0) for part in value}]
+        if issubclass(kind, PretrainedConfig):
+            self.configs.setdefault(id(value), value)
+        self.kept.append(value)
+        return kind, id(value)
+
+    def settings(self) -> dict[int, Any]:
+        """Return what all configs say that are known, and those in them."""
+        found: dict[int, Any] = {}
+        while waiting := [key for key in self.configs if key not in found]:
+            for key in waiting:
+                said = vars(self.configs[key]).items()
+                found[key] = [(name, self._frozen(value)) for name, value in said if name not in _WITHOUT_EFFECT]
+        return found
 
 
 def _changes_itself(module: nn.Module, name: str) -> bool:

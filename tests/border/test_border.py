@@ -334,3 +334,17 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
 def test_a_number_of_threads_that_is_none_is_refused(threads: int) -> None:
     with pytest.raises(ValueError, match="threads: got"):
         _cpu.Weights(threads)
+
+
+@pytest.mark.skipif(_cpu is None, reason="the extension specengine._cpu is not built")
+def test_a_checksum_reads_contiguous_memory_of_the_cpu_alone() -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64):
+        assert _cpu.checksum(whole.to(dtype), 1) == _cpu.checksum(whole.to(dtype).clone(), 2)
+    assert _cpu.checksum(torch.empty(0), 1) == _cpu.checksum(torch.empty(0, 3), 1)
+    for wrong in (whole.t(), whole[:, ::2], whole.to("meta"), whole.to_sparse(), None, 3, [1.0]):
+        with pytest.raises((ValueError, TypeError), match=r"tensor: got .* accepted a contiguous one|incompatible"):
+            _cpu.checksum(wrong, 1)
+    for threads in (0, -1, 1 << 40):
+        with pytest.raises(ValueError, match="threads"):
+            _cpu.checksum(whole, threads)
