@@ -122,7 +122,7 @@ def test_asking_for_health_is_no_failed_request() -> None:
     [
         (b"[" * 100_000, "nested too deep"),
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", "too many digits"),
-        (gzip.compress(b"{}"), "looks compressed"),
+        (gzip.compress(b"{}", mtime=0), "looks compressed"),
         (b"\xff", "byte 0 is no UTF-8"),
         (b'{"a": }', "at character 6"),
         (b"", "must be a JSON object"),
@@ -139,7 +139,7 @@ def test_a_body_that_is_not_read_says_why(hasty: Served, body: bytes, said: str)
 
 def test_a_compressed_body_is_refused_by_its_header(hasty: Served) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    answer = hasty.client.post("/v1/chat/completions", content=gzip.compress(b"{}"), headers=headers)
+    answer = hasty.client.post("/v1/chat/completions", content=gzip.compress(b"{}", mtime=0), headers=headers)
     assert answer.status_code == 415
     assert "compressed" in answer.json()["error"]["message"]
 
