@@ -20,7 +20,7 @@ import jsonschema
 
 from bench import provenance
 from specengine import Engine
-from specengine.generation.grammars import Constraint
+from specengine.request.grammars import Constraint
 
 _PERSON = (
     "Extract the person.\n\nDr. Maria Keller, born in 1961 in Basel, has taught physics at the university of Bern "

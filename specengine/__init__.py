@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from specengine.drafters import Drafter
     from specengine.engine import Engine
     from specengine.errors import SpecEngineError
-    from specengine.generation.outputs import GenerationResult, StreamPiece
-    from specengine.generation.prompts import Prompt
     from specengine.generation.session import Session
     from specengine.policies import TreePolicy
-    from specengine.records import Cycle, Stats
+    from specengine.records import Cycle, GenerationResult, Stats, StreamPiece
+    from specengine.request.prompts import Prompt
 
 __all__ = [
     "Cycle",
@@ -35,11 +34,11 @@ _MODULES = {
     "Cycle": "records",
     "Drafter": "drafters",
     "Engine": "engine",
-    "GenerationResult": "generation.outputs",
+    "GenerationResult": "records",
     "Session": "generation.session",
     "SpecEngineError": "errors",
     "Stats": "records",
-    "StreamPiece": "generation.outputs",
+    "StreamPiece": "records",
     "TreePolicy": "policies",
 }
 

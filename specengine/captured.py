@@ -22,10 +22,10 @@ from specengine.cuda_graphs import WARM_UPS, Graphs, room
 from specengine.cycle import Draft, EagerDriver
 from specengine.drafters import Drafter
 from specengine.drafters._coupled import Coupled
-from specengine.generation.sampling import Sampler, refuse_no_choice, signed
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds
+from specengine.request.sampling import Sampler, refuse_no_choice, signed
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree, overfull
 

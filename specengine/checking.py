@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.generation.outputs import GenerationResult, decoder
-from specengine.generation.prompts import Prompt
-from specengine.generation.sampling import History, Sampler, refuse_no_choice
 from specengine.generation.text_generation import TextGeneration
+from specengine.records import GenerationResult
+from specengine.request.prompts import Prompt
+from specengine.request.sampling import History, Sampler, refuse_no_choice
+from specengine.request.text import decoder
 from specengine.targets import Target, common_prefix
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.targets.native import NativeTarget

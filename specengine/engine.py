@@ -31,15 +31,7 @@ from specengine.errors import (
     UnsupportedModelError,
     require,
 )
-from specengine.generation.custom_generate import CustomGenerate
-from specengine.generation.grammars import Constraint, Vocabularies, compiled
-from specengine.generation.logprobs import of_rows
-from specengine.generation.options import GenerationOptions
-from specengine.generation.outputs import decoder
-from specengine.generation.prompts import Prompt, predicted_ids, token_ids
-from specengine.generation.sampling import History, Sampler, refuse_no_choice, signed
 from specengine.generation.session import Session
-from specengine.generation.stopping import Stopper
 from specengine.generation.text_generation import Answering, TextGeneration
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.load_options import LoadOptions
@@ -47,6 +39,12 @@ from specengine.ops import Nodes
 from specengine.plain import plain
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds, Stats, Successors, TokenLogprob
+from specengine.request.custom_generate import CustomGenerate
+from specengine.request.grammars import Constraint, Vocabularies, compiled
+from specengine.request.options import GenerationOptions
+from specengine.request.prompts import Prompt, predicted_ids, token_ids
+from specengine.request.sampling import History, Sampler, Stopper, of_rows, refuse_no_choice, signed
+from specengine.request.text import decoder
 from specengine.targets import Target
 
 DEFAULT_WARMUP_TOKENS = 2048

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from specengine import ops
 from specengine.ops.select import LARGEST
@@ -246,3 +247,34 @@ _DERIVED = [name for name, value in vars(Stats).items() if isinstance(value, pro
 def _count(histogram: list[int], index: int) -> None:
     histogram.extend([0] * (index + 1 - len(histogram)))
     histogram[index] += 1
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """An answer. `token_ids` are the new tokens only; `finish_reason` is stop, length or criteria; `logprobs` has an
+    entry for each token, where they were asked for. A token for which the tokenizer has no text writes none."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats
+    seed: int | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+class StreamPiece(NamedTuple):
+    """A piece of streamed text and the cycle that committed its tokens; the pieces add up to the result's text."""
+
+    text: str
+    cycle: Cycle
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What `return_dict_in_generate=True` gives: transformers' output with this engine's figures."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stats: Stats | None = None
+    logprobs: list[TokenLogprob] | None = None

@@ -15,9 +15,9 @@ from specengine import Engine, checking, engine
 from specengine.checking import certify, flips, huggingface_tokens, near_tie_logits, swap_gap, teacher_forced
 from specengine.cycle import walk
 from specengine.errors import InputError
-from specengine.generation.outputs import GenerationResult
-from specengine.generation.sampling import History, Sampler, TopP
 from specengine.generation.text_generation import TextGeneration
+from specengine.records import GenerationResult
+from specengine.request.sampling import History, Sampler, TopP
 from specengine.tree import TokenTree
 from tests.toy import byte_tokenizer, hooked, tiny
 

@@ -15,8 +15,8 @@ from specengine import Engine, ops
 from specengine.drafters import _coupled
 from specengine.drafters._coupled import MEAN, Coupled
 from specengine.errors import InputError
-from specengine.generation.sampling import signed
 from specengine.policies import make
+from specengine.request.sampling import signed
 from specengine.tree import TokenTree
 from tests.lossless.engines import engines, prompt_of
 from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget, near_copy, tiny

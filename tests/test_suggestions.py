@@ -9,8 +9,8 @@ import pytest
 from specengine import Engine, policies
 from specengine.cli import main
 from specengine.errors import ELSEWHERE, InputError, PolicyError, did_you_mean
-from specengine.generation.options import GenerationOptions
 from specengine.modeling.load_options import LoadOptions
+from specengine.request.options import GenerationOptions
 
 
 @pytest.mark.parametrize(

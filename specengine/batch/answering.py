@@ -8,7 +8,7 @@ from specengine.batch import requests
 from specengine.batch.prompts import Item
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.generation.outputs import GenerationResult
+from specengine.records import GenerationResult
 
 
 class Answered(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from specengine.batch import requests
 from specengine.benchmark.prompts import lines_of
 from specengine.errors import InputError, shown
-from specengine.generation.options import GenerationOptions
+from specengine.request.options import GenerationOptions
 
 # Not of a line: objects of Python, and what depends on the clock.
 _NOT_OF_A_LINE = {

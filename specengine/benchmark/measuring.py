@@ -16,8 +16,8 @@ from specengine.benchmark.ways import PLAIN, Decoder, Way
 from specengine.checking import Judged, judge
 from specengine.engine import Engine
 from specengine.errors import is_fault
-from specengine.generation.outputs import decoder
-from specengine.generation.prompts import Prompt
+from specengine.request.prompts import Prompt
+from specengine.request.text import decoder
 
 WARM_UP = "Count: one, two, three, one, two, three, one, two,"
 WARM_UP_TOKENS = 16

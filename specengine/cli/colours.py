@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from specengine.cli.terminal import DRAFTED, OWN, RESET
 from specengine.engine import Engine
-from specengine.generation.outputs import StreamPiece, decoder
-from specengine.generation.prompts import TextStream
+from specengine.records import StreamPiece
+from specengine.request.text import TextStream, decoder
 
 
 class PlainText:

@@ -20,8 +20,8 @@ from specengine.cli.trees import print_tree
 from specengine.costs import interpolated
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.generation.options import GenerationOptions
-from specengine.generation.outputs import Decoder
+from specengine.request.options import GenerationOptions
+from specengine.request.text import Decoder
 from specengine.trace import TracedCycle
 from specengine.trace.writer import traced
 

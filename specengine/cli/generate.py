@@ -12,8 +12,8 @@ from specengine.cli.colours import DraftColours, PlainText
 from specengine.cli.terminal import as_json, say, why_no_colours, write
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.generation.options import GenerationOptions
-from specengine.generation.outputs import GenerationResult, StreamPiece
+from specengine.records import GenerationResult, StreamPiece
+from specengine.request.options import GenerationOptions
 from specengine.text_files import read_text
 
 

@@ -16,11 +16,11 @@ from specengine.cli.arguments.shared import GENERATION_OPTIONS
 from specengine.cli.terminal import say, tell
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.generation.options import GenerationOptions
-from specengine.generation.outputs import StreamPiece
-from specengine.generation.prompts import Prompt
 from specengine.generation.text_generation import TextGeneration
+from specengine.records import StreamPiece
 from specengine.replicas.recipe import Recipe
+from specengine.request.options import GenerationOptions
+from specengine.request.prompts import Prompt
 from specengine.text_files import MARK
 from specengine.trace import TraceWriter
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from specengine.engine import Engine
-from specengine.generation.prompts import token_ids
+from specengine.request.prompts import token_ids
 
 
 def load_engine(arguments: argparse.Namespace) -> Engine:

@@ -7,8 +7,8 @@ import torch
 
 from specengine.drafters import FREE, Drafter, Free, Step
 from specengine.drafters._mixing import _ids_with
-from specengine.generation.grammars import Constraint
 from specengine.ops import Nodes
+from specengine.request.grammars import Constraint
 from specengine.tree import TokenTree
 
 

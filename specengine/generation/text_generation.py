@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 
 from specengine.errors import InputError
-from specengine.generation.grammars import Constraint
-from specengine.generation.options import GenerationOptions
-from specengine.generation.outputs import GenerationResult, SpeculativeOutput, StreamPiece, decoder
-from specengine.generation.prompts import Prompt, TextStream, token_ids
-from specengine.generation.stopping import Stopper, cut_after_stop
-from specengine.records import Cycle, Stats, TokenLogprob
+from specengine.records import Cycle, GenerationResult, SpeculativeOutput, Stats, StreamPiece, TokenLogprob
+from specengine.request.grammars import Constraint
+from specengine.request.options import GenerationOptions
+from specengine.request.prompts import Prompt, token_ids
+from specengine.request.sampling import Stopper, cut_after_stop
+from specengine.request.text import TextStream, decoder
 from specengine.targets import Target
 
 

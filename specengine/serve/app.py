@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 
 import specengine
 from specengine.errors import SpecEngineError, shown
-from specengine.generation.outputs import decoder
+from specengine.request.text import decoder
 from specengine.serve import replies, shapes
 from specengine.serve.asking import Asked
 from specengine.serve.bodies import BodyRoute

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 from specengine.drivers import PLAIN
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.generation.grammars import Constraint
-from specengine.generation.options import GenerationOptions
-from specengine.generation.outputs import decoder
-from specengine.generation.prompts import predicted_ids, texts_in, token_ids
-from specengine.generation.room import Room
 from specengine.generation.text_generation import TextGeneration
 from specengine.records import TokenLogprob
+from specengine.request.grammars import Constraint
+from specengine.request.options import GenerationOptions
+from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
+from specengine.request.text import decoder
 from specengine.serve import constraints
 from specengine.serve.problems import Problem
 from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from specengine.errors import InputError
-from specengine.generation.grammars import WRITTEN, compiled
+from specengine.request.grammars import WRITTEN, compiled
 from specengine.serve.messages import is_empty
 from specengine.serve.problems import Problem
 from specengine.serve.requests import ChatRequest, NamedChoice, Sampling, Tool

@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specengine.generation.outputs import Decoder, decoder
-from specengine.generation.prompts import TextStream
 from specengine.records import TokenLogprob
+from specengine.request.text import Decoder, TextStream, decoder
 
 LEAST = -9999.0  # instead of minus infinity, which JSON has not; as other servers do
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specengine.generation.prompts import TextStream
+from specengine.request.text import TextStream
 from specengine.serve.problems import Problem
 from specengine.serve.text import held_back
 from specengine.serve.tool_formats import FORMATS, Format, Llama, Schemas, ToolCall

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 from specengine.engine import Engine
 from specengine.errors import InputError, QueueFullError
-from specengine.generation.room import longest_token
 from specengine.records import TokenLogprob
+from specengine.request.prompts import longest_token
 from specengine.serve.answers import Answer, found_again
 from specengine.serve.asking import Asked, Limits, Prepared
 from specengine.serve.metrics import Metrics

@@ -16,9 +16,9 @@ import transformers
 import specengine
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.generation.outputs import Decoder, StreamPiece
 from specengine.generation.text_generation import TextGeneration
-from specengine.records import Cycle
+from specengine.records import Cycle, StreamPiece
+from specengine.request.text import Decoder
 from specengine.trace.records import FORMAT, TracedCycle
 
 DIGITS = 6  # of a probability

@@ -17,9 +17,9 @@ import pytest
 from specengine import drafters, policies, registry
 from specengine.cli import main
 from specengine.cli.arguments import COMMANDS, make_parser, option_lists, shared
-from specengine.generation import options
 from specengine.modeling import load_options, native
 from specengine.policies import _ltd
+from specengine.request import options
 from specengine.train.classifier.options import ClassifierOptions, CollectOptions
 from specengine.train.draft.options import Loss
 from specengine.train.ltd.options import Activation, PolicyOptions

@@ -14,9 +14,9 @@ from specengine import engine
 from specengine.cli import main
 from specengine.cli.arguments.parser import flag
 from specengine.cli.arguments.shared import GENERATION_OPTIONS
-from specengine.generation import options as generation_options
 from specengine.generation import text_generation
-from specengine.generation.sampling import Sampler
+from specengine.request import options as generation_options
+from specengine.request.sampling import Sampler
 from tests.cli.streams import PROMPT, Terminal, expected, pipe_in
 
 

@@ -183,7 +183,7 @@ def test_files_of_prompts_may_begin_with_a_mark(folder: str, tmp_path: Path, cap
 
 def test_schemas_and_grammars_may_begin_with_a_mark(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
-    from specengine.generation.options import GenerationOptions
+    from specengine.request.options import GenerationOptions
 
     GenerationOptions.check({"json_schema": '\ufeff{"enum": [1]}'})
     GenerationOptions.check({"grammar": '\ufeffstart: "a"'})

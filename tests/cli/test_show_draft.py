@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specengine.cli import colours, main, terminal
-from specengine.generation.outputs import StreamPiece
+from specengine.records import StreamPiece
 from tests.cli.streams import ANSI, PROMPT, expected
 
 

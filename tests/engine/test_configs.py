@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from specengine import Engine
 from specengine.errors import InputError, SpecEngineError
-from specengine.generation.outputs import GenerationResult
+from specengine.records import GenerationResult
 from tests.engine.engines import PROMPT, engine_of, tokenizer, untouched
 from tests.toy import tiny
 

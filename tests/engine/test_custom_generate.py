@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StopStringCriteria
 
 from specengine.errors import InputError
-from specengine.generation.outputs import SpeculativeOutput
+from specengine.records import SpeculativeOutput
 from tests.engine.engines import PROMPT, DependsOnThePath, engine_of, plainly, tokenizer, untouched
 from tests.toy import POLICIES, RecordingStreamer
 

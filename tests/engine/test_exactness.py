@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation import TopPLogitsWarper
 
 from specengine import Engine
-from specengine.generation.sampling import PresenceFrequencyPenalty, TopP
+from specengine.request.sampling import PresenceFrequencyPenalty, TopP
 from tests.engine.engines import PROMPT, DependsOnThePath, InPlace, engine_of, model_of, plainly, untouched
 from tests.toy import FAMILIES, POLICIES, VOCABULARY
 

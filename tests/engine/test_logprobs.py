@@ -9,9 +9,9 @@ import torch
 from specengine import Engine
 from specengine.engine import TextGeneration
 from specengine.errors import EngineBusyError, InputError, NumericalError, UnsupportedModelError
-from specengine.generation.logprobs import of_rows
 from specengine.modeling.native import NativeLM
 from specengine.records import TokenLogprob
+from specengine.request.sampling import of_rows
 from tests import toy
 from tests.engine.engines import PROMPT, engine_of, tokenizer, untouched
 from tests.graphs import engines as padded

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, TextStreamer
 
 from specengine import Engine
 from specengine.errors import InputError
-from specengine.generation.outputs import GenerationResult, SpeculativeOutput
+from specengine.records import GenerationResult, SpeculativeOutput
 from tests.engine.engines import PROMPT, engine_of, forced, plainly, tokenizer
 from tests.toy import byte_tokenizer, tiny
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine.errors import InputError
-from specengine.generation.prompts import TextStream
+from specengine.request.text import TextStream
 from tests.engine.engines import engine_of, forced, tokenizer
 from tests.toy import POLICIES
 

@@ -9,9 +9,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from specengine.errors import InputError
-from specengine.generation.outputs import decoder
-from specengine.generation.prompts import TextStream
-from specengine.generation.stopping import Stopper
+from specengine.request.sampling import Stopper
+from specengine.request.text import TextStream, decoder
 from tests.engine.engines import PROMPT, engine_of, forced
 from tests.engine.silent_tokenizers import BEYOND, Plain, byte_fallback, byte_level, special, words
 from tests.toy import byte_tokenizer

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from specengine.errors import InputError
-from specengine.generation.prompts import token_ids
+from specengine.request.prompts import token_ids
 from tests.engine.engines import engine_of
 from tests.toy import SPECIAL, byte_tokenizer
 

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from bench import constrained
-from specengine.generation.grammars import Constraint
+from specengine.request.grammars import Constraint
 from tests.engine.engines import engine_of
 from tests.grammar.schemas import closed
 from tests.toy import byte_tokenizer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
-from specengine.generation.sampling import History, Sampler
+from specengine.request.sampling import History, Sampler
 from tests import toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")

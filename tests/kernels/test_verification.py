@@ -19,7 +19,7 @@ from transformers.generation import TemperatureLogitsWarper
 
 from specengine import cycle as verification
 from specengine import ops
-from specengine.generation.sampling import History, Sampler
+from specengine.request.sampling import History, Sampler
 from tests import toy
 from tests.kernels.sizes import sizes
 

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from specengine.engine import Engine
-from specengine.generation.options import GenerationOptions
-from specengine.generation.sampling import History
+from specengine.request.options import GenerationOptions
+from specengine.request.sampling import History
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget, policy_for
 
 

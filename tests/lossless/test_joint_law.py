@@ -9,7 +9,7 @@ import torch
 
 from specengine import ops
 from specengine.cycle import walk
-from specengine.generation.sampling import History, Sampler
+from specengine.request.sampling import History, Sampler
 from tests.lossless.worlds import LENGTH, PROMPT, VOCABULARY, WORLDS, World, holm_rejects, identifier, p_value
 from tests.toy import keyed_gumbel
 

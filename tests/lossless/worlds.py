@@ -9,9 +9,9 @@ from scipy import stats
 from torch import Tensor
 
 from specengine.cycle import draft_tree
-from specengine.generation.options import GenerationOptions
-from specengine.generation.sampling import History, Sampler
 from specengine.records import Seconds
+from specengine.request.options import GenerationOptions
+from specengine.request.sampling import History, Sampler
 from specengine.tree import TokenTree
 from tests.toy import CPU, POLICIES, Tables, ToyDrafter, policy_for
 

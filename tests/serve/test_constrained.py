@@ -11,7 +11,7 @@ from transformers import AddedToken
 pytest.importorskip("llguidance")
 
 from specengine import Engine
-from specengine.generation.grammars import Vocabularies, compiled
+from specengine.request.grammars import Vocabularies, compiled
 from specengine.serve.constraints import calls_grammar
 from specengine.serve.requests import ChatRequest
 from tests.engine.engines import engine_of

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specengine.generation.outputs import decoder
 from specengine.records import TokenLogprob
+from specengine.request.text import decoder
 from specengine.serve.answers import Answer
 from specengine.serve.asking import Asked
 from specengine.serve.logprobs import LEAST, ChatLogprobs, TextLogprobs, TokenTexts

@@ -12,7 +12,7 @@ import pytest
 
 from specengine import Engine
 from specengine.errors import InputError
-from specengine.generation.room import LETTERS, Room, longest_token
+from specengine.request.prompts import LETTERS, Room, longest_token
 from specengine.serve import asking
 from specengine.serve.asking import Asked
 from specengine.serve.requests import ChatRequest, CompletionRequest

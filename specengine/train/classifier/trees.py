@@ -19,10 +19,10 @@ from specengine.drafters import Step
 from specengine.drafters.lookup import Lookup
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.generation.sampling import History, Sampler
 from specengine.ops import Nodes
 from specengine.policies import TreePolicy
 from specengine.records import Cycle
+from specengine.request.sampling import History, Sampler
 from specengine.train.classifier.options import CollectOptions
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.shards import Contents, ShardFolder

@@ -23,11 +23,10 @@ from transformers import (
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
 from specengine.errors import InputError, did_you_mean, shown
-from specengine.generation.configs import DEFAULT_TOP_K, SHAPES_DRAWS, Configured
-from specengine.generation.grammars import Constraint, ConstraintProcessor, compiled
-from specengine.generation.sampling import PresenceFrequencyPenalty, Processor, Sampler, TopP
-from specengine.generation.stopping import Stopper
 from specengine.plain import plain
+from specengine.request.configs import DEFAULT_TOP_K, SHAPES_DRAWS, Configured
+from specengine.request.grammars import Constraint, ConstraintProcessor, compiled
+from specengine.request.sampling import PresenceFrequencyPenalty, Processor, Sampler, Stopper, TopP
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST = 1e30  # of any number: transformers would carry on with an infinite one

@@ -18,8 +18,8 @@ from transformers import (
 from transformers.generation import logits_process
 
 from specengine.errors import InputError, shown
-from specengine.generation.sampling import Processor
 from specengine.plain import plain
+from specengine.request.sampling import Processor
 
 Makers = Mapping[str, Callable[..., Processor | None]]
 

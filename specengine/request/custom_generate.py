@@ -9,11 +9,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from specengine.errors import InputError
-from specengine.generation.options import GenerationOptions
-from specengine.generation.outputs import SpeculativeOutput, decoder
-from specengine.generation.sampling import Sampler
-from specengine.generation.stopping import Stopper
-from specengine.records import Stats
+from specengine.records import SpeculativeOutput, Stats
+from specengine.request.options import GenerationOptions
+from specengine.request.sampling import Sampler, Stopper
+from specengine.request.text import decoder
 
 # What transformers prepares for any model, and `_check` looks at where it can say something else.
 _PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}

@@ -1,47 +1,11 @@
-"""What a generation gives: an answer, pieces of it, transformers' output."""
+"""Token ids as text: whole, and as it grows."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from transformers.generation import GenerateDecoderOnlyOutput
-
-from specengine.records import Cycle, Stats, TokenLogprob
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """An answer. `token_ids` are the new tokens only; `finish_reason` is stop, length or criteria; `logprobs` has an
-    entry for each token, where they were asked for. A token for which the tokenizer has no text writes none."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stats: Stats
-    seed: int | None = None
-    logprobs: list[TokenLogprob] | None = None
-
-
-class StreamPiece(NamedTuple):
-    """A piece of streamed text and the cycle that committed its tokens; the pieces add up to the result's text."""
-
-    text: str
-    cycle: Cycle
-
-
-@dataclass
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `return_dict_in_generate=True` gives: transformers' output with this engine's figures."""
-
-    text: str | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stats: Stats | None = None
-    logprobs: list[TokenLogprob] | None = None
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 
 class Decoder:
@@ -138,3 +102,79 @@ def _takes_options(tokenizer: Any) -> bool:
         return tokenizer is not None
     kinds = {parameter.kind for parameter in parameters.values()}
     return "skip_special_tokens" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+MOST_HELD_BACK = 256  # tokens
+MOST_CONTEXT = 64  # tokens, where they write blanks alone
+
+
+class TextStream:
+    """Decodes a growing list of tokens piece by piece; the pieces add up to the decoded whole.
+
+    Tokens that write nothing are left out, wherever they stand. Text is held back from where it ends in replacement
+    characters, which the next bytes may make a character of, and from where SentencePiece's bytes begin, until they
+    end: over at most MOST_HELD_BACK tokens, which no text needs.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        """decode: an outputs.Decoder, or any function."""
+        self._decode = decode
+        self._is_byte: Callable[[int], bool] = getattr(decode, "is_byte", lambda token: False)
+        self._tokens: list[int] = []  # settled ones as context, since spaces depend on it, then what is not settled
+        self._end = 0  # of the settled ones
+        self._given = ""  # of the text of all these, what was given
+        self._writes: dict[int, bool] = {}
+        self._visible: int | None = None  # a token that writes more than blanks
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        before = len(self._tokens)
+        self._tokens.extend(filter(self._is_written, tokens))
+        if len(self._tokens) == before:
+            return ""
+        held = len(self._tokens) - self._end < MOST_HELD_BACK
+        stable = self._before_bytes() if held else len(self._tokens)
+        if stable <= self._end:
+            return ""
+        now = self._decode(self._tokens[:stable])
+        settled = now.rstrip("\N{REPLACEMENT CHARACTER}") if held else now
+        piece = settled[len(self._given) :]
+        if settled == now:
+            self._settle(now, stable)
+        else:
+            self._given += piece
+        return piece
+
+    @property
+    def rest(self) -> str:
+        """The text behind what was given, as it would be if no token followed."""
+        return self._decode(self._tokens)[len(self._given) :] if len(self._tokens) > self._end else ""
+
+    def _settle(self, text: str, end: int) -> None:
+        """The first `end` tokens have given their text. The last of them stay as context, if they are enough of it."""
+        context = self._decode(self._tokens[self._end : end])
+        if context.strip() or end > MOST_CONTEXT:
+            del self._tokens[: self._end]
+            text, end = context, end - self._end
+        self._given, self._end = text, end
+
+    def _before_bytes(self) -> int:
+        end = len(self._tokens)
+        while end > self._end and self._is_byte(self._tokens[end - 1]):
+            end -= 1
+        return end
+
+    def _is_written(self, token: int) -> bool:
+        """Whether a token writes anything between others; a blank that is left out at the beginning does."""
+        if (known := self._writes.get(token)) is not None:
+            return known
+        alone = self._decode([token])
+        if not alone:
+            if (letter := self._visible) is None:
+                return True  # to be seen later; at the beginning it stands in nobody's way
+            self._writes[token] = self._decode([letter, token, letter]) != self._decode([letter, letter])
+            return self._writes[token]
+        if self._visible is None and alone.strip() and token not in getattr(self._decode, "shown", ()):
+            self._visible = token
+        self._writes[token] = True
+        return True

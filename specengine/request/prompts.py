@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from specengine.errors import InputError, shown
-from specengine.generation.room import Room
 from specengine.plain import is_array, is_number, plain
 
-MOST_HELD_BACK = 256  # tokens
-MOST_CONTEXT = 64  # tokens, where they write blanks alone
 MOST_NESTED = 32  # levels of a message's fields
 _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
@@ -295,73 +294,76 @@ def _require(tokenizer: Any, what: str, field: str = "prompt") -> None:
         raise InputError(f"{field}: {what} needs a tokenizer, pass tokenizer= or token ids")
 
 
-class TextStream:
-    """Decodes a growing list of tokens piece by piece; the pieces add up to the decoded whole.
+LETTERS = 8  # for each token of the room: texts up to that are read at once
+MARGIN = 1.25  # more tokens than this for each of the room's are too many, however pieces are joined
+PIECE = 1 << 14  # characters that are read without looking up
 
-    Tokens that write nothing are left out, wherever they stand. Text is held back from where it ends in replacement
-    characters, which the next bytes may make a character of, and from where SentencePiece's bytes begin, until they
-    end: over at most MOST_HELD_BACK tokens, which no text needs.
+
+@dataclass(frozen=True)
+class Room:
+    """For so many tokens.
+
+    longest       characters of the longest token, where that is known already
+    still_wanted  called before each piece of a long text is read; what it raises comes out
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        """decode: an outputs.Decoder, or any function."""
-        self._decode = decode
-        self._is_byte: Callable[[int], bool] = getattr(decode, "is_byte", lambda token: False)
-        self._tokens: list[int] = []  # settled ones as context, since spaces depend on it, then what is not settled
-        self._end = 0  # of the settled ones
-        self._given = ""  # of the text of all these, what was given
-        self._writes: dict[int, bool] = {}
-        self._visible: int | None = None  # a token that writes more than blanks
+    tokens: int
+    longest: int | None = None
+    still_wanted: Callable[[], None] = lambda: None
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete."""
-        before = len(self._tokens)
-        self._tokens.extend(filter(self._is_written, tokens))
-        if len(self._tokens) == before:
-            return ""
-        held = len(self._tokens) - self._end < MOST_HELD_BACK
-        stable = self._before_bytes() if held else len(self._tokens)
-        if stable <= self._end:
-            return ""
-        now = self._decode(self._tokens[:stable])
-        settled = now.rstrip("\N{REPLACEMENT CHARACTER}") if held else now
-        piece = settled[len(self._given) :]
-        if settled == now:
-            self._settle(now, stable)
-        else:
-            self._given += piece
-        return piece
+    def require(self, field: str, texts: Iterable[str], tokenizer: Any) -> None:
+        """Raise InputError for texts that certainly do not fit; those that nearly do may pass.
 
-    @property
-    def rest(self) -> str:
-        """The text behind what was given, as it would be if no token followed."""
-        return self._decode(self._tokens)[len(self._given) :] if len(self._tokens) > self._end else ""
+        A text longer than so many of the longest tokens is refused unread. A long one is read in pieces, up to where
+        there are too many.
+        """
+        texts = list(texts)
+        letters = sum(map(len, texts))
+        if letters <= LETTERS * self.tokens:
+            return
+        self.require_possible(field, letters, tokenizer)
+        count = read = 0
+        for piece in _pieces(texts, min(PIECE, LETTERS * self.tokens)):
+            self.still_wanted()
+            count += len(tokenizer(_readable(piece), add_special_tokens=False)["input_ids"])
+            read += len(piece)
+            if count > MARGIN * self.tokens:
+                raise InputError(
+                    f"{field}: its first {read} of {letters} characters have {count} tokens, "
+                    f"accepted at most {self.tokens}"
+                )
 
-    def _settle(self, text: str, end: int) -> None:
-        """The first `end` tokens have given their text. The last of them stay as context, if they are enough of it."""
-        context = self._decode(self._tokens[self._end : end])
-        if context.strip() or end > MOST_CONTEXT:
-            del self._tokens[: self._end]
-            text, end = context, end - self._end
-        self._given, self._end = text, end
+    def require_possible(self, field: str, letters: int, tokenizer: Any) -> None:
+        """Raise InputError where so many characters fit into no text of so many tokens."""
+        longest = self.longest or longest_token(tokenizer)
+        if letters > longest * self.tokens:
+            raise InputError(
+                f"{field}: it has {letters} characters, accepted at most {self.tokens} tokens, "
+                f"of which the longest has {longest} characters"
+            )
 
-    def _before_bytes(self) -> int:
-        end = len(self._tokens)
-        while end > self._end and self._is_byte(self._tokens[end - 1]):
-            end -= 1
-        return end
 
-    def _is_written(self, token: int) -> bool:
-        """Whether a token writes anything between others; a blank that is left out at the beginning does."""
-        if (known := self._writes.get(token)) is not None:
-            return known
-        alone = self._decode([token])
-        if not alone:
-            if (letter := self._visible) is None:
-                return True  # to be seen later; at the beginning it stands in nobody's way
-            self._writes[token] = self._decode([letter, token, letter]) != self._decode([letter, letter])
-            return self._writes[token]
-        if self._visible is None and alone.strip() and token not in getattr(self._decode, "shown", ()):
-            self._visible = token
-        self._writes[token] = True
-        return True
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token of the vocabulary; beyond any text where the tokenizer does not tell."""
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return max(map(len, vocabulary), default=0) or sys.maxsize
+
+
+def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
+    """The texts in pieces of at most so many characters, short ones together."""
+    held: list[str] = []
+    letters = 0
+    for text in texts:
+        for start in range(0, len(text), most):
+            part = text[start : start + most]
+            if letters + len(part) > most:
+                yield "".join(held)
+                held, letters = [], 0
+            held.append(part)
+            letters += len(part)
+    if held:
+        yield "".join(held)
+
+
+def _readable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
