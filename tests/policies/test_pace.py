@@ -13,8 +13,7 @@ from specengine import Engine, calibration
 from specengine.costs import Costs
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
-from specengine.policies._pace import LONGEST, SHORTEST, TIMED, Pace
-from specengine.policies.auto import Auto
+from specengine.policies.auto import LONGEST, SHORTEST, TIMED, Auto, Pace
 from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.tree import TokenTree
 from tests import toy
