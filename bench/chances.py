@@ -23,9 +23,9 @@ from specengine import Engine
 from specengine.checkpoints.files import atomic
 from specengine.drafters import Drafter
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.ops.worth import DEPTHS, KNOTS, ODDS, RANKS, SOURCES, knot_of
 from specengine.policies.auto import Auto
-from specengine.tree import TokenTree
 
 KINDS = ("draft", "copied", "recycled", "copied and recycled")
 DOUBT = 12.0  # tries that a broader cell counts for in a narrower one

@@ -33,6 +33,7 @@ from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
 from specengine.checkpoints.files import atomic
 from specengine.modeling.eagle_head import EagleHead, head_from
+from specengine.ops.tree import TokenTree
 from specengine.train.draft.diagnostics import Observed, RankReport, observe, reports
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.options import make_loss
@@ -41,7 +42,6 @@ from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, tr
 from specengine.train.draft.validation import agreement
 from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text
-from specengine.tree import TokenTree
 
 # Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.
 LOSSES = {

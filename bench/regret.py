@@ -23,9 +23,9 @@ from bench import provenance
 from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.policies.auto import Auto
 from specengine.train import svg
-from specengine.tree import TokenTree
 
 PRICE, CHILDREN, EVERY = 0.08, 5, 50  # tokens of a node; of the root; cycles of a point
 

@@ -38,11 +38,11 @@ from specengine.cycle import draft_tree, walk
 from specengine.drafters import Drafter, Step
 from specengine.errors import InputError, SpecEngineError
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds
 from specengine.train.classifier.options import CollectOptions
 from specengine.train.classifier.trees import Columns, LoggedTree, Trees, collect
-from specengine.tree import TokenTree
 
 CPU = torch.device("cpu")
 

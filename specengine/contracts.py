@@ -17,8 +17,8 @@ from torch import Tensor
 from specengine.drafters import Drafter, Step
 from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError, shown
 from specengine.ops import Nodes
+from specengine.ops.tree import CAPACITY, TokenTree
 from specengine.policies import MOST_NODES, TreePolicy
-from specengine.tree import CAPACITY, TokenTree
 
 TREE = "tree: "  # how the error of a tree begins, before it is said whose
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of logits

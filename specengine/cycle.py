@@ -15,11 +15,11 @@ from torch import Tensor
 from specengine import contracts, ops
 from specengine.drafters import Drafter, Step
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Seconds
 from specengine.request.sampling import Sampler
 from specengine.targets import Target
-from specengine.tree import TokenTree
 
 
 class Draft(NamedTuple):

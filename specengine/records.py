@@ -13,7 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from specengine import ops
 from specengine.ops.select import LARGEST
-from specengine.tree import TokenTree
+from specengine.ops.tree import TokenTree
 
 
 class Successors(NamedTuple):

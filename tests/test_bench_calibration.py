@@ -13,8 +13,8 @@ import torch
 from bench import calibration
 from bench.calibration import Outcome
 from specengine.checkpoints.eagle import save_head
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from specengine.tree import TokenTree
 from tests.toy import byte_tokenizer, head_config, random_state, tiny
 from tests.train.test_draft import corpus_of, random_texts
 

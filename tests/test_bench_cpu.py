@@ -15,7 +15,7 @@ from bench.cpu import answers, forwards, goals
 from bench.cpu.__main__ import main
 from bench.cpu.ways import KINDS, Given, LlamaCpp, Unavailable
 from specengine.benchmark.tables import NOTHING
-from specengine.tree import TokenTree
+from specengine.ops.tree import TokenTree
 from tests.toy import Tables, ToyTarget, byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

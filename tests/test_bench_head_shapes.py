@@ -12,8 +12,8 @@ import torch
 from bench import head_shapes
 from specengine.checkpoints.eagle import load_head, save_head
 from specengine.costs import Costs, find_costs
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from specengine.tree import TokenTree
 from tests.toy import byte_tokenizer, head_config, random_state, tiny
 from tests.train.test_draft import corpus_of, random_texts
 

@@ -16,9 +16,9 @@ from specengine.checking import certify, flips, huggingface_tokens, near_tie_log
 from specengine.cycle import walk
 from specengine.errors import InputError
 from specengine.generation.text_generation import TextGeneration
+from specengine.ops.tree import TokenTree
 from specengine.records import GenerationResult
 from specengine.request.sampling import History, Sampler, TopP
-from specengine.tree import TokenTree
 from tests.toy import byte_tokenizer, hooked, tiny
 
 PROMPT = "the cat and the dog and the cat"

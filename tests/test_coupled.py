@@ -15,9 +15,9 @@ from specengine import Engine, ops
 from specengine.drafters import _coupled
 from specengine.drafters._coupled import MEAN, Coupled
 from specengine.errors import InputError
+from specengine.ops.tree import TokenTree
 from specengine.policies import make
 from specengine.request.sampling import signed
-from specengine.tree import TokenTree
 from tests.lossless.engines import engines, prompt_of
 from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget, near_copy, tiny
 

@@ -18,9 +18,9 @@ from specengine.drafters.small_model import SmallModel, check_tokenizers, first_
 from specengine.engine import Engine
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.tree import TokenTree
 from tests.toy import VOCABULARY, RandomShape, Tables, ToyTarget, byte_tokenizer, nodes_of, tiny
 
 PROMPT = [*range(40, 52)]

@@ -30,9 +30,9 @@ from specengine.modeling.eagle_head import (
     make_head,
 )
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.tree import TokenTree
 from tests.heads import LAYERS, LLAMA3, YARN, deep, fit
 from tests.toy import (
     CPU,

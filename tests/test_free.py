@@ -14,8 +14,8 @@ from specengine.drafters._copies import PRIOR_HITS
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from specengine.tree import TokenTree
 from tests.test_lookup import longest_match
 from tests.toy import Tables, ToyDrafter, nodes_of, random_tree
 

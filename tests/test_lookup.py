@@ -18,8 +18,8 @@ from specengine.drafters.small_model import first_layers
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from specengine.tree import TokenTree
 from tests.toy import Tables, ToyDrafter, ToyTarget, nodes_of, policy_for, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

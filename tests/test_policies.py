@@ -23,11 +23,11 @@ from specengine.cycle import draft_tree
 from specengine.drafters import Step
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.policies.auto import Auto
 from specengine.policies.eagle import Eagle
 from specengine.records import Seconds
-from specengine.tree import TokenTree
 from tests.test_tree import check_structure
 from tests.toy import CPU, RandomShape, Tables, ToyDrafter, ToyTarget, nodes_of, policy_for
 

@@ -19,11 +19,11 @@ from specengine.drafters import Step
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Seconds
 from specengine.train.classifier.options import CollectOptions
 from specengine.train.classifier.trees import Trees, collect
-from specengine.tree import TokenTree
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
 
 pytestmark = pytest.mark.usefixtures("one_thread")

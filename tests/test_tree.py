@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specengine import ops
 from specengine.ops import WORD_BITS, Nodes
-from specengine.tree import TokenTree, is_down
+from specengine.ops.tree import TokenTree, is_down
 from tests.toy import random_tree
 
 SIZES = (1, 2, 5, 63, 64, 65, 128, 130)

@@ -13,10 +13,10 @@ from torch import Tensor
 from specengine.cuda_graphs import Graphs, room
 from specengine.drafters import Drafter
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from specengine.targets import Target
 from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.tree import TokenTree
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from specengine import ops, registry
 from specengine.errors import InputError
 from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Candidates, Nodes
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle
-from specengine.tree import TokenTree
 
 
 class Children(NamedTuple):

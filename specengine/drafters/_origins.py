@@ -7,7 +7,7 @@ import math
 from specengine.drafters import COPIED, RECYCLED, Drafter, Free, Step
 from specengine.drafters._guided import Guided
 from specengine.ops import Nodes
-from specengine.tree import TokenTree
+from specengine.ops.tree import TokenTree
 
 
 class Origins:

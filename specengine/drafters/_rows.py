@@ -13,8 +13,8 @@ from specengine.drafters import Drafter, Step
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.rows import Rows, causal_words, words_for
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle
-from specengine.tree import TokenTree
 
 NOT_FINITE = "draft: its logits are NaN or infinite, so nothing of it is used; its weights or its dtype are at fault"
 

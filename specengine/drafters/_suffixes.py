@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from specengine.errors import InputError
+from specengine.ops.tree import TokenTree
 from specengine.targets import common_prefix
-from specengine.tree import TokenTree
 
 MOST_FOLLOWERS = 8  # of a match, the commonest ones
 

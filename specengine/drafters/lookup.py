@@ -14,8 +14,8 @@ from specengine.drafters._mixing import Columns, mixed
 from specengine.drafters._suffixes import Context, contexts, contexts_of
 from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle
-from specengine.tree import TokenTree
 
 _COPIED, _RECYCLED, _BOTH = FREE | COPIED, FREE | RECYCLED, FREE | COPIED | RECYCLED
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from specengine.drafters import Drafter, Step
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle
-from specengine.tree import TokenTree
 
 MOST = 64  # successors: more than any tree has room for
 

@@ -29,7 +29,7 @@ from specengine.modeling.loaded import Watch
 from specengine.modeling.packing import Packed, worth_packing
 from specengine.modeling.rows import Rows
 from specengine.modeling.twins import evaluating, set_attention
-from specengine.tree import TokenTree
+from specengine.ops.tree import TokenTree
 
 Logits = Literal["none", "last", "all"]
 PREFILL_ROWS = 1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt

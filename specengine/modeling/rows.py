@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.ops import WORD_BITS, Paths
-from specengine.tree import TokenTree
+from specengine.ops.tree import TokenTree
 
 
 @dataclass(eq=False)

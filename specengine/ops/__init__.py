@@ -13,22 +13,7 @@ is padding. So the same ops serve who looks at a count and who captures them in 
 
 from __future__ import annotations
 
-from specengine.ops._registry import (
-    OPS,
-    VARIABLE,
-    Backend,
-    Flag,
-    Number,
-    at_most,
-    backends,
-    by_meaning,
-    held,
-    is_free,
-    meaning,
-    number,
-    row_of,
-    where,
-)
+from specengine.ops._registry import OPS, VARIABLE, Backend, backends, by_meaning, meaning
 from specengine.ops.attention import (
     Paths,
     cached_attention,
@@ -52,25 +37,22 @@ from specengine.ops.choose import (
 )
 from specengine.ops.mixing import mix_rows
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
-from specengine.ops.queue import Drawn, Queues, Search, step_queues
-from specengine.ops.select import (
-    LARGEST,
-    Candidates,
-    append_children,
-    best_candidates,
-    select_best,
-    top_children,
-    top_entropy,
-)
-from specengine.ops.tree import (
+from specengine.ops.numbers import (
     WORD_BITS,
+    Flag,
     Nodes,
-    ancestor_words,
-    append_nodes,
+    Number,
+    at_most,
+    held,
+    is_free,
+    number,
     own_bits,
-    subtree,
-    tree_mask,
+    row_of,
+    where,
 )
+from specengine.ops.queue import Drawn, Queues, Search, step_queues
+from specengine.ops.select import LARGEST, Candidates, best_candidates, top_children, top_entropy
+from specengine.ops.tree import ancestor_words, append_children, append_nodes, select_best, subtree, tree_mask
 from specengine.ops.worth import (
     Counts,
     Ledger,

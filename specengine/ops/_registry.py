@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from specengine.errors import BackendError, InputError
+from specengine.errors import BackendError
+from specengine.ops.numbers import kind_of
 
 VARIABLE = "SPECENGINE_BACKEND"
 REFERENCE = "reference"
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPS: dict[str, Callable[..., Any]] = {}
 
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -203,74 +203,3 @@ def _load(name: str) -> tuple[dict[str, Callable[..., Any]], str]:
 
 def _loaded(name: str) -> dict[str, Callable[..., Any]]:
     return _load(name)[0]
-
-
-def describe(*tensors: Tensor) -> str:
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
-
-
-def are_counts(*tensors: Tensor) -> bool:
-    """Whether each is a count: int32 [1]."""
-    for tensor in tensors:  # noqa: SIM110  a generator takes longer than what it checks
-        if tensor.dtype is not torch.int32 or tensor.shape != (1,):
-            return False
-    return True
-
-
-def kind_of(tensor: Tensor) -> str:
-    """The type of its device, whose own name takes three times as long to ask for."""
-    return "cpu" if type(tensor) is Tensor and tensor.is_cpu else tensor.device.type
-
-
-FREE = "cpu"  # the kind of device whose numbers are read without waiting for it
-
-
-def is_free(tensor: Tensor) -> bool:
-    """Whether the host reads this tensor without waiting for a device."""
-    return kind_of(tensor) == FREE
-
-
-Number = Any  # Python's, or a tensor of one element on a device: what rules compute with alike
-Flag = Any  # a bool, or one such tensor
-
-
-def number(tensor: Tensor) -> Number:
-    """A tensor of one element as what a rule computes with: a number of Python where reading it is free, else a tensor,
-    float64 as Python's floats are. On single elements torch takes ten times as long as Python does."""
-    if kind_of(tensor) == FREE:
-        return tensor.item()
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def held(given: Number, dtype: torch.dtype = torch.int32) -> Tensor:
-    """What a rule has computed, as the tensor of one element that an op takes, to be read alone."""
-    return given if isinstance(given, Tensor) else _constant(given, dtype)
-
-
-@lru_cache(maxsize=1024)
-def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    return torch.full((1,), value, dtype=dtype, device="cpu")
-
-
-def where(flag: Flag, one: Number, other: Number) -> Number:
-    """One of two numbers."""
-    return torch.where(flag, one, other) if isinstance(flag, Tensor) else one if flag else other
-
-
-def row_of(values: Tensor, index: Tensor) -> Tensor:
-    """One row, [1, ...], where reading its index, int64 [1], is free as a view."""
-    at = number(index)
-    return values.index_select(0, at.to(values.device)) if isinstance(at, Tensor) else values[at : at + 1]
-
-
-def at_most(given: Number, most: float) -> Number:
-    return given.clamp(max=most) if isinstance(given, Tensor) else min(given, most)
-
-
-def insist(holds: Tensor, message: str) -> None:
-    """InputError where a bool [] does not hold; on another device than a CPU an asynchronous assertion."""
-    if is_free(holds):
-        if not holds:
-            raise InputError(message)
-    else:
-        torch._assert_async(holds, message)  # the same without making the host wait

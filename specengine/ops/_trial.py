@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specengine.ops import attention, queue, select, tree
+from specengine.ops import attention, queue, select
 from specengine.ops._registry import OPS, meaning
+from specengine.ops.numbers import Nodes
+from specengine.ops.tree import ancestor_words
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; what is whole must be equal
 HALF = 2e-2  # both, of bfloat16
@@ -117,7 +119,7 @@ def _tree(device: torch.device, capacity: int) -> tuple[Tensor, ...]:
     """Arrays of a tree of 5 nodes."""
     parents = [-1, 0, 0, 1, 3]
     room = [0] * (capacity - 5)
-    words = tree.ancestor_words(torch.tensor(parents, dtype=torch.int64, device="cpu"))
+    words = ancestor_words(torch.tensor(parents, dtype=torch.int64, device="cpu"))
     return (
         _whole(device, 7, 8, 9, 10, 11, *room),
         _whole(device, *parents, *room),
@@ -224,7 +226,7 @@ def _step_queues(device: torch.device) -> list[tuple[Any, ...]]:
     scores = torch.tensor([-0.1, -0.4, -0.4, -2.0], device=device, dtype=torch.float32)
     rows, columns = _whole(device, 0, 0, 0, 0), _whole(device, 4, 2, 9, 1)
     found = select.Candidates(rows, columns, scores, scores, _count(device, 4))
-    frontier = tree.Nodes(_whole(device, 0), _count(device, 1))
+    frontier = Nodes(_whole(device, 0), _count(device, 1))
     search = queue.Search(2, 3, 0.0, True)
     return [(queues, found, frontier, _whole(device, *[0] * 9), None, _count(device, 1), search)]
 

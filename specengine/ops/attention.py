@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specengine.errors import InputError
-from specengine.ops._registry import are_counts, attached, describe, insist, op
-from specengine.ops.tree import WORD_BITS
+from specengine.ops._registry import attached, op
+from specengine.ops.numbers import WORD_BITS, are_counts, describe, insist
 
 WRONG_PATH = "path: ascending node ids from 0 within the slots of the slab are needed"
 CHUNK = 64  # positions that are summed together

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._registry import FLOATS, are_counts, attached, describe, op
+from specengine.ops._registry import attached, op
+from specengine.ops.numbers import FLOATS, are_counts, describe
 from specengine.ops.select import defined
 
 MASK64 = (1 << 64) - 1

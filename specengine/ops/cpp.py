@@ -21,9 +21,10 @@ from specengine.ops._registry import by_meaning
 from specengine.ops.attention import Paths
 from specengine.ops.choose import Walked
 from specengine.ops.networks import LOWEST, Window
+from specengine.ops.numbers import HAS_NAN, WORD_BITS, Arrays, Nodes
 from specengine.ops.queue import Drawn, Queues, Search
-from specengine.ops.select import HAS_NAN, Candidates
-from specengine.ops.tree import NOT_THERE, WORD_BITS, WRONG_PARENTS, WRONG_SUBTREE, Arrays, Nodes
+from specengine.ops.select import Candidates
+from specengine.ops.tree import NOT_THERE, WRONG_PARENTS, WRONG_SUBTREE
 from specengine.ops.worth import MEMORY, Counts, Ledger, Notes, Prices
 
 _expander: Any = importlib.import_module("specengine._expander")

@@ -21,9 +21,9 @@ from torch import Tensor
 from specengine.errors import BackendError, InputError
 from specengine.ops import _nvrtc, queue
 from specengine.ops._registry import by_meaning
+from specengine.ops.numbers import Nodes
 from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import Candidates
-from specengine.ops.tree import Nodes
 
 LIBRARY = Path(__file__).parents[1] / "_cuda.so"
 BUILD = "SPECENGINE_CUDA=1 pip install -e ."

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from specengine.errors import InputError
-from specengine.ops._registry import are_counts, attached, describe, op
+from specengine.ops._registry import attached, op
+from specengine.ops.numbers import are_counts, describe
 from specengine.ops.select import require_logits, top_children, top_entropy
 
 ACTIVATIONS = ("relu", "tanh")

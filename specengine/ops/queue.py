@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._registry import are_counts, attached, describe, insist, op
-from specengine.ops.select import HAS_NAN, Candidates, order_keys
-from specengine.ops.tree import Nodes
+from specengine.ops._registry import attached, op
+from specengine.ops.numbers import HAS_NAN, Nodes, are_counts, describe, insist, order_keys
+from specengine.ops.select import Candidates
 
 
 class Queues(NamedTuple):

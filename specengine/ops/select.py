@@ -7,14 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specengine.errors import InputError
-from specengine.ops._registry import FLOATS, Number, are_counts, attached, describe, held, insist, op
-from specengine.ops.tree import Arrays, Nodes, append_nodes
+from specengine.ops._registry import attached, op
+from specengine.ops.numbers import FLOATS, Number, are_counts, describe, held, order_keys, padded
 
 LARGEST = 3e38  # what +inf counts as: finite in float32, so that differences of scores stay defined
-HAS_NAN = "contains NaN"
 
 
 class Candidates(NamedTuple):
@@ -26,79 +24,6 @@ class Candidates(NamedTuple):
     log_probs: Tensor
     scores: Tensor
     live: Tensor
-
-
-@op
-def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = None) -> Nodes:
-    """Indices of the `most` best of the first `live` scores by (score descending, index ascending), in ascending order.
-
-    scores: float32 [m], in creation order; limit: int32 [1], fewer than `most`. -inf is never selected; indices are
-    padded with 0. For path log-probabilities the result is closed under parent, also under ties: a child is never
-    better than its parent and comes later. InputError on NaN (on a CUDA device: an asynchronous assertion).
-    """
-    if scores.dtype is not torch.float32 or scores.dim() != 1 or most < 0:
-        raise InputError(f"scores, most: float32 [m], 0 or more are needed, got {describe(scores)}, {most}")
-    if not are_counts(live) or (limit is not None and not are_counts(limit)):
-        given = describe(live) if limit is None else describe(live, limit)
-        raise InputError(f"live, limit: int32 [1] is needed, got {given}")
-    if run := attached("select_best", scores):
-        return run(scores, live, most, limit)
-    place = torch.arange(scores.shape[0], device=scores.device, dtype=torch.int64)
-    values = scores.masked_fill(place >= live, -math.inf)
-    insist(~values.isnan().any(), "scores: " + HAS_NAN)
-    best = order_keys(values).topk(min(most, scores.shape[0])).indices
-    count = (values[best] > -math.inf).sum(0, keepdim=True)
-    if limit is not None:
-        count = torch.minimum(count, limit.clamp(min=0))
-    padding = torch.arange(best.shape[0], device=scores.device, dtype=torch.int64) >= count
-    indices = best.masked_fill(padding, scores.shape[0]).sort().values.masked_fill(padding, 0)
-    return Nodes(padded(indices, most), count.int())
-
-
-@op
-def append_children(
-    tree: Arrays,
-    size: Tensor,
-    frontier: Nodes,
-    tokens: Tensor,
-    log_probs: Tensor,
-    overflow: Tensor,
-    *,
-    chosen: Tensor | None = None,
-    most: int | None = None,
-    limit: Tensor | None = None,
-) -> Nodes:
-    """Hang children under some nodes as `append_nodes` does, parent by parent; the new nodes, ids [most].
-
-    tokens: int64 [rows, children], log_probs: float32 alike, a row for each frontier node. Of the entries that are
-    `chosen`, bool [rows, children], or of all, it is the first `most` (none: all), or `limit`, int32 [1], if that is
-    less. The count is that of the entries found, also where they overflow.
-    """
-    if tokens.dim() != 2 or tokens.shape != log_probs.shape or frontier.ids.shape != tokens.shape[:1]:
-        given = describe(frontier.ids, tokens, log_probs)
-        raise InputError(f"frontier, tokens, log_probs: [rows], [rows, children] x 2 are needed, got {given}")
-    if not frontier.ids.dtype is tokens.dtype is torch.int64 or log_probs.dtype is not torch.float32:
-        given = describe(frontier.ids, tokens, log_probs)
-        raise InputError(f"frontier, tokens, log_probs: int64, int64, float32 are needed, got {given}")
-    if not are_counts(size, frontier.live, overflow) or (limit is not None and not are_counts(limit)):
-        raise InputError(f"size, live, overflow, limit: int32 [1] is needed, got {describe(size, *frontier, overflow)}")
-    if chosen is not None and (chosen.dtype is not torch.bool or chosen.shape != tokens.shape):
-        raise InputError(f"chosen: bool {list(tokens.shape)} is needed, got {describe(chosen)}")
-    children, entries = tokens.shape[1], tokens.numel()
-    most = entries if most is None else min(most, entries)
-    if run := attached("append_children", size):
-        return run(tree, size, frontier, tokens, log_probs, overflow, chosen, most, limit)
-    live, tokens, log_probs = frontier.live * children, tokens.reshape(-1), log_probs.reshape(-1)
-    if chosen is None and limit is None and most == entries:
-        parents = frontier.ids[:, None].expand(-1, children).reshape(-1)
-        return Nodes(append_nodes(tree, size, parents, tokens, log_probs, live, overflow), live)
-    flags = torch.zeros_like(log_probs)
-    if chosen is not None:
-        flags = flags.masked_fill(~chosen.reshape(-1), -math.inf)
-    found = select_best(flags, live, most, limit)
-    parents = frontier.ids.index_select(0, found.ids // children)
-    tokens, log_probs = tokens.index_select(0, found.ids), log_probs.index_select(0, found.ids)
-    return Nodes(append_nodes(tree, size, parents, tokens, log_probs, found.live, overflow), found.live)
 
 
 @op
@@ -211,19 +136,3 @@ def require_logits(logits: Tensor) -> None:
 
 def defined(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=-math.inf, posinf=LARGEST, neginf=-math.inf).clamp(max=LARGEST)
-
-
-def order_keys(values: Tensor) -> Tensor:
-    """int64 keys of the order (value descending, index along the last axis ascending): larger is better, none equal.
-
-    values: float32 without NaN. topk itself leaves open which of two equal values it takes.
-    """
-    bits = (values + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0, its equal
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (
-        0xFFFFFFFF - torch.arange(values.shape[-1], device=values.device, dtype=torch.int64)
-    )
-
-
-def padded(values: Tensor, size: int) -> Tensor:
-    """Filled up with 0 at the end."""
-    return pad(values, (0, size - values.shape[0]))

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine.ops import attention, choose, select, tree
-from specengine.ops._registry import FLOATS, by_meaning, meaning
+from specengine.ops._registry import by_meaning, meaning
 from specengine.ops.attention import Paths
 from specengine.ops.choose import MASK64, Walked
+from specengine.ops.numbers import FLOATS, WORD_BITS, Arrays
 from specengine.ops.select import LARGEST, Candidates
-from specengine.ops.tree import WORD_BITS, Arrays
 
 LARGEST_HEAD = 256
 MOST_CANDIDATES = 4096  # of one selection by the kernels; they rank by counting

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._registry import Number, are_counts, attached, describe, op
-from specengine.ops.select import padded, select_best
-from specengine.ops.tree import Arrays, Nodes, append_nodes
+from specengine.ops._registry import attached, op
+from specengine.ops.numbers import Arrays, Nodes, Number, are_counts, describe, padded
+from specengine.ops.tree import append_nodes, select_best
 
 
 class Prices(NamedTuple):

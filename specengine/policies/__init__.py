@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from specengine import errors, registry
 from specengine.costs import Costs
 from specengine.errors import InputError, did_you_mean, shown
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle
-from specengine.tree import TokenTree
 
 if TYPE_CHECKING:
     from specengine.drafters import Drafter, Step
@@ -159,3 +159,26 @@ def make(name: str, /, **options: Any) -> TreePolicy:
 def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> None:
     """Raise InputError for an option outside its range."""
     errors.require(f"policy {policy}.{field}", value, accepted, holds)
+
+
+T = TypeVar("T")
+
+
+class PerDevice(Generic[T]):
+    """Tensors or a network, with a copy for each device that they were asked for on.
+
+    A captured cycle goes on reading the memory of its device while another one runs on the host, so nothing moves.
+    make: gives them on a device, on first use there.
+    """
+
+    def __init__(self, make: Callable[[torch.device], T]) -> None:
+        self._make, self._copies = make, dict[torch.device, T]()
+
+    def on(self, device: torch.device) -> T:
+        if device not in self._copies:
+            self._copies[device] = self._make(device)
+        return self._copies[device]
+
+    def copies(self) -> Iterable[T]:
+        """All that were made, for those who change them in place."""
+        return self._copies.values()

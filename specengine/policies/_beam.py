@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Flag, Nodes
+from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import TreePolicy, require
-from specengine.tree import TokenTree, is_down
 
 
 @dataclass

@@ -19,11 +19,10 @@ from specengine.costs import ASSUMED, Costs, CostTables, find_costs
 from specengine.drafters import Drafter, Free, Step
 from specengine.errors import InputError
 from specengine.ops import Counts, Ledger, Nodes, Notes, Prices
+from specengine.ops.tree import TokenTree
 from specengine.ops.worth import DEPTHS, FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES, RANKS, SOURCES
-from specengine.policies import TreePolicy, require
-from specengine.policies._state import PerDevice
+from specengine.policies import PerDevice, TreePolicy, require
 from specengine.records import Cycle
-from specengine.tree import TokenTree
 
 MEASURED = "measured"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are thought of
@@ -202,7 +201,8 @@ class Auto(TreePolicy):
         stated, columns = ops.top_children(step.logits, PLACES, normalized=step.normalized)
         sources = None if step.marks is None else step.marks.gather(1, columns)
         given = frontier, step.tokens_of(columns), stated, sources
-        tree.add_likely(*given, state.counts, state.notes, math.log(LEAST), self.budget)
+        rule = state.counts, state.notes, math.log(LEAST), self.budget
+        tree.appended(ops.hang_likely(tree.arrays, tree.size, tree.overflow, *given, *rule))
         return self._next(tree, state).where(ops.number(tree.passes) < self.max_passes)
 
     def last(self, tree: TokenTree, drafter: Drafter) -> None:
@@ -225,7 +225,7 @@ class Auto(TreePolicy):
 
     def learn(self, tree: TokenTree, path: Nodes, chosen: Tensor) -> None:
         state = self._state.on(tree.device)
-        tree.count_outcomes(path, chosen, state.counts, state.notes)
+        ops.count_outcomes(tree.arrays, tree.size, path, chosen, state.counts, state.notes)
         ops.settle(state.ledger, path.live)
 
     def observe(self, cycle: Cycle) -> None:

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Flag, Nodes
+from specengine.ops.tree import TokenTree
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
 from specengine.policies._classifier import Classifier
-from specengine.tree import TokenTree
 
 
 @dataclass

@@ -13,10 +13,9 @@ from torch import Tensor
 from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Flag, Nodes
-from specengine.policies import TreePolicy, require
-from specengine.policies._state import PerDevice
+from specengine.ops.tree import TokenTree, is_down
+from specengine.policies import PerDevice, TreePolicy, require
 from specengine.records import Cycle
-from specengine.tree import TokenTree, is_down
 
 LEAST_HISTORY = 5  # cycles
 DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE = 2, (0.5, 0.95), (0.3, 0.8)  # where the history may move its three settings

@@ -11,11 +11,10 @@ from torch import Tensor
 from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Flag, Nodes
-from specengine.policies import require
+from specengine.ops.tree import TokenTree
+from specengine.policies import PerDevice, require
 from specengine.policies._beam import Beam
-from specengine.policies._state import PerDevice
 from specengine.records import Cycle
-from specengine.tree import TokenTree
 
 
 @dataclass

@@ -12,12 +12,11 @@ from torch.nn.functional import pad
 from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Flag, Nodes
-from specengine.policies import _ltd, require
+from specengine.ops.tree import TokenTree, is_down
+from specengine.policies import PerDevice, _ltd, require
 from specengine.policies._beam import Beam
 from specengine.policies._ltd import REPEATS, Networks, Shape
-from specengine.policies._state import PerDevice
 from specengine.records import Cycle
-from specengine.tree import TokenTree, is_down
 
 CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0
 

@@ -11,9 +11,8 @@ import torch
 from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Nodes
-from specengine.policies import TreePolicy, require
-from specengine.policies._state import PerDevice
-from specengine.tree import TokenTree
+from specengine.ops.tree import TokenTree
+from specengine.policies import PerDevice, TreePolicy, require
 
 
 @dataclass

@@ -12,11 +12,10 @@ from specengine import ops
 from specengine.drafters import Step
 from specengine.errors import InputError
 from specengine.ops import Flag, Nodes
-from specengine.policies import _classifier, require
+from specengine.ops.tree import TokenTree, is_down
+from specengine.policies import PerDevice, _classifier, require
 from specengine.policies._beam import Beam
 from specengine.policies._classifier import Classifier
-from specengine.policies._state import PerDevice
-from specengine.tree import TokenTree, is_down
 
 
 @dataclass

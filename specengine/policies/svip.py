@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from specengine.drafters import Step
 from specengine.ops import Flag, Nodes
+from specengine.ops.tree import TokenTree
 from specengine.policies import require
 from specengine.policies._beam import Beam
-from specengine.tree import TokenTree
 
 
 @dataclass

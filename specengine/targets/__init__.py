@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specengine.errors import UnsupportedModelError
+from specengine.ops.tree import TokenTree
 from specengine.records import Successors
-from specengine.tree import TokenTree
 
 
 class Chosen(NamedTuple):

@@ -15,8 +15,8 @@ from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.rows import Rows
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.targets import Target, in_own_dtype
-from specengine.tree import TokenTree
 
 
 class HuggingFaceTarget(Target):

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from specengine.modeling import threads
 from specengine.modeling.native import NativeLM
 from specengine.modeling.rows import Rows
+from specengine.ops.tree import TokenTree
 from specengine.records import Successors
 from specengine.targets import Chosen, Target, in_own_dtype
-from specengine.tree import TokenTree
 
 
 class NativeTarget(Target):

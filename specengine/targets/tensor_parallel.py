@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from specengine import ops
 from specengine.errors import RankError
 from specengine.modeling.tensor_parallel import Ranks, ShardedLM, ranks
+from specengine.ops.tree import TokenTree
 from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.tree import TokenTree
 
 T = TypeVar("T")
 END = "end"

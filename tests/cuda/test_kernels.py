@@ -12,9 +12,9 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.ops import _nvrtc, cuda
+from specengine.ops.numbers import Nodes
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import Candidates
-from specengine.ops.tree import Nodes
 from tests.cuda import host
 from tests.test_native import COMPILER, CSRC, build_and_run
 

@@ -16,9 +16,9 @@ from specengine import Engine, contracts
 from specengine.drafters import Drafter, Step
 from specengine.errors import DrafterError, PolicyError
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Cycle
-from specengine.tree import TokenTree
 from tests.backend import target_of
 from tests.hostile.engines import PROMPT, model, plainly
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds, Stats
-from specengine.tree import TokenTree
 from tests.engine.engines import PROMPT, engine_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.drafters.ngram import NGram
+from specengine.ops.tree import TokenTree
 from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.tree import TokenTree
 from tests.engine.engines import PROMPT, engine_of, model_of, plainly
 from tests.toy import FAMILIES, VOCABULARY, policy_for, random_tree, tiny
 

@@ -15,9 +15,9 @@ from specengine.drafters._guided import Guided
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.errors import InputError
+from specengine.ops.tree import TokenTree
 from specengine.request import grammars
 from specengine.request.grammars import MOST_TEXT, Vocabularies, compiled
-from specengine.tree import TokenTree
 from tests.engine.engines import PROMPT, engine_of, tokenizer
 from tests.grammar.schemas import closed
 from tests.toy import POLICIES

@@ -19,7 +19,7 @@ from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
-from specengine.ops import _registry
+from specengine.ops import numbers
 from specengine.policies import TreePolicy
 from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
@@ -76,7 +76,7 @@ def engine_of(draft: str, policy: str | TreePolicy, *, captured: bool) -> Engine
 def as_on_a_device() -> Iterator[None]:
     """No number is read for nothing, so everything is padded; and every op shows what it does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_registry, "FREE", "none")
+        patch.setattr(numbers, "FREE", "none")
         patch.setenv(ops.VARIABLE, "reference")
         yield
 

@@ -21,8 +21,8 @@ from specengine import Engine, ops, policies
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError
 from specengine.ops import _registry, _trial
+from specengine.ops.tree import TokenTree
 from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.tree import TokenTree
 from tests import toy
 from tests.kernels.sizes import sizes
 

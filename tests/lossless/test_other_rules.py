@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from specengine.tree import TokenTree
+from specengine.ops.tree import TokenTree
 from tests.lossless.worlds import LENGTH, PROMPT, WORLDS, World, holm_rejects, identifier, p_value
 
 Rule = Callable[[np.random.Generator, TokenTree, list[np.ndarray]], list[int]]

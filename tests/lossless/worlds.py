@@ -9,10 +9,10 @@ from scipy import stats
 from torch import Tensor
 
 from specengine.cycle import draft_tree
+from specengine.ops.tree import TokenTree
 from specengine.records import Seconds
 from specengine.request.options import GenerationOptions
 from specengine.request.sampling import History, Sampler
-from specengine.tree import TokenTree
 from tests.toy import CPU, POLICIES, Tables, ToyDrafter, policy_for
 
 VOCABULARY, LENGTH, ALPHA = 6, 3, 1e-4

@@ -17,8 +17,8 @@ from specengine.modeling.eagle_native import NativeHead
 from specengine.modeling.native import NativeLM
 from specengine.modeling.opening import open_native
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.targets.native import NativeTarget
-from specengine.tree import TokenTree
 from tests.native.engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
 from tests.native.variants import PROMPT, half_of, model_of, native_logits, own_logits, tree_of, write_gguf
 from tests.toy import CPU, VOCABULARY, head_config, policy_for, random_state, tiny

@@ -15,7 +15,7 @@ from specengine.checkpoints import embedded
 from specengine.modeling.native import WITH_PAIRS, NativeLM, from_model
 from specengine.modeling.opening import open_native
 from specengine.modeling.sources import BLOCKS
-from specengine.tree import TokenTree
+from specengine.ops.tree import TokenTree
 from tests.native.engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
 from tests.native.variants import (
     PROMPT,

@@ -14,10 +14,10 @@ from specengine.costs import Costs
 from specengine.cycle import Draft, draft_tree
 from specengine.drafters import Drafter, Step
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.ops.worth import LEVELS, PLACES
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds
-from specengine.tree import TokenTree
 from tests.toy import CPU
 
 Rows = Sequence[Sequence[float]]  # chances of children, best first, by the level of their parent

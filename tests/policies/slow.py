@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from specengine.cycle import draft_tree
+from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Seconds
-from specengine.tree import TokenTree
 from tests.toy import CPU, Tables, ToyDrafter
 
 Path = tuple[int, ...]

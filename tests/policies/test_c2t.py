@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from specengine import ops, policies
 from specengine.cycle import draft_tree
 from specengine.errors import InputError
+from specengine.ops.tree import TokenTree
 from specengine.policies import _classifier
 from specengine.policies._classifier import AcceptanceHead, Mlp, c2t_features, disco_features
 from specengine.policies.c2t import C2t
 from specengine.records import Seconds
-from specengine.tree import TokenTree
 from tests.test_tree import check_structure
 from tests.toy import CPU, Tables, ToyDrafter, hidden_states
 

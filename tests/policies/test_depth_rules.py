@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specengine import policies
 from specengine.errors import InputError
+from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.policies.ddd import Ddd
 from specengine.policies.dyjoint import DyJoint
@@ -20,7 +21,6 @@ from specengine.policies.eagle import Eagle
 from specengine.policies.gammatune import Gammatune
 from specengine.policies.svip import Svip
 from specengine.records import Cycle, Seconds
-from specengine.tree import TokenTree
 from tests.policies import slow
 from tests.policies.test_dynatree import cycle
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from specengine import policies
 from specengine.errors import InputError
+from specengine.ops.tree import TokenTree
 from specengine.policies.dynatree import DynaTree
 from specengine.records import Cycle, Seconds
-from specengine.tree import TokenTree
 from tests.policies import slow
 
 OPTIONS = slow.options(

@@ -22,12 +22,12 @@ from specengine import ops, policies
 from specengine.cycle import draft_tree
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.ops.tree import TokenTree
 from specengine.policies import _ltd
 from specengine.policies._ltd import Networks, Shape
 from specengine.policies.eagle import Eagle
 from specengine.policies.ltd import Ltd, depth_observation, laid_out, observed, size_observation
 from specengine.records import Seconds
-from specengine.tree import TokenTree
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
 
 SMALL = Shape(width=3, expansions=4, sizes=(2, 5, 9))

@@ -15,10 +15,10 @@ from specengine import ops, policies
 from specengine.costs import Costs
 from specengine.cycle import draft_tree
 from specengine.drafters import Step
-from specengine.ops import Nodes, _registry
+from specengine.ops import Nodes, numbers
+from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds
-from specengine.tree import TokenTree
 from tests.policies import slow
 from tests.toy import CPU, Tables, ToyDrafter, hidden_states
 
@@ -162,7 +162,7 @@ class Padded:
 def on_a_device(function: Callable[..., Any], *given: Any) -> Any:
     """What it returns where no count may be looked at."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_registry, "FREE", "none")
+        patch.setattr(numbers, "FREE", "none")
         return function(*given)
 
 

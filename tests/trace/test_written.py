@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from specengine import policies
 from specengine.cycle import draft_tree
 from specengine.errors import InputError
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from specengine.trace import Trace, TracedCycle, TraceWriter, read_trace
 from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT
 from specengine.trace.writer import traced
-from specengine.tree import TokenTree
 from tests.toy import CPU, LetterTokenizer, ToyDrafter, policy_for
 from tests.trace.runs import DRAFT, PROMPT, toy_engine, write
 

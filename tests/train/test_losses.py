@@ -17,11 +17,11 @@ from specengine.drafters.eagle import Eagle
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.eagle_head import EagleHead, default_layer_ids
+from specengine.ops.tree import TokenTree
 from specengine.train.draft import losses
 from specengine.train.draft.losses import Labels, Unrolling, loss_of
 from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.teacher import Reading, Teacher
-from specengine.tree import TokenTree
 from tests.toy import VOCABULARY, head_config, hooked, tiny, tiny_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")

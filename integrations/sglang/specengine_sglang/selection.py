@@ -21,8 +21,8 @@ from specengine import policies
 from specengine.drafters import Step
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
-from specengine.tree import TokenTree
 
 ROOT = -1  # its number
 # Those that look at probabilities alone: no entropy, which topk tokens do not give, no history, no costs, no states.

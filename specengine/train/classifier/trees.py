@@ -20,13 +20,13 @@ from specengine.drafters.lookup import Lookup
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Cycle
 from specengine.request.sampling import History, Sampler
 from specengine.train.classifier.options import CollectOptions
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.shards import Contents, ShardFolder
-from specengine.tree import TokenTree
 
 TOP_PROBS = 10  # of each draft distribution
 SHORTEST = 2  # tokens of a prompt: its last is the first root, and an EAGLE head needs one before it
