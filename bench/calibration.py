@@ -24,7 +24,7 @@ from bench.losses import PLACES, TREES, sibling_ranks
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
-from specengine.modeling.eagle_head import head_from
+from specengine.models.eagle import head_from
 from specengine.records import Cycle
 from specengine.train.draft.diagnostics import RANKS, by_rank, calibration_error
 from specengine.train.draft.epochs import Epochs

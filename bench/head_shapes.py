@@ -29,10 +29,10 @@ from specengine.benchmark.prompts import Workload
 from specengine.checkpoints.eagle import HeadOptions, load_head
 from specengine.costs import Costs, Points
 from specengine.drafters.eagle import Eagle
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeTarget
 from specengine.policies import TreePolicy, make
 from specengine.records import Cycle
-from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.targets.native import NativeTarget
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.training import train_draft
 from specengine.train.options import TrainOptions

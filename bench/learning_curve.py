@@ -28,7 +28,7 @@ from bench.losses import acceptance_length, by_rank, cpu_seconds, observations
 from specengine import Engine, policies
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
-from specengine.modeling.eagle_head import head_from
+from specengine.models.eagle import head_from
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import LOG

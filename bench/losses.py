@@ -32,7 +32,7 @@ from specengine import Engine
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
 from specengine.checkpoints.files import atomic
-from specengine.modeling.eagle_head import EagleHead, head_from
+from specengine.models.eagle import EagleHead, head_from
 from specengine.ops.tree import TokenTree
 from specengine.train.draft.diagnostics import Observed, RankReport, observe, reports
 from specengine.train.draft.epochs import Epochs

@@ -192,7 +192,7 @@ void run_head(Draft& draft, handle positions, int64_t prefix, int64_t start, han
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 5;  // specengine/modeling/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 5;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   module.def("instruction_sets", [] {
     std::vector<std::string> names;
     for (const cpu::Kernels* kernels : cpu::available_kernels()) names.push_back(kernels->name);

@@ -22,12 +22,12 @@ from specengine.cuda_graphs import WARM_UPS, Graphs, room
 from specengine.cycle import Draft, EagerDriver
 from specengine.drafters import Drafter
 from specengine.drafters._coupled import Coupled
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree, overfull
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds
 from specengine.request.sampling import Sampler, refuse_no_choice, signed
-from specengine.targets.huggingface import HuggingFaceTarget
 
 NOTE = "graphs: after the first, cycles stayed on the device; their times are not split into parts"
 NUMBERS = 7  # of a record, before its lists

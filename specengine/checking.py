@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.generation.text_generation import TextGeneration
+from specengine.models import Target, common_prefix
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
 from specengine.records import GenerationResult
 from specengine.request.prompts import Prompt
 from specengine.request.sampling import History, Sampler, refuse_no_choice
 from specengine.request.text import decoder
-from specengine.targets import Target, common_prefix
-from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.targets.native import NativeTarget
 
 # The largest logit gap that counts as rounding. Logits of language models lie mostly below 32, and between 16 and 32
 # neighbouring values are 2**-3 apart in bfloat16 (8 significant bits), 2**-6 in float16 (11) and 2**-19 in float32

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from specengine import contracts, ops
 from specengine.drafters import Drafter, Step
+from specengine.models import Target
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Seconds
 from specengine.request.sampling import Sampler
-from specengine.targets import Target
 
 
 class Draft(NamedTuple):

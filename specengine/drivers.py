@@ -10,8 +10,8 @@ from specengine.captured import CapturedDriver
 from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
 from specengine.errors import InputError, shown
+from specengine.models import Target
 from specengine.policies import TreePolicy
-from specengine.targets import Target
 
 PLAIN = "plain"
 

@@ -33,8 +33,9 @@ from specengine.errors import (
 )
 from specengine.generation.session import Session
 from specengine.generation.text_generation import Answering, TextGeneration
-from specengine.modeling.kv_cache import KVCache
 from specengine.modeling.load_options import LoadOptions
+from specengine.models import Target
+from specengine.models.kv_cache import KVCache
 from specengine.ops import Nodes
 from specengine.plain import plain
 from specengine.policies import TreePolicy
@@ -45,7 +46,6 @@ from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Prompt, predicted_ids, token_ids
 from specengine.request.sampling import History, Sampler, Stopper, of_rows, refuse_no_choice, signed
 from specengine.request.text import decoder
-from specengine.targets import Target
 
 DEFAULT_WARMUP_TOKENS = 2048
 AHEAD = 1024  # tokens of an answer that room is made for at once; then for twice as many tokens as there are

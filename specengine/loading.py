@@ -16,22 +16,19 @@ from transformers import PreTrainedModel
 
 from specengine import checkpoints as models
 from specengine import drafters, policies
+from specengine.checkpoints.adapters import model_in
+from specengine.checkpoints.pretrained import LoadedModel, given_tokenizer, is_gguf, load_model
 from specengine.drafters import Drafter, Maker
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, UnsupportedModelError, shown
-from specengine.modeling.adapters import model_in
-from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.load_options import LoadOptions
-from specengine.modeling.native import NativeLM
-from specengine.modeling.opening import is_gguf
-from specengine.modeling.pretrained import LoadedModel, given_tokenizer, load_model
+from specengine.models import Target
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget
+from specengine.models.native import NativeLM, NativeTarget
+from specengine.models.tensor_parallel import lead_or_follow
 from specengine.policies import TreePolicy
-from specengine.targets import Target
-from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.targets.native import NativeTarget
-from specengine.targets.tensor_parallel import lead_or_follow
 
 PLAIN = ("plain", "none")
 P = ParamSpec("P")

@@ -8,9 +8,8 @@ from functools import cache
 from transformers import PreTrainedModel
 
 from specengine.errors import UnsupportedModelError
-from specengine.modeling.native import NativeLM, from_model
-from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.targets.native import NativeTarget
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeLM, NativeTarget, from_model
 
 
 @cache

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from specengine.modeling.eagle_head import EagleHead, causal
+from specengine.models.eagle import EagleHead, causal
 from tests.toy import tiny
 
 LAYERS = 6

@@ -11,7 +11,7 @@ import torch
 
 from bench import bootstrap, losses
 from specengine.checkpoints.eagle import load_head
-from specengine.modeling.eagle_head import head_from
+from specengine.models.eagle import head_from
 from specengine.train.draft.diagnostics import Observed, by_rank, observe
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.teacher import Teacher

@@ -19,9 +19,9 @@ from bench.cpu.ways import Given
 from bench.perplexity import REFERENCE, WAYS, main
 from specengine import Engine
 from specengine.errors import NumericalError
-from specengine.modeling import native
-from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.sources import Weight
+from specengine.models import native
+from specengine.models.huggingface import CausalLM
+from specengine.models.weights import Weight
 from tests.native.engines import needs_extension
 from tests.native.variants import write_gguf
 from tests.toy import byte_tokenizer, tiny

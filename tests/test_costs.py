@@ -24,10 +24,10 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError
+from specengine.models import Target
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
-from specengine.targets import Target
-from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.targets.native import NativeTarget
 from tests import toy
 from tests.native.engines import lm_of, needs_extension
 

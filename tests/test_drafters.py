@@ -17,10 +17,10 @@ from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel, check_tokenizers, first_layers
 from specengine.engine import Engine
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests.toy import VOCABULARY, RandomShape, Tables, ToyTarget, byte_tokenizer, nodes_of, tiny
 
 PROMPT = [*range(40, 52)]

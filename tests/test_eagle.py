@@ -19,20 +19,11 @@ from specengine.drafters import Step
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.eagle_head import (
-    EagleConfig,
-    EagleHead,
-    Rope,
-    causal,
-    default_layer_ids,
-    head_from,
-    make_head,
-)
+from specengine.models.eagle import EagleConfig, EagleHead, Rope, causal, default_layer_ids, head_from, make_head
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests.heads import LAYERS, LLAMA3, YARN, deep, fit
 from tests.toy import (
     CPU,
@@ -199,7 +190,7 @@ def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) ->
     prompt = [(7 * i) % VOCABULARY for i in range(40)]
     logits = []
     for rows in (1024, 7):
-        monkeypatch.setattr("specengine.modeling.causal_lm.PREFILL_ROWS", rows)
+        monkeypatch.setattr("specengine.models.huggingface.PREFILL_ROWS", rows)
         draft = drafter_for(target, head_config())
         target.want_features(draft.features)
         target.reset()

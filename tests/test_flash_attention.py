@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specengine.modeling import attention, causal_lm
-from specengine.modeling.causal_lm import CausalLM
+from specengine.models import attention, huggingface
+from specengine.models.huggingface import CausalLM
 from tests import toy
 
 PROMPT = [5, 9, 2, 31, 7, 12, 40, 41, 42, 3, 8]
@@ -39,7 +39,7 @@ def test_prompts_in_pieces_give_what_they_gave(family: str, monkeypatch: pytest.
         calls.append((q.shape[1], k.shape[1]))
         return stand_in(q, k, v, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(causal_lm, "PREFILL_ROWS", 4)
+    monkeypatch.setattr(huggingface, "PREFILL_ROWS", 4)
     expected = last_logits(lm)
     monkeypatch.setattr(attention, "flash_attention", lambda: counted)
     assert torch.equal(last_logits(lm), expected)

@@ -26,9 +26,9 @@ from specengine.checkpoints.eagle import load_head, save_head
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.modeling.eagle_head import EagleConfig, causal, head_from, make_head
+from specengine.models.eagle import EagleConfig, causal, head_from, make_head
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.records import Cycle
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests.heads import LAYERS, LLAMA3, YARN, deep, fit
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
 
-from specengine.modeling import attention
-from specengine.modeling.attention import ATTENTION, last_row_attention
+from specengine.models import attention
+from specengine.models.attention import ATTENTION, last_row_attention
 from tests import toy
 
 counts = st.integers(1, 4)

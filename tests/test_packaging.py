@@ -21,7 +21,7 @@ LAYERS = (
     {"errors", "plain", "text_files", "registry", "costs", "_expander", "_cpu"},
     {"ops"},
     {"records"},
-    {"generation", "request", "modeling", "checkpoints", "cuda_graphs", "policies", "drafters", "targets"},
+    {"generation", "request", "modeling", "models", "checkpoints", "cuda_graphs", "policies", "drafters"},
     {"contracts", "cycle", "captured", "drivers", "calibration"},
     {"engine", "loading"},
     {"train", "replicas", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from specengine import Engine
-from specengine.modeling import packing
-from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.packing import Packed, PackedLinear
+from specengine.models import packing
+from specengine.models.huggingface import CausalLM
+from specengine.models.packing import Packed, PackedLinear
 from tests import toy
 
 pytestmark = pytest.mark.skipif(

@@ -12,10 +12,10 @@ from specengine import Engine, policies
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
-from specengine.modeling.eagle_head import head_from
+from specengine.models.eagle import head_from
+from specengine.models.huggingface import HuggingFaceTarget, strict_rows
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy, _classifier
-from specengine.targets.huggingface import HuggingFaceTarget, strict_rows
 from tests.toy import head_config, policy_for, random_state, random_tree, tiny
 
 NAMES = [name for name in policies.names() if name != "plain"]

@@ -18,8 +18,8 @@ import torch
 from bench import workloads
 from bench.cpu.processes import last_line
 from bench.cpu.ways import Given, Unavailable
+from specengine.models import Target
 from specengine.ops.tree import TokenTree
-from specengine.targets import Target
 
 CONTEXT = 200  # tokens in front of the tree
 ROWS = (1, 8, 16, 32, 64)

@@ -29,7 +29,7 @@ from bench.inflate.shape import ExtraTokens, Shape
 from bench.inflate.target import large_target
 from bench.inflate.tensors import Maker
 from specengine.checkpoints import eagle as checkpoints
-from specengine.modeling.eagle_head import EagleConfig
+from specengine.models.eagle import EagleConfig
 
 
 class Inflated(NamedTuple):

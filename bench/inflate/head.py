@@ -11,7 +11,7 @@ from bench.inflate.places import Axis
 from bench.inflate.plan import Plan
 from bench.inflate.tensors import CONSTANT, Maker, Rule, layer_rules, rule_of, silence
 from specengine.checkpoints import eagle as checkpoints
-from specengine.modeling.eagle_head import EagleConfig
+from specengine.models.eagle import EagleConfig
 
 
 def large_head(small: EagleConfig, weights: Mapping[str, Tensor], plan: Plan, maker: Maker) -> checkpoints.State:

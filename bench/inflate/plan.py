@@ -11,7 +11,7 @@ from bench.inflate.places import Axis, Heads, layer_places, place_heads, token_a
 from bench.inflate.refusals import head_rotation, refuse_no_constant, refuse_other_rope, refuse_smaller, target_rotation
 from bench.inflate.shape import AttentionShape, ExtraTokens, Shape
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.modeling.eagle_head import EagleConfig
+from specengine.models.eagle import EagleConfig
 
 
 @dataclass(frozen=True)

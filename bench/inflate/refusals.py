@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from bench.inflate.places import Heads
 from bench.inflate.shape import Shape
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.modeling.eagle_head import EagleConfig, Rope, Rotation
+from specengine.models.eagle import EagleConfig, Rope, Rotation
 
 
 def refuse_smaller(what: str, small: Shape, large: Shape) -> None:

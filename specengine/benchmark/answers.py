@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from specengine.models import common_prefix
 from specengine.records import Cycle
-from specengine.targets import common_prefix
 
 COUNTS = ("cycles", "emitted", "passes", "verified", "drafted")
 PARTS = ("draft", "policy", "verify", "total")

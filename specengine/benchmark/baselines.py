@@ -12,11 +12,11 @@ import torch
 from specengine.benchmark.answers import Answer
 from specengine.benchmark.ways import Way
 from specengine.checking import huggingface_model
+from specengine.checkpoints.pretrained import load_model
 from specengine.drafters.small_model import check_tokenizers
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.modeling.load_options import LoadOptions
-from specengine.modeling.pretrained import load_model
 
 GENERATE, LOOKUP, ASSISTED = "generate", "prompt-lookup", "assisted"
 LOOKUP_TOKENS = 10

@@ -21,9 +21,9 @@ import torch
 from specengine.benchmark.answers import Answer
 from specengine.benchmark.ways import Way
 from specengine.checkpoints import embedded
+from specengine.checkpoints.pretrained import is_gguf
 from specengine.engine import Engine
 from specengine.errors import BackendError, InputError
-from specengine.modeling.opening import is_gguf
 
 LLAMA_CPP = "llama.cpp"
 SERVER = "llama-server"

@@ -14,7 +14,7 @@ from specengine.checkpoints.store import cache_dir
 from specengine.costs import Costs
 from specengine.drafters import Drafter
 from specengine.errors import InputError
-from specengine.targets import Target
+from specengine.models import Target
 
 __all__ = ["contexts", "find", "identity", "measure", "place"]
 

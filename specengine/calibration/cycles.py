@@ -12,11 +12,11 @@ from torch import Tensor
 
 from specengine.cuda_graphs import Graphs, room
 from specengine.drafters import Drafter
+from specengine.models import Target
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from specengine.targets import Target
-from specengine.targets.huggingface import HuggingFaceTarget
 
 T = TypeVar("T")
 

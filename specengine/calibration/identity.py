@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from specengine.drafters import Drafter
-from specengine.modeling import threads
-from specengine.targets import Target
+from specengine.models import Target
+from specengine.models.extension import thread_count
 
 CPU_FACTS = Path("/proc/cpuinfo")
 
@@ -36,7 +36,7 @@ def identity(target: Target, drafter: Drafter | None) -> dict[str, Any]:
         "packed": getattr(lm, "packed", None),
         "strict": getattr(target, "strict_rows", 0) > 0,
         "captured": target.captured,
-        "threads": threads.count() if target.device.type == "cpu" else None,
+        "threads": thread_count() if target.device.type == "cpu" else None,
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "specengine": _version(),

@@ -16,7 +16,7 @@ from specengine.calibration.cycles import LONGEST, MadeUpCycles
 from specengine.costs import Costs, Points, interpolated
 from specengine.drafters import Drafter
 from specengine.errors import require
-from specengine.targets import Target
+from specengine.models import Target
 
 CONTEXTS = (64, 1024)  # tokens in the cache
 SECONDS = 3.0

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.eagle_head import EagleConfig, EagleHead, causal, default_layer_ids, embed_for
-from specengine.modeling.native import NativeLM
+from specengine.models.eagle import EagleConfig, EagleHead, causal, default_layer_ids, embed_for
+from specengine.models.huggingface import CausalLM
+from specengine.models.native import NativeLM
 
 CERTAIN = 2.0  # standard errors by which another convention must be better to be reported
 

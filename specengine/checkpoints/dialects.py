@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from specengine.checkpoints.fields import MOST_SIZE, Fields, refused
 from specengine.errors import CheckpointError, shown
-from specengine.modeling.eagle_head import DEFAULT_THETA, ROPE_TYPES, EagleConfig, rope_frequencies
+from specengine.models.eagle import DEFAULT_THETA, ROPE_TYPES, EagleConfig, rope_frequencies
 
 Layout = Literal["official", "speculators"]
 Producer = Literal["eagle", "specforge", "speculators"]

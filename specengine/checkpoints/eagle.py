@@ -34,7 +34,7 @@ from specengine.checkpoints.dialects import (
 from specengine.checkpoints.files import atomic, read_object
 from specengine.checkpoints.hub import why_absent
 from specengine.errors import CheckpointError, why_not_loaded
-from specengine.modeling.eagle_head import EagleConfig, make_head
+from specengine.models.eagle import EagleConfig, make_head
 
 MOST_WEIGHT = 1e30  # nearer to what float32 holds, sums of a few are not finite
 State = dict[str, Tensor]  # names as of EagleHead.state_dict()

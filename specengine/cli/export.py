@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, cast
 
 from specengine import checkpoints as models
 from specengine import registry
+from specengine.checkpoints.configs import config_of
 from specengine.checkpoints.dialects import Layout, Verifier, unread
 from specengine.checkpoints.eagle import Checkpoint, HeadOptions, head_folder, load_head, save_head
 from specengine.checkpoints.hub import why_absent
 from specengine.cli.terminal import say
 from specengine.errors import InputError
-from specengine.modeling.configs import config_of
-from specengine.modeling.eagle_head import EagleConfig, require_shape
+from specengine.models.eagle import EagleConfig, require_shape
 
 
 class _Source(NamedTuple):

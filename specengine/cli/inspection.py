@@ -27,12 +27,11 @@ from specengine.cli.terminal import as_json, say
 from specengine.drafters import Drafter
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.modeling.eagle_head import head_from, require_fit, with_appended_tokens
-from specengine.modeling.extension import NOT_BUILT
-from specengine.modeling.native import instruction_sets
+from specengine.models.eagle import head_from, require_fit, with_appended_tokens
+from specengine.models.extension import NOT_BUILT
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeTarget, instruction_sets
 from specengine.policies import TreePolicy
-from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.targets.native import NativeTarget
 
 # What the target continues, so that a head's agreement with it is measured on text of the target's own.
 OPENINGS = (

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.drafters import Drafter, Step
-from specengine.modeling.kv_cache import KVCache
-from specengine.modeling.rows import Rows, causal_words, words_for
+from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle

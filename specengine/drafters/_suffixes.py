@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from specengine.errors import InputError
+from specengine.models import common_prefix
 from specengine.ops.tree import TokenTree
-from specengine.targets import common_prefix
 
 MOST_FOLLOWERS = 8  # of a match, the commonest ones
 

@@ -16,15 +16,14 @@ from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
 from specengine.drafters import Maker
 from specengine.drafters._rows import Given, RowDraft, put
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.eagle_head import EagleHead, head_from, require_fit, with_appended_tokens
-from specengine.modeling.eagle_native import NativeHead
-from specengine.modeling.eagle_torch import TorchHead
 from specengine.modeling.load_options import LoadOptions
-from specengine.modeling.native import NativeLM
-from specengine.modeling.rows import Rows
+from specengine.models import common_prefix
+from specengine.models.eagle import EagleHead, head_from, require_fit, with_appended_tokens
+from specengine.models.eagle_torch import TorchHead
+from specengine.models.huggingface import CausalLM
+from specengine.models.kv_cache import Rows
+from specengine.models.native import NativeHead, NativeLM
 from specengine.ops import Nodes
-from specengine.targets import common_prefix
 
 
 class Eagle(RowDraft):

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from specengine import registry
 from specengine.checkpoints import embedded
 from specengine.checkpoints.hub import why_absent
+from specengine.checkpoints.pretrained import load_model
 from specengine.drafters import Maker
 from specengine.drafters._rows import Given, RowDraft
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError, did_you_mean
-from specengine.modeling.causal_lm import CausalLM
 from specengine.modeling.load_options import LoadOptions
-from specengine.modeling.native import NativeLM
-from specengine.modeling.pretrained import load_model
-from specengine.modeling.rows import Rows
-from specengine.targets import Target, common_prefix
+from specengine.models import Target, common_prefix
+from specengine.models.huggingface import CausalLM
+from specengine.models.kv_cache import Rows
+from specengine.models.native import NativeLM
 
 
 class SmallModel(RowDraft):

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 
 from specengine.errors import InputError
+from specengine.models import Target
 from specengine.records import Cycle, GenerationResult, SpeculativeOutput, Stats, StreamPiece, TokenLogprob
 from specengine.request.grammars import Constraint
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Prompt, token_ids
 from specengine.request.sampling import Stopper, cut_after_stop
 from specengine.request.text import TextStream, decoder
-from specengine.targets import Target
 
 
 class Answering(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from specengine.errors import InputError, did_you_mean, shown
-from specengine.modeling import native
-from specengine.modeling.tensor_parallel import require_launched
+from specengine.models import native
+from specengine.models.tensor_parallel import require_launched
 from specengine.plain import is_array, plain
 
 BACKENDS = ("native", "huggingface")

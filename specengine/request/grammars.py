@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from specengine.errors import InputError, missing_extra, shown
-from specengine.targets import common_prefix
+from specengine.models import common_prefix
 from specengine.text_files import MARK
 
 T = TypeVar("T")

@@ -17,7 +17,8 @@ import pytest
 from specengine import drafters, policies, registry
 from specengine.cli import main
 from specengine.cli.arguments import COMMANDS, make_parser, option_lists, shared
-from specengine.modeling import load_options, native
+from specengine.modeling import load_options
+from specengine.models import native
 from specengine.policies import _ltd
 from specengine.request import options
 from specengine.train.classifier.options import ClassifierOptions, CollectOptions

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specengine.modeling.kv_cache import GRANULE, KVCache
+from specengine.models.kv_cache import GRANULE, KVCache
+from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
-from specengine.targets.native import NativeTarget
 from tests.engine.engines import PROMPT, engine_of, plainly
 from tests.toy import POLICIES, nodes_of
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import EngineBusyError, InputError, UnsupportedModelError
-from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.eagle_head import head_from
+from specengine.models.eagle import head_from
+from specengine.models.huggingface import CausalLM
 from tests.toy import byte_tokenizer, hooked, near_copy, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -389,7 +389,7 @@ def test_a_late_position_is_looked_at(backend: str, monkeypatch: pytest.MonkeyPa
     """Frequencies that differ by a thousandth differ at late positions alone."""
     model = tiny(max_position_embeddings=4096)
     inv_freq = model.model.rotary_emb.inv_freq
-    from specengine.modeling.sources import ModelSource
+    from specengine.models.loaded import ModelSource
 
     own = ModelSource.rope
     monkeypatch.setattr(ModelSource, "rope", lambda self, shape: (own(self, shape)[0] * 1.003, 1.0))

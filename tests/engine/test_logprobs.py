@@ -9,7 +9,7 @@ import torch
 from specengine import Engine
 from specengine.engine import TextGeneration
 from specengine.errors import EngineBusyError, InputError, NumericalError, UnsupportedModelError
-from specengine.modeling.native import NativeLM
+from specengine.models.native import NativeLM
 from specengine.records import TokenLogprob
 from specengine.request.sampling import of_rows
 from tests import toy

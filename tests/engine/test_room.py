@@ -8,7 +8,7 @@ import torch
 from specengine import Engine, engine
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError
-from specengine.modeling import kv_cache
+from specengine.models import kv_cache
 from specengine.request.sampling import History
 from tests.engine.engines import PROMPT, engine_of, near_copy, plainly
 from tests.toy import tiny

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.drafters.ngram import NGram
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops.tree import TokenTree
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests.engine.engines import PROMPT, engine_of, model_of, plainly
 from tests.toy import FAMILIES, VOCABULARY, policy_for, random_tree, tiny
 
@@ -100,7 +100,7 @@ def test_longrope_bounds_the_context_where_its_frequencies_change() -> None:
 
 
 def test_long_prompts_are_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specengine.modeling.causal_lm.PREFILL_ROWS", 7)
+    monkeypatch.setattr("specengine.models.huggingface.PREFILL_ROWS", 7)
     for family in ("llama", "gpt2"):
         engine = engine_of(family, "small_model", "fixed")
         assert engine.generate(PROMPT, max_new_tokens=16).token_ids == plainly(family, PROMPT, 16)

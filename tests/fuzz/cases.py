@@ -20,8 +20,8 @@ from specengine.cli import main
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import SpecEngineError
 from specengine.modeling.load_options import LoadOptions
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.request.options import GenerationOptions
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests.fuzz import folders, living
 from tests.fuzz.mutations import NUMBERS, TEXTS, mutated, near, nested, strange
 from tests.fuzz.outcomes import ANSWERED, MOST_LINE, REFUSED, Finding, Outcome, refused

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import SpecEngineError
-from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.models.huggingface import HuggingFaceTarget
 from tests.fuzz import changes, forms
 from tests.fuzz.outcomes import ANSWERED, Finding, Outcome, first_line, refused
 from tests.fuzz.settings import SETTINGS

@@ -19,9 +19,9 @@ from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import numbers
 from specengine.policies import TreePolicy
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 
 PROMPT = [*range(40, 56), *range(40, 50)]

@@ -19,8 +19,8 @@ import torch
 
 from specengine import Engine, ops, policies
 from specengine.drafters.eagle import Eagle
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import _registry
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs import pretended
 

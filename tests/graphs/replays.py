@@ -12,7 +12,7 @@ from specengine import Engine, ops
 from specengine.cuda_graphs import Graphs
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
-from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.models.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs import pretended
 

@@ -16,7 +16,7 @@ from bench import report
 from specengine import policies
 from specengine.drafters.eagle import Eagle
 from specengine.errors import InputError
-from specengine.modeling.causal_lm import CausalLM
+from specengine.models.huggingface import CausalLM
 from tests import toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,10 +17,10 @@ from specengine import cuda_graphs as graphs
 from specengine.captured import CapturedDriver
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import EngineBusyError, InputError, NumericalError
-from specengine.modeling import kv_cache as cache
+from specengine.models import kv_cache as cache
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.policies import TreePolicy, _classifier
 from specengine.policies.eagle import Eagle
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT, Operations, as_on_a_device, engine_of, frozen
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from specengine import Engine
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.modeling import compiling
+from specengine.models import compiling
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT
 

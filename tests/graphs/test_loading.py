@@ -16,8 +16,8 @@ from specengine.cuda_graphs import Graphs
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
-from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.targets.native import NativeTarget
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeTarget
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT, model, near_copy
 

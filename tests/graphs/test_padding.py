@@ -15,8 +15,7 @@ from torch import Tensor
 from specengine import ops
 from specengine.drafters._rows import Given, RowDraft
 from specengine.errors import InputError
-from specengine.modeling.kv_cache import KVCache
-from specengine.modeling.rows import Rows, causal_words, words_for
+from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes
 from tests import toy
 from tests.graphs.engines import as_on_a_device

@@ -16,7 +16,7 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
-from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.models.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs import pretended
 from tests.graphs.replays import Way, answer

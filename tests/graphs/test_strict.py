@@ -13,8 +13,8 @@ from specengine import Engine, policies
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
+from specengine.models.huggingface import PADDED_ROWS, HuggingFaceTarget, strict_rows
 from specengine.ops.tree import TokenTree
-from specengine.targets.huggingface import PADDED_ROWS, HuggingFaceTarget, strict_rows
 from tests import toy
 from tests.graphs.engines import DEVICE, frozen
 from tests.test_strict import specdecpp

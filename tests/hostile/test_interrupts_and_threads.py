@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specengine import Engine
 from specengine.errors import EngineBusyError
-from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.models.huggingface import HuggingFaceTarget
 from tests.hostile.engines import PROMPT, check_usable, engine_of, model, plainly, stream_into
 from tests.toy import byte_tokenizer, hooked
 

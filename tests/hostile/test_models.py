@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from specengine import Engine
 from specengine.drafters.ngram import NGram
 from specengine.errors import CheckpointError, InputError, TokenizerMismatchError, UnsupportedModelError
-from specengine.modeling.attention import ATTENTION
-from specengine.modeling.causal_lm import CausalLM
-from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.models.attention import ATTENTION
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from tests.hostile.engines import PROMPT, check_usable, engine_of, model
 from tests.toy import VOCABULARY, byte_tokenizer, policy_for, tiny
 

@@ -10,9 +10,9 @@ from transformers import GenerationConfig
 
 from specengine import Engine
 from specengine.errors import InputError, UnsupportedModelError
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import token_ids
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests.hostile.engines import PROMPT, check_usable, engine_of, model, toy_engine
 from tests.toy import VOCABULARY, Tables, ToyDrafter, ToyTarget, byte_tokenizer, policy_for
 

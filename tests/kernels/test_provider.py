@@ -20,9 +20,9 @@ pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'"
 from specengine import Engine, ops, policies
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import _registry, _trial
 from specengine.ops.tree import TokenTree
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.kernels.sizes import sizes
 

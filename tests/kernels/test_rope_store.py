@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'"
 from specengine_kernels import rope_store as kernel
 from specengine_kernels.rope_store import rope_store
 
-from specengine.modeling.eagle_head import Rope, _rotate
+from specengine.models.eagle import Rope, _rotate
 from tests import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

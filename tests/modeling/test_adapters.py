@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from specengine import Engine
+from specengine.checkpoints import adapters
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError
-from specengine.modeling import adapters
 from tests.toy import byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

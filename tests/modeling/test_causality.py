@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import UnsupportedModelError
-from specengine.modeling.causal_lm import CausalLM, refuse_looking_ahead
+from specengine.models.huggingface import CausalLM, refuse_looking_ahead
 from tests.toy import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

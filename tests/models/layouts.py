@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specengine.modeling.eagle_head import EagleConfig
+from specengine.models.eagle import EagleConfig
 from tests.toy import VOCABULARY
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging
 
+from specengine.checkpoints.sources import no_loading_bars
 from specengine.engine import Engine
-from specengine.modeling.bars import no_loading_bars
 from tests.toy import byte_tokenizer, tiny
 
 

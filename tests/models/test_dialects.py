@@ -10,7 +10,7 @@ import torch
 
 from specengine.checkpoints.eagle import is_head, load_head
 from specengine.errors import CheckpointError
-from specengine.modeling.eagle_head import EagleConfig
+from specengine.models.eagle import EagleConfig
 from tests.heads import LLAMA3, YARN
 from tests.models.layouts import FLAT, LAYER_IDS, NESTED, READ, THIRD, official, same, speculators, write
 from tests.toy import VOCABULARY, head_config, random_state, tiny

@@ -11,8 +11,8 @@ from specengine import Engine
 from specengine.checkpoints.agreement import one_step_agreement
 from specengine.checkpoints.eagle import load_head, save_head
 from specengine.errors import CheckpointError, InputError
-from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.eagle_head import MOST_APPENDED, head_from, with_appended_tokens
+from specengine.models.eagle import MOST_APPENDED, head_from, with_appended_tokens
+from specengine.models.huggingface import CausalLM
 from tests.heads import deep
 from tests.toy import CPU, VOCABULARY, head_config, random_state
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from specengine.modeling import loaded
-from specengine.modeling.loaded import Watch, checksums
-from specengine.modeling.twins import evaluating, twin
+from specengine.models import loaded
+from specengine.models.loaded import Watch, checksums
+from specengine.models.twins import evaluating, twin
 from tests.toy import tiny
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.float64, torch.bool]

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from specengine.checkpoints.dialects import Verifier
 from specengine.checkpoints.eagle import Checkpoint, load_head, save_head
-from specengine.modeling.eagle_head import causal, head_from
+from specengine.models.eagle import causal, head_from
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 
 LAYERS, ROWS = 6, 9

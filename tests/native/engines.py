@@ -16,11 +16,9 @@ from specengine.drafters import Drafter
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
-from specengine.modeling import native
-from specengine.modeling.eagle_head import head_from
-from specengine.modeling.eagle_native import NativeHead
-from specengine.modeling.native import VARIABLE, NativeLM, from_model
-from specengine.targets.native import NativeTarget
+from specengine.models import native
+from specengine.models.eagle import head_from
+from specengine.models.native import VARIABLE, NativeHead, NativeLM, NativeTarget, from_model
 from tests.heads import deep
 from tests.toy import CPU, head_config, policy_for, random_state
 

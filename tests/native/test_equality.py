@@ -14,12 +14,10 @@ import torch
 
 from specengine import Engine, policies
 from specengine.drafters.eagle import Eagle
-from specengine.modeling import native
-from specengine.modeling.eagle_head import head_from
-from specengine.modeling.eagle_native import NativeHead
-from specengine.modeling.native import WITH_PAIRS, NativeLM
+from specengine.models import native
+from specengine.models.eagle import head_from
+from specengine.models.native import WITH_PAIRS, NativeHead, NativeLM, NativeTarget
 from specengine.records import Successors
-from specengine.targets.native import NativeTarget
 from tests.engine.engines import DependsOnThePath, InPlace
 from tests.native.engines import (
     DRAFTS,

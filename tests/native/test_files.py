@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from specengine import Engine
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError
-from specengine.modeling.native import NativeLM
-from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.targets.native import NativeTarget
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeLM, NativeTarget
 from tests.checkpoints.gguf_files import write_model
 from tests.native.engines import FAMILIES, needs_extension, plainly
 from tests.native.variants import PROMPT, write_gguf

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from specengine import Engine
+from specengine.checkpoints.pretrained import open_native
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, NumericalError, UnsupportedModelError
-from specengine.modeling.eagle_head import head_from
-from specengine.modeling.eagle_native import NativeHead
-from specengine.modeling.native import NativeLM
-from specengine.modeling.opening import open_native
+from specengine.models.eagle import head_from
+from specengine.models.native import NativeHead, NativeLM, NativeTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
-from specengine.targets.native import NativeTarget
 from tests.native.engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
 from tests.native.variants import PROMPT, half_of, model_of, native_logits, own_logits, tree_of, write_gguf
 from tests.toy import CPU, VOCABULARY, head_config, policy_for, random_state, tiny

@@ -14,12 +14,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import BackendError, InputError, UnsupportedModelError
-from specengine.modeling import extension, native
-from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.extension import NOT_BUILT
-from specengine.modeling.native import VARIABLE, NativeLM, from_model
-from specengine.targets.huggingface import HuggingFaceTarget
-from specengine.targets.native import NativeTarget
+from specengine.models import extension, native
+from specengine.models.extension import NOT_BUILT
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget
+from specengine.models.native import VARIABLE, NativeLM, NativeTarget, from_model
 from tests.heads import deep
 from tests.native.engines import FAMILIES, INSTRUCTION_SETS, needs_extension, plainly
 from tests.native.variants import PROMPT, write_gguf

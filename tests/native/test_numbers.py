@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specengine.checkpoints import embedded
-from specengine.modeling.native import WITH_PAIRS, NativeLM, from_model
-from specengine.modeling.opening import open_native
-from specengine.modeling.sources import BLOCKS
+from specengine.checkpoints.pretrained import open_native
+from specengine.checkpoints.sources import BLOCKS
+from specengine.models.native import WITH_PAIRS, NativeLM, from_model
 from specengine.ops.tree import TokenTree
 from tests.native.engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
 from tests.native.variants import (

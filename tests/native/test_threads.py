@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from specengine import Engine
-from specengine.modeling import threads
-from specengine.modeling.native import NativeLM
-from specengine.targets.native import NativeTarget
+from specengine.models.extension import one_torch_thread, thread_count
+from specengine.models.native import NativeLM, NativeTarget
 from tests.native.engines import PROMPT, engine_of, lm_of, model_of, native_lm, needs_extension
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
@@ -84,16 +83,16 @@ def test_a_thread_begun_during_a_forward_has_as_many_threads_as_the_others() -> 
     inside, leave, seen = threading.Event(), threading.Event(), list[int]()
 
     def begun_meanwhile() -> None:
-        with threads.alone():
+        with one_torch_thread():
             inside.set()
             leave.wait(60)
-            seen.append(threads.count())
+            seen.append(thread_count())
         seen.append(torch.get_num_threads())
 
     other = threading.Thread(target=begun_meanwhile)
     torch.set_num_threads(3)
-    with threads.alone():
-        assert (threads.count(), torch.get_num_threads()) == (3, 1)
+    with one_torch_thread():
+        assert (thread_count(), torch.get_num_threads()) == (3, 1)
         other.start()
         assert inside.wait(60)
     leave.set()

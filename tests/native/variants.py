@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specengine.modeling.native import NativeLM
+from specengine.models.native import NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
-from specengine.targets.native import NativeTarget
 from tests.checkpoints import gguf_files
 from tests.heads import LLAMA3, YARN
 from tests.toy import random_tree, tiny

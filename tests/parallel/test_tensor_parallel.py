@@ -18,8 +18,8 @@ from specengine import Engine
 from specengine.checkpoints.eagle import save_head
 from specengine.cli import main
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.modeling import tensor_parallel
-from specengine.modeling.eagle_head import EagleConfig
+from specengine.models import tensor_parallel
+from specengine.models.eagle import EagleConfig
 from tests.heads import deep
 from tests.parallel.answers import PROMPT, WAYS
 from tests.toy import byte_tokenizer, near_copy, random_state, tiny

@@ -19,12 +19,12 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES
 from specengine.policies.auto import MEASURED, REPRICED, Auto
 from specengine.records import Cycle, Seconds
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs.engines import PROMPT, model, near_copy
 from tests.policies.lawful import ELSEWHERE, Lawful, Rows, World, all_ways, drafted

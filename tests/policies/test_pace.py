@@ -13,9 +13,9 @@ from specengine import Engine, calibration
 from specengine.costs import Costs
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops.tree import TokenTree
 from specengine.policies.auto import LONGEST, SHORTEST, TIMED, Auto, Pace
-from specengine.targets.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs.engines import PROMPT, model
 

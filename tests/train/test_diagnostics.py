@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specengine.modeling.eagle_head import causal
+from specengine.models.eagle import causal
 from specengine.train.draft.diagnostics import BINS, RANKS, by_rank, calibration_error
 from specengine.train.draft.teacher import Teacher
 from specengine.train.text.corpus import Text

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from specengine.checkpoints.eagle import load_head, save_head
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.modeling.eagle_head import causal
+from specengine.models.eagle import causal
 from specengine.train.draft.epochs import Epochs, pack
 from specengine.train.draft.new_heads import new_head, start_from_text
 from specengine.train.draft.options import make_loss

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from specengine.drafters.eagle import Eagle
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.eagle_head import EagleHead, default_layer_ids
+from specengine.models.eagle import EagleHead, default_layer_ids
+from specengine.models.huggingface import CausalLM
 from specengine.ops.tree import TokenTree
 from specengine.train.draft import losses
 from specengine.train.draft.losses import Labels, Unrolling, loss_of

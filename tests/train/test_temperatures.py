@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specengine.checkpoints.eagle import load_head
-from specengine.modeling.eagle_head import EagleHead, causal, head_from
+from specengine.models.eagle import EagleHead, causal, head_from
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.temperatures import fit_temperatures

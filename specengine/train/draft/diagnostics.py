@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specengine.modeling.eagle_head import EagleConfig, EagleHead
+from specengine.models.eagle import EagleConfig, EagleHead
 from specengine.train.draft.losses import Unrolling
 from specengine.train.draft.teacher import Branches, Teacher
 from specengine.train.text.corpus import Text

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, smooth_l1_loss
 
 from specengine.errors import InputError
-from specengine.modeling.eagle_head import EagleHead, causal, embed
+from specengine.models.eagle import EagleHead, causal, embed
 from specengine.train.draft.options import Loss
 from specengine.train.draft.teacher import Reading, Teacher
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specengine.checkpoints.eagle import load_head
 from specengine.errors import InputError
-from specengine.modeling.eagle_head import (
+from specengine.models.eagle import (
     DEFAULT_THETA,
     ROPE_TYPES,
     Eagle3Head,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specengine.modeling.eagle_head import EagleHead
+from specengine.models.eagle import EagleHead
 from specengine.train.draft.diagnostics import logits_of
 from specengine.train.draft.losses import Unrolling
 from specengine.train.draft.teacher import Teacher

@@ -21,8 +21,8 @@ from specengine.checkpoints.dialects import Verifier
 from specengine.checkpoints.eagle import save_head
 from specengine.checkpoints.files import atomic
 from specengine.errors import InputError, why_not_loaded
-from specengine.modeling.eagle_head import EagleHead, require_fit
-from specengine.targets.huggingface import HuggingFaceTarget
+from specengine.models.eagle import EagleHead, require_fit
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.train.draft.curve import plot
 from specengine.train.draft.epochs import Batch, Epochs
 from specengine.train.draft.losses import Report, check_fit, loss_of

@@ -11,9 +11,9 @@ import torch
 
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
-from specengine.modeling.eagle_head import EagleHead, head_from
+from specengine.models.eagle import EagleHead, head_from
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.policies.eagle import Eagle as EaglePolicy
-from specengine.targets.huggingface import HuggingFaceTarget
 from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from specengine.modeling.loaded import is_plain
-from specengine.modeling.twins import twin
+from specengine.models.loaded import is_plain
+from specengine.models.twins import twin
 
 MEMORY_SHARE = 0.5  # of the free memory that packed weights may take when nobody decided
 

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.modeling import causal_lm
-from specengine.modeling.attention import Prompt, attend
-from specengine.modeling.causal_lm import CausalLM
-from specengine.modeling.eagle_head import EagleHead, RotatingAttend, causal, embed_for
-from specengine.modeling.kv_cache import KVCache
-from specengine.modeling.native import NativeLM
-from specengine.modeling.packing import Packed, worth_packing
-from specengine.modeling.rows import Rows
+from specengine.models import huggingface
+from specengine.models.attention import Prompt, attend
+from specengine.models.eagle import EagleHead, RotatingAttend, causal, embed_for
+from specengine.models.huggingface import CausalLM
+from specengine.models.kv_cache import KVCache, Rows
+from specengine.models.native import NativeLM
+from specengine.models.packing import Packed, worth_packing
 
 
 class TorchHead:
@@ -50,8 +49,8 @@ class TorchHead:
 
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
         """Run consecutive rows behind the cache's, and commit them; hidden: [rows, hidden size]."""
-        for first in range(0, len(tokens), causal_lm.PREFILL_ROWS):
-            ids = tokens[first : first + causal_lm.PREFILL_ROWS]
+        for first in range(0, len(tokens), huggingface.PREFILL_ROWS):
+            ids = tokens[first : first + huggingface.PREFILL_ROWS]
             piece = torch.tensor(ids, device=hidden.device, dtype=torch.int64)
             rows, length = len(piece), self.cache.length
             self.cache.reserve(length + rows)

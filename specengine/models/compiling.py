@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from specengine.errors import UnsupportedModelError
-from specengine.modeling.twins import twin
+from specengine.models.twins import twin
 
 
 def compiled(model: nn.Module) -> nn.Module:

@@ -20,8 +20,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specengine.errors import InputError
 
 if TYPE_CHECKING:
-    from specengine.modeling.causal_lm import CausalLM
-    from specengine.modeling.native import NativeLM
+    from specengine.models.huggingface import CausalLM
+    from specengine.models.native import NativeLM
+
 
 # query [..., heads, rows, head size], key and value [..., KV heads, rows, head size] of the rows at hand, rotated by
 # their positions; returns [..., heads, rows, head size]. Keys and values of earlier rows are the function's own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from specengine.modeling import threads
-from specengine.modeling.extension import extension, is_built
+from specengine.models.extension import extension, is_built, thread_count
+from specengine.models.families import Shape
+from specengine.models.twins import evaluating
+from specengine.models.weights import Source, Weight, states_of
 
 RECORDING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for, and idle else
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -108,7 +111,7 @@ def checksums(tensors: list[Tensor]) -> list[Any]:
     for tensor in tensors:
         if is_plain(tensor) and is_built():
             given = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-            found.append(extension().checksum(given, threads.count()))
+            found.append(extension().checksum(given, thread_count()))
         else:
             parts = _numbers_of(tensor)
             found.append(object() if parts is None else tuple(_checksum(part) for part in parts))
@@ -225,3 +228,46 @@ def _steady_buffers(model: nn.Module) -> Iterator[Tensor]:
         for name, buffer in module._buffers.items():
             if buffer is not None and not _changes_itself(module, name):
                 yield buffer
+
+
+class ModelSource(Source):
+    """A loaded model, whose own weights stay with it."""
+
+    own_modules = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.config, self.dtype = model, copy.deepcopy(model.config), model.dtype
+        self.name = model.config._name_or_path or type(model).__name__
+        self._watch = Watch(model)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(weight.shape) for name, weight in self._model.named_parameters()}
+
+    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
+        for name, weight in self._model.named_parameters():
+            yield Weight.of(name, weight.detach())
+
+    def tensor(self, name: str) -> Tensor:
+        return self._model.get_parameter(name).detach()
+
+    def model(self) -> PreTrainedModel:
+        return self._model
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        return self._model.generation_config
+
+    @property
+    def state(self) -> Any:
+        return self._watch.contents()
+
+    def changed(self) -> str:
+        return self._watch.changed()
+
+    def rope(self, shape: Shape) -> tuple[Tensor, float]:
+        rotary: Any = self._model.get_decoder().rotary_emb  # whose buffer a cast of the model rounds
+        return rotary.inv_freq.detach().to(torch.float32), float(rotary.attention_scaling)
+
+    def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
+        del embeddings
+        return states_of(evaluating(self._model), positions, ids, input_ids=tokens[None])

@@ -12,6 +12,8 @@ import math
 import os
 import threading
 import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -20,15 +22,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError
-from specengine.modeling import threads
-from specengine.modeling.causal_lm import Logits, context_limit, refuse_unsupported
-from specengine.modeling.configs import empty_model
-from specengine.modeling.extension import extension, is_built
-from specengine.modeling.families import Shape, shape_of
-from specengine.modeling.kv_cache import KVCache
-from specengine.modeling.loaded import RECORDING, is_plain
-from specengine.modeling.rows import Rows
-from specengine.modeling.sources import ModelSource, Source, Weight, layer_template
+from specengine.models import Chosen, Target, in_own_dtype
+from specengine.models.configs import empty_model
+from specengine.models.eagle import EagleConfig, rope_frequencies
+from specengine.models.extension import extension, is_built, one_torch_thread, thread_count
+from specengine.models.families import Shape, shape_of
+from specengine.models.huggingface import Logits, context_limit, refuse_unsupported
+from specengine.models.kv_cache import KVCache, Rows
+from specengine.models.loaded import RECORDING, ModelSource, is_plain
+from specengine.models.weights import Source, Weight, layer_template
+from specengine.ops.tree import TokenTree
 from specengine.records import Successors
 
 VARIABLE = "SPECENGINE_CPU"
@@ -161,7 +164,7 @@ class NativeLM:
         rows = states.float().contiguous()
         logits = torch.empty(rows.shape[0], self.vocab_size, dtype=torch.float32, device="cpu")
         with self._turn:
-            self._decoder.read(rows, logits, threads.count())
+            self._decoder.read(rows, logits, thread_count())
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -263,7 +266,7 @@ class NativeLM:
                 None if best is None else best.tokens,
                 None if best is None else best.logits,
                 self.layers if layers is None else layers,
-                threads.count(),
+                thread_count(),
             )
         self.seconds += time.perf_counter() - began
         return states
@@ -280,7 +283,7 @@ class NativeLM:
             raise UnsupportedModelError(
                 f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}"
             )
-        self._weights = extension().Weights(threads.count())
+        self._weights = extension().Weights(thread_count())
         kinds = [
             add_weight(self._weights, weight, self.quantize)
             for weight in self.source.weights(blocks=self.quantize is None)
@@ -400,3 +403,195 @@ def from_model(model: PreTrainedModel, *, quantize: str | None = None) -> Native
 
 
 _from_models: WeakKeyDictionary[PreTrainedModel, WeakValueDictionary[Any, NativeLM]] = WeakKeyDictionary()
+
+
+class NativeHead:
+    """As TorchHead, for a NativeLM as the target; states and logits are float32, the cache is in the target's dtype.
+
+    Beside a bfloat16 target its matrices are kept as int8 with a scale per output: a pass waits for its weights, and no
+    answer hangs on how they are rounded.
+
+    UnsupportedModelError for heads that csrc/cpu does not run: EAGLE-1, embeddings of their own, no vocabulary
+    head, norms before the fusion, biases of the fusion, other activations than silu.
+    """
+
+    dtype = torch.float32
+    weights: tuple[torch.nn.Module, ...] = ()
+    reads: tuple[Tensor, ...] = ()
+
+    def __init__(self, config: EagleConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
+        refuse_head(config)
+        self.config, self._target = config, target
+        self.cache = KVCache(1, config.num_kv_heads, config.head_dim, 1, dtype=target.dtype)
+        part = state.get("d2t")
+        columns = torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
+        self.target_ids = None if part is None else part + columns
+        self._weights = extension().Weights(thread_count())
+        quantize = "int8" if target.dtype is torch.bfloat16 else None
+        weights = [Weight.of(key, tensor.to(target.dtype)) for key, tensor in state.items() if key != "d2t"]
+        kinds = {add_weight(self._weights, weight, quantize) for weight in weights}
+        self.stored = ", ".join(sorted(kinds - {""}))  # what the matrices are kept as
+        frequencies, scale = rope_frequencies(config)
+        sizes = [config.hidden_size, config.draft_vocab_size, config.num_heads, config.num_kv_heads, config.head_dim]
+        flags = [config.norm_before_residual, config.norm_logits, config.norm_recurrent]
+        self._head = extension().Eagle(
+            target.instruction_set, sizes, flags, config.rms_norm_eps, self._weights, frequencies.tolist(), scale
+        )
+
+    def refresh(self) -> None:
+        """Its weights are its own."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        features = features.float().contiguous()
+        fused = torch.empty(features.shape[0], self.config.hidden_size, dtype=torch.float32, device="cpu")
+        if len(fused):
+            self._head.fuse(features, fused, thread_count())
+        return fused
+
+    def extend(self, hidden: Tensor, tokens: list[int]) -> None:
+        """Run consecutive rows behind the cache's, and commit them; hidden: [rows, hidden size]."""
+        for first in range(0, len(tokens), PREFILL_ROWS):
+            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], dtype=torch.int64, device="cpu")
+            length = self.cache.length
+            self.cache.reserve(length + len(piece))
+            positions = torch.arange(length, length + len(piece), dtype=torch.int64, device="cpu")
+            self._call(hidden[first : first + len(piece)], piece, positions, (length, length, None), 0)
+            self.cache.length = length + len(piece)
+
+    def forward(self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As TorchHead.forward; the row `one` can be the last one alone."""
+        seen = int(rows.prefix), int(rows.slot), rows.words.contiguous()
+        wanted = len(rows) if one is None else 1
+        found, logits = self._call(states.index_select(0, sources), rows.tokens, rows.positions, seen, wanted)
+        return logits, found[-wanted:]
+
+    def _call(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, seen: tuple[int, int, Tensor | None], wanted: int
+    ) -> tuple[Tensor, Tensor]:
+        """States of all rows, logits of the last `wanted`; seen: prefix, first slot, words."""
+        rows, (prefix, slot, words) = len(tokens), seen
+        hidden, positions, embeddings = hidden.contiguous(), positions.contiguous(), self._target.embed(tokens)
+        states = torch.empty(rows, self.config.hidden_size, dtype=torch.float32, device="cpu")
+        logits = torch.empty(wanted, self.config.draft_vocab_size, dtype=torch.float32, device="cpu")
+        self._head.forward(
+            positions,
+            prefix,
+            slot,
+            words,
+            hidden,
+            embeddings,
+            self.cache.slab,
+            states,
+            logits if wanted else None,
+            thread_count(),
+        )
+        return states, logits
+
+
+def refuse_head(config: EagleConfig) -> None:
+    """Raise UnsupportedModelError where csrc/cpu does not run such a head."""
+    reasons = {
+        f"EAGLE-{config.version}": config.version != 3,
+        "embeddings of its own": config.own_embeddings,
+        "the target's vocabulary head": not config.own_head,
+        f"fusion norm {config.fusion_norm}": config.fusion_norm != "none",
+        "a bias in the fusion": config.fc_bias,
+        f"activation {config.hidden_act}": config.hidden_act != "silu",
+        "other sizes of target and draft": config.target_hidden_size != config.hidden_size,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedModelError(f"native: an EAGLE head with {reason}")
+
+
+class NativeTarget(Target):
+    """`lm` with its own KV cache. Logits and features are float32, the cache is in the model's dtype."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, lm: NativeLM) -> None:
+        self.lm = lm
+        self.cache = lm.new_cache(1)
+        self.tokens: list[int] = []
+        self._version = self.lm.version
+        self.max_context, self.vocab_size = lm.max_context, lm.vocab_size
+        self._features: tuple[int, ...] = ()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The same model as transformers runs it, read when it is first asked for."""
+        return self.lm.model
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.lm.source.name
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        return f"native ({self.lm.instruction_set}, {self.lm.weight_bytes / 1e6:.0f} MB of weights as {self.lm.stored})"
+
+    @property
+    def generation_config(self) -> Any:
+        return self.lm.source.generation_config
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.lm.dtype
+
+    @property
+    def model_seconds(self) -> float:  # type: ignore[override]
+        return self.lm.seconds
+
+    def running(self) -> AbstractContextManager[None]:
+        return in_own_dtype(one_torch_thread(), "cpu")
+
+    def reserve(self, tokens: int, scratch: int) -> None:
+        self.cache.reserve(tokens + scratch)
+
+    def want_features(self, ids: tuple[int, ...]) -> None:
+        self.lm.prepare_features(ids)
+        self._features = ids
+
+    def cached(self, tokens: list[int]) -> int:
+        """Takes in a model that was changed, of which nothing is cached then."""
+        self.lm.refresh()
+        if self.lm.version != self._version:
+            self.reset()
+            self._version = self.lm.version
+        return super().cached(tokens)
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
+        kept = self.cached(tokens) if keep is None else keep
+        self.cache.crop(kept)
+        self.tokens = tokens[:kept]
+        _, features = self.lm.extend(self.cache, tokens[kept:], self._features, logits="none")
+        self.tokens = list(tokens)
+        return features
+
+    def rate(self, tokens: list[int]) -> Tensor:
+        if not self.tokens:
+            self.cached([])
+        logits, _ = self.lm.extend(self.cache, tokens, logits="all")
+        self.tokens = [*self.tokens, *tokens]
+        return cast(Tensor, logits)
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        return self.lm.forward(self._rows(tree), self.cache, self._features)
+
+    def choose(self, tree: TokenTree) -> Chosen:
+        rows = self._rows(tree)
+        best = Successors.room(int(rows.live), max(1, self.successors))
+        _, features = self.lm.forward(rows, self.cache, self._features, best=best)
+        return Chosen(best.tokens[:, 0].tolist(), features, best if self.successors else None)
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        self.cache.commit(path)
+        self.tokens.extend(tree.tokens[path].tolist())
+
+    def reset(self) -> None:
+        self.cache.crop(0)
+        self.tokens = []
+
+    def _rows(self, tree: TokenTree) -> Rows:
+        self.cache.reserve(self.cache.length + len(tree))
+        return Rows.of(tree, self.cache.filled)

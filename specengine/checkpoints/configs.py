@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
 from specengine.checkpoints.files import safetensors_files
 from specengine.errors import CheckpointError, UnsupportedModelError, shown
+from specengine.models.configs import NO_MEMORY, empty_model, unsupported
 
 # At most, so that no config asks for all memory or for hours; a list is one number per layer.
 MOST = {
@@ -27,7 +28,6 @@ MOST = {
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 MOST_THETA = 1e15
 _ORIGINAL = "original_max_position_embeddings"
-NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def config_of(name: str | Path, **options: Any) -> PretrainedConfig:
@@ -76,17 +76,6 @@ def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
             raise _refused(name, _ORIGINAL, original, "a whole number")
 
 
-def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model without memory for its weights; UnsupportedModelError where its class makes none of this config."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except NO_MEMORY:
-        raise
-    except Exception as error:
-        raise unsupported(config._name_or_path, error, "its config.json makes no model") from error
-
-
 def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     """Raise CheckpointError where a local folder's safetensors have other shapes than a model of this config.
 
@@ -108,14 +97,6 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
         raise CheckpointError(
             f"model {name!r}: its weights do not fit its config.json; of another shape: {', '.join(differing[:4])}"
         )
-
-
-def unsupported(name: str | Path, error: Exception, what: str) -> UnsupportedModelError:
-    """The error for what transformers could not do with a model, which says more itself where it refuses on purpose."""
-    text = " ".join(str(error).split())
-    if isinstance(error, OSError | ValueError):
-        return UnsupportedModelError(f"model {str(name)!r}: {text}")
-    return UnsupportedModelError(f"model {str(name)!r}: {what} ({type(error).__name__}: {text:.300})")
 
 
 def _refused(name: str | Path, field: str, value: Any, accepted: str) -> UnsupportedModelError:

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from specengine import ops
-from specengine.modeling.rows import Rows
+from specengine.models.kv_cache import Rows
 
 ATTENTION = "specengine"
 LARGEST_FLASH_HEAD = 256  # channels that flash-attn takes
