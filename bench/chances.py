@@ -20,8 +20,8 @@ from torch import Tensor
 
 from bench import provenance, workloads
 from specengine import Engine
-from specengine.checkpoints.files import atomic
 from specengine.drafters import Drafter
+from specengine.files import atomic
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import DEPTHS, KNOTS, ODDS, RANKS, SOURCES, knot_of

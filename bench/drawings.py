@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from bench.parts import RESULTS, WAYS, means, records, summaries
 from specengine.benchmark.summaries import ALL
-from specengine.checkpoints.files import atomic
+from specengine.files import atomic
 from specengine.trace.pictures import COLOURS
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"

@@ -31,7 +31,7 @@ from bench import bootstrap, provenance, workloads
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
-from specengine.checkpoints.files import atomic
+from specengine.files import atomic
 from specengine.models.eagle import EagleHead, head_from
 from specengine.ops.tree import TokenTree
 from specengine.train.draft.diagnostics import Observed, RankReport, observe, reports

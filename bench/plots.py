@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine.benchmark.tables import Record
-from specengine.checkpoints.files import atomic
+from specengine.files import atomic
 from specengine.trace.pictures import COLOURS, MARKERS
 
 DRIVEN = ("eager", "static cache", "graphs", "strict")

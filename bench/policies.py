@@ -32,7 +32,7 @@ from specengine.benchmark.measuring import Run
 from specengine.benchmark.summaries import summaries
 from specengine.benchmark.ways import Engines, Spec
 from specengine.errors import InputError
-from specengine.modeling.load_options import LoadOptions
+from specengine.options import LoadOptions
 
 CPU_PRESET = "cpu"
 

@@ -49,7 +49,7 @@ def generate(prompt: Prompt, model: Any = None, draft: Any = None, policy: Any =
     options are those of both. The models are loaded anew by each call; keep an Engine to answer several prompts.
     """
     from specengine.engine import Engine
-    from specengine.modeling.load_options import LoadOptions
+    from specengine.options import LoadOptions
 
     loading = {name: options.pop(name) for name in LoadOptions.names() if name in options}
     return Engine.from_pretrained(model, draft, policy, **loading).generate(prompt, **options)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specengine.errors import InputError, require
-from specengine.text_files import read_text
+from specengine.files import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,10 +33,10 @@ from specengine.errors import (
 )
 from specengine.generation.session import Session
 from specengine.generation.text_generation import Answering, TextGeneration
-from specengine.modeling.load_options import LoadOptions
 from specengine.models import Target
 from specengine.models.kv_cache import KVCache
 from specengine.ops import Nodes
+from specengine.options import LoadOptions
 from specengine.plain import plain
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds, Stats, Successors, TokenLogprob
@@ -156,7 +156,7 @@ class Engine:
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
         options dtype, device, tokenizer, draft_options, policy_options, graphs, compile_blocks, lookup, strict,
-                pack, offline, trust_remote_code, progress: see modeling.load_options.LoadOptions
+                pack, offline, trust_remote_code, progress: see options.LoadOptions
 
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
         """

@@ -23,11 +23,11 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, UnsupportedModelError, shown
-from specengine.modeling.load_options import LoadOptions
 from specengine.models import Target
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget
-from specengine.models.tensor_parallel import lead_or_follow
+from specengine.models.tensor_parallel import lead_or_follow, require_launched
+from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 
 PLAIN = ("plain", "none")
@@ -95,6 +95,8 @@ def load(
     _check_names(draft, policy, options)
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
+    if options.tp_plan is not None:
+        require_launched()
     if options.tp_plan is not None and (not isinstance(model, str | None) or (model is not None and is_gguf(model))):
         raise InputError("tp_plan: accepted with a model's name or its folder, which all ranks read")
     drafts = policy != "plain" and not (isinstance(draft, str) and draft in PLAIN)

@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Each module may import its own layer and those above it in this list. A new module goes into one of them.
 LAYERS = (
-    {"errors", "plain", "text_files", "registry", "costs", "_expander", "_cpu"},
+    {"errors", "plain", "files", "registry", "options", "costs", "_expander", "_cpu"},
     {"ops"},
     {"records"},
-    {"generation", "request", "modeling", "models", "checkpoints", "cuda_graphs", "policies", "drafters"},
+    {"generation", "request", "models", "checkpoints", "cuda_graphs", "policies", "drafters"},
     {"contracts", "cycle", "captured", "drivers", "calibration"},
     {"engine", "loading"},
     {"train", "replicas", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},

@@ -9,7 +9,7 @@ import pytest
 from specengine import Engine, policies
 from specengine.cli import main
 from specengine.errors import ELSEWHERE, InputError, PolicyError, did_you_mean
-from specengine.modeling.load_options import LoadOptions
+from specengine.options import LoadOptions
 from specengine.request.options import GenerationOptions
 
 

@@ -12,8 +12,8 @@ from filelock import FileLock, Timeout
 from specengine.batch.answering import Answered
 from specengine.batch.prompts import Item
 from specengine.benchmark.log import require_same, unwritable
-from specengine.checkpoints.files import atomic
 from specengine.errors import InputError
+from specengine.files import atomic
 
 Record = dict[str, Any]
 

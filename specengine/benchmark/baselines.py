@@ -16,7 +16,7 @@ from specengine.checkpoints.pretrained import load_model
 from specengine.drafters.small_model import check_tokenizers
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.modeling.load_options import LoadOptions
+from specengine.options import LoadOptions
 
 GENERATE, LOOKUP, ASSISTED = "generate", "prompt-lookup", "assisted"
 LOOKUP_TOKENS = 10

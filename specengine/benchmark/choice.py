@@ -14,7 +14,7 @@ from specengine.benchmark.prompts import Workload
 from specengine.benchmark.ways import PLAIN, Engines, Spec, Way
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.modeling.load_options import LoadOptions
+from specengine.options import LoadOptions
 from specengine.request.options import GenerationOptions
 
 BASELINES = (baselines.GENERATE, baselines.LOOKUP, baselines.ASSISTED, llama.LLAMA_CPP)

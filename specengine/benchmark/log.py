@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specengine.checkpoints.files import atomic
 from specengine.errors import InputError
+from specengine.files import atomic
 
 Record = dict[str, Any]
 SAME = ("commit", "device", "specengine", "torch", "transformers", "python", "backends")  # of the provenance

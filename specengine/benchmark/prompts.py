@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine.errors import InputError
-from specengine.text_files import read_text
+from specengine.files import read_text
 
 BUILT_IN = Path(__file__).parent / "built_in"  # written for this project
 

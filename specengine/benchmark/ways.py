@@ -15,7 +15,7 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.modeling.load_options import LoadOptions
+from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 
 PLAIN = "plain"

@@ -9,11 +9,10 @@ from typing import Any
 
 from specengine.calibration.identity import digest, identity
 from specengine.calibration.measuring import contexts, measure
-from specengine.checkpoints.files import atomic
-from specengine.checkpoints.store import cache_dir
 from specengine.costs import Costs
 from specengine.drafters import Drafter
 from specengine.errors import InputError
+from specengine.files import atomic, cache_dir
 from specengine.models import Target
 
 __all__ = ["contexts", "find", "identity", "measure", "place"]

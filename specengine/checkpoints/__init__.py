@@ -2,7 +2,7 @@
 
 from specengine.checkpoints import embedded
 from specengine.checkpoints.embedded import Progress
-from specengine.checkpoints.store import cache_dir
+from specengine.files import cache_dir
 
 __all__ = ["cache_dir", "embedded", "resolve"]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from transformers.utils import CONFIG_NAME, is_peft_available
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
-from specengine.checkpoints.files import read_object
 from specengine.checkpoints.hub import why_absent
 from specengine.errors import CheckpointError, UnsupportedModelError, shown
+from specengine.files import read_object
 
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
 _BASE = "base_model_name_or_path"

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from specengine.checkpoints.files import safetensors_files
 from specengine.errors import CheckpointError, UnsupportedModelError, shown
+from specengine.files import safetensors_files
 from specengine.models.configs import NO_MEMORY, empty_model, unsupported
 
 # At most, so that no config asks for all memory or for hours; a list is one number per layer.

@@ -31,9 +31,9 @@ from specengine.checkpoints.dialects import (
     speculators_config,
     with_prefix,
 )
-from specengine.checkpoints.files import atomic, read_object
 from specengine.checkpoints.hub import why_absent
 from specengine.errors import CheckpointError, why_not_loaded
+from specengine.files import atomic, read_object
 from specengine.models.eagle import EagleConfig, make_head
 
 MOST_WEIGHT = 1e30  # nearer to what float32 holds, sums of a few are not finite
@@ -41,7 +41,7 @@ State = dict[str, Tensor]  # names as of EagleHead.state_dict()
 
 
 class Checkpoint(NamedTuple):
-    """A head as read: `modeling.eagle_head.head_from(config, state, ...)` makes it run."""
+    """A head as read: `models.eagle.head_from(config, state, ...)` makes it run."""
 
     config: EagleConfig
     state: State

@@ -22,7 +22,6 @@ from specengine.checkpoints.embedded import Progress
 from specengine.checkpoints.hub import looks_like_path, why_absent
 from specengine.checkpoints.sources import FolderSource, GGUFSource, generation_config_of, no_loading_bars, stored_dtype
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
-from specengine.modeling.load_options import LoadOptions
 from specengine.models import native
 from specengine.models.configs import NO_MEMORY, unsupported
 from specengine.models.extension import NOT_BUILT
@@ -30,6 +29,7 @@ from specengine.models.families import refuse_config
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
 from specengine.models.weights import Source
+from specengine.options import LoadOptions
 
 _MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 

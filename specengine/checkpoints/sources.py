@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from transformers.utils import logging
 
 from specengine.checkpoints import gguf
-from specengine.checkpoints.files import safetensors_files
 from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.files import read_text, safetensors_files
 from specengine.models.configs import empty_model
 from specengine.models.weights import KIND_OF, Source, Weight, with_buffers
-from specengine.text_files import read_text
 
 BLOCKS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # of GGUF files, kept packed
 

@@ -4,28 +4,18 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specengine.checkpoints.files import read_object
 from specengine.errors import CacheFolderError, SpecEngineError
+from specengine.files import read_object
 
 MANIFEST = "specengine.json"
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
-
-
-def cache_dir() -> Path:
-    """The folder named by SPECENGINE_CACHE, else `specengine` in the user's cache folder; it need not exist."""
-    chosen = os.environ.get("SPECENGINE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    user_cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(user_cache) if user_cache else Path.home() / ".cache") / "specengine"
 
 
 @dataclass(frozen=True)

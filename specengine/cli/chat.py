@@ -12,8 +12,8 @@ from specengine.cli.arguments.chat import COMMANDS
 from specengine.cli.terminal import say, write
 from specengine.engine import Engine
 from specengine.errors import InputError, SpecEngineError
+from specengine.files import MARK
 from specengine.generation.session import Session
-from specengine.text_files import MARK
 from specengine.trace import TraceWriter
 
 

@@ -12,9 +12,9 @@ from specengine.cli.colours import DraftColours, PlainText
 from specengine.cli.terminal import as_json, say, why_no_colours, write
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.files import read_text
 from specengine.records import GenerationResult, StreamPiece
 from specengine.request.options import GenerationOptions
-from specengine.text_files import read_text
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,12 +16,12 @@ from specengine.cli.arguments.shared import GENERATION_OPTIONS
 from specengine.cli.terminal import say, tell
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.files import MARK
 from specengine.generation.text_generation import TextGeneration
 from specengine.records import StreamPiece
 from specengine.replicas.recipe import Recipe
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Prompt
-from specengine.text_files import MARK
 from specengine.trace import TraceWriter
 
 SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")

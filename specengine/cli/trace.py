@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from specengine.checkpoints.files import atomic
 from specengine.cli.terminal import say
 from specengine.cli.trees import print_line, print_tree
 from specengine.errors import InputError, require_suffix
+from specengine.files import atomic
 from specengine.trace import Trace, read_trace
 from specengine.trace.page import page
 from specengine.trace.records import TracedCycle

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specengine.checkpoints.files import atomic
 from specengine.cli.prompt_files import read_prompts
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.files import atomic
 from specengine.registry import build
 from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.training import train_draft

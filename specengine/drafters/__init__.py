@@ -14,9 +14,9 @@ from torch import Tensor
 
 from specengine import ops, registry
 from specengine.errors import InputError
-from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Candidates, Nodes
 from specengine.ops.tree import TokenTree
+from specengine.options import LoadOptions
 from specengine.records import Cycle
 
 

@@ -16,7 +16,6 @@ from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
 from specengine.drafters import Maker
 from specengine.drafters._rows import Given, RowDraft, put
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.modeling.load_options import LoadOptions
 from specengine.models import common_prefix
 from specengine.models.eagle import EagleHead, head_from, require_fit, with_appended_tokens
 from specengine.models.eagle_torch import TorchHead
@@ -24,6 +23,7 @@ from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
 from specengine.models.native import NativeHead, NativeLM
 from specengine.ops import Nodes
+from specengine.options import LoadOptions
 
 
 class Eagle(RowDraft):
@@ -37,7 +37,7 @@ class Eagle(RowDraft):
     target's own for the tokens that were accepted last. These are fused from its features by the pass that reads them,
     so cycles without a pass do without.
 
-    head: as `modeling.eagle_head.head_from` makes it, or a NativeHead; target: the model that the hidden states come
+    head: as `models.eagle.head_from` makes it, or a NativeHead; target: the model that the hidden states come
     from. InputError where head and target do not fit.
     """
 

@@ -12,9 +12,9 @@ from specengine.drafters._copies import ComposedCopies
 from specengine.drafters._free import Leaf, Proposal, best_first
 from specengine.drafters._mixing import Columns, mixed
 from specengine.drafters._suffixes import Context, contexts, contexts_of
-from specengine.modeling.load_options import LoadOptions
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
+from specengine.options import LoadOptions
 from specengine.records import Cycle
 
 _COPIED, _RECYCLED, _BOTH = FREE | COPIED, FREE | RECYCLED, FREE | COPIED | RECYCLED

@@ -17,11 +17,11 @@ from specengine.checkpoints.pretrained import load_model
 from specengine.drafters import Maker
 from specengine.drafters._rows import Given, RowDraft
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError, did_you_mean
-from specengine.modeling.load_options import LoadOptions
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
 from specengine.models.native import NativeLM
+from specengine.options import LoadOptions
 
 
 class SmallModel(RowDraft):

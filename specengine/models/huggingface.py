@@ -112,7 +112,7 @@ class CausalLM:
     The model stays as it is, in training or not and with its own attention: a twin over the same parameters is run.
 
     pack: run the linear layers with packed weights; None decides by the device, the dtype and the free memory.
-    compile_blocks: run tree rows with the blocks compiled around their attention, see modeling.compiling.
+    compile_blocks: run tree rows with the blocks compiled around their attention, see models.compiling.
     version: of the model; another one where it was changed.
     """
 

@@ -32,12 +32,12 @@ from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.loaded import RECORDING, ModelSource, is_plain
 from specengine.models.weights import Source, Weight, layer_template
 from specengine.ops.tree import TokenTree
+from specengine.options import QUANTIZATIONS
 from specengine.records import Successors
 
 VARIABLE = "SPECENGINE_CPU"
 PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 PACKED_ROWS = 1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
-QUANTIZATIONS = ("int8",)
 WITH_PAIRS = ("amx", "avx512bf16")  # these multiply bfloat16; for float32 weights the plain vectors serve
 # Distance of hidden states from the model's own, as a share of their length: rounding stays far below. Behind the first
 # layer, and behind all of them, where rounding has added up.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specengine import ops
-from specengine.checkpoints.files import atomic
 from specengine.errors import InputError
+from specengine.files import atomic
 
 FORMAT = 1
 METADATA = "specengine"  # of a safetensors file: one entry, as their order would change from file to file

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specengine import ops
-from specengine.checkpoints.files import atomic
 from specengine.errors import InputError, why_not_loaded
+from specengine.files import atomic
 from specengine.policies import require
 from specengine.policies._classifier import METADATA, check_state
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from specengine.errors import InputError, missing_extra, shown
+from specengine.files import MARK
 from specengine.models import common_prefix
-from specengine.text_files import MARK
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from specengine.checkpoints.files import atomic
 from specengine.errors import InputError, require_suffix
+from specengine.files import atomic
 from specengine.trace.records import ACCEPTED, PRUNED, Query, Trace
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specengine.checkpoints.files import atomic
+from specengine.files import atomic
 
 
 def draw(file: Path, size: tuple[float, float], onto: Callable[[Any], None]) -> bool:

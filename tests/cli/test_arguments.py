@@ -17,8 +17,7 @@ import pytest
 from specengine import drafters, policies, registry
 from specengine.cli import main
 from specengine.cli.arguments import COMMANDS, make_parser, option_lists, shared
-from specengine.modeling import load_options
-from specengine.models import native
+from specengine.options import _DTYPES, BACKENDS, QUANTIZATIONS
 from specengine.policies import _ltd
 from specengine.request import options
 from specengine.train.classifier.options import ClassifierOptions, CollectOptions
@@ -93,9 +92,9 @@ def test_a_trace_is_shown_without_torch(tmp_path: Path) -> None:
 
 
 def test_choices_are_those_of_the_engine() -> None:
-    assert set(shared.DTYPES) == set(load_options._DTYPES)
-    assert shared.BACKENDS == load_options.BACKENDS
-    assert tuple(native.QUANTIZATIONS) == shared.QUANTIZATIONS
+    assert set(shared.DTYPES) == set(_DTYPES)
+    assert shared.BACKENDS == BACKENDS
+    assert tuple(QUANTIZATIONS) == shared.QUANTIZATIONS
     assert list(shared.POLICIES) == policies.names()
     assert registry.names("specengine.drafters") == drafters.names()
     assert shared.DEFAULT_MAX_NEW_TOKENS == options.DEFAULT_MAX_NEW_TOKENS

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specengine.cli import main, terminal
 from specengine.errors import InputError
-from specengine.text_files import read_text
+from specengine.files import read_text
 from tests.cli.streams import PROMPT, expected, pipe_in
 from tests.toy import tiny
 

@@ -19,8 +19,8 @@ from specengine.checkpoints.eagle import save_head
 from specengine.cli import main
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import SpecEngineError
-from specengine.modeling.load_options import LoadOptions
 from specengine.models.huggingface import HuggingFaceTarget
+from specengine.options import LoadOptions
 from specengine.request.options import GenerationOptions
 from tests.fuzz import folders, living
 from tests.fuzz.mutations import NUMBERS, TEXTS, mutated, near, nested, strange

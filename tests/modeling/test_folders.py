@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from specengine import Engine
-from specengine.checkpoints.files import safetensors_files
 from specengine.errors import CheckpointError, SpecEngineError
+from specengine.files import safetensors_files
 from tests.toy import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

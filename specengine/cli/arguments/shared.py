@@ -10,7 +10,7 @@ from typing import Any
 from specengine import registry
 from specengine.cli.arguments.parser import flag, key_value, one_of
 
-# As modeling.load_options, policies and generation.options have them, which import torch; a test compares them.
+# As options, policies and request.options have them, which import torch; a test compares them.
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 BACKENDS = ("native", "huggingface")
 QUANTIZATIONS = ("int8",)

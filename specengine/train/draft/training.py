@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from specengine.checkpoints.dialects import Verifier
 from specengine.checkpoints.eagle import save_head
-from specengine.checkpoints.files import atomic
 from specengine.errors import InputError, why_not_loaded
+from specengine.files import atomic
 from specengine.models.eagle import EagleHead, require_fit
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.train.draft.curve import plot

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from specengine.checkpoints.files import atomic
 from specengine.errors import InputError, missing_extra
+from specengine.files import atomic
 from specengine.policies import _ltd
 from specengine.policies._ltd import ACTIVATIONS, Networks
 from specengine.train.ltd.options import PolicyOptions, RewardName, Stage

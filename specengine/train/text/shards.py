@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specengine.checkpoints.files import atomic
 from specengine.errors import InputError
+from specengine.files import atomic
 
 T = TypeVar("T")
 Folder = TypeVar("Folder", bound="ShardFolder")

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from specengine.errors import InputError, did_you_mean, shown
-from specengine.models import native
-from specengine.models.tensor_parallel import require_launched
 from specengine.plain import is_array, plain
 
 BACKENDS = ("native", "huggingface")
+QUANTIZATIONS = ("int8",)  # of a native model's weights
 _DTYPES = {
     "auto": "auto",
     "bfloat16": torch.bfloat16,
@@ -89,10 +88,8 @@ class LoadOptions:
             self.dtype = _DTYPES[self.dtype or "auto"]
         if self.backend not in (None, *BACKENDS):
             raise InputError(f"backend: got {shown(self.backend)}, accepted {', '.join(BACKENDS)} or none")
-        if self.quantize not in (None, *native.QUANTIZATIONS):
-            raise InputError(
-                f"quantize: got {shown(self.quantize)}, accepted {', '.join(native.QUANTIZATIONS)} or none"
-            )
+        if self.quantize not in (None, *QUANTIZATIONS):
+            raise InputError(f"quantize: got {shown(self.quantize)}, accepted {', '.join(QUANTIZATIONS)} or none")
         if self.tp_plan is not None:
             self._check_splitting()
         if self.compile_blocks and not self.graphs:
@@ -116,7 +113,6 @@ class LoadOptions:
         given["backend"] = self.backend == "native"
         if alone := [name for name, value in given.items() if value]:
             raise InputError(f"tp_plan: got {', '.join(alone)} too, which are for a model in one process")
-        require_launched()
 
     def _check_kinds(self) -> None:
         for name in ("draft_options", "policy_options"):

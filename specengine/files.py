@@ -1,7 +1,8 @@
-"""Files that appear whole or not at all, and JSON that someone else wrote."""
+"""Files: text as other programs write it, JSON, files that appear whole or not at all, and the cache folder."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from collections.abc import Iterator
@@ -10,7 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from specengine.errors import CheckpointError
-from specengine.text_files import read_text
+
+MARK = "\ufeff"  # at the beginning of a text: written by some programs, and no part of it
+_OTHERS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+
+
+def read_text(file: Path) -> str:
+    """The text of a UTF-8 file without its mark, with "\\n" between lines. OSError; ValueError says what else it is."""
+    data = file.read_bytes()
+    for mark, name in _OTHERS.items():
+        if data.startswith(mark):
+            raise ValueError(f"it is {name}, save it as UTF-8")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
+    return text.removeprefix(MARK).replace("\r\n", "\n").replace("\r", "\n")
+
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -63,3 +85,12 @@ def safetensors_files(folder: Path) -> list[Path]:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise CheckpointError(f"{index}: {len(missing)} of {len(names)} files are missing, fetch them: {missing[0]}")
     return [folder / name for name in names]
+
+
+def cache_dir() -> Path:
+    """The folder named by SPECENGINE_CACHE, else `specengine` in the user's cache folder; it need not exist."""
+    chosen = os.environ.get("SPECENGINE_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    user_cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(user_cache) if user_cache else Path.home() / ".cache") / "specengine"

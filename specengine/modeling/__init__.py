@@ -1,1 +1,0 @@
-"""What runs a causal language model over the rows of a tree."""
