@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import provenance, report, workloads
-from specengine import calibration
 from specengine.benchmark.baselines import GENERATE, LOOKUP
 from specengine.benchmark.choice import Choice, sampling
 from specengine.benchmark.measuring import Run
 from specengine.benchmark.summaries import summaries
+from specengine.costs import measured
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def _records(args: argparse.Namespace, choice: Choice) -> Iterator[dict[str, Any
     assert first.drafter is not None
     yield {"record": "settings", "model": first.target.name, "draft": first.drafter.name, **settings}
     if args.tree:
-        yield calibration.measure(first.target, first.drafter).record()
+        yield measured.measure(first.target, first.drafter).record()
     ways = choice.ways(first, items, args.max_new_tokens)
     for way in ways:
         way.facts["places"] = [(report.POLICIES, "")]

@@ -23,11 +23,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
-from specengine import Engine, calibration
+from specengine import Engine
 from specengine import checkpoints as models
 from specengine.benchmark.prompts import Workload
 from specengine.checkpoints.eagle import HeadOptions, load_head
-from specengine.costs import Costs, Points
+from specengine.costs import Costs, Points, measured
 from specengine.drafters.eagle import Eagle
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
@@ -132,7 +132,7 @@ def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, Costs]:
     found: dict[str, list[Costs]] = {name: [] for name in engines}
     for _ in range(rounds):
         for name, engine in engines.items():
-            found[name].append(calibration.measure(engine.target, engine.drafter))
+            found[name].append(measured.measure(engine.target, engine.drafter))
     every = [costs for of_head in found.values() for costs in of_head]
     verify, overhead = _medians([one.verify for one in every]), _median([one.overhead for one in every])
     return {

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from specengine import calibration, captured, contracts, loading
+from specengine import captured, contracts, loading
 from specengine.captured import CapturedDriver
+from specengine.costs import measured
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import Draft, EagerDriver, walk
 from specengine.drafters import Drafter
@@ -436,7 +437,7 @@ class Engine:
     ) -> _Run:
         drafter, policy = drivers.drafter, drivers.policy
         if policy is not None and policy.reads_costs:
-            policy.price(calibration.find(self.target, drafter))
+            policy.price(measured.find(self.target, drafter))
         if not reuse_cache:
             self.reset()
         stats.num_prompt_tokens = len(prompt)

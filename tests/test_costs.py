@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specengine import Engine, calibration
-from specengine.calibration import cycles as made_up
-from specengine.calibration import measuring
-from specengine.costs import Costs, interpolated
+from specengine import Engine
+from specengine.costs import Costs, interpolated, measuring
+from specengine.costs import measured as kept
 from specengine.drafters import Drafter
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
@@ -191,7 +190,7 @@ def test_measured_costs_leave_the_parts_as_they_were(pair: str) -> None:
         return [token for cycle in engine.answer(prompt, max_new_tokens=9, temperature=0.0) for token in cycle.tokens]
 
     before, noise = answer(), torch.random.get_rng_state()
-    costs = calibration.measure(target, drafter, seconds=0.2)
+    costs = kept.measure(target, drafter, seconds=0.2)
     assert not target.tokens
     assert not getattr(drafter, "tokens", [])
     assert torch.equal(torch.random.get_rng_state(), noise)
@@ -218,8 +217,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (measuring, made_up):
-        monkeypatch.setattr(module, "time", found)
+    monkeypatch.setattr(measuring, "time", found)
     return found
 
 
@@ -242,13 +240,13 @@ class Slow(toy.ToyTarget):
 
 
 def test_without_a_draft(clock: Clock) -> None:
-    costs = calibration.measure(Slow(clock, 0.001), None)
+    costs = kept.measure(Slow(clock, 0.001), None)
     assert costs.draft == {1: 0.0}
     assert costs.verify[64] > costs.verify[1] > 0
 
 
 def test_steps_and_the_contexts_part_are_found(clock: Clock) -> None:
-    costs = calibration.measure(Slow(clock, 0.001), None, seconds=3.0)
+    costs = kept.measure(Slow(clock, 0.001), None, seconds=3.0)
     table = costs.tables(64, 1, 64).verify
     assert float(table[17] - table[16]) == pytest.approx(0.001, rel=0.05)
     assert abs(table[32] - table[17]) < 0.0001
@@ -257,7 +255,7 @@ def test_steps_and_the_contexts_part_are_found(clock: Clock) -> None:
 
 def test_a_slow_target_keeps_to_its_time(clock: Clock) -> None:
     target = Slow(clock, 0.04)
-    costs = calibration.measure(target, None, seconds=0.2)
+    costs = kept.measure(target, None, seconds=0.2)
     assert clock.now < 1.5  # prefill 1, then 1 + 2 nodes' cycles at least, of up to 5 forwards
     assert len(target.sizes) <= 5
     assert len(costs.verify) >= 2
@@ -265,7 +263,7 @@ def test_a_slow_target_keeps_to_its_time(clock: Clock) -> None:
 
 def test_a_fast_target_takes_few_cycles(clock: Clock) -> None:
     target = Slow(clock, 0.0001)
-    calibration.measure(target, toy.ToyDrafter(toy.Tables()))
+    kept.measure(target, toy.ToyDrafter(toy.Tables()))
     assert sum(target.sizes) < 64 * measuring.MOST_CYCLES
     assert clock.now < measuring.SECONDS / 2
 
@@ -274,10 +272,10 @@ def test_an_error_leaves_empty_caches() -> None:
     target, drafter = tables_pair()
     target.verify = lambda tree: (_ for _ in ()).throw(RuntimeError("no memory"))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no memory"):
-        calibration.measure(target, drafter)
+        kept.measure(target, drafter)
     assert not target.tokens
     with pytest.raises(InputError, match="seconds: got 0"):
-        calibration.measure(target, drafter, seconds=0)
+        kept.measure(target, drafter, seconds=0)
 
 
 # ---- what is kept
@@ -292,27 +290,27 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
         made.append(costs_of(STEPS, source="measured", overhead=float(len(made)), measured=True))
         return made[-1]
 
-    monkeypatch.setattr(calibration, "measure", measure)
+    monkeypatch.setattr(kept, "measure", measure)
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "cache"))
     return made
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As another process would begin."""
-    monkeypatch.setattr(calibration, "_found", {})
+    monkeypatch.setattr(kept, "_found", {})
 
 
 def test_what_was_measured_is_found_again(measured: list[Costs], tmp_path: Path, monkeypatch: Any) -> None:
     target, drafter = tables_pair()
-    first = calibration.find(target, drafter)
-    assert calibration.find(target, drafter) is first
+    first = kept.find(target, drafter)
+    assert kept.find(target, drafter) is first
     forget(monkeypatch)
-    assert calibration.find(*tables_pair()) == first
+    assert kept.find(*tables_pair()) == first
     assert len(measured) == 1
-    assert calibration.find(target, drafter, fresh=True) == measured[1] != first
+    assert kept.find(target, drafter, fresh=True) == measured[1] != first
     (file,) = (tmp_path / "cache" / "costs").iterdir()
     content = json.loads(file.read_text())
-    assert content["key"] == calibration.identity(target, drafter)
+    assert content["key"] == kept.identity(target, drafter)
     assert content["key"]["model"] == "ToyTarget"
     assert Costs.from_dict(content["costs"]) == measured[1]
 
@@ -323,23 +321,23 @@ def test_what_was_measured_is_found_again(measured: list[Costs], tmp_path: Path,
 )
 def test_a_damaged_file_is_measured_again(measured: list[Costs], monkeypatch: Any, text: str) -> None:
     pair = tables_pair()
-    calibration.find(*pair)
-    file = calibration.place(calibration.identity(*pair))
+    kept.find(*pair)
+    file = kept.place(kept.identity(*pair))
     file.write_bytes(text.encode(errors="surrogatepass"))
     forget(monkeypatch)
-    assert calibration.find(*pair) == measured[1]
+    assert kept.find(*pair) == measured[1]
     assert json.loads(file.read_text())["costs"]["overhead"] == 1
 
 
 def test_a_foreign_file_is_measured_again(measured: list[Costs], monkeypatch: Any) -> None:
     pair = tables_pair()
-    calibration.find(*pair)
-    file = calibration.place(calibration.identity(*pair))
+    kept.find(*pair)
+    file = kept.place(kept.identity(*pair))
     content = json.loads(file.read_text())
     for change in ({"key": {**content["key"], "model": "another"}}, {"costs": {**content["costs"], "verify": {}}}):
         file.write_text(json.dumps(content | change))
         forget(monkeypatch)
-        calibration.find(*pair)
+        kept.find(*pair)
     assert len(measured) == 3
 
 
@@ -347,16 +345,16 @@ def test_a_folder_that_cannot_be_written(measured: list[Costs], tmp_path: Path, 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "file"))
     pair = tables_pair()
-    found = calibration.find(*pair)
+    found = kept.find(*pair)
     assert "cannot be written" in found.source
-    assert calibration.find(*pair) is found
+    assert kept.find(*pair) is found
     assert len(measured) == 1
 
 
 def test_the_key_follows_what_costs_depend_on() -> None:
     def key(dtype: torch.dtype = torch.float32, drafter: Drafter | None = None, **options: Any) -> dict[str, Any]:
         captured = options.pop("captured", False)
-        return calibration.identity(HuggingFaceTarget(toy.tiny(**options).to(dtype), captured=captured), drafter)
+        return kept.identity(HuggingFaceTarget(toy.tiny(**options).to(dtype), captured=captured), drafter)
 
     base = key()
     assert key() == base
@@ -373,6 +371,6 @@ def test_the_key_follows_what_costs_depend_on() -> None:
     torch.set_num_threads(threads + 1)
     others.append(key())
     torch.set_num_threads(threads)
-    places = {calibration.place(found) for found in (base, *others)}
+    places = {kept.place(found) for found in (base, *others)}
     assert len(places) == 1 + len(others)
     assert key() == base

@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from specengine.drafters import COPIED, FREE, RECYCLED, Drafter, Free, Step
-from specengine.drafters._copies import PRIOR_HITS
-from specengine.drafters.lookup import Lookup
+from specengine.drafters.lookup import PRIOR_HITS, Lookup
 from specengine.drafters.ngram import NGram
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree

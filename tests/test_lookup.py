@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from specengine import policies
 from specengine.drafters import COPIED, Step
-from specengine.drafters._copies import MOST, PRIOR_HITS, PRIOR_WEIGHT
-from specengine.drafters.lookup import Lookup
+from specengine.drafters.lookup import MOST, PRIOR_HITS, PRIOR_WEIGHT, Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import first_layers

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import policies
-from specengine.drafters._suffixes import contexts
-from specengine.drafters.lookup import Lookup
+from specengine.drafters.lookup import Lookup, contexts
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import first_layers

@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Each module may import its own layer and those above it in this list. A new module goes into one of them.
 LAYERS = (
-    {"errors", "plain", "files", "registry", "options", "costs", "_expander", "_cpu"},
+    {"errors", "plain", "files", "registry", "options", "_expander", "_cpu"},
     {"ops"},
     {"records"},
-    {"generation", "request", "models", "checkpoints", "cuda_graphs", "policies", "drafters"},
-    {"contracts", "cycle", "captured", "drivers", "calibration"},
+    {"generation", "request", "models", "checkpoints", "costs", "cuda_graphs", "policies", "drafters"},
+    {"contracts", "cycle", "captured", "drivers"},
     {"engine", "loading"},
     {"train", "replicas", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},
 )

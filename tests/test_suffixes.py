@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specengine.drafters._suffixes import MOST_FOLLOWERS, Suffixes, contexts, contexts_of, extended, predicted
+from specengine.drafters.lookup import MOST_FOLLOWERS, Suffixes, contexts, contexts_of, extended, predicted
 from tests.toy import random_tree
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)

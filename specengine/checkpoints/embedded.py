@@ -20,6 +20,7 @@ import filelock
 
 from specengine.checkpoints import store
 from specengine.errors import CacheFolderError, CorruptCacheError, ModelFetchError
+from specengine.files import cache_dir as default_cache_dir
 
 NAME = "smollm2-135m-instruct"
 HEAD = "default-head"  # what users call the EAGLE head that ships for it
@@ -71,7 +72,7 @@ def gguf(*, cache_dir: Path | None = None, offline: bool = False, progress: Prog
 
 def kept_folder(*, cache_dir: Path | None = None) -> Path | None:
     """The converted model where the cache holds it and not the GGUF file, as after an earlier version of specengine."""
-    root = Path(cache_dir) if cache_dir is not None else files.cache_dir()
+    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     converted, packed = root / "models" / NAME, root / "models" / f"{NAME}-gguf"
     alone = store.folder_damage(packed) is not None and store.folder_damage(converted) is None
     return converted if alone else None
@@ -91,7 +92,7 @@ def _made(
     progress: Progress | None,
 ) -> Path:
     """The folder `name` among the models, made from the GGUF file where it is not there or damaged."""
-    root = Path(cache_dir) if cache_dir is not None else files.cache_dir()
+    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     say = progress or _print_to_stderr
     model = root / "models" / name
     with store.cache_folder_errors(root):

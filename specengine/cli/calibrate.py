@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 
-from specengine import calibration
 from specengine.cli import given
 from specengine.cli.terminal import as_json, say
-from specengine.costs import Costs, Points
+from specengine.costs import Costs, Points, measured
 from specengine.engine import Engine
 
 
@@ -20,15 +19,15 @@ def run(arguments: argparse.Namespace) -> int:
         **given.load_options(arguments),
     )
     target, drafter = engine.target, engine.drafter
-    costs = calibration.find(target, drafter, fresh=True)
-    key = calibration.identity(target, drafter)
+    costs = measured.find(target, drafter, fresh=True)
+    key = measured.identity(target, drafter)
     if arguments.json:
         print(as_json({"key": key, "costs": costs.to_dict()}))
     else:
         facts = (key["model"], key["dtype"], key["backend"], key["device"], f"draft {key['draft'] or 'none'}")
         print(", ".join(facts))
-        print("\n".join(_lines(costs, calibration.contexts(target), drafts=drafter is not None)))
-    file = calibration.place(key)
+        print("\n".join(_lines(costs, measured.contexts(target), drafts=drafter is not None)))
+    file = measured.place(key)
     say(f"specengine: note: {costs.source}" if "," in costs.source else f"kept in {file}")
     return 0
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from specengine import calibration
 from specengine.checking import Flip, flips, huggingface_tokens, near_tie_logits
 from specengine.cli import given
 from specengine.cli.colours import DraftColours, PlainText
 from specengine.cli.terminal import say, why_no_colours, write
 from specengine.cli.trees import print_tree
-from specengine.costs import interpolated
+from specengine.costs import interpolated, measured
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.request.options import GenerationOptions
@@ -202,7 +201,7 @@ def _cost_of_rows(engine: Engine) -> str:
     """Return what verifying a tree costs beside one token, where that has been measured; else nothing."""
     if engine.policy is None or not engine.policy.reads_costs:
         return ""
-    costs = calibration.find(engine.target, engine.drafter)
+    costs = measured.find(engine.target, engine.drafter)
     ratio = interpolated(costs.verify, ROWS) / costs.plain
     return (
         f"Verifying {ROWS} tokens takes {ratio:.1f} times as long as one, so such a tree pays where it gives more "

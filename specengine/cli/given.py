@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from specengine import calibration
 from specengine.cli.arguments.parser import flag
 from specengine.cli.arguments.shared import GENERATION_OPTIONS
 from specengine.cli.terminal import say, tell
+from specengine.costs import measured
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.files import MARK
@@ -73,7 +73,7 @@ def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
     if engine.policy is not None and engine.policy.reads_costs:
         if not _costs_known(engine):
             tell("Measuring what drafting and verifying cost here, once")
-        calibration.find(engine.target, engine.drafter)
+        measured.find(engine.target, engine.drafter)
     return engine
 
 
@@ -90,7 +90,7 @@ def wants_gpu(arguments: argparse.Namespace) -> bool:
 
 
 def _costs_known(engine: Engine) -> bool:
-    return calibration.place(calibration.identity(engine.target, engine.drafter)).is_file()
+    return measured.place(measured.identity(engine.target, engine.drafter)).is_file()
 
 
 def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -7,12 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specengine import calibration
 from specengine.cli.arguments.train_policy import MEASURE
 from specengine.cli.prompt_files import read_prompts
 from specengine.cli.terminal import say
 from specengine.cli.training_engine import load_engine, question
-from specengine.costs import Costs, find_costs
+from specengine.costs import Costs, find_costs, measured
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.registry import build
@@ -65,7 +64,7 @@ def _with_engine(
 
     learnt, held = hold_back(prompts, options.held_back)
     if costs is None and options.reward != "wallclock":
-        costs = calibration.measure(engine.target, engine.drafter)
+        costs = measured.measure(engine.target, engine.drafter)
         say(f"costs: {costs.record()}")
     if live:
         table = None if options.reward == "wallclock" else costs

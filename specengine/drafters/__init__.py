@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specengine import ops, registry
 from specengine.errors import InputError
+from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Candidates, Nodes
 from specengine.ops.tree import TokenTree
 from specengine.options import LoadOptions
@@ -255,3 +256,164 @@ def maker(draft: Any, options: LoadOptions) -> Maker:
     if made is None:
         raise InputError(f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter")
     return made
+
+
+NOT_FINITE = "draft: its logits are NaN or infinite, so nothing of it is used; its weights or its dtype are at fault"
+
+
+class Given(NamedTuple):
+    """Whence rows read a recurrent state and whither they write theirs: int64 [n] each, rows of a state buffer."""
+
+    sources: Tensor
+    targets: Tensor
+
+
+class RowDraft(Drafter):
+    """A draft whose pass runs rows over `cache`, and whose counts are tensors where that cache is.
+
+    The cache holds one slot per committed token that was run, and behind them the scratch: one slot per node drafted
+    from, seen by its descendants and itself, forgotten with the tree. A cycle's first pass runs the `taken` tokens
+    that were committed since the last one, the root last (`pending`), the next ones a level of the tree each. Cycles
+    without a pass leave their tokens waiting.
+
+    A subclass runs rows (`_run`), takes in prompts (`begin`) and what it keeps of accepted nodes (`accept`).
+    """
+
+    captures = True
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache, self.device = cache, cache.slab.device
+        self.taken, self._used = torch.zeros_like(cache.filled), torch.zeros_like(cache.filled)
+        self._held = torch.zeros(1, dtype=torch.int64, device=self.device)  # a root, and what waits behind it
+        self._tokens: list[int] = []  # committed, the current root excluded
+        self._best = torch.zeros(1, device=self.device, dtype=torch.float32)  # logit of the last root pass
+        self._nodes = 0  # that trees may have; as a node: the one that padding writes to
+        self.reserve(0, 1, 1)
+
+    @abstractmethod
+    def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Logits of the rows, or of the row `one`, int64 [1], alone; recurrent states of the same rows, if any."""
+
+    @property
+    def pending(self) -> Tensor:
+        """int64 [most]: the tokens that the next pass runs, of which the last one's place is the root's."""
+        return self._held[1:]
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """The target's ids of the logits' columns; None where they are the columns."""
+        return None
+
+    @property
+    def notes(self) -> list[str]:
+        return [] if bool(self._best.isfinite()) else [NOT_FINITE]
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """What stays from one cycle to the next, but for the cache's slab."""
+        return self.cache.filled, self.taken, self._held
+
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        return self.cache.slab, self._held, self._seen
+
+    def reserve(self, tokens: int, nodes: int, longest: int) -> None:
+        self.cache.reserve(tokens + nodes + longest)
+        if longest > len(self.pending):
+            self._held = torch.cat([self._held, self._held.new_zeros(longest - len(self.pending))])
+            self._causal = causal_words(longest, self.device)
+        if nodes > self._nodes:
+            self._nodes = nodes
+            # By node: which slots of the scratch it sees. The root stands among the committed ones.
+            self._seen = torch.zeros(nodes + 1, words_for(nodes), dtype=torch.int64, device=self.device)
+            self._own = ops.own_bits(nodes, self.device)
+
+    def root(self, tree: TokenTree) -> Step:
+        if tree.capacity > self._nodes:  # of a draft that no engine told what to expect
+            self.reserve(self.cache.length, tree.capacity, len(self.pending))
+        count = int(self.taken) if ops.is_free(self.taken) else len(self.pending)
+        self._used.zero_()
+        if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
+            self._best.zero_()
+            return Step(torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32), normalized=True)
+        self._read(count)
+        place, filled = torch.arange(count, device=self.device, dtype=torch.int64), self.cache.filled
+        last = (self.taken.long() - 1).clamp(min=0)
+        tokens = self.pending[:count].scatter(0, last, tree.tokens[:1])
+        if ops.is_free(filled):
+            self.cache.reserve(int(filled) + count + tree.capacity)
+        rows = Rows(tokens, filled + place, self._causal[:count], filled.long(), filled, self.taken)
+        spare = self._nodes
+        given = Given(place + (spare + 1), torch.where(place == last, 0, spare))
+        logits, states = self._run(rows, given, one=last)
+        self._best.copy_(logits.amax(1))
+        filled += self.taken
+        self.taken.zero_()
+        return Step(logits, self.token_ids, hidden=states)
+
+    def _read(self, count: int) -> None:
+        """The first `count` of those that wait are run next."""
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        nodes, count, filled = *frontier, self.cache.filled
+        place = torch.arange(len(nodes), device=self.device, dtype=torch.int64)
+        into, slots = nodes, self._used + place
+        if not ops.is_free(count):  # padding reads of the root, and writes where nothing is read
+            padding = place >= count
+            nodes, into = nodes.masked_fill(padding, 0), nodes.masked_fill(padding, self._nodes)
+            slots = slots.clamp(max=len(self._own) - 1)
+        parents = tree.parents.index_select(0, nodes).clamp(min=0)
+        words = self._seen.index_select(0, parents) | self._own.index_select(0, slots)
+        self._seen.index_copy_(0, into, words)
+        positions = tree.depths.index_select(0, nodes) + (filled - 1)
+        slot = (filled + self._used).long()
+        rows = Rows(tree.tokens.index_select(0, nodes), positions, words, slot, filled, count)
+        logits, states = self._run(rows, Given(parents, into))
+        self._used += count
+        return Step(logits, self.token_ids, hidden=states)
+
+    def accept(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
+        self._take(tokens, path)
+
+    def _take(self, tokens: Tensor, path: Nodes) -> Tensor | slice:
+        """Have these tokens wait; where, among the rows that wait, the path's come to stand: int64 [width], a slice.
+
+        The slice is as long as the path without its padding.
+        """
+        if ops.is_free(self.taken):
+            waiting, count = int(self.taken), int(path.live)
+            places: Tensor | slice = slice(waiting, waiting + count)
+        else:
+            places = self.taken + torch.arange(len(path.ids), device=self.device, dtype=torch.int64)
+            places = places.clamp(max=len(self._held) - 2)  # warm-ups of a capture accept one path several times
+        put(self._held, places, tokens)  # the root, then those that the next pass runs
+        self.taken += path.live
+        return places
+
+    def observe(self, cycle: Cycle) -> None:
+        waiting = int(self.taken) + len(cycle.path)
+        path = torch.tensor(cycle.path, device=self.device, dtype=torch.int64)
+        if waiting > len(self._held) - 1:
+            self.reserve(0, self._nodes, 2 * waiting)
+        tokens = [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
+        self._tokens += tokens
+        self.accept(torch.tensor(tokens, device=self.device, dtype=torch.int64), Nodes.of(path), cycle.features)
+
+    def ended(self, tokens: list[int], drafted: int) -> None:
+        """Captured cycles have committed these tokens, of which the first `drafted` were surely run."""
+        self.cache.length = min(drafted, len(tokens))
+        self._tokens = tokens[: self.cache.length]
+        self.taken.zero_()
+
+    def reset(self) -> None:
+        self.cache.crop(0)
+        self.taken.zero_()
+        self._tokens = []
+
+
+def put(buffer: Tensor, places: Tensor | slice, rows: Tensor) -> None:
+    """Write rows of a buffer, the first ones where the places are fewer."""
+    if isinstance(places, slice):
+        buffer[places] = rows[: places.stop - places.start]
+    else:
+        buffer.index_copy_(0, places, rows.to(buffer.dtype))

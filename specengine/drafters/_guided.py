@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from specengine.drafters import FREE, Drafter, Free, Step
-from specengine.drafters._mixing import _ids_with
+from specengine.drafters.lookup import _ids_with
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.request.grammars import Constraint

@@ -13,8 +13,7 @@ from torch import Tensor
 from specengine import registry
 from specengine.checkpoints import embedded
 from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
-from specengine.drafters import Maker
-from specengine.drafters._rows import Given, RowDraft, put
+from specengine.drafters import Given, Maker, RowDraft, put
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import common_prefix
 from specengine.models.eagle import EagleHead, head_from, require_fit, with_appended_tokens

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specengine.drafters import Drafter, Step
-from specengine.drafters._suffixes import Context, Suffixes, contexts_of, predicted, require_lengths
+from specengine.drafters.lookup import Context, Suffixes, contexts_of, predicted, require_lengths
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle

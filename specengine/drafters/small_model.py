@@ -14,8 +14,7 @@ from specengine import registry
 from specengine.checkpoints import embedded
 from specengine.checkpoints.hub import why_absent
 from specengine.checkpoints.pretrained import load_model
-from specengine.drafters import Maker
-from specengine.drafters._rows import Given, RowDraft
+from specengine.drafters import Given, Maker, RowDraft
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError, did_you_mean
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from specengine import calibration
+from specengine.costs import measured
 from specengine.engine import Engine
 from specengine.errors import UnsupportedModelError
 
-# Of calibration.identity: what changes the time that an answer takes and none of its tokens.
+# Of costs.measured.identity: what changes the time that an answer takes and none of its tokens.
 _SPEED_ALONE = ("threads", "packed")
 
 
@@ -37,7 +37,7 @@ class Recipe:
             torch.set_num_threads(self.threads)
         engine = self._loaded()
         if engine.policy is not None and engine.policy.reads_costs:
-            calibration.find(engine.target, engine.drafter)
+            measured.find(engine.target, engine.drafter)
         return engine
 
     def _loaded(self) -> Engine:
@@ -53,7 +53,7 @@ class Recipe:
 
 def facts(engine: Engine) -> dict[str, Any]:
     """What was loaded, as far as answers may depend on it: JSON-ready, the same for engines that answer alike."""
-    found = calibration.identity(engine.target, engine.drafter)
+    found = measured.identity(engine.target, engine.drafter)
     return {name: value for name, value in found.items() if name not in _SPEED_ALONE}
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters._rows import Given, RowDraft
+from specengine.drafters import Given, RowDraft
 from specengine.errors import InputError
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from specengine import Engine
-from specengine.drafters._rows import NOT_FINITE
+from specengine.drafters import NOT_FINITE
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import NumericalError, ProcessorError

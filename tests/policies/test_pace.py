@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specengine import Engine, calibration
-from specengine.costs import Costs
+from specengine import Engine
+from specengine.costs import Costs, measured
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
@@ -76,7 +76,7 @@ def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(monkeypatch: 
     assert isinstance(policy, Auto)
     policy = dataclasses.replace(policy, costs="measured", budget=16)
     cheap = Costs("cheap", {1: 1.0, 16: 1.1}, {1: 0.01}, measured=True)  # whatever this machine would say
-    monkeypatch.setattr(calibration, "find", lambda target, drafter: cheap)
+    monkeypatch.setattr(measured, "find", lambda target, drafter: cheap)
     drafter = Lookup(Recycling())
     engine, plain = Engine(target, drafter, policy), Engine(target, None, None)
     asked = list[int]()
