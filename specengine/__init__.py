@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specengine.drafters import Drafter
-    from specengine.engine import Engine
+    from specengine.engine import Engine, Session
     from specengine.errors import SpecEngineError
-    from specengine.generation.session import Session
     from specengine.policies import TreePolicy
     from specengine.records import Cycle, GenerationResult, Stats, StreamPiece
     from specengine.request.prompts import Prompt
@@ -35,7 +34,7 @@ _MODULES = {
     "Drafter": "drafters",
     "Engine": "engine",
     "GenerationResult": "records",
-    "Session": "generation.session",
+    "Session": "engine",
     "SpecEngineError": "errors",
     "Stats": "records",
     "StreamPiece": "records",

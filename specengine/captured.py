@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from specengine import cycle, ops
 from specengine.contracts import named
 from specengine.cuda_graphs import WARM_UPS, Graphs, room
-from specengine.cycle import Draft, EagerDriver
+from specengine.cycle import Draft, EagerDriver, Lane
 from specengine.drafters import Drafter
 from specengine.drafters._coupled import Coupled
 from specengine.models.huggingface import HuggingFaceTarget
@@ -229,9 +229,9 @@ class CapturedDriver(EagerDriver):
             self.prepare(sampler)
         self._capture(*self._missing(["verify"]))
 
-    def draft(self, token: int, seconds: Seconds, guided: Drafter | None = None) -> Draft:
+    def draft(self, token: int, seconds: Seconds, source: Drafter | None) -> Draft:
         if self.policy is None or self.policy.rests or not self.grows_there:
-            return super().draft(token, seconds, guided)
+            return super().draft(token, seconds, source)
         began = time.perf_counter()
         self.tree.restart()
         self.tree.tokens[:1].fill_(token)
@@ -250,46 +250,51 @@ class CapturedDriver(EagerDriver):
         return logits[:size], None if features is None else features[:size].clone()  # the next tree overwrites them
 
     @torch.inference_mode()
-    def cycles(self, run: Any) -> Iterator[Cycle]:
-        """The cycles of a generation whose first one has been made by the engine, until `run.reason` is set."""
+    def cycles(self, lane: Lane) -> Iterator[Cycle]:
+        """Run the cycles of a lane whose first one has been run eagerly, until its answer ends."""
+        lane.stats.notes.append(NOTE)
         drafted = len(self.target.tokens)
-        self._begin(run)
+        self._begin(lane)
         clock = time.perf_counter()
         try:
             # the next tree waits for what became of this
             follows = self.policy is not None and self.policy.has_history()
             ahead = self._start(0)
             number = 0
-            while run.reason is None:
+            while lane.reason is None:
                 number += 1
                 sent = ahead
-                if run.stopper.left > 1 and not follows:  # the cycle under way gives one token at least
+                if lane.stopper.left > 1 and not follows:  # the cycle under way gives one token at least
                     ahead = self._start(number)
                 record = self._read(received(sent))
                 drafted = record.length
                 if not record.accepted:
-                    refuse_no_choice(None, run.history.length)
+                    refuse_no_choice(None, lane.history.length)
                 kept = 0
                 while kept < record.accepted:
                     kept += 1
-                    if run.commit(record.tokens[kept - 1]):
+                    if lane.commit(record.tokens[kept - 1]):
                         break
                 now = time.perf_counter()
                 seconds = Seconds(total=now - clock, model=now - clock, split=False)
                 clock = now
-                yield Cycle(record.tree, record.path[:kept], record.tokens[:kept], seconds, record.grown - 1)
-                if follows and run.reason is None:
+                cycle = Cycle(record.tree, record.path[:kept], record.tokens[:kept], seconds, record.grown - 1)
+                if self.policy is not None:
+                    self.policy.observe(cycle)
+                lane.count(cycle)
+                yield cycle
+                if follows and lane.reason is None:
                     ahead = self._start(number)
         finally:
-            tokens = run.history.ids[0].tolist()[:-1]
+            tokens = lane.history.ids[0].tolist()[:-1]
             self.target.cache.length, self.target.tokens = len(tokens), tokens
             if self.drafter is not None:
                 self.drafter.ended(tokens, drafted)
 
-    def _begin(self, run: Any) -> None:
-        assert run.history.length - 1 == len(self.target.tokens)
+    def _begin(self, lane: Lane) -> None:
+        assert lane.history.length - 1 == len(self.target.tokens)
         self.tree.restart()
-        self.tree.tokens[:1].fill_(run.root)
+        self.tree.tokens[:1].fill_(lane.root)
 
     def _start(self, number: int) -> Any:
         """Launch a cycle; what will have arrived of its record."""

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.engine import Engine
+from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError
-from specengine.generation.text_generation import TextGeneration
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget

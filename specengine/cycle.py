@@ -1,12 +1,14 @@
-"""A cycle: a tree is grown, verified, walked down and committed; and the driver that does so eagerly.
+"""A cycle: grow a tree, verify it, walk down it, commit the accepted path; and the driver that does so eagerly.
 
-Its parts are written once. The eager driver calls them in a loop, the captured one (captured.py) replays them.
+`run_eager` is the whole of it, over a list of lanes: root, level, verify, commit. The captured driver (captured.py)
+replays the same functions as graphs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
@@ -14,12 +16,54 @@ from torch import Tensor
 
 from specengine import contracts, ops
 from specengine.drafters import Drafter, Step
+from specengine.drafters._origins import Origins
+from specengine.errors import InputError, NumericalError, SpecEngineError
 from specengine.models import Target
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
-from specengine.records import Seconds
-from specengine.request.sampling import Sampler
+from specengine.records import Cycle, Seconds, Stats, Successors, TokenLogprob
+from specengine.request.sampling import History, Sampler, Stopper, of_rows
+
+
+@dataclass
+class Lane:
+    """One request under way.
+
+    root    the token committed last, which is the root of the next tree
+    room    tokens of prompt and answer that the caches have room for
+    limit   tokens of prompt and answer that there may be
+    source  drafter to grow trees from: the engine's own, wrapped where the request asks for it; None for plain decoding
+    origins where nodes come from, noted where they are wanted
+    began   time.perf_counter() at the start, in seconds
+    reason  why the answer has ended; None while it goes on
+    """
+
+    sampler: Sampler
+    stopper: Stopper
+    history: History
+    stats: Stats
+    root: int
+    room: int
+    limit: int
+    source: Drafter | None = None
+    origins: Origins | None = None
+    began: float = field(default_factory=time.perf_counter)
+    reason: str | None = None
+
+    def commit(self, token: int) -> bool:
+        """Append a token to the answer; return whether the answer ends with it."""
+        self.history.append(token)
+        self.reason = self.stopper.reason(token, self.history)
+        return self.reason is not None
+
+    def count(self, cycle: Cycle) -> None:
+        """Add a cycle to the statistics."""
+        elapsed = time.perf_counter() - self.began
+        self.stats.ttft_s = self.stats.ttft_s or elapsed
+        self.stats.elapsed_s = elapsed
+        self.stats.num_generated_tokens += len(cycle.tokens)
+        self.stats.add(cycle)
 
 
 class Draft(NamedTuple):
@@ -130,9 +174,8 @@ class EagerDriver:
         if self.drafter is not None and self.policy is not None:
             self.drafter.reserve(tokens, self.policy.capacity, self.unread)
 
-    def draft(self, token: int, seconds: Seconds, guided: Drafter | None = None) -> Draft:
-        """As `draft_tree`; guided: from whom trees grow instead of its own drafter."""
-        source = guided or self.drafter
+    def draft(self, token: int, seconds: Seconds, source: Drafter | None) -> Draft:
+        """Draft the tree under `token`, as `draft_tree`; source: the drafter to grow it from."""
         if not self._inspected and source is not None and self.policy is not None and not self.policy.rests:
             return self._inspect(token, seconds, source, self.policy)
         return draft_tree(token, source, self.policy, seconds, self.device)
@@ -145,8 +188,13 @@ class EagerDriver:
         self._inspected = len(draft.grown) > 1
         return draft
 
+    @property
+    def model_seconds(self) -> float:
+        """Return the seconds spent in forwards of target and draft so far."""
+        return self.target.model_seconds + (self.drafter.model_seconds if self.drafter is not None else 0.0)
+
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        """As `Target.verify`."""
+        """Return logits and features of every node, as `Target.verify`."""
         return self.target.verify(tree)
 
     def prepare(self, sampler: Sampler) -> None:
@@ -195,3 +243,108 @@ def walk(
         if token is not None:
             path.append(node)
     return path, committed
+
+
+class Verdict(NamedTuple):
+    """What the target made of a tree. path, tokens: as in Cycle; the others are those of a Cycle's fields."""
+
+    path: list[int]
+    tokens: list[int]
+    features: Tensor | None
+    successors: Successors | None
+    logprobs: list[TokenLogprob] | None
+
+
+@torch.inference_mode()
+def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
+    """Run one cycle of every lane and return their records. One lane is the plain case, and the only one so far."""
+    return [_run_lane(driver, lane) for lane in lanes]
+
+
+def _run_lane(driver: EagerDriver, lane: Lane) -> Cycle:
+    began, model_seconds = time.perf_counter(), driver.model_seconds
+    if lane.history.length > lane.room:
+        lane.room = min(lane.limit, 2 * lane.history.length)
+        make_room(driver, lane.room)
+    seconds = Seconds()
+    draft = driver.draft(lane.root, seconds, lane.source)
+    if driver.policy is not None and draft.tree.capacity > 1:
+        contracts.require_tree(driver.policy, draft.tree.tokens, driver.budget, driver.target.vocab_size)
+    verdict = verify(driver, lane, draft.tree, seconds)
+    clock = time.perf_counter()
+    cycle = commit(driver, lane, draft, verdict, seconds)
+    now = time.perf_counter()
+    seconds.commit, seconds.total = now - clock, now - began
+    seconds.model = driver.model_seconds - model_seconds
+    if driver.drafter is not None and driver.policy is not None:
+        driver.policy.observe(cycle)
+        seconds.policy += (observed := time.perf_counter() - now)
+        seconds.total += observed
+    lane.count(cycle)
+    return cycle
+
+
+def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds) -> Verdict:
+    """Have the target choose a token at each node that the walk comes to, and append those tokens to the answer.
+
+    Adds the time spent to `seconds`. Raises NumericalError where the root's logits are NaN or infinite throughout.
+    """
+    clock = time.perf_counter()
+    chosen = driver.target.choose(tree) if lane.sampler.takes_largest else None
+    logits = None
+    if chosen is not None:
+        choose, features, successors = _of_list(chosen.tokens), chosen.features, chosen.successors
+    else:
+        logits, features = driver.verify(tree)
+        wanted = 0 if driver.policy is not None and driver.policy.rests else driver.target.successors
+        successors = Successors.of(logits, wanted) if wanted else None
+        choose = lane.sampler.chooser_of_tree(logits, lane.history, tree.depths)
+    seconds.verify = -clock + (clock := time.perf_counter())
+    path, tokens = walk(tree, choose, lane.commit)
+    seconds.walk = time.perf_counter() - clock
+    if not tokens:
+        raise NumericalError(f"the target's logits at position {lane.history.length} are NaN or infinite throughout")
+    top = lane.sampler.logprobs
+    logprobs = None if top is None or logits is None else of_rows(logits[path], tokens, top)
+    return Verdict(path, tokens, features, successors, logprobs)
+
+
+def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seconds: Seconds) -> Cycle:
+    """Keep the accepted path in the target's cache, and let drafter and policy learn from the cycle."""
+    driver.target.commit(draft.tree, verdict.path)
+    origins = None if lane.origins is None else lane.origins.of(draft.grown)
+    path, tokens, features, successors, logprobs = verdict
+    proposed = draft.drafted, features, draft.grown, draft.kept
+    cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, successors, origins, logprobs)
+    if driver.drafter is not None and driver.policy is not None:
+        driver.drafter.observe(cycle)
+        if not driver.policy.rests:
+            _learn(driver.policy, draft, cycle)
+    lane.root = tokens[-1]
+    return cycle
+
+
+def _learn(policy: TreePolicy, draft: Draft, cycle: Cycle) -> None:
+    """Show the policy where, in the tree that it grew, the target went."""
+    path = torch.tensor(cycle.path, device=draft.grown.device, dtype=torch.int64)
+    path = path if draft.kept is None else draft.kept.index_select(0, path)
+    chosen = torch.tensor(cycle.tokens[: len(path)], device=path.device, dtype=torch.int64)
+    policy.learn(draft.grown, Nodes.of(path[: len(chosen)]), chosen)
+
+
+def _of_list(chosen: list[int]) -> Callable[[int], int | None]:
+    return lambda node: chosen[node] if chosen[node] >= 0 else None
+
+
+def make_room(driver: EagerDriver, tokens: int) -> None:
+    """Make room for so many tokens of prompt and answer. Raises InputError where there is no memory for that."""
+    try:
+        driver.reserve(tokens)
+    except SpecEngineError:
+        raise
+    except (MemoryError, RuntimeError) as error:  # torch's allocators raise the latter
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"max_new_tokens: there is no memory for caches of {tokens} tokens of prompt and answer, ask for fewer "
+            f"({reason:.200})"
+        ) from error

@@ -6,74 +6,52 @@ import contextlib
 import dataclasses
 import os
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from specengine import captured, contracts, loading
+from specengine import contracts, loading, policies
 from specengine.captured import CapturedDriver
 from specengine.costs import measured
 from specengine.cuda_graphs import Graphs
-from specengine.cycle import Draft, EagerDriver, walk
+from specengine.cycle import EagerDriver, Lane, make_room, run_eager
 from specengine.drafters import Drafter
 from specengine.drafters._coupled import Coupled
 from specengine.drafters._guided import Guided
 from specengine.drafters._origins import Origins
-from specengine.drivers import Drivers, KeptDrivers
 from specengine.errors import (
     EngineBusyError,
     InputError,
-    NumericalError,
-    SpecEngineError,
     UnsupportedModelError,
     require,
+    shown,
 )
-from specengine.generation.session import Session
-from specengine.generation.text_generation import Answering, TextGeneration
 from specengine.models import Target
 from specengine.models.kv_cache import KVCache
-from specengine.ops import Nodes
 from specengine.options import LoadOptions
 from specengine.plain import plain
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Seconds, Stats, Successors, TokenLogprob
+from specengine.records import (
+    Cycle,
+    GenerationResult,
+    SpeculativeOutput,
+    Stats,
+    StreamPiece,
+    TokenLogprob,
+)
 from specengine.request.custom_generate import CustomGenerate
 from specengine.request.grammars import Constraint, Vocabularies, compiled
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Prompt, predicted_ids, token_ids
-from specengine.request.sampling import History, Sampler, Stopper, of_rows, refuse_no_choice, signed
-from specengine.request.text import decoder
+from specengine.request.sampling import History, Sampler, Stopper, cut_after_stop, of_rows, refuse_no_choice, signed
+from specengine.request.text import TextStream, decoder
 
 DEFAULT_WARMUP_TOKENS = 2048
 AHEAD = 1024  # tokens of an answer that room is made for at once; then for twice as many tokens as there are
 SCORED_ROWS = 128  # of a text's logits at once, each as long as the vocabulary
-
-
-@dataclass
-class _Run:
-    """One generation under way."""
-
-    drivers: Drivers
-    sampler: Sampler
-    stopper: Stopper
-    history: History
-    stats: Stats
-    root: int
-    room: int  # tokens of prompt and answer that the caches have room for
-    most: int  # that there may be
-    guided: Drafter | None = None
-    origins: Origins | None = None
-    began: float = field(default_factory=time.perf_counter)
-    reason: str | None = None
-
-    def commit(self, token: int) -> bool:
-        self.history.append(token)
-        self.reason = self.stopper.reason(token, self.history)
-        return self.reason is not None
 
 
 @dataclass(frozen=True)
@@ -235,20 +213,22 @@ class Engine:
             driver = captured if captured is not None and not whole else eager
             with self.target.running():
                 _expect(drivers.drafter, prompt, prediction)
-                run = self._begin(drivers, prompt, sampler, stopper, stats, reuse_cache)
-                if drivers.drafter is not None and sampler.couples:
-                    run.guided = cast(Drafter, self._coupled(drivers.drafter, sampler, run.history))
-                if constraint is not None and drivers.drafter is not None:
-                    run.guided = cast(Drafter, Guided(run.guided or drivers.drafter, constraint, stopper.tokens))
-                if origins is not None and origins.wanted and drivers.drafter is not None:
-                    run.origins = origins
-                    run.guided = cast(Drafter, origins.around(run.guided or drivers.drafter))
-            while run.reason is None:
+                lane = self._begin(drivers, prompt, sampler, stopper, stats, reuse_cache)
+                source = drivers.drafter
+                if source is not None and sampler.couples:
+                    source = cast(Drafter, self._coupled(source, sampler, lane.history))
+                if source is not None and constraint is not None:
+                    source = cast(Drafter, Guided(source, constraint, stopper.tokens))
+                if source is not None and origins is not None and origins.wanted:
+                    lane.origins = origins
+                    source = cast(Drafter, origins.around(source))
+                lane.source = source
+            while lane.reason is None:
                 with self.target.running():
-                    cycle = self._cycle(run, driver)
+                    (cycle,) = run_eager(driver, [lane])
                 yield cycle
-                if run.reason is None and whole:
-                    yield from self._captured_cycles(cast(CapturedDriver, captured), run)
+                if lane.reason is None and whole:
+                    yield from cast(CapturedDriver, captured).cycles(lane)
             if drivers.drafter is not None and stats.num_draft_passes:
                 stats.notes += drivers.drafter.notes
 
@@ -421,10 +401,6 @@ class Engine:
             refuse_no_choice(None, first + found.index(False) + 1)
         return of_rows(logits, tokens[first + 1 : end + 1], top)
 
-    @property
-    def _model_seconds(self) -> float:
-        return self.target.model_seconds + (self.drafter.model_seconds if self.drafter is not None else 0.0)
-
     @torch.inference_mode()
     def _begin(
         self,
@@ -434,7 +410,7 @@ class Engine:
         stopper: Stopper,
         stats: Stats,
         reuse_cache: bool,
-    ) -> _Run:
+    ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
         if policy is not None and policy.reads_costs:
             policy.price(measured.find(self.target, drafter))
@@ -449,8 +425,8 @@ class Engine:
         driver = drivers.eager if drivers.captured is None else drivers.captured
         room = min(most, len(prompt) + AHEAD) if drivers.captured is None else most
         history = History(prompt, room, self.target.device if on_device else torch.device("cpu"))
-        run = _Run(drivers, sampler, stopper, history, stats, prompt[-1], room, most)
-        _reserve(driver, room)
+        lane = Lane(sampler, stopper, history, stats, prompt[-1], room, most)
+        make_room(driver, room)
         known = prompt[:-1]
         self._want(drafter)
         kept = min(self.target.cached(known), drafter.cached(known) if drafter is not None else len(known))
@@ -462,7 +438,7 @@ class Engine:
         if policy is not None:
             policy.begin(len(prompt), sampler.seed is not None)
         driver.prepare(sampler)
-        return run
+        return lane
 
     def _coupled(self, drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
         assert sampler.seed is not None
@@ -470,95 +446,6 @@ class Engine:
         part = Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)
         scale = torch.tensor([part], device=drafter.device, dtype=torch.float32)
         return Coupled(drafter, seed, scale, lambda: history.length)
-
-    def _captured_cycles(self, cycles: CapturedDriver, run: _Run) -> Iterator[Cycle]:
-        run.stats.notes.append(captured.NOTE)
-        for cycle in cycles.cycles(run):
-            if cycles.policy is not None:
-                with torch.inference_mode():
-                    cycles.policy.observe(cycle)
-            self._count(run, cycle)
-            yield cycle
-
-    @torch.inference_mode()
-    def _cycle(self, run: _Run, driver: EagerDriver) -> Cycle:
-        began, model_before = time.perf_counter(), self._model_seconds
-        if run.history.length > run.room:
-            run.room = min(run.most, 2 * run.history.length)
-            _reserve(driver, run.room)
-        seconds = Seconds()
-        draft = driver.draft(run.root, seconds, run.guided)
-        tree = draft.tree
-        if driver.policy is not None and tree.capacity > 1:
-            contracts.require_tree(driver.policy, tree.tokens, driver.budget, self.target.vocab_size)
-
-        clock = time.perf_counter()
-        chosen = self.target.choose(tree) if run.sampler.takes_largest else None
-        logits = None
-        if chosen is not None:
-            choose, features, successors = _of_list(chosen.tokens), chosen.features, chosen.successors
-        else:
-            logits, features = driver.verify(tree)
-            wanted = 0 if driver.policy is not None and driver.policy.rests else self.target.successors
-            successors = Successors.of(logits, wanted) if wanted else None
-            choose = run.sampler.chooser_of_tree(logits, run.history, tree.depths)
-        seconds.verify = -clock + (clock := time.perf_counter())
-        path, tokens = walk(tree, choose, run.commit)
-        seconds.walk = -clock + (clock := time.perf_counter())
-        if not tokens:
-            raise NumericalError(f"the target's logits at position {run.history.length} are NaN or infinite throughout")
-        top = run.sampler.logprobs
-        logprobs = None if top is None or logits is None else of_rows(logits[path], tokens, top)
-        self.target.commit(tree, path)
-        origins = None if run.origins is None else run.origins.of(draft.grown)
-        cycle = Cycle(
-            tree,
-            path,
-            tokens,
-            seconds,
-            draft.drafted,
-            features,
-            draft.grown,
-            draft.kept,
-            successors,
-            origins,
-            logprobs,
-        )
-        if driver.drafter is not None and driver.policy is not None:
-            driver.drafter.observe(cycle)
-            if not driver.policy.rests:
-                _learn(driver.policy, draft, cycle)
-        run.root = tokens[-1]
-        now = time.perf_counter()
-        seconds.commit, seconds.total = now - clock, now - began
-        seconds.model = self._model_seconds - model_before
-        if driver.drafter is not None and driver.policy is not None:
-            driver.policy.observe(cycle)
-            seconds.policy += (observed := time.perf_counter() - now)
-            seconds.total += observed
-        self._count(run, cycle)
-        return cycle
-
-    def _count(self, run: _Run, cycle: Cycle) -> None:
-        stats, elapsed = run.stats, time.perf_counter() - run.began
-        stats.ttft_s = stats.ttft_s or elapsed
-        stats.elapsed_s = elapsed
-        stats.num_generated_tokens += len(cycle.tokens)
-        stats.add(cycle)
-
-
-def _reserve(driver: EagerDriver, tokens: int) -> None:
-    """Make room for so many tokens of prompt and answer; InputError where there is no memory for that."""
-    try:
-        driver.reserve(tokens)
-    except SpecEngineError:
-        raise
-    except (MemoryError, RuntimeError) as error:  # torch's allocators raise the latter
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(
-            f"max_new_tokens: there is no memory for caches of {tokens} tokens of prompt and answer, ask for fewer "
-            f"({reason:.200})"
-        ) from error
 
 
 def _expect(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int]) -> None:
@@ -568,13 +455,265 @@ def _expect(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int
         raise InputError("prediction: plain decoding has no draft that copies; accepted with ngram and with lookup")
 
 
-def _learn(policy: TreePolicy, draft: Draft, cycle: Cycle) -> None:
-    """The policy sees where, in the tree that it grew, the target went."""
-    path = torch.tensor(cycle.path, device=draft.grown.device, dtype=torch.int64)
-    path = path if draft.kept is None else draft.kept.index_select(0, path)
-    chosen = torch.tensor(cycle.tokens[: len(path)], device=path.device, dtype=torch.int64)
-    policy.learn(draft.grown, Nodes.of(path[: len(chosen)]), chosen)
+class Answering(NamedTuple):
+    """An answer about to begin.
+
+    cycles   its cycles
+    stopper  says when it ends and why
+    policy   a TreePolicy, what shapes its trees; None where it decodes plainly
+    origins  a drafters._origins.Origins, whose `wanted` may be set before the first cycle
+    """
+
+    cycles: Generator[Cycle, None, None]
+    stopper: Stopper
+    policy: Any
+    origins: Any
 
 
-def _of_list(chosen: list[int]) -> Callable[[int], int | None]:
-    return lambda node: chosen[node] if chosen[node] >= 0 else None
+class TextGeneration:
+    """One generation as an iterator of StreamPiece; closing it, or letting it go, frees the engine.
+
+    Options and prompt are checked at construction; `policy` is what shapes its trees, None where it decodes plainly.
+    `result` is there once the iterator has ended.
+    """
+
+    # Nothing it holds may hold it in turn: only then does letting it go free the engine at once.
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        options: Mapping[str, Any] | GenerationOptions,
+        *,
+        reuse_cache: bool = False,
+        shown: Collection[int] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
+        """options: of GenerationOptions.of, where they are checked already, with their constraint; shown: special
+        tokens whose text the answer shows."""
+        engine.follow()
+        target = engine.target
+        given = vars(options) if isinstance(options, GenerationOptions) else options
+        self.prompt = token_ids(
+            prompt,
+            engine.tokenizer,
+            raw=bool(given.get("raw", False)),
+            vocab_size=target.vocab_size,
+            max_context=target.max_context,
+            allow_special_text=bool(given.get("allow_special_text", True)),
+        )
+        self.options = (
+            options
+            if isinstance(options, GenerationOptions)
+            else GenerationOptions.of(dict(options), target.generation_config, len(self.prompt), target.max_context)
+        )
+        if self.options.stops and engine.tokenizer is None:
+            raise InputError("stop_strings: they need a tokenizer, pass tokenizer= when loading the engine")
+        self.stats = Stats()
+        self.result: GenerationResult | None = None
+        self._decode = decoder(engine.tokenizer, shown)
+        self._texts = TextStream(self._decode)
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._sent = 0
+        self._started = False
+        self._streams = False  # whether a streamer waits for the end
+        self._cycles, self._stopper, self.policy, self._origins = engine.start(
+            self.prompt,
+            self.options,
+            self.stats,
+            self._decode,
+            reuse_cache=reuse_cache,
+            constraint=constraint,
+        )
+
+    @property
+    def origins(self) -> bool:
+        """Whether cycles say where their nodes come from, which takes time; to be set before the first piece."""
+        return bool(self._origins.wanted)
+
+    @origins.setter
+    def origins(self, wanted: bool) -> None:
+        self._origins.wanted = wanted
+
+    def __iter__(self) -> Iterator[StreamPiece]:
+        return self
+
+    def __next__(self) -> StreamPiece:
+        try:
+            return self._advance()
+        except StopIteration:
+            raise
+        except BaseException:  # also from a streamer or a tokenizer: a traceback may keep this object for long
+            self._cycles.close()
+            with contextlib.suppress(Exception):  # the error that is under way says more
+                self._end_streamer()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _advance(self) -> StreamPiece:
+        streamer = self.options.streamer
+        if streamer is not None and not self._started:
+            self._streams = True
+            streamer.put(torch.tensor([self.prompt], dtype=torch.int64, device="cpu"))
+        self._started = True
+        cycle = next(self._cycles)
+        self._tokens += cycle.tokens
+        self._logprobs += cycle.logprobs or ()
+        text = self._texts.push(cycle.tokens)
+        if streamer is not None:
+            streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
+        if self._stopper.last_reason is not None:
+            text = self._finish(self._stopper.last_reason)[self._sent :]
+            next(self._cycles, None)  # runs the generator to its end, which frees the engine
+            self._end_streamer()
+        self._sent += len(text)
+        return StreamPiece(text, cycle)
+
+    def run(self) -> Any:
+        """Generate to the end; the result in the form that `return_dict_in_generate` asks for."""
+        for _ in self:
+            pass
+        assert self.result is not None
+        wanted = self.options.return_dict_in_generate
+        if wanted is None:
+            return self.result
+        sequences = torch.tensor([[*self.prompt, *self._tokens]], dtype=torch.int64, device="cpu")
+        if not wanted:
+            return sequences
+        names = ("text", "token_ids", "finish_reason", "stats", "logprobs")
+        return SpeculativeOutput(sequences=sequences, **{name: getattr(self.result, name) for name in names})
+
+    def close(self) -> None:
+        """Stop generating and free the engine; what was streamed stays valid, and a streamer is told the end."""
+        self._cycles.close()
+        self._end_streamer()
+
+    def _end_streamer(self) -> None:
+        if self._streams:
+            self._streams = False
+            self.options.streamer.end()
+
+    def _finish(self, reason: str) -> str:
+        text = cut_after_stop(self._decode(self._tokens), self.options.stops)
+        text = text[: len(text) - self._stopper.overhang]
+        logprobs = None if self.options.logprobs is None else self._logprobs
+        self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed, logprobs)
+        return text
+
+
+class Session:
+    """A conversation. `messages` holds the turns so far; each turn runs only what the caches do not hold yet."""
+
+    def __init__(self, engine: Engine, messages: list[dict[str, str]] | None = None) -> None:
+        self.engine = engine
+        self.messages = list(messages or [])
+
+    def generate(self, text: str, **options: Any) -> Any:
+        """Add a user turn and answer it; options and result as in Engine.generate."""
+        return self.stream(text, **options).run()
+
+    def stream(self, text: str, **options: Any) -> TextGeneration:
+        """As `generate`, streamed; the turn enters `messages` when the stream has ended."""
+        return _Turn(self, text, options)
+
+
+class _Turn(TextGeneration):
+    """A turn that writes itself into its session once it is complete."""
+
+    def __init__(self, session: Session, text: str, options: Mapping[str, Any]) -> None:
+        if not isinstance(text, str) or not text:
+            raise InputError("text: it is empty, a turn needs a string")
+        self._session, self._turn = session, {"role": "user", "content": text}
+        super().__init__(session.engine, [*session.messages, self._turn], options, reuse_cache=True)
+
+    def _finish(self, reason: str) -> str:
+        text = super()._finish(reason)
+        self._session.messages += [self._turn, {"role": "assistant", "content": text}]
+        return text
+
+
+PLAIN = "plain"
+
+
+class Drivers(NamedTuple):
+    """What runs the cycles of one policy: as they are called, and as graphs where the target is captured."""
+
+    eager: EagerDriver
+    captured: CapturedDriver | None
+
+    @classmethod
+    def of(cls, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> Drivers:
+        """Of these parts; without a policy they decode plainly, and leave the draft alone."""
+        if policy is None:
+            drafter = None
+        captured = CapturedDriver(cast(Any, target), drafter, policy) if target.captured else None
+        return cls(EagerDriver(target, drafter, policy), captured)
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self.eager.drafter
+
+    @property
+    def policy(self) -> TreePolicy | None:
+        return self.eager.policy
+
+
+class KeptDrivers:
+    """An engine's drivers by policy, with what each policy has learnt and captured.
+
+    Those of a policy's name and options are kept from the first call that asks for them, those of a TreePolicy until a
+    call brings another one. A name and options that give what the engine was loaded with mean its own policy.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> None:
+        self._target, self._drafter = target, drafter
+        self._named: dict[tuple[str, ...], Drivers] = {}
+        self._brought: Drivers | None = None
+        self.own = self._of(policy)
+
+    def use(self, policy: TreePolicy | None) -> None:
+        """From now on this is the engine's own policy; None decodes plainly."""
+        self.own = self._of(policy)
+
+    def asked(self, policy: str | TreePolicy | None, options: Mapping[str, Any] | None = None) -> Drivers:
+        """Those of a call's policy: a name, NAME/PRESET, `plain` or a TreePolicy; None is the engine's own.
+
+        InputError for unknown names and options, and for any policy but `plain` where there is no draft.
+        """
+        options = options or {}
+        if policy is None or policy == PLAIN:
+            if options:
+                raise InputError("policy_options: they need a policy given by name, other than plain")
+            return self.own if policy is None else self._by_name(PLAIN, {})
+        if self._drafter is None:
+            raise InputError(f"policy: got {shown(policy)}, accepted plain: this engine was loaded without a draft")
+        if isinstance(policy, str):
+            return self._by_name(policy, options)
+        return self._by_itself(policies.of(policy, options))
+
+    def _by_name(self, name: str, options: Mapping[str, Any]) -> Drivers:
+        # as text, as options may be given as text, and need not be hashable
+        try:
+            key = name, *(f"{option}={value}" for option, value in sorted(options.items()))
+        except (RecursionError, ValueError) as error:
+            raise InputError(f"policy_options: got {shown(options)}, which cannot be told from others") from error
+        if key not in self._named:
+            policy = None if name == PLAIN else policies.of(name, options)
+            self._named[key] = self.own if policy == self.own.policy else self._of(policy)
+        return self._named[key]
+
+    def _by_itself(self, policy: TreePolicy) -> Drivers:
+        if policy is self.own.policy:
+            return self.own
+        if self._brought is None or self._brought.policy is not policy:
+            self._brought = self._of(policy)
+        return self._brought
+
+    def _of(self, policy: TreePolicy | None) -> Drivers:
+        return Drivers.of(self._target, self._drafter, policy)

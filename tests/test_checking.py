@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from specengine import Engine, checking, engine
 from specengine.checking import certify, flips, huggingface_tokens, near_tie_logits, swap_gap, teacher_forced
 from specengine.cycle import walk
+from specengine.engine import TextGeneration
 from specengine.errors import InputError
-from specengine.generation.text_generation import TextGeneration
 from specengine.ops.tree import TokenTree
 from specengine.records import GenerationResult
 from specengine.request.sampling import History, Sampler, TopP

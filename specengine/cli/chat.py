@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from specengine.cli import given
 from specengine.cli.arguments.chat import COMMANDS
 from specengine.cli.terminal import say, write
-from specengine.engine import Engine
+from specengine.engine import Engine, Session
 from specengine.errors import InputError, SpecEngineError
 from specengine.files import MARK
-from specengine.generation.session import Session
 from specengine.trace import TraceWriter
 
 

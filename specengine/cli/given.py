@@ -14,10 +14,9 @@ from specengine.cli.arguments.parser import flag
 from specengine.cli.arguments.shared import GENERATION_OPTIONS
 from specengine.cli.terminal import say, tell
 from specengine.costs import measured
-from specengine.engine import Engine
+from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError
 from specengine.files import MARK
-from specengine.generation.text_generation import TextGeneration
 from specengine.records import StreamPiece
 from specengine.replicas.recipe import Recipe
 from specengine.request.options import GenerationOptions

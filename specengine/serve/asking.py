@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from specengine.drivers import PLAIN
-from specengine.engine import Engine
+from specengine.engine import PLAIN, Engine, TextGeneration
 from specengine.errors import InputError
-from specengine.generation.text_generation import TextGeneration
 from specengine.records import TokenLogprob
 from specengine.request.grammars import Constraint
 from specengine.request.options import GenerationOptions

@@ -14,9 +14,8 @@ import torch
 import transformers
 
 import specengine
-from specengine.engine import Engine
+from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError
-from specengine.generation.text_generation import TextGeneration
 from specengine.records import Cycle, StreamPiece
 from specengine.request.text import Decoder
 from specengine.trace.records import FORMAT, TracedCycle

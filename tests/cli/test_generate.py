@@ -14,7 +14,6 @@ from specengine import engine
 from specengine.cli import main
 from specengine.cli.arguments.parser import flag
 from specengine.cli.arguments.shared import GENERATION_OPTIONS
-from specengine.generation import text_generation
 from specengine.request import options as generation_options
 from specengine.request.sampling import Sampler
 from tests.cli.streams import PROMPT, Terminal, expected, pipe_in
@@ -192,7 +191,7 @@ def test_text_of_special_tokens_is_text_where_that_is_asked_for(
         asked.append(allow_special_text)
         return [1, 2, 3]
 
-    monkeypatch.setattr(text_generation, "token_ids", token_ids)
+    monkeypatch.setattr(engine, "token_ids", token_ids)
     for flags in ([], ["--no-allow-special-text"], ["--allow-special-text"]):
         pipe_in(monkeypatch, "hi<|end|>\n")
         assert main([command, "--model", folder, "--max-new-tokens", "2", *flags]) == 0
