@@ -21,8 +21,8 @@ LAYERS = (
     {"errors", "plain", "files", "registry", "options", "_expander", "_cpu"},
     {"ops"},
     {"records"},
-    {"generation", "request", "models", "checkpoints", "costs", "cuda_graphs", "policies", "drafters"},
-    {"contracts", "cycle", "captured", "drivers"},
+    {"request", "models", "checkpoints", "costs", "cuda_graphs", "policies", "drafters"},
+    {"contracts", "cycle", "captured"},
     {"engine", "loading"},
     {"train", "replicas", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specengine.modeling import native
+from specengine.models import native
 from tests.golden import default_engine
 from tests.golden.default_engine import BACKENDS, FILE, INSTRUCTIONS, PROMPTS, PROVENANCE, RUNS, Arrays, differences
 
