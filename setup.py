@@ -89,6 +89,21 @@ def nvcc_command(compiler: str, sources: list[str], library: str, include: str =
     ]
 
 
+def list_formats(folder: str, csrc: str = "csrc") -> None:
+    """Write the headers that list csrc/cpu/formats, below a folder where the compiler looks for headers.
+
+    So a weight format is one file, named after it, and stands in no list.
+    """
+    names = sorted(path.stem for path in Path(csrc, "cpu", "formats").glob("*.inl"))
+    headers = {
+        "formats.hpp": "#define CPU_FORMATS(each) " + " ".join(f"each({name})" for name in names),
+        "formats.inl": "\n".join(f'#include "cpu/formats/{name}.inl"' for name in names),
+    }
+    Path(folder, "cpu").mkdir(parents=True, exist_ok=True)
+    for header, text in headers.items():
+        Path(folder, "cpu", header).write_text(text + "\n")
+
+
 class OptionalBuildExt(build_ext):
     """Explains a missing compiler; setuptools carries on, because the extensions are marked optional."""
 
@@ -103,6 +118,9 @@ class OptionalBuildExt(build_ext):
             if ext.name == CUDA:
                 self.build_cuda(ext)
             else:
+                if ext.name == CPU:
+                    list_formats(self.build_temp)
+                    ext.include_dirs.append(self.build_temp)
                 super().build_extension(ext)
         except (CCompilerError, CompileError, ExecError, LinkError, PlatformError) as error:
             print(NOT_BUILT[ext.name].format(error=error), file=sys.stderr)
@@ -144,7 +162,7 @@ def extensions() -> list[Extension]:
         CPU,
         ["csrc/cpu_binding.cpp", *sorted(glob("csrc/cpu/isa_*.cpp"))],
         include_dirs=["csrc"],
-        depends=[*headers, *sorted(glob("csrc/cpu/*.inl"))],
+        depends=[*headers, *sorted(glob("csrc/cpu/*/*.inl"))],
         cxx_std=17,
         # sums are the same bits wherever a row stands only if each is contracted to fused products in the same way
         extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread", *WATCHED],
@@ -172,7 +190,7 @@ if __name__ == "__main__":
             "specengine_kernels": ["README.md"],
             "specengine_csrc": ["best_first.cu", "spec/*.hpp"],
         },
-        exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "tests/*", "tests/*/*"]},
+        exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "cpu/*/*", "tests/*", "tests/*/*"]},
         ext_modules=extensions(),
         cmdclass={"build_ext": OptionalBuildExt},
     )

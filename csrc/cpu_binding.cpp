@@ -31,9 +31,8 @@ constexpr int64_t kMostSize = int64_t{1} << 31, kMostCount = 4096;
 constexpr int64_t kMostPositions = 1 << 24;  // a table of their rotations is kept
 
 cpu::Kind kind_of(const std::string& name) {
-  static const std::vector<std::string> names{"f32", "bf16", "i8", "q4_0", "q4_1", "q8_0", "q4_k", "q6_k"};
-  for (size_t i = 0; i < names.size(); ++i)
-    if (names[i] == name) return static_cast<cpu::Kind>(i);
+  for (int i = 0; i < cpu::kKinds; ++i)
+    if (cpu::stored_as(static_cast<cpu::Kind>(i)).name == name) return static_cast<cpu::Kind>(i);
   throw std::invalid_argument("kind: got " + name);
 }
 
@@ -105,7 +104,7 @@ void pack(cpu::Weights& weights, const std::string& name, const std::string& fro
           handle order) {
   const cpu::Kind kind = kind_of(from);
   const cpu::Matrix m = weights.stored(name);
-  const int64_t each = cpu::file_row_bytes(kind, m.inputs);
+  const int64_t each = cpu::stored_as(kind).row_bytes(m.inputs);
   border::Tensor data;
   const bool blocks = kind != cpu::Kind::f32 && kind != cpu::Kind::bf16;
   const border::Dtype wanted = blocks                     ? border::DtypeOf<uint8_t>::dtype
@@ -115,7 +114,7 @@ void pack(cpu::Weights& weights, const std::string& name, const std::string& fro
     border::refuse("rows", border::described(rows), "whole rows of " + std::to_string(m.inputs) + " inputs as " + from +
                                                         ", contiguous, on the CPU");
   const int64_t count = data.bytes() / each;
-  const bool fits = m.kind == kind || (m.kind == cpu::Kind::i8 && !blocks);
+  const bool fits = m.kind == kind || (cpu::stored_as(m.kind).quantize && !blocks);
   if (!fits) border::refuse("kind", from, "that of the matrix, or f32 or bf16 for i8");
   require(first >= 0 && first % cpu::kOutputs == 0, "first", first, "a multiple of 16");
   require(count <= m.outputs - first, "rows", count, "at most " + std::to_string(m.outputs - first));
@@ -215,8 +214,8 @@ PYBIND11_MODULE(_cpu, module) {
              require(outputs >= 1 && outputs < kMostSize, "outputs", outputs, "1 to 2^31 - 1");
              require(inputs >= 1 && inputs < kMostSize, "inputs", inputs, "1 to 2^31 - 1");
              const cpu::Kind as = kind_of(kind);
-             const int64_t block = cpu::file_block_inputs(as);
-             require(as == cpu::Kind::i8 || inputs % block == 0, "inputs", inputs, "a multiple of " + std::to_string(block));
+             const int64_t block = cpu::stored_as(as).file_inputs;
+             require(inputs % block == 0, "inputs", inputs, "a multiple of " + std::to_string(block));
              weights.add_matrix(name, as, outputs, inputs);
            })
       // rows: whole rows of a file from output `first` on, or all of them and, in `order`, which of them each output is

@@ -6,6 +6,7 @@ and for aarch64, whose vectors are others, where there are the tools.
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -35,7 +36,9 @@ def sources(program: str) -> list[str]:
 
 def build(folder: Path, compiler: str, flags: list[str], program: str = "cpu_test") -> str:
     built = str(folder / program)
-    command = [compiler, *FLAGS, *flags, f"-I{CSRC}", *sources(program), "-o", built]
+    pytest.importorskip("setuptools")
+    runpy.run_path(str(CSRC.parent / "setup.py"))["list_formats"](str(folder), str(CSRC))
+    command = [compiler, *FLAGS, *flags, f"-I{CSRC}", f"-I{folder}", *sources(program), "-o", built]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return built

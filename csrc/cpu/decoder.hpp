@@ -19,15 +19,17 @@ class Weights {
 
   // A matrix of so many outputs and inputs, kept as `kind`; `pack` fills it.
   void add_matrix(const std::string& name, Kind kind, int64_t outputs, int64_t inputs) {
-    if (kind == Kind::i8 && inputs > 65536) throw std::invalid_argument(name + ": integer sums hold 65536 inputs");
+    const Stored& format = stored_as(kind);
+    if (inputs > format.most_inputs)
+      throw std::invalid_argument(name + ": integer sums hold " + std::to_string(format.most_inputs) + " inputs");
     Matrix m;
     m.kind = kind;
     m.outputs = outputs;
     m.inputs = inputs;
     m.panels = (outputs + kOutputs - 1) / kOutputs;
     m.blocks = (inputs + kDepth - 1) / kDepth;
-    m.data = arena_.take(static_cast<size_t>(m.panels * panel_bytes(kind, m.blocks)));
-    if (kind == Kind::i8)
+    m.data = arena_.take(static_cast<size_t>(m.panels * format.layout.panel_bytes(m.blocks)));
+    if (format.quantize)
       m.scales = reinterpret_cast<float*>(arena_.take(static_cast<size_t>(m.panels * kOutputs) * sizeof(float)));
     matrices_[name] = m;
   }
@@ -37,7 +39,7 @@ class Weights {
   void pack(const std::string& name, Kind from, int64_t first, int64_t count, const uint8_t* rows,
             const int32_t* order) {
     const Matrix m = stored(name);
-    const int64_t row_bytes = file_row_bytes(from, m.inputs);
+    const int64_t row_bytes = stored_as(from).row_bytes(m.inputs);
     if (!order) rows -= first * row_bytes;
     const int64_t panels = (count + kOutputs - 1) / kOutputs;
     Pool::shared().run(threads_, [&](Team& team, int index) {

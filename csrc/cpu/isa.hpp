@@ -1,4 +1,4 @@
-// The instruction sets that this build has and this CPU runs, the fastest first.
+// The instruction sets that this build has and this CPU runs.
 #pragma once
 
 #include <vector>
@@ -7,11 +7,35 @@
 
 namespace cpu {
 
+// One of the build. Each isa_*.cpp has one, and nothing else knows of it.
+class InstructionSet {
+ public:
+  // find: null where this CPU has it not; rank: the higher, the faster
+  InstructionSet(const Kernels* (*find)(), int rank) : find_(find), rank_(rank) {
+    InstructionSet** place = &first();
+    while (*place && (*place)->rank_ > rank) place = &(*place)->next_;
+    next_ = *place;
+    *place = this;
+  }
+  static InstructionSet*& first() {
+    static InstructionSet* fastest = nullptr;
+    return fastest;
+  }
+  const Kernels* find() const { return find_(); }
+  const InstructionSet* next() const { return next_; }
+
+ private:
+  const Kernels* (*const find_)();
+  const int rank_;
+  InstructionSet* next_;
+};
+
+// Those that this CPU runs, the fastest first.
 inline std::vector<const Kernels*> available_kernels() {
-  std::vector<const Kernels*> found;
-  for (const Kernels* one : {amx_kernels(), avx512bf16_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()})
-    if (one) found.push_back(one);
-  return found;
+  std::vector<const Kernels*> available;
+  for (const InstructionSet* set = InstructionSet::first(); set; set = set->next())
+    if (const Kernels* kernels = set->find()) available.push_back(kernels);
+  return available;
 }
 
 }  // namespace cpu

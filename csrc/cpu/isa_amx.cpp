@@ -2,11 +2,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cpu/kernels.hpp"
+#include "cpu/isa.hpp"
+#include "cpu/isa_region.hpp"
 #include "cpu/packing.hpp"
-#include "cpu/target.hpp"
 
-#if CPU_X86
+#if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
 #if defined(__linux__)
@@ -35,27 +35,37 @@ bool has_tiles() {
 bool has_tiles() { return false; }
 #endif
 
-bool supported() { return has_tiles() && avx512bf16_kernels() != nullptr; }
+bool supported() {
+  return has_tiles() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+}
 
 }  // namespace
 
-CPU_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,amx-tile,amx-bf16,amx-int8")
+CPU_ISA_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,amx-tile,amx-bf16,amx-int8")
 namespace amx_set {
-#define CPU_LANES 16
-#define CPU_PAIRS 1
-#define CPU_AMX 1
-#include "cpu/kernels.inl"
+#include "cpu/kernels/lanes_16.inl"
+#include "cpu/kernels/denormals.inl"
+#include "cpu/kernels/numbers.inl"
+#include "cpu/kernels/weights.inl"
+#include "cpu/kernels/pairs.inl"
+#include "cpu/kernels/products.inl"
+#include "cpu/kernels/tiles.inl"
+#include "cpu/kernels/queries_16.inl"
+#include "cpu/kernels/attention_by_tiles.inl"
+#include "cpu/kernels/table.inl"
 }  // namespace amx_set
-CPU_TARGET_END
+CPU_ISA_END
 
-const Kernels* amx_kernels() {
-  static const Kernels kernels = amx_set::table("amx");
+namespace {
+
+const Kernels* find() {
+  static const Kernels kernels = amx_set::table("amx", amx_set::attend_by_tiles_or_in_order);
   return supported() ? &kernels : nullptr;
 }
 
-}  // namespace cpu
-#else
-namespace cpu {
-const Kernels* amx_kernels() { return nullptr; }
+const InstructionSet registered(find, 50);
+
+}  // namespace
 }  // namespace cpu
 #endif

@@ -2,37 +2,47 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cpu/kernels.hpp"
+#include "cpu/isa.hpp"
+#include "cpu/isa_region.hpp"
 #include "cpu/packing.hpp"
-#include "cpu/target.hpp"
 
-#if CPU_X86
+#if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
 namespace cpu {
 namespace {
 
-bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool supported() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
 
 }  // namespace
 
-CPU_TARGET_BEGIN("avx2,fma,f16c")
+CPU_ISA_BEGIN("avx2,fma,f16c")
 namespace avx2_set {
-#define CPU_LANES 8
-#define CPU_PAIRS 0
-#define CPU_AMX 0
-#include "cpu/kernels.inl"
+#include "cpu/kernels/lanes_8.inl"
+#include "cpu/kernels/denormals.inl"
+#include "cpu/kernels/numbers.inl"
+#include "cpu/kernels/weights.inl"
+#include "cpu/kernels/floats.inl"
+#include "cpu/kernels/products.inl"
+#include "cpu/kernels/rows_of_floats.inl"
+#include "cpu/kernels/rows.inl"
+#include "cpu/kernels/queries.inl"
+#include "cpu/kernels/attention.inl"
+#include "cpu/kernels/table.inl"
 }  // namespace avx2_set
-CPU_TARGET_END
+CPU_ISA_END
 
-const Kernels* avx2_kernels() {
-  static const Kernels kernels = avx2_set::table("avx2");
+namespace {
+
+const Kernels* find() {
+  static const Kernels kernels = avx2_set::table("avx2", avx2_set::attend_in_order);
   return supported() ? &kernels : nullptr;
 }
 
-}  // namespace cpu
-#else
-namespace cpu {
-const Kernels* avx2_kernels() { return nullptr; }
+const InstructionSet registered(find, 20);
+
+}  // namespace
 }  // namespace cpu
 #endif

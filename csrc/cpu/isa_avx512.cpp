@@ -2,38 +2,48 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cpu/kernels.hpp"
+#include "cpu/isa.hpp"
+#include "cpu/isa_region.hpp"
 #include "cpu/packing.hpp"
-#include "cpu/target.hpp"
 
-#if CPU_X86
+#if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
 namespace cpu {
 namespace {
 
-bool supported() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl"); }
+bool supported() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
+}
 
 }  // namespace
 
-CPU_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+CPU_ISA_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace avx512_set {
-#define CPU_LANES 16
-#define CPU_PAIRS 0
-#define CPU_AMX 0
-#include "cpu/kernels.inl"
+#include "cpu/kernels/lanes_16.inl"
+#include "cpu/kernels/denormals.inl"
+#include "cpu/kernels/numbers.inl"
+#include "cpu/kernels/weights.inl"
+#include "cpu/kernels/floats.inl"
+#include "cpu/kernels/products.inl"
+#include "cpu/kernels/rows_of_floats.inl"
+#include "cpu/kernels/rows.inl"
+#include "cpu/kernels/queries_16.inl"
+#include "cpu/kernels/attention.inl"
+#include "cpu/kernels/table.inl"
 }  // namespace avx512_set
-CPU_TARGET_END
+CPU_ISA_END
 
-const Kernels* avx512_kernels() {
-  static const Kernels kernels = avx512_set::table("avx512");
+namespace {
+
+const Kernels* find() {
+  static const Kernels kernels = avx512_set::table("avx512", avx512_set::attend_in_order);
   return supported() ? &kernels : nullptr;
 }
 
-}  // namespace cpu
-#else
-namespace cpu {
-const Kernels* avx512_kernels() { return nullptr; }
+const InstructionSet registered(find, 30);
+
+}  // namespace
 }  // namespace cpu
 #endif

@@ -8,15 +8,20 @@
 
 #include <cstdint>
 
+#include "cpu/formats.hpp"
+
 namespace cpu {
 
 constexpr int kRows = 16;     // rows of a tile
 constexpr int kOutputs = 16;  // outputs of a panel
 constexpr int kDepth = 32;    // inputs of a block
 
-enum class Kind : int { f32, bf16, i8, q4_0, q4_1, q8_0, q4_k, q6_k };
+// The weight formats, one file of csrc/cpu/formats each: f32, bf16, i8, q4_0, ... setup.py lists them.
+#define CPU_NAME(name) name,
+enum class Kind : int { CPU_FORMATS(CPU_NAME) };
+#undef CPU_NAME
 
-// A matrix as panels of 16 outputs, each a run of blocks of 32 inputs; see packing.hpp for the bytes of a block.
+// A matrix as panels of 16 outputs, each a run of blocks of 32 inputs; see csrc/cpu/formats for the bytes of a block.
 struct Matrix {
   Kind kind = Kind::f32;
   int64_t outputs = 0, inputs = 0;  // those of the model
@@ -111,11 +116,7 @@ inline int64_t attend_floats(int64_t size, int64_t slots, int64_t steps) {
 }
 inline int64_t turned_halves(int64_t size, int64_t slots) { return (slots / kChunk + 1) * kChunk * size; }
 
-// Null where this build or this CPU has it not. `amx` asks the operating system for the tiles, once per process.
-const Kernels* amx_kernels();
-const Kernels* avx512bf16_kernels();
-const Kernels* avx512_kernels();
-const Kernels* avx2_kernels();
-const Kernels* portable_kernels();  // the compiler's own vectors of four: NEON on aarch64
+// The compiler's own vectors of four, which are always there; isa.hpp lists all.
+const Kernels* portable_kernels();
 
 }  // namespace cpu

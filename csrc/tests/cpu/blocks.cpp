@@ -92,7 +92,7 @@ void random_block(Kind kind, bool wild, double size, uint8_t* block, int64_t byt
 
 FileMatrix random_matrix(Kind kind, int64_t outputs, int64_t inputs, bool wild, double size) {
   FileMatrix made{kind, outputs, inputs, {}, {}};
-  const auto [each, bytes] = file_block(kind);
+  const int64_t each = known(kind).inputs, bytes = known(kind).bytes;
   const int64_t count = outputs * inputs / each;
   made.bytes.resize(static_cast<size_t>(count * bytes));
   made.values.resize(static_cast<size_t>(outputs * inputs));

@@ -2,29 +2,37 @@
 // number at a time after ggml's dequantize_row_*, apart from csrc/cpu.
 #pragma once
 
+#include "cpu/packing.hpp"
 #include "tests/cpu/common.hpp"
 
 namespace cpu_test {
 
 using cpu::Kind;
 
-constexpr Kind kKinds[] = {Kind::f32,  Kind::bf16, Kind::i8,   Kind::q4_0,
-                           Kind::q4_1, Kind::q8_0, Kind::q4_k, Kind::q6_k};
-
-inline const char* name_of(Kind kind) {
-  const char* names[] = {"f32", "bf16", "i8", "q4_0", "q4_1", "q8_0", "q4_k", "q6_k"};
-  return names[static_cast<int>(kind)];
-}
-
-// A block of a file: how many inputs of a row, in how many bytes. There is none of i8, which packing makes.
-struct FileBlock {
+// A format, and a block of it in a file: how many inputs of a row, in how many bytes. There is none of i8, which packing
+// makes.
+struct Known {
+  Kind kind;
+  const char* name;
   int64_t inputs, bytes;
 };
 
-inline FileBlock file_block(Kind kind) {
-  const FileBlock known[] = {{1, 4}, {1, 2}, {0, 0}, {32, 18}, {32, 20}, {32, 34}, {256, 144}, {256, 210}};
-  return known[static_cast<int>(kind)];
+constexpr Known kKnown[] = {{Kind::f32, "f32", 1, 4},     {Kind::bf16, "bf16", 1, 2},   {Kind::i8, "i8", 0, 0},
+                            {Kind::q4_0, "q4_0", 32, 18}, {Kind::q4_1, "q4_1", 32, 20}, {Kind::q8_0, "q8_0", 32, 34},
+                            {Kind::q4_k, "q4_k", 256, 144}, {Kind::q6_k, "q6_k", 256, 210}};
+static_assert(sizeof kKnown / sizeof *kKnown == cpu::kKinds, "a format without tests");
+
+inline const Known& known(Kind kind) {
+  return *std::find_if(std::begin(kKnown), std::end(kKnown), [&](const Known& one) { return one.kind == kind; });
 }
+
+inline std::vector<Kind> all_kinds() {
+  std::vector<Kind> kinds;
+  for (const Known& one : kKnown) kinds.push_back(one.kind);
+  return kinds;
+}
+
+inline const char* name_of(Kind kind) { return known(kind).name; }
 
 struct FileMatrix {
   Kind kind;

@@ -11,7 +11,7 @@ inline Kind source_of(Kind kind) { return kind == Kind::i8 ? Kind::bf16 : kind; 
 
 // Inputs that a row of this kind may have, close to those asked for.
 inline int64_t inputs_of(Kind kind, int64_t inputs) {
-  const int64_t step = std::max<int64_t>(file_block(source_of(kind)).inputs, 2);
+  const int64_t step = std::max<int64_t>(known(source_of(kind)).inputs, 2);
   return std::max(inputs / step * step, step);
 }
 

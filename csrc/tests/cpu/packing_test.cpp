@@ -49,7 +49,7 @@ void test_int8_of_no_scale() {
 }  // namespace
 
 void test_packing() {
-  for (const Kind kind : kKinds)
+  for (const Kind kind : all_kinds())
     for (const int64_t outputs : {1, 16, 19, 40})
       for (const int64_t inputs : {34, 64, 256, 544}) {
         const bool wild = outputs != 16, shuffled = outputs == 19;

@@ -153,7 +153,7 @@ class Products {
 }  // namespace
 
 void test_products() {
-  for (const Kind kind : kKinds) {
+  for (const Kind kind : all_kinds()) {
     const int64_t inputs = inputs_of(kind, 290);  // not of 32, where the kind allows it
     const Packed packed(kind, 35, inputs, kind == Kind::q4_0, true, false);
     const Packed other(kind == Kind::q8_0 || inputs % 32 ? Kind::bf16 : Kind::q8_0, 17, inputs, false, false, false);

@@ -1,0 +1,11 @@
+// The kernels that all sets write alike, and the table of them.
+
+#include "cpu/kernels/norms.inl"
+#include "cpu/kernels/activations.inl"
+#include "cpu/kernels/rotary.inl"
+#include "cpu/kernels/best.inl"
+#include "cpu/kernels/cache.inl"
+
+static Kernels table(const char* name, void (*attend)(const AttendTask&)) {
+  return {name, kPairs, begin, end, prepare, products, weights, norm, copy, gate, rotate, attend, best, write, add};
+}
