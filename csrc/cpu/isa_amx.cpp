@@ -60,7 +60,7 @@ CPU_ISA_END
 namespace {
 
 const Kernels* find() {
-  static const Kernels kernels = amx_set::table("amx", amx_set::attend_by_tiles_or_in_order);
+  static constexpr Kernels kernels = amx_set::table("amx", amx_set::attend_by_tiles_or_in_order);
   return supported() ? &kernels : nullptr;
 }
 

@@ -37,7 +37,7 @@ CPU_ISA_END
 namespace {
 
 const Kernels* find() {
-  static const Kernels kernels = avx2_set::table("avx2", avx2_set::attend_in_order);
+  static constexpr Kernels kernels = avx2_set::table("avx2", avx2_set::attend_in_order);
   return supported() ? &kernels : nullptr;
 }
 

@@ -38,7 +38,7 @@ CPU_ISA_END
 namespace {
 
 const Kernels* find() {
-  static const Kernels kernels = avx512_set::table("avx512", avx512_set::attend_in_order);
+  static constexpr Kernels kernels = avx512_set::table("avx512", avx512_set::attend_in_order);
   return supported() ? &kernels : nullptr;
 }
 

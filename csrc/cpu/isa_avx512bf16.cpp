@@ -38,7 +38,7 @@ CPU_ISA_END
 namespace {
 
 const Kernels* find() {
-  static const Kernels kernels = avx512bf16_set::table("avx512bf16", avx512bf16_set::attend_in_order);
+  static constexpr Kernels kernels = avx512bf16_set::table("avx512bf16", avx512bf16_set::attend_in_order);
   return supported() ? &kernels : nullptr;
 }
 

@@ -45,7 +45,7 @@ static void restore_denormals() {}
 }  // namespace portable_set
 
 const Kernels* portable_kernels() {
-  static const Kernels kernels = portable_set::table(portable_set::kName, portable_set::attend_in_order);
+  static constexpr Kernels kernels = portable_set::table(portable_set::kName, portable_set::attend_in_order);
   return &kernels;
 }
 

@@ -6,6 +6,7 @@
 #include "cpu/kernels/best.inl"
 #include "cpu/kernels/cache.inl"
 
-static Kernels table(const char* name, void (*attend)(const AttendTask&)) {
+// Made by the compiler: a CPU that has not the set must not run even this.
+static constexpr Kernels table(const char* name, void (*attend)(const AttendTask&)) {
   return {name, kPairs, begin, end, prepare, products, weights, norm, copy, gate, rotate, attend, best, write, add};
 }
