@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as fused
 
 from specengine import ops
 from specengine.drafters import Given, RowDraft
@@ -93,7 +94,7 @@ def test_rows_see_their_ancestors_wherever_those_stand(seed: int, size: int, pad
 def test_attention_over_a_whole_cache(
     seed: int, live: int, padding: int, prefix: int, behind: int, groups: int
 ) -> None:
-    """As tree_attention over the slots that count, whatever stands in the others, NaN too; padding gives 0."""
+    """As in float64 over the slots that count, whatever stands in the others, NaN too; padding gives 0."""
     rows = live + padding or 1
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(2 * groups, rows, 8, generator=generator)
@@ -111,9 +112,9 @@ def test_attention_over_a_whole_cache(
     found = ops.cached_attention(query, *garbage, words, *numbers, 0.3)
     assert not found[:, live:].any()
     if live:
-        seen = [cache[:, : prefix + live] for cache in (key, value)]
-        wanted = ops.tree_attention(query[:, :live], *seen, mask, 0.3)
-        torch.testing.assert_close(found[:, :live], wanted, rtol=1e-5, atol=1e-5)
+        seen = [cache[:, : prefix + live].double() for cache in (key, value)]
+        exact = fused(query[:, :live].double(), *seen, attn_mask=mask, scale=0.3, enable_gqa=True)
+        torch.testing.assert_close(found[:, :live].double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_over_a_cache_refuses() -> None:

@@ -145,8 +145,10 @@ def beam_observation(draw: Draw) -> tuple:
 
 
 def network(draw: Draw, inputs: int) -> tuple[Tensor, ...]:
+    """Weights fall with the width of a layer, as trained ones do: sums stay small enough for the limit of `same`."""
     hidden = draw.between(1, 50)
-    return draw.normal(hidden, inputs), draw.normal(hidden), draw.normal(1, hidden), draw.normal(1)
+    first, last = draw.normal(hidden, inputs) / inputs**0.5, draw.normal(1, hidden) / hidden**0.5
+    return first, draw.normal(hidden), last, draw.normal(1)
 
 
 def classify_paths(draw: Draw) -> tuple:

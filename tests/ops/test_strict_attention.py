@@ -161,9 +161,11 @@ def test_the_limit_sees_one_wrong_slot(backend: str) -> None:
 @given(drawing=cases)
 def test_it_gives_what_it_means(drawing: dict) -> None:
     case = drawn(**drawing)
-    meant = ops.by_meaning(case.run)
-    limit = 2 * TOLERANCE[meant.dtype]
-    torch.testing.assert_close(case.run(), meant, rtol=limit, atol=limit)
+    meant, exact = ops.by_meaning(case.run), attention(case)
+    limit = TOLERANCE[meant.dtype] * max(1.0, float(exact.abs().max()))
+    for found in (case.run(), meant):  # each against float64: their own sums stand in different orders
+        assert found.dtype is meant.dtype
+        assert float((found.double() - exact).abs().max()) <= limit
 
 
 @pytest.mark.parametrize("tree", [True, False], ids=["tree", "any nodes"])
