@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sanitized test-clients lint bench bench-server docs test-gpu test-gpu-offline bench-gpu clean
+.PHONY: help demo test test-all test-sanitized test-clients lint bench bench-server docs test-gpu test-gpu-offline bench-gpu clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -19,8 +19,21 @@ help:  ## list the targets
 demo: $(VENV)/.installed-run  ## generate with and without speculation, and compare
 	$(VENV)/bin/specengine demo
 
-test: $(VENV)/.installed-dev  ## all tests that need no GPU, with coverage
-	$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal --cov=specengine --cov-report=term --cov-fail-under=90
+# examples of property tests: `ci` draws the same in every run, `explore` others each time
+PROPERTIES ?= $(if $(CI),ci,explore)
+# .ci/run calls both targets: RECORD=1 has `test` keep what it covers, AFTER_TEST=1 has `test-all` add to that with the rest
+RECORD ?=
+AFTER_TEST ?=
+IN_PARALLEL := -n $(TEST_WORKERS) --dist worksteal
+COVERAGE := --cov=specengine --cov-report=
+
+test: $(VENV)/.installed-dev  ## tests enough to trust a change, in minutes; none needs a GPU
+	$(RUN) -m pytest $(IN_PARALLEL) -m "not slow" --hypothesis-profile=ci $(if $(RECORD),$(COVERAGE))
+
+test-all: SANITIZED_TESTS = tests/border tests/native -m "not slow"
+test-all: test-sanitized test-clients  ## all tests that need no GPU, with coverage; clients; borders under sanitizers
+	$(RUN) -m pytest $(IN_PARALLEL) $(if $(AFTER_TEST),-m slow --cov-append) --hypothesis-profile=$(PROPERTIES) \
+	  $(COVERAGE)term --cov-fail-under=90
 
 # in a copy of the sources, whose extensions take the place of the installed ones; SANITIZED_TESTS=tests/border is a part
 SANITIZED := build/sanitized
@@ -34,7 +47,7 @@ test-sanitized: $(VENV)/.installed-dev  ## all tests, extensions built to watch 
 	cd $(SANITIZED) && ls specengine/_expander*.so specengine/_cpu*.so
 	cd $(SANITIZED) && LD_PRELOAD="$(WATCHERS)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED) \
-	  $(CURDIR)/$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(SANITIZED_TESTS)
+	  $(CURDIR)/$(RUN) -m pytest $(IN_PARALLEL) $(SANITIZED_TESTS)
 
 # some clients want other versions than specengine: they have environments of their own, and speak to a server's process
 CLIENTS := .venv-clients

@@ -13,6 +13,15 @@ import pytest
 import torch
 
 from specengine.checkpoints import embedded
+from tests.slices import leave_the_rest
+
+with contextlib.suppress(ImportError):  # a machine with a GPU and no network may have no Hypothesis
+    from hypothesis import settings
+
+    # the same examples in every run, or others each time, kept where one fails; --hypothesis-profile picks one
+    settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+    settings.register_profile("explore", settings.get_profile("default"), deadline=None)
+    settings.load_profile("ci" if os.environ.get("CI") else "explore")
 
 
 def _usable_cores() -> int:
@@ -49,7 +58,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_the_rest(items)
     if torch.cuda.is_available():
         return
     for item in items:

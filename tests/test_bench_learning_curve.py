@@ -58,6 +58,7 @@ def test_twice_the_tokens_are_worth_the_slope_of_the_line() -> None:
     assert 0 <= low < 0.1 < high <= 0.2
 
 
+@pytest.mark.slow
 def test_heads_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     tiny(num_hidden_layers=6).save_pretrained(folder)

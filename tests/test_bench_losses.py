@@ -31,6 +31,7 @@ def test_processor_time_is_summed_over_processes() -> None:
     assert losses.cpu_seconds(entries) == pytest.approx(2.0 + 2.5 + 6.0 + 2.0)
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_with_the_steps_that_were_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(num_hidden_layers=LAYERS)
     corpus = corpus_of(tmp_path / "data", random_texts(30))
@@ -93,6 +94,7 @@ def test_shares_ahead_count_tokens_not_texts() -> None:
     assert 0.2 <= low < 26 / 60 < high <= 0.9
 
 
+@pytest.mark.slow
 def test_differences_are_those_on_the_same_texts_and_prompts() -> None:
     """A head that is better everywhere is so in every draw, though texts differ more than heads do."""
     generator = torch.Generator().manual_seed(0)

@@ -128,6 +128,7 @@ class Checking(Eagle):
         return Step(torch.stack(rows))  # often right, so that paths of all lengths are accepted
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_nodes_logits_equal_a_dense_recomputation_of_its_path(variant: str) -> None:
     """Nodes of mixed depth, over many cycles in which paths of all lengths are committed."""
@@ -203,6 +204,7 @@ def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------------------------------------------- answers
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("version", [1, 3])
 def test_answers_equal_plain_decoding(policy: str, version: Any) -> None:

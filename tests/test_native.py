@@ -27,6 +27,7 @@ def build_and_run(program: Path, *sources: Path) -> subprocess.CompletedProcess:
     return subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++) on the path")
 class TestSelfTest:
     def test_passes(self, tmp_path):

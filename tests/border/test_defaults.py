@@ -48,6 +48,7 @@ def _whens(name: str) -> tuple[str, ...]:
     return (", loaded before",) if name in LOADED_BEFORE else ("", ", loaded before")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [name + when for name in SETTINGS for when in _whens(name)])
 def test_the_answers_are_those_without_the_setting(setting: str, answered: dict[str, dict[str, Any]]) -> None:
     wanted, found = answered[WITHOUT], answered[setting]

@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("way", [[], ["--speculate"]])
 def test_text_then_a_draft_then_an_answer(folder: str, tmp_path: Path, capsys: Any, way: list[str]) -> None:
     data, head = str(tmp_path / "data"), str(tmp_path / "head")

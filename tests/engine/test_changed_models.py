@@ -168,6 +168,7 @@ def fresh(model: PreTrainedModel, backend: str | None = None, **options: Any) ->
     return Engine.from_pretrained(model, backend=backend, **options)
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize("name", CHANGES)

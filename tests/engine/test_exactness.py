@@ -18,6 +18,7 @@ from tests.toy import FAMILIES, POLICIES, VOCABULARY
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("draft", ["ngram", "small_model"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,6 +56,7 @@ GREEDY_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", GREEDY_OPTIONS, ids=lambda options: "-".join(options))
 def test_greedy_with_processors_equals_transformers_generate(policy: str, options: dict[str, Any]) -> None:
@@ -79,6 +81,7 @@ SAMPLING_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", SAMPLING_OPTIONS, ids=lambda options: "-".join(options))
 def test_sampling_equals_plain_sampling_with_the_same_seed(policy: str, options: dict[str, Any]) -> None:
@@ -154,6 +157,7 @@ def test_top_p_keeps_what_transformers_keeps() -> None:
         assert torch.equal(ours[kept], scores[kept])
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.model
 @pytest.mark.parametrize("policy", ["chain", "eagle", "fixed"])
 def test_the_default_model_answers_as_transformers_does(policy: str, default_model_path: Path) -> None:

@@ -23,6 +23,7 @@ def test_spoiled_input_is_answered_or_refused(tmp_path: Path) -> None:
     assert sum(counted["answered"] for counted in report.counts.values()) > 10
 
 
+@pytest.mark.slow
 def test_models_and_folders_that_change_are_answered_as_they_are_or_refused() -> None:
     """In a process of its own: what ends it is found, too."""
     with worker() as run:

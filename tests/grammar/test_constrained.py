@@ -41,6 +41,7 @@ def answer_of(engine: Engine, way: int) -> Any:
     return engine.generate(PROMPT, json_schema=SCHEMA, max_new_tokens=64, **WAYS[way])
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("draft", ["small_model", "ngram", "recycling"])
 @pytest.mark.parametrize("way", [0, 1])

@@ -60,6 +60,7 @@ def test_there_are_policies() -> None:
     assert set(POLICIES) == set(policies.names()) - {"plain"}
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_every_policy(draft: str, policy: str) -> None:
@@ -67,6 +68,7 @@ def test_every_policy(draft: str, policy: str) -> None:
         check(draft, policy, ways)
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("policy", ["talon", "salf", "chain"])
 @pytest.mark.parametrize("draft", ["eagle1", "ngram", "recycling"])
 def test_other_drafts(draft: str, policy: str) -> None:
@@ -89,6 +91,7 @@ def test_wide_frontiers_and_long_paths_are_one_pass() -> None:
     check("small_model", policies.make("chain", length=66), count=4)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -192,6 +195,7 @@ def test_a_stream_that_is_closed_leaves_the_engine_usable(draft: str) -> None:
     assert answer(engine, {})[0] == expected
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("ways", [WAYS, WALKS], ids=["device", "host"])
 @pytest.mark.parametrize("policy", ["talon", "opt_tree", "fixed", "svip"])
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])

@@ -32,6 +32,7 @@ def _meanings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replays_equal_the_eager_engine(policy: str) -> None:
     """Over two generations of one engine, whose first cycles run on the host; each draft meets every other policy."""
@@ -39,6 +40,7 @@ def test_replays_equal_the_eager_engine(policy: str) -> None:
         check(DRAFTS[POLICIES.index(policy) % 2], policy, ways)
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("policy", ["talon", "auto"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_where_the_host_walks(draft: str, policy: str) -> None:

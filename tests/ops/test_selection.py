@@ -100,6 +100,7 @@ class TestTopChildren:
         row = st.lists(any_scores, min_size=columns, max_size=columns)
         self.check(torch.tensor([data.draw(row) for _ in range(rows)]).to(dtype), k, normalized)
 
+    @pytest.mark.sliced
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("columns", [255, 256, 257, 4099, 49157])
     @pytest.mark.parametrize("normalized", [False, True])
