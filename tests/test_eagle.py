@@ -128,7 +128,7 @@ class Checking(Eagle):
         return Step(torch.stack(rows))  # often right, so that paths of all lengths are accepted
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_nodes_logits_equal_a_dense_recomputation_of_its_path(variant: str) -> None:
     """Nodes of mixed depth, over many cycles in which paths of all lengths are committed."""

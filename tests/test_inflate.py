@@ -326,6 +326,7 @@ def assert_same_cycles(found: list[Cycle], expected: list[Cycle]) -> None:
 TREE = {"width": 4, "expansions": 3, "budget": 16}
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("extra_tokens", ["copies", "silent"])
 @pytest.mark.parametrize("shape", [WIDE, DRAFTS_MORE, WIDER_GROUPS, NARROW_GROUPS])
 def test_every_tree_and_every_accepted_path_is_the_same(shape: Shape, extra_tokens: Any) -> None:
@@ -431,6 +432,7 @@ def test_the_command_writes_a_pair_that_loads(tmp_path: Path, capsys: pytest.Cap
     assert noted["model"] == "small"
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_and_its_head(default_model_path: Path) -> None:
     """In float32: wider, one layer more, silent tokens and columns; the same trees and the same paths."""

@@ -172,6 +172,7 @@ specengine.policies.__path__.append({folder!r})
 """
 
 
+@pytest.mark.slow
 def test_a_new_file_is_a_policy_of_the_command_line_and_of_the_contract(tmp_path: Path) -> None:
     (tmp_path / "policies").mkdir()
     shown = SHOWN.search((ROOT / "docs" / "develop" / "policy.md").read_text())

@@ -148,6 +148,7 @@ def test_it_is_found_by_name() -> None:
 worlds = st.tuples(st.sampled_from([2, 6, 17]), st.sampled_from([0.05, 0.5]), st.sampled_from([0.0, 0.5]))
 
 
+@pytest.mark.sliced(9)
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(deadline=None, max_examples=6)
 @given(world=worlds, seed=st.integers(0, 10_000))
@@ -166,6 +167,7 @@ def engine_of(backend: str, drafter: Recycling | None) -> Engine:
     return Engine(target, drafter, policies.make("eagle", width=4, expansions=6, budget=16) if drafter else None)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("backend", ["huggingface", pytest.param("native", marks=needs_extension)])
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_cycles_carry_the_targets_successors_of_each_node(backend: str, options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.clients.conftest import KEY
 
 openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.slow
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]

@@ -115,6 +115,7 @@ def test_a_forced_beginning_is_that_of_a_prompt_of_one_token() -> None:
     assert ours(config, [7])[:1] == [9]  # type: ignore[index]
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("fields", [{"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.1}, {"top_h": 0.3}, {}])
 def test_cutoffs_of_a_config_leave_the_tokens_that_transformers_leaves(fields: dict[str, Any]) -> None:
     config = GenerationConfig(do_sample=True, temperature=2.0, **fields)

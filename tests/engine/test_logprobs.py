@@ -43,6 +43,7 @@ def check(model: Any, prompt: list[int], tokens: list[int], logprobs: Any, count
         assert len({likely for likely, _ in given.top}) == count
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("way", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("policy", [*POLICIES, "plain"])
 def test_of_an_answer_under_every_policy(policy: str, way: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def trees(stream: Any) -> list[Any]:
     return [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens) for cycle in cycles]
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_call_answers_as_an_engine_loaded_with_its_policy(draft: str, captured: bool) -> None:
     engine = engine_of(draft, "chain", captured=captured)
@@ -77,7 +77,7 @@ def test_a_call_answers_as_an_engine_loaded_with_its_policy(draft: str, captured
 TURNS = ("talon", None, "plain", "eagle", "plain", "plain", None, "auto")
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("way", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_session_may_change_its_policy_with_every_turn(draft: str, way: dict[str, Any], captured: bool) -> None:

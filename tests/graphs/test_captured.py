@@ -60,7 +60,7 @@ def test_there_are_policies() -> None:
     assert set(POLICIES) == set(policies.names()) - {"plain"}
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(9)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_every_policy(draft: str, policy: str) -> None:
@@ -75,6 +75,7 @@ def test_other_drafts(draft: str, policy: str) -> None:
     check(draft, policy, WAYS + WALKS)
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("draft", ["small_model", "eagle3", "ngram"])
 def test_trees_of_random_shape_grow_eagerly_and_are_verified_in_graphs(draft: str) -> None:
     for options in WAYS + WALKS:
@@ -85,6 +86,7 @@ def test_trees_of_random_shape_grow_eagerly_and_are_verified_in_graphs(draft: st
         assert list(engine.drivers.own.captured.graphs.captures) == ["verify"]
 
 
+@pytest.mark.slow
 def test_wide_frontiers_and_long_paths_are_one_pass() -> None:
     check("eagle3", policies.make("eagle", width=12, expansions=2, budget=40), count=6)
     check("eagle3", policies.make("eagle", width=70, expansions=1, budget=100), count=4)

@@ -32,7 +32,7 @@ def _meanings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replays_equal_the_eager_engine(policy: str) -> None:
     """Over two generations of one engine, whose first cycles run on the host; each draft meets every other policy."""

@@ -101,6 +101,7 @@ def check(
     return found
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 7, 129, 2 * TILE, 5003])
 def test_best_of_all(columns: int, dtype: torch.dtype) -> None:

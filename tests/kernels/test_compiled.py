@@ -13,10 +13,13 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-pytestmark = pytest.mark.skipif(
-    not all((TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")),
-    reason="needs the CUDA tools of triton's wheel",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all((TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")),
+        reason="needs the CUDA tools of triton's wheel",
+    ),
+]
 SHARED_BYTES = 227 * 1024  # what a program can have on an H100 or H200
 # Triton 3.7 reserves a byte in some kernels; that no instruction touches it, the count of spills says
 SINCE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
@@ -122,7 +125,6 @@ def test_the_check_sees_spills(shipped: list[dict[str, Any]]) -> None:
     assert [kernel["spills"] > 0 for kernel in shipped if kernel["case"] == SPILLING] == [True]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", FULL)  # so that processes can share them
 def test_all_head_sizes_groups_and_types(part: str, tmp_path: Path) -> None:
     check(compiled(FULL[part], tmp_path), FULL[part], FEW_SPILLS)

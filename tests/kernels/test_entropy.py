@@ -66,6 +66,7 @@ def test_sizes(columns: int, top: int, dtype: torch.dtype) -> None:
     check(normal(3, columns).to(dtype), top)
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-3, 0.1, 1.0, 30.0, 1e4, 1e37])
 def test_spreads(scale: float) -> None:
     """From all columns in the first bin, and what that takes to tell apart, to one column that is all."""
@@ -73,6 +74,7 @@ def test_spreads(scale: float) -> None:
         check(normal(2, 3000, scale=scale) + offset, 700)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("top", [1, 2, 3, 40, 41, 200, 999, 1000, 1001, 1999, 2000])
 def test_ties_at_the_cut(top: int) -> None:
     logits = normal(4, 2000, scale=2.0).round()

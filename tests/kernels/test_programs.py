@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 WIDTHS, VOCABULARY = (1, 8, 16, 32, 64), 128256  # padded rows of a level, columns of their logits
 SERVING: list[list[Any]] = [

@@ -38,6 +38,7 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     _registry._load.cache_clear()
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replays_equal_the_eager_engine(policy: str) -> None:
     """Each policy meets the draft that it does not meet under the ops' meanings."""
@@ -45,6 +46,7 @@ def test_replays_equal_the_eager_engine(policy: str) -> None:
     assert {"finish greedy", "finish sampled"} <= set(captured.captures)
 
 
+@pytest.mark.slow
 def test_where_the_host_walks() -> None:
     ways: list[Way] = [{"max_new_tokens": 3, "temperature": 1.0, "seed": 5, "top_k": 9}]
     check("eagle3", "talon", ways, backends="triton,cuda", least=True)

@@ -58,6 +58,7 @@ def check(logits: Tensor, k: int, normalized: bool = False) -> None:
         torch.testing.assert_close(log_prob, exact.float().double(), atol=2e-6, rtol=1e-6)
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 7, 129, 2 * TILE, 5003])
 @pytest.mark.parametrize("k", [1, 10, 70])
@@ -79,6 +80,7 @@ def test_values_that_differ_in_their_last_bits() -> None:
     check(torch.cat([logits, logits.flip(1)]), 25)
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("k", [1, 12, 400])
 def test_values_that_are_no_numbers(k: int) -> None:
     logits = normal(8, 900)
@@ -117,6 +119,7 @@ def test_wrong_arguments_are_refused() -> None:
             top_children(*arguments)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_rows(data: st.DataObject) -> None:

@@ -106,7 +106,7 @@ def test_the_command_line_answers_once(tmp_path: Path) -> None:
     assert found["token_ids"] == one.token_ids
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_killed_rank_ends_the_other_with_an_error_that_names_it(gone: int, tmp_path: Path) -> None:
     tiny("llama", max_position_embeddings=1 << 16).save_pretrained(tmp_path)

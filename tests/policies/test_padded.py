@@ -175,7 +175,7 @@ def one_arithmetic(request: Any) -> Any:
         yield
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_padding_changes_no_tree(name: str) -> None:
     @settings(deadline=None, max_examples=30)

@@ -61,6 +61,7 @@ def test_a_batch_loses_nothing_to_workers_that_end(model: Path, address: str, tm
     assert len(loaded) > scale.replicas, "replicas that have ended are replaced"
 
 
+@pytest.mark.slow
 def test_a_cluster_without_room_is_refused_and_a_model_that_is_not_there_is_named(
     model: Path, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

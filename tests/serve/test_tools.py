@@ -269,6 +269,7 @@ def test_marks_that_are_special_tokens_are_shown() -> None:
     assert marks(Hermes(), tokenizer) == []
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("known", FORMATS, ids=by_title)
 def test_a_server_tells_calls_streamed_or_not(known: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = written(known, [{"name": "look_up", "arguments": {"text": "rivers", "count": 2}}])

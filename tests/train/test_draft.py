@@ -287,6 +287,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path) -> None:
     assert answer.stats.mean_acceptance_length > 1.2
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("average", [0.0, 0.5])
 def test_a_killed_training_resumes_to_the_same_curve(
     model: PreTrainedModel, average: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -127,6 +127,7 @@ def serving_states(
     return found
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("name", ["hass", "ttt", "talf"])
 def test_rows_are_those_of_the_serving_draft(

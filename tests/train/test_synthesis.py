@@ -124,6 +124,7 @@ def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Pa
     assert 0.05 < sum(hits[False]) / len(hits[False]) < 0.95
 
 
+@pytest.mark.slow
 def test_an_engine_writes_what_its_target_would(model: PreTrainedModel, tmp_path: Path) -> None:
     """Greedy answers are the target's best tokens; drawn ones are not, and come again with the seed alone."""
     engine = source(model, "engine")

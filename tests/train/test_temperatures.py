@@ -105,6 +105,7 @@ def test_texts_without_answers_say_nothing(model: PreTrainedModel, trained: Eagl
     assert fit_temperatures(trained, teacher, []) == ()
 
 
+@pytest.mark.slow
 def test_a_training_ends_with_them(model: PreTrainedModel, tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "data", random_texts(24))
     options = TrainOptions(
