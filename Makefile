@@ -19,9 +19,10 @@ help:  ## list the targets
 demo: $(VENV)/.installed-run  ## generate with and without speculation, and compare
 	$(VENV)/bin/specengine demo
 
-# examples of property tests: `ci` draws the same in every run, `explore` others each time
+# examples of property tests: `ci` repeats them in every run, `explore` draws new ones
 PROPERTIES ?= $(if $(CI),ci,explore)
-# .ci/run calls both targets: RECORD=1 has `test` keep what it covers, AFTER_TEST=1 has `test-all` add to that with the rest
+# .ci/run calls both targets: RECORD=1 makes `test` record coverage, AFTER_TEST=1 makes `test-all` add to it, without
+# repeating the tests of `test`
 RECORD ?=
 AFTER_TEST ?=
 IN_PARALLEL := -n $(TEST_WORKERS) --dist worksteal
@@ -31,7 +32,7 @@ test: $(VENV)/.installed-dev  ## tests enough to trust a change, in minutes; non
 	$(RUN) -m pytest $(IN_PARALLEL) -m "not slow" --hypothesis-profile=ci $(if $(RECORD),$(COVERAGE))
 
 test-all: SANITIZED_TESTS = tests/border tests/native -m "not slow"
-test-all: test-sanitized test-clients  ## all tests that need no GPU, with coverage; clients; borders under sanitizers
+test-all: $(if $(shell command -v g++),test-sanitized) test-clients  ## all tests that need no GPU, with coverage; clients; borders under sanitizers
 	$(RUN) -m pytest $(IN_PARALLEL) $(if $(AFTER_TEST),-m slow --cov-append) --hypothesis-profile=$(PROPERTIES) \
 	  $(COVERAGE)term --cov-fail-under=90
 
