@@ -90,24 +90,25 @@ def first(drafter: Drafter, policy: TreePolicy, tree: TokenTree, seconds: Second
 
 
 def root(drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes, seconds: Seconds) -> Nodes:
-    """The first draft pass, and the first level; whom to draft from next."""
-    return _grown(policy, tree, frontier, lambda _: drafter.root(tree), seconds)
+    """Run the first draft pass and append the first level; return the nodes to draft from next."""
+    began = time.perf_counter()
+    return _grown(policy, tree, frontier, drafter.root(tree), began, seconds)
 
 
 def level(drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes, seconds: Seconds) -> Nodes:
-    """One draft pass from the frontier, and the next level; nothing, on a device, where the frontier is empty."""
+    """Run one draft pass from the frontier and append the next level; return the nodes to draft from next.
+
+    On a device an empty frontier appends nothing.
+    """
     if ops.is_free(frontier.live):
         frontier = Nodes(frontier.alive(), frontier.live)
         if not len(frontier.ids):
             return frontier
-    return _grown(policy, tree, frontier, lambda nodes: drafter.step(tree, nodes), seconds)
-
-
-def _grown(
-    policy: TreePolicy, tree: TokenTree, frontier: Nodes, step: Callable[[Nodes], Step], seconds: Seconds
-) -> Nodes:
     began = time.perf_counter()
-    found = step(frontier)
+    return _grown(policy, tree, frontier, drafter.step(tree, frontier), began, seconds)
+
+
+def _grown(policy: TreePolicy, tree: TokenTree, frontier: Nodes, found: Step, began: float, seconds: Seconds) -> Nodes:
     drafted = time.perf_counter()
     tree.passes += frontier.live > 0
     grown = policy.grow(tree, frontier, found)
@@ -258,30 +259,29 @@ class Verdict(NamedTuple):
 @torch.inference_mode()
 def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
     """Run one cycle of every lane and return their records. One lane is the plain case, and the only one so far."""
-    return [_run_lane(driver, lane) for lane in lanes]
-
-
-def _run_lane(driver: EagerDriver, lane: Lane) -> Cycle:
-    began, model_seconds = time.perf_counter(), driver.model_seconds
-    if lane.history.length > lane.room:
-        lane.room = min(lane.limit, 2 * lane.history.length)
-        make_room(driver, lane.room)
-    seconds = Seconds()
-    draft = driver.draft(lane.root, seconds, lane.source)
-    if driver.policy is not None and draft.tree.capacity > 1:
-        contracts.require_tree(driver.policy, draft.tree.tokens, driver.budget, driver.target.vocab_size)
-    verdict = verify(driver, lane, draft.tree, seconds)
-    clock = time.perf_counter()
-    cycle = commit(driver, lane, draft, verdict, seconds)
-    now = time.perf_counter()
-    seconds.commit, seconds.total = now - clock, now - began
-    seconds.model = driver.model_seconds - model_seconds
-    if driver.drafter is not None and driver.policy is not None:
-        driver.policy.observe(cycle)
-        seconds.policy += (observed := time.perf_counter() - now)
-        seconds.total += observed
-    lane.count(cycle)
-    return cycle
+    cycles = list[Cycle]()
+    for lane in lanes:
+        began, model_seconds = time.perf_counter(), driver.model_seconds
+        if lane.history.length > lane.room:
+            lane.room = min(lane.limit, 2 * lane.history.length)
+            make_room(driver, lane.room)
+        seconds = Seconds()
+        draft = driver.draft(lane.root, seconds, lane.source)
+        if driver.policy is not None and draft.tree.capacity > 1:
+            contracts.require_tree(driver.policy, draft.tree.tokens, driver.budget, driver.target.vocab_size)
+        verdict = verify(driver, lane, draft.tree, seconds)
+        clock = time.perf_counter()
+        cycle = commit(driver, lane, draft, verdict, seconds)
+        now = time.perf_counter()
+        seconds.commit, seconds.total = now - clock, now - began
+        seconds.model = driver.model_seconds - model_seconds
+        if driver.drafter is not None and driver.policy is not None:
+            driver.policy.observe(cycle)
+            seconds.policy += (observed := time.perf_counter() - now)
+            seconds.total += observed
+        lane.count(cycle)
+        cycles.append(cycle)
+    return cycles
 
 
 def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds) -> Verdict:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from specengine.errors import BackendError
-from specengine.ops.numbers import kind_of
 
 VARIABLE = "SPECENGINE_BACKEND"
 REFERENCE = "reference"
@@ -105,7 +104,8 @@ def attached(name: str, tensor: Tensor) -> Callable[..., Any] | None:
     if _meaning.only is not None:
         return _meaning.only.get(name)
     asked = _environment.get(_KEY)
-    return _resolve(name, kind_of(tensor), os.environ.decodevalue(asked) if asked else "")
+    kind = "cpu" if type(tensor) is Tensor and tensor.is_cpu else tensor.device.type  # asking a device for its type is slow
+    return _resolve(name, kind, os.environ.decodevalue(asked) if asked else "")
 
 
 # What os.environ keeps: os.environ itself costs as much per call as a small op, as it raises where a name is missing.

@@ -26,17 +26,12 @@ def are_counts(*tensors: Tensor) -> bool:
     return True
 
 
-def kind_of(tensor: Tensor) -> str:
-    """The type of its device, whose own name takes three times as long to ask for."""
-    return "cpu" if type(tensor) is Tensor and tensor.is_cpu else tensor.device.type
-
-
 FREE = "cpu"  # the kind of device whose numbers are read without waiting for it
 
 
 def is_free(tensor: Tensor) -> bool:
     """Whether the host reads this tensor without waiting for a device."""
-    return kind_of(tensor) == FREE
+    return ("cpu" if type(tensor) is Tensor and tensor.is_cpu else tensor.device.type) == FREE
 
 
 Number = Any  # Python's, or a tensor of one element on a device: what rules compute with alike
@@ -46,7 +41,8 @@ Flag = Any  # a bool, or one such tensor
 def number(tensor: Tensor) -> Number:
     """A tensor of one element as what a rule computes with: a number of Python where reading it is free, else a tensor,
     float64 as Python's floats are. On single elements torch takes ten times as long as Python does."""
-    if kind_of(tensor) == FREE:
+    kind = "cpu" if type(tensor) is Tensor and tensor.is_cpu else tensor.device.type  # asking a device for its type is slow
+    if kind == FREE:
         return tensor.item()
     return tensor.double() if tensor.is_floating_point() else tensor
 
