@@ -104,7 +104,7 @@ def attached(name: str, tensor: Tensor) -> Callable[..., Any] | None:
     if _meaning.only is not None:
         return _meaning.only.get(name)
     asked = _environment.get(_KEY)
-    kind = "cpu" if type(tensor) is Tensor and tensor.is_cpu else tensor.device.type  # asking a device for its type is slow
+    kind = "cpu" if type(tensor) is Tensor and tensor.is_cpu else tensor.device.type  # device.type is slow
     return _resolve(name, kind, os.environ.decodevalue(asked) if asked else "")
 
 

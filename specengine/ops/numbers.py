@@ -41,7 +41,7 @@ Flag = Any  # a bool, or one such tensor
 def number(tensor: Tensor) -> Number:
     """A tensor of one element as what a rule computes with: a number of Python where reading it is free, else a tensor,
     float64 as Python's floats are. On single elements torch takes ten times as long as Python does."""
-    kind = "cpu" if type(tensor) is Tensor and tensor.is_cpu else tensor.device.type  # asking a device for its type is slow
+    kind = "cpu" if type(tensor) is Tensor and tensor.is_cpu else tensor.device.type  # device.type is slow
     if kind == FREE:
         return tensor.item()
     return tensor.double() if tensor.is_floating_point() else tensor
