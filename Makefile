@@ -98,7 +98,7 @@ bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, and kernels and
 	-$(PIP_INSTALL) -e '.[peers]'
 	-$(RUN) -m bench.kernels --out bench/results/kernels-gpu.jsonl
 	-$(ON_KERNELS) $(RUN) -m bench.graphs --strict --out bench/results/graphs-gpu.jsonl
-	-$(RUN) -m bench.inflate --shape 8b --out build/8b
+	-$(RUN) -m research.inflate --shape 8b --out build/8b
 	-$(ON_KERNELS) $(RUN) -m bench.graphs --model build/8b --draft build/8b/head $(FEW) --out bench/results/graphs-8b-gpu.jsonl
 	-$(RUN) -m bench.policies --device cuda --rounds 3 --out bench/results/policies-gpu.jsonl
 	-$(RUN) -m bench.tree_construction --device cuda --out bench/results/tree-construction-gpu.jsonl

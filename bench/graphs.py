@@ -12,7 +12,7 @@ device the profiler counts, over one more answer of each way, how often the host
 `python -m bench.report` makes tables of the file.
 
     python -m bench.graphs --device cuda --out FILE
-    python -m bench.inflate --shape 8b --out build/8b && python -m bench.graphs --device cuda --model build/8b \\
+    python -m research.inflate --shape 8b --out build/8b && python -m bench.graphs --device cuda --model build/8b \\
         --draft build/8b/head --out FILE
 """
 

@@ -16,7 +16,7 @@ RANKED = {
 
 
 def shapes(file: str) -> str:
-    """From bench.head_shapes: what heads of each shape are worth under the costs that were measured beside them."""
+    """From research.head_shapes: what heads of each shape are worth under the costs that were measured beside them."""
     costs = {r["name"]: r["draft_pass_ms_by_width"] for r in records(file) if r["record"] == "costs"}
     heads: dict[str, dict[str, Record]] = {}
     for record in records(file):
@@ -36,7 +36,7 @@ def shapes(file: str) -> str:
 
 
 def learning(file: str) -> str:
-    """From bench.learning_curve: acceptance against what the head was shown, and what twice as much would add."""
+    """From research.learning_curve: acceptance against what the head was shown, and what twice as much would add."""
     rows = [
         [
             "start" if not record["stage"] else f"stage {record['stage']}, step {record['step']:,}",
@@ -54,20 +54,20 @@ def learning(file: str) -> str:
 
 
 def ranks(file: str) -> str:
-    """From bench.learning_curve: accuracy and calibration behind the ranked tokens, of the ends of the stages."""
+    """From research.learning_curve: accuracy and calibration behind the ranked tokens, of the ends of the stages."""
     ends = [record for record in records(file) if record["record"] == "head" and record["is_end"]]
     names = ["start" if not record["stage"] else f"after stage {record['stage']}" for record in ends]
     return _by_rank("head", names, ends, file)
 
 
 def loss_ranks(file: str) -> str:
-    """From bench.losses: the same of the heads that were trained by each loss, with intervals."""
+    """From research.losses: the same of the heads that were trained by each loss, with intervals."""
     heads = [record for record in records(file) if record["record"] == "head"]
     return _by_rank("loss", [code(record["loss"]) for record in heads], heads, file, bounded=True)
 
 
 def loss_acceptance(file: str) -> str:
-    """From bench.losses: how long each head was trained, and its acceptance length on each tree, with intervals."""
+    """From research.losses: how long each head was trained, and its acceptance length on each tree, with intervals."""
     heads = {record["loss"]: record for record in records(file) if record["record"] == "head"}
     cells = {(r["loss"], r["tree"]): r for r in records(file) if r["record"] == "cell"}
     trees = list(dict.fromkeys(tree for _, tree in cells))
@@ -84,7 +84,7 @@ def loss_acceptance(file: str) -> str:
 
 
 def loss_acceptance_beside(file: str) -> str:
-    """From bench.losses: by how much each acceptance length is longer than the first loss's on the same prompts."""
+    """From research.losses: by how much each acceptance length is longer than the first loss's on the same prompts."""
     found = [record for record in records(file) if record["record"] == "beside" and "tree" in record]
     cells = {(r["loss"], r["tree"]): r for r in found}
     trees = list(dict.fromkeys(tree for _, tree in cells))
@@ -96,7 +96,7 @@ def loss_acceptance_beside(file: str) -> str:
 
 
 def loss_ahead(file: str) -> str:
-    """From bench.losses: agreement by distance along held-back text, and the difference to the first loss's."""
+    """From research.losses: agreement by distance along held-back text, and the difference to the first loss's."""
     found = [record for record in records(file) if record["record"] == "ahead"]
     rows = []
     for record in found:
@@ -112,7 +112,7 @@ def loss_ahead(file: str) -> str:
 
 
 def loss_ranks_beside(file: str) -> str:
-    """From bench.losses: the differences to the first loss behind the ranked tokens, on the same texts."""
+    """From research.losses: the differences to the first loss behind the ranked tokens, on the same texts."""
     found = [record for record in records(file) if record["record"] == "beside" and "by_rank" in record]
     rows = [
         [code(record["loss"]), called, *(_signed(rank, what, 100, 1) for rank in record["by_rank"])]
@@ -143,7 +143,7 @@ def _by_rank(head: str, names: Sequence[str], found: Sequence[Record], file: str
 
 
 def scaled(file: str) -> str:
-    """From bench.calibration: both calibration errors along text, with the head's temperatures and with lower ones."""
+    """From research.calibration: both calibration errors along text, with its temperatures and with lower ones."""
     found = [record for record in records(file) if record["record"] == "text"]
     rows = [
         [
@@ -157,7 +157,7 @@ def scaled(file: str) -> str:
 
 
 def served(file: str) -> str:
-    """From bench.calibration: best children of accepted nodes, by the rank of the node, in percent."""
+    """From research.calibration: best children of accepted nodes, by the rank of the node, in percent."""
     by_way: dict[tuple[str, str], dict[int, Record]] = {}
     for record in records(file):
         if record["record"] == "served":

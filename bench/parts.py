@@ -233,7 +233,7 @@ def coupling(file: str) -> str:
 
 
 def regret(file: str) -> str:
-    """From bench.regret: expected tokens lost per cycle."""
+    """From research.regret: expected tokens lost per cycle."""
     lost = {(r["law"], r["by"]): f"{r['per_cycle']:.3f}" for r in records(file) if r["record"] == "regret"}
     rows = [[law, lost[law, "counted"], lost[law, "stated"]] for law in dict.fromkeys(law for law, _ in lost)]
     return table(("the law", "by counted chances", "by stated ones"), rows, file)
@@ -315,7 +315,7 @@ def perplexity(file: str) -> str:
 
 
 def replays(file: str, *starts: str) -> str:
-    """From bench.replay: predicted speeds of the settings whose names begin so, under each cost curve."""
+    """From research.replay: predicted speeds of the settings whose names begin so, under each cost curve."""
     found = [r for r in records(file) if r["record"] == "replay" and r["way"].startswith(starts or "")]
     curves = {"end-to-end-shipped-head": "speed, two cores", "qwen3-8b-h200": "speed, Qwen3-8B on an H200"}
     rows = [
@@ -330,7 +330,7 @@ def replays(file: str, *starts: str) -> str:
 
 
 def published(file: str) -> str:
-    """From bench.replay: `auto`, told each published cost curve, beside LTD and the best of all other settings."""
+    """From research.replay: `auto`, told each published cost curve, beside LTD and the best of all other settings."""
     found = {r["way"]: r for r in records(file) if r["record"] == "replay"}
     rows = []
     for curve in next(iter(found.values()))["speedup"]:

@@ -15,7 +15,7 @@ ROWS = ".rows"  # the end of the name of a file that grows
 
 def provenance() -> dict[str, Any]:
     """The first record of every result file."""
-    return origin.provenance(f"python -m bench.{_module()}", sys.argv[1:])
+    return origin.provenance(f"python -m {_module()}", sys.argv[1:])
 
 
 def kept(rows: Iterable[dict[str, Any]], path: Path | None) -> Iterator[dict[str, Any]]:
@@ -55,6 +55,6 @@ def show(rows: Iterable[dict[str, Any]], path: Path | None) -> None:
 
 
 def _module() -> str:
-    """What was run: of a package, the program is its `__main__.py`."""
-    program = Path(sys.argv[0])
-    return program.parent.name if program.stem == "__main__" else program.stem
+    """Return the dotted name of the program as `python -m` takes it; of a package, that is its `__main__`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")

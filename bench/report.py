@@ -112,7 +112,7 @@ def set_tables(records: list[Record]) -> list[Table]:
 
 
 def loss_tables(records: list[Record]) -> list[Table]:
-    """From bench.losses: a row per loss, a column per tree, each speed over plain decoding and acceptance length."""
+    """From research.losses: a row per loss, a column per tree, each speed over plain decoding and acceptance length."""
     cells = {(r["loss"], r["tree"]): r for r in records if r["record"] == "cell"}
     trees = list(dict.fromkeys(tree for _, tree in cells))
     rows = [

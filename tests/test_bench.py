@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,10 +343,13 @@ def test_another_answer_than_plain_decodings_is_counted(folder: Path, monkeypatc
 # ---------------------------------------------------------------------------------------------------- provenance
 
 
-@pytest.mark.parametrize(("program", "module"), [("report.py", "report"), ("inflate/__main__.py", "inflate")])
+@pytest.mark.parametrize(
+    ("program", "module"), [("bench.report", "bench.report"), ("research.inflate.__main__", "research.inflate")]
+)
 def test_the_command_names_the_module(program: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", [f"/some/folder/bench/{program}", "--out", "/some/other/folder/x.jsonl"])
-    assert provenance.provenance()["command"] == f"python -m bench.{module} --out x.jsonl"
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=SimpleNamespace(name=program)))
+    monkeypatch.setattr("sys.argv", ["/a/folder/file.py", "--out", "/some/other/folder/x.jsonl"])
+    assert provenance.provenance()["command"] == f"python -m {module} --out x.jsonl"
 
 
 # ---------------------------------------------------------------------------------------------------- report

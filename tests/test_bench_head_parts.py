@@ -1,4 +1,4 @@
-"""bench.head_parts: tables of bench.losses, of a file as it writes them."""
+"""bench.head_parts: tables of research.losses, of a file as it writes them."""
 
 from __future__ import annotations
 

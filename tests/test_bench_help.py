@@ -13,10 +13,11 @@ import pytest
 from bench import options
 from bench.options import commands
 
-FOLDER = Path(options.__file__).parent
+ROOT = Path(options.__file__).parents[1]
 MODULES = sorted(
-    ".".join(("bench", *file.relative_to(FOLDER).with_suffix("").parts))
-    for file in FOLDER.rglob("*.py")
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for folder in ("bench", "research")
+    for file in (ROOT / folder).rglob("*.py")
     if "ArgumentParser(" in file.read_text() and '__name__ == "__main__"' in file.read_text()
 )
 
@@ -48,7 +49,8 @@ def below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def test_the_measurements_are_found() -> None:
-    assert {"bench.replay", "bench.ltd", "bench.report", "bench.cpu.__main__", "bench.pages"} <= set(MODULES)
+    known = {"bench.report", "bench.cpu.__main__", "bench.pages", "research.replay", "research.ltd.__main__"}
+    assert known <= set(MODULES)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -27,7 +27,8 @@ LAYERS = (
     {"train", "replicas", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
-USERS = len(LAYERS) - 1  # bench/ ranks with the layer that uses the engine
+USERS = len(LAYERS) - 1  # bench/ and research/ rank with the layer that uses the engine
+APART = ("bench", "research")
 
 
 def python(code: str, *, cwd: Path, path: tuple[Path, ...] = ()) -> str:
@@ -163,8 +164,8 @@ def against_the_direction(source: str, own_layer: int) -> list[str]:
     wrong = []
     for line, name in imported_names(ast.parse(source)):
         top, _, rest = name.partition(".")
-        if top == "bench" and own_layer < USERS:
-            wrong.append(f"{line}: {name} (bench measures the engine, not the reverse)")
+        if top in APART and own_layer <= USERS:
+            wrong.append(f"{line}: {name} (the package stands without it)")
         if top == "specengine_kernels" and own_layer != LAYER_OF["ops"]:
             wrong.append(f"{line}: {name} (ops is the only door to the kernels)")
         if top != "specengine":
@@ -181,7 +182,7 @@ def files_by_layer() -> list[tuple[Path, int]]:
     inside = [file for file in sorted((ROOT / "specengine").rglob("*.py")) if file.parent.name != "__pycache__"]
     named = [(file, file.relative_to(ROOT / "specengine").parts[0].removesuffix(".py")) for file in inside]
     layered = [(file, LAYER_OF[name]) for file, name in named if name in LAYER_OF]
-    return layered + [(file, USERS) for file in sorted((ROOT / "bench").rglob("*.py"))]
+    return layered + [(file, USERS + 1) for folder in sorted(APART) for file in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def test_each_module_has_a_layer() -> None:
@@ -254,6 +255,7 @@ def test_kernels_know_nothing_of_specengine() -> None:
         ("import specengine_kernels.verification", "engine", 1),
         ("from specengine import generate", "engine", 1),
         ("import bench.report", "ops", 1),
+        ("from research.ltd import training", "cli", 1),
         ("from specengine.ops.tree import TokenTree", "engine", 0),
         ("from specengine.drafters import Step", "policies", 0),
         ("import specengine_kernels.verification", "ops", 0),

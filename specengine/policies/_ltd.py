@@ -189,7 +189,7 @@ def load(networks: str) -> Trained:
     where = f"policy ltd.networks: {file}"
     if not file.is_file():
         raise InputError(
-            f"{where} is no file, known are {', '.join(shipped())}; or train a pair with: specengine train policy"
+            f"{where} is no file, known are {', '.join(shipped())}; or train a pair with: python -m research.ltd train"
         )
     try:
         with safe_open(file, framework="pt") as opened:
@@ -200,7 +200,7 @@ def load(networks: str) -> Trained:
         shape = Shape(**{**facts["shape"], "sizes": tuple(facts["shape"]["sizes"])})
         made = Networks(shape, facts["hidden"], facts["activation"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{where} cannot be read ({error!r}); train it again with: specengine train policy") from error
+        raise InputError(f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train") from error
     return Trained(_filled(made, state, where), facts)
 
 

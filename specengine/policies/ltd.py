@@ -36,7 +36,7 @@ class Decisions(Protocol):
 class Ltd(Beam):
     """EAGLE's beam; a network says after each expansion whether it goes on, another how many candidates are verified.
 
-    networks     paper or cpu, the pairs that ship; the path of a file that `specengine train policy` wrote; or
+    networks     paper or cpu, the pairs that ship; the path of a file that `python -m research.ltd train` wrote; or
                  DEPTH,SIZE, two files of Stable-Baselines3, as the paper's code released them
     depth        expansions, instead of asking the depth network
     size         candidates verified, the root excluded, instead of asking the size network

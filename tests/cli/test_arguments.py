@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -18,20 +18,17 @@ from specengine import drafters, policies, registry
 from specengine.cli import main
 from specengine.cli.arguments import COMMANDS, make_parser, option_lists, shared
 from specengine.options import _DTYPES, BACKENDS, QUANTIZATIONS
-from specengine.policies import _ltd
 from specengine.request import options
 from specengine.train.classifier.options import ClassifierOptions, CollectOptions
 from specengine.train.draft.options import Loss
-from specengine.train.ltd.options import Activation, PolicyOptions
 from specengine.train.options import TrainOptions
 from specengine.train.text.options import SynthesisOptions
 
-OPTIONS = (SynthesisOptions, TrainOptions, Loss, CollectOptions, ClassifierOptions, PolicyOptions)
+OPTIONS = (SynthesisOptions, TrainOptions, Loss, CollectOptions, ClassifierOptions)
 OF_COMMAND = {
     "data": (SynthesisOptions,),
     "draft": (TrainOptions, Loss),
     "classifier": (CollectOptions, ClassifierOptions),
-    "policy": (PolicyOptions,),
 }
 
 
@@ -100,7 +97,6 @@ def test_choices_are_those_of_the_engine() -> None:
     assert shared.DEFAULT_MAX_NEW_TOKENS == options.DEFAULT_MAX_NEW_TOKENS
     known = {field.name for field in fields(options.GenerationOptions)}
     assert {name for name, _, _ in shared.GENERATION_OPTIONS} <= known
-    assert set(get_args(Activation)) == set(_ltd.ACTIVATIONS)
 
 
 # ---- options of trainings

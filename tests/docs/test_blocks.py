@@ -18,7 +18,7 @@ from specengine import Engine
 from specengine.checkpoints.eagle import save_head
 from specengine.cli import main
 from specengine.cli.arguments import COMMANDS, make_parser
-from tests.docs.blocks import DEFAULT_MODEL, MARKS, NOT_RUN, PARSED, RUN, Block, blocks, commands
+from tests.docs.blocks import DEFAULT_MODEL, MARKS, NOT_RUN, PARSED, ROOT, RUN, Block, blocks, commands
 from tests.toy import byte_tokenizer, head_config, random_state, tiny
 
 BLOCKS = blocks()
@@ -120,7 +120,8 @@ def test_commands_have_these_options(block: Block, monkeypatch: Any) -> None:
             make_parser().parse_args(words)
         else:
             assert [program, words[0]] == ["python", "-m"], line
-            module = importlib.import_module(words[1])
+            is_package = (ROOT / words[1].replace(".", "/")).is_dir()
+            module = importlib.import_module(f"{words[1]}.__main__" if is_package else words[1])
             monkeypatch.setattr(sys, "argv", words[1:])
             monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_alone)
             with pytest.raises(_Parsed):

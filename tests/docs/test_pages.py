@@ -67,7 +67,7 @@ def test_check_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_each_parser_is_listed_by_every_option_that_is_its_own() -> None:
     text = options.listing()
     headings = {line.removeprefix("### ").strip("`") for line in text.splitlines() if line.startswith("### ")}
-    assert {"specengine", "specengine bench", "specengine bench report", "specengine train policy"} <= headings
+    assert {"specengine", "specengine bench", "specengine bench report", "specengine train draft"} <= headings
     for flag in ("--way", "--rounds", "--per-set", "--out", "--version"):
         assert f"`{flag}" in text
     assert not any(line.strip() == "." for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""specengine train: text written by a model, and drafts, classifiers and policies trained on it."""
+"""specengine train: text written by a model, and drafts and classifiers trained on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specengine.cli.arguments import shared, train_classifier, train_policy
+from specengine.cli.arguments import shared, train_classifier
 from specengine.cli.arguments.option_lists import changes, listing
 from specengine.cli.arguments.parser import add_options, part
 from specengine.cli.prompt_files import FORMATS
@@ -29,8 +29,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     }
     for name, (add_to, text) in parts.items():
         add_to(_command(commands, name, text))
-    for name, module in {"classifier": train_classifier, "policy": train_policy}.items():
-        module.add(_command(commands, name, module.HELP))
+    train_classifier.add(_command(commands, "classifier", train_classifier.HELP))
+    parser.epilog = "The networks of the policy ltd are trained in a checkout: python -m research.ltd train --help"
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:

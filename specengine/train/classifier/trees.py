@@ -1,6 +1,6 @@
 """Full candidate trees of a running engine, on disk, with what the target made of each of their nodes.
 
-What classifiers learn from, and what `bench.replay` evaluates other policies on.
+What classifiers learn from, and what `research.replay` evaluates other policies on.
 """
 
 from __future__ import annotations

@@ -1,0 +1,180 @@
+"""Which head a model should have: shapes by what they would be worth, in tokens per second, not by agreement.
+
+`train` widens one head to each shape (units of the MLP, or fewer, x tokens of the vocabulary) and trains each for as
+many steps on the same text. `measure` counts what their trees do on prompts, measures their passes and the target's
+verifications here, and predicts from both: counters do not depend on what else the machine does, and costs are measured
+one after the other, the heads in turn.
+
+    python -m research.head_shapes train --data TEXT --heads FOLDER --start HEAD --shape 1536x8192 --shape 3072x12288
+    python -m research.head_shapes measure --heads FOLDER --prompts PROMPTS --per-set 60 --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench import provenance, workloads
+from specengine import Engine
+from specengine import checkpoints as models
+from specengine.benchmark.prompts import Workload
+from specengine.checkpoints.eagle import HeadOptions, load_head
+from specengine.costs import Costs, Points, measured
+from specengine.drafters.eagle import Eagle
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeTarget
+from specengine.policies import TreePolicy, make
+from specengine.records import Cycle
+from specengine.train.draft.options import make_loss
+from specengine.train.draft.training import train_draft
+from specengine.train.options import TrainOptions
+from specengine.train.text.corpus import Corpus
+
+TREES = {
+    "eagle of 60": lambda: make("eagle", width=10, expansions=6, budget=60),
+    "salf/cpu": lambda: make("salf/cpu"),
+}
+LOSS = make_loss("ttt", steps=6, anchors=0.25, decay=0.8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    trains = commands.add_parser("train")
+    trains.set_defaults(run=train)
+    trains.add_argument("--data", type=Path, required=True, help="folder of training text")
+    trains.add_argument("--start", required=True, help="the head that is widened")
+    trains.add_argument("--shape", action="append", required=True, metavar="UNITSxTOKENS", help="repeatable")
+    trains.add_argument("--steps", type=int, default=300)
+    trains.add_argument("--rate", type=float, default=6e-4)
+    measures = commands.add_parser("measure")
+    measures.set_defaults(run=show)
+    measures.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
+    measures.add_argument("--per-set", type=int, default=60)
+    measures.add_argument("--max-new-tokens", type=int, default=96)
+    measures.add_argument("--rounds", type=int, default=3, help="measurements of the costs")
+    measures.add_argument("--out", type=Path)
+    for command in (trains, measures):
+        command.add_argument("--model", help="default: the embedded model")
+        command.add_argument("--heads", type=Path, required=True, help="folder of a head per shape")
+    args = parser.parse_args()
+    args.run(args)
+
+
+def train(args: argparse.Namespace) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=torch.bfloat16)
+    corpus = Corpus.open(args.data)
+    least = load_head(args.start).config.draft_vocab_size
+    shapes = {shape: tuple(map(int, shape.split("x"))) for shape in args.shape}
+    if any(tokens < least for _, tokens in shapes.values()):
+        raise SystemExit(
+            f"--shape: accepted are {least:,} tokens or more, which {args.start} has: a vocabulary only grows"
+        )
+    for shape, (units, tokens) in shapes.items():
+        options = TrainOptions(
+            steps=args.steps,
+            batch_tokens=1024,
+            lengths=(512, 1024),
+            learning_rate=args.rate,
+            start=args.start,
+            intermediate_size=units,
+            draft_vocab_size=tokens,
+            average=0.99,
+            keep_gib=0.0,
+            validate_every=args.steps,
+        )
+        print(shape, flush=True)
+        train_draft(model, corpus, args.heads / shape, options, LOSS, name=args.model or models.embedded.NAME)
+
+
+def show(args: argparse.Namespace) -> None:
+    provenance.show(measure(args), args.out)
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    first = Engine.from_pretrained(args.model, draft="ngram")
+    engines = {}
+    for folder in sorted(path for path in args.heads.iterdir() if (path / "config.json").is_file()):
+        engines[folder.name] = with_head(first, folder, make("salf/cpu"))
+    costs = _measured(engines, args.rounds)
+    items = workloads.read(args.prompts, args.per_set)
+    for name, engine in engines.items():
+        yield replace(costs[name], name=name).record()
+        found = load_head(args.heads / name)
+        facts = {
+            "record": "head",
+            "shape": name,
+            "units": found.config.intermediate_size,
+            "tokens": found.config.draft_vocab_size,
+            "parameters": sum(t.numel() for t in found.state.values() if t.is_floating_point()),
+        }
+        for tree, policy in TREES.items():
+            yield facts | {"tree": tree} | _predicted(engine, policy(), items, args.max_new_tokens, costs[name])
+
+
+def with_head(first: Engine, folder: Path, policy: TreePolicy) -> Engine:
+    """The target of `first`, drafted for by the head in `folder`."""
+    assert isinstance(first.target, NativeTarget | HuggingFaceTarget)
+    drafter = Eagle.from_folder(folder, first.target.lm, HeadOptions())
+    return Engine(first.target, drafter, policy, first.tokenizer)
+
+
+def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, Costs]:
+    """Medians by head; what the target takes is one and the same for all."""
+    found: dict[str, list[Costs]] = {name: [] for name in engines}
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            found[name].append(measured.measure(engine.target, engine.drafter))
+    every = [costs for of_head in found.values() for costs in of_head]
+    verify, overhead = _medians([one.verify for one in every]), _median([one.overhead for one in every])
+    return {
+        name: replace(of_head[0], draft=_medians([one.draft for one in of_head]), verify=verify, overhead=overhead)
+        for name, of_head in found.items()
+    }
+
+
+def _medians(points: list[Points]) -> Points:
+    """At the counts that most measurements came to; a slow one leaves some out."""
+    counts = Counter(n for each in points for n in each)
+    return {
+        n: _median([each[n] for each in points if n in each]) for n in sorted(counts) if counts[n] > len(points) / 2
+    }
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def _predicted(engine: Engine, policy: TreePolicy, items: list[Workload], length: int, costs: Costs) -> dict[str, Any]:
+    serving = Engine(engine.target, engine.drafter, policy, engine.tokenizer)
+    cycles: list[Cycle] = []
+    for item in items:
+        cycles += [piece.cycle for piece in serving.stream(item.text, max_new_tokens=length, temperature=0.0)]
+    tokens, seconds = sum(len(cycle.tokens) for cycle in cycles), sum(_seconds(cycle, costs) for cycle in cycles)
+    return {
+        "prompts": len(items),
+        "acceptance_length": round(tokens / len(cycles), 3),
+        "predicted_tokens_per_s": round(tokens / seconds, 1),
+        "predicted_over_plain": round(tokens * costs.plain / seconds, 3),
+    }
+
+
+def _seconds(cycle: Cycle, costs: Costs) -> float:
+    """Under the costs; all passes behind the first count as of one width, that of the nodes that have children."""
+    tree = cycle.tree if cycle.grown is None else cycle.grown
+    passes = int(cycle.tree.passes)
+    parents = len(set(tree.parents[1 : len(tree)].tolist()) - {0})
+    width = round(parents / (passes - 1)) if passes > 1 else 0
+    return costs.cycle(len(cycle.tree), [1] * min(passes, 1) + [max(width, 1)] * max(passes - 1, 0))
+
+
+if __name__ == "__main__":
+    main()

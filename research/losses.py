@@ -1,0 +1,358 @@
+"""Losses against each other: heads of one shape, trained for the same time under each loss, and what they are worth.
+
+`train` makes the heads one after the other, each with the same processor time (set OMP_NUM_THREADS=1 where other work
+runs beside it); interrupted, the same call goes on. `measure` writes the table: speed-up over plain decoding and
+acceptance length with each tree, accuracy and calibration behind the n-th ranked token, with 95 % intervals over
+prompts and over texts (bootstrap, by percentiles), each loss's differences to the first on the same prompts and texts,
+and the share of tree nodes by rank; and what `ahead` writes alone: agreement 1 to 5 tokens ahead on held-back text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench import provenance, workloads
+from research import bootstrap
+from specengine import Engine
+from specengine import checkpoints as models
+from specengine.checkpoints.eagle import load_head
+from specengine.files import atomic
+from specengine.models.eagle import EagleHead, head_from
+from specengine.ops.tree import TokenTree
+from specengine.train.draft.diagnostics import Observed, RankReport, observe, reports
+from specengine.train.draft.epochs import Epochs
+from specengine.train.draft.options import make_loss
+from specengine.train.draft.teacher import Teacher
+from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
+from specengine.train.draft.validation import agreement
+from specengine.train.options import TrainOptions
+from specengine.train.text.corpus import Corpus, Text
+
+# Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.
+LOSSES = {
+    "eagle": make_loss("eagle"),
+    "hass": make_loss("hass", anchors=0.25),
+    "ttt": make_loss("ttt", steps=3, anchors=0.25),
+    "talf": make_loss("talf", anchors=0.1),
+}
+TREES = {
+    "beam": ("eagle", {"width": 10, "expansions": 6, "budget": 60}),
+    "optimal": ("salf", {"threshold": 0.0}),
+    "salf": ("salf", {"threshold": 0.6, "fill": False}),
+}
+OPTIONS = TrainOptions(
+    head="eagle1",
+    intermediate_size=512,
+    batch_tokens=1024,
+    lengths=(512,),
+    keep_gib=0.0,
+    validate_every=10**6,
+    learning_rate=5e-4,
+    temperatures=False,
+)
+TRIAL_STEPS = 2 * MEASURE_EVERY + 1
+SAVE_EVERY = 50
+RECORD = "training.json"
+RANKED = ("accuracy", "calibration", "standard_calibration")
+PLACES = 128  # of a held-back text, by rank
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["train", "measure", "ahead"])
+    parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--data", type=Path, required=True, help="folder of training text, which holds texts back")
+    parser.add_argument("--heads", type=Path, required=True, help="folder for a head per loss")
+    parser.add_argument("--minutes", type=float, default=10, help="of training, for each loss: processor time")
+    parser.add_argument("--loss", action="append", choices=list(LOSSES), help="repeatable; default: all")
+    parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
+    parser.add_argument("--per-set", type=int, default=5)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
+    names = args.loss or list(LOSSES)
+    if args.what == "train":
+        target = args.model or models.embedded.NAME
+        train(names, model, Corpus.open(args.data), args.heads, args.minutes * 60, target)
+    else:
+        rows = (measure if args.what == "measure" else ahead)(names, model, args)
+        for row in rows:
+            print(json.dumps(row))
+        if args.out:
+            provenance.write(args.out, rows)
+
+
+def train(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float, target: str) -> None:
+    """Train each head for as many steps as fit into `seconds` of processor time, by the pace of a trial."""
+    for name, steps in _steps(names, model, corpus, heads, seconds).items():
+        done = heads / name / RECORD
+        if not done.is_file():
+            print(f"{name}: {steps} steps", flush=True)
+            spent = _train(name, model, corpus, heads / name, replace(OPTIONS, steps=steps), target)
+            _write(done, {"steps": steps, "cpu_seconds": spent, "settings": asdict(LOSSES[name])})
+        while (record := json.loads(done.read_text()))["cpu_seconds"] < seconds:
+            _train_on(name, model, corpus, heads / name, record, seconds, target)
+
+
+def _train(name: str, model: Any, corpus: Corpus, out: Path, options: TrainOptions, target: str) -> int:
+    """The processor time in seconds."""
+    options = replace(options, save_every=min(SAVE_EVERY, max(1, options.steps // 10)))
+    train_draft(model, corpus, out, options, LOSSES[name], name=target, progress=print)
+    for file in (STATE, CURVE):
+        (out / file).unlink(missing_ok=True)
+    return round(cpu_seconds(_log(out)))
+
+
+def _train_on(
+    name: str, model: Any, corpus: Corpus, head: Path, record: dict[str, Any], seconds: float, target: str
+) -> None:
+    """Go on where the steps took less time than their trial foretold, at the low rate that the training ended with."""
+    steps = math.ceil(1.02 * (seconds - record["cpu_seconds"]) * record["steps"] / max(1, record["cpu_seconds"])) + 1
+    print(f"{name}: {steps} steps more", flush=True)
+    more = head / "more"
+    options = replace(
+        OPTIONS, steps=steps, start=str(head), learning_rate=OPTIONS.learning_rate / 20, seed=record["steps"]
+    )
+    spent = _train(name, model, corpus, more, options, target)
+    for file in ("config.json", "model.safetensors"):
+        (more / file).replace(head / file)
+    record |= {"steps": record["steps"] + steps, "cpu_seconds": record["cpu_seconds"] + spent}
+    _write(head / RECORD, record)
+    shutil.rmtree(more)
+
+
+def _write(file: Path, record: dict[str, Any]) -> None:
+    with atomic(file) as part:
+        part.write_text(json.dumps(record) + "\n")
+
+
+def cpu_seconds(entries: Sequence[dict[str, Any]]) -> float:
+    """Of a training by its log, start-up left out; the count begins anew in each process that went on with it."""
+    times = [entry["cpu_seconds"] for entry in entries if "loss" in entry]
+    return sum(later - earlier if later > earlier else later for earlier, later in pairwise(times))
+
+
+def _steps(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float) -> dict[str, int]:
+    """How many steps of each loss fit; all paces are measured first, close together, and kept with the heads."""
+    kept = heads / "steps.json"
+    if kept.is_file():
+        steps = json.loads(kept.read_text())
+        if set(names) <= steps.keys():
+            return {name: steps[name] for name in names}
+        raise SystemExit(f"loss: {kept} was begun for {', '.join(steps)}; go on with these, or take another folder")
+    steps = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as trial:
+            options = replace(OPTIONS, steps=TRIAL_STEPS, held_back=0.0, start="random")
+            train_draft(model, corpus, Path(trial), options, LOSSES[name])
+            times = [entry["cpu_seconds"] for entry in _log(Path(trial)) if "loss" in entry]
+        pace = min(later - earlier for earlier, later in pairwise(times)) / MEASURE_EVERY
+        steps[name] = max(1, round(seconds / pace))
+    heads.mkdir(parents=True, exist_ok=True)
+    _write(kept, steps)
+    return steps
+
+
+def _log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+
+
+def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    held_back = Epochs(Corpus.open(args.data), OPTIONS).held_back
+    prompts = workloads.read(args.prompts, args.per_set)
+    plain = Engine.from_pretrained(model, policy="plain")
+    engines: dict[tuple[str, str], Engine] = {}
+    rows: list[dict[str, Any]] = []
+    observed: dict[str, list[Observed]] = {}
+    for name in names:
+        folder = args.heads / name
+        head, teacher = _taught(folder, model)
+        training = json.loads((folder / RECORD).read_text())
+        observed[name] = observations(head, teacher, held_back)
+        rows.append({"record": "head", "loss": name, **training, "by_rank": by_rank(observed[name])})
+        for tree, (policy, options) in TREES.items():
+            engines[name, tree] = Engine.from_pretrained(
+                model, str(folder), policy, policy_options=options, lookup=False
+            )
+    cells = {key: _Cell() for key in engines}
+    for item in prompts:
+        prompt = plain.stream(item.text, max_new_tokens=1).prompt
+        base = _timed(plain, prompt, args.max_new_tokens, None)
+        for key, engine in engines.items():
+            cells[key].add(base, _timed(engine, prompt, args.max_new_tokens, cells[key].ranks))
+    rows += [{"record": "cell", "loss": key[0], "tree": key[1], **cell.summary()} for key, cell in cells.items()]
+    first, *others = names
+    for name in others:
+        beside = {"record": "beside", "loss": name, "first": first}
+        rows.append(beside | {"by_rank": ranks_beside(observed[name], observed[first])})
+        for tree in TREES:
+            rows.append(beside | {"tree": tree, **cells[name, tree].beside(cells[first, tree])})
+    return rows + ahead(names, model, args)
+
+
+def ahead(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Share of held-back answer tokens that each head's best guess j + 1 tokens ahead is the target's, and by how much
+    it is more than the first head's."""
+    held_back = Epochs(Corpus.open(args.data), OPTIONS).held_back
+    found = {}
+    for name in names:
+        head, teacher = _taught(args.heads / name, model)
+        found[name] = [
+            [float(text.answers.sum()), *agreement(head, teacher, [text], autocast=False)[0]] for text in held_back
+        ]
+    return [{"record": "ahead", "loss": name, **shares_ahead(found[name], found[names[0]])} for name in names]
+
+
+def _taught(folder: Path, model: Any) -> tuple[EagleHead, Teacher]:
+    """The head in `folder` and its teacher, which is `model`."""
+    config, state, _ = load_head(folder)
+    teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
+    return head_from(config, state, model.dtype, model.device), teacher
+
+
+def shares_ahead(found: Sequence[Sequence[float]], first: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """From tokens and then shares of them, of each text: the shares of all tokens, and what they are more than the
+    first's, with intervals over the texts, drawn together."""
+    pairs = list(zip(found, first, strict=True))
+
+    def both(sample: Sequence[Any]) -> tuple[Any, Any]:
+        drawn = np.array(sample)  # [texts, 2, 1 + distances]
+        weights, shares = drawn[:, 0, 0], drawn[:, :, 1:]
+        own, other = (weights[:, None, None] * shares).sum(0) / weights.sum()
+        return own, own - other
+
+    own, more = both(pairs)
+    drawn = [both(sample) for sample in bootstrap.samples(pairs)]
+
+    def intervals(which: int) -> list[Any]:
+        return [bootstrap.interval([each[which][at] for each in drawn]) for at in range(len(own))]
+
+    facts = {"texts": len(pairs), "tokens": int(sum(text[0] for text in found))}
+    shares = {"hits": own.tolist(), "hits_interval": intervals(0)}
+    return facts | shares | {"more": more.tolist(), "more_interval": intervals(1)}
+
+
+def observations(head: EagleHead, teacher: Teacher, texts: Sequence[Text]) -> list[Observed]:
+    """What `by_rank` is told: of each text that has places to observe, in order."""
+    return [observe(head, teacher, text, PLACES) for text in texts if text.answers[2:].any()]
+
+
+def by_rank(found: Sequence[Observed]) -> list[dict[str, Any]]:
+    """Accuracy and calibration behind the ranked tokens, each with its interval over the texts."""
+    rows = [report.to_dict() for report in reports(found)]
+    drawn = [reports(sample) for sample in bootstrap.samples(found)]
+    for number, row in enumerate(rows):
+        for field in RANKED:
+            row[f"{field}_interval"] = bootstrap.interval([getattr(sample[number], field) for sample in drawn])
+    return rows
+
+
+def ranks_beside(found: Sequence[Observed], first: Sequence[Observed]) -> list[dict[str, Any]]:
+    """What `by_rank` says of one head less what it says of the first on the same texts, drawn together."""
+    pairs = list(zip(found, first, strict=True))
+
+    def both(sample: Sequence[Any]) -> list[tuple[RankReport, RankReport]]:
+        own, other = zip(*sample, strict=True)
+        return list(zip(reports(own), reports(other), strict=True))
+
+    drawn = [both(sample) for sample in bootstrap.samples(pairs)]
+    rows = []
+    for number, (own, other) in enumerate(both(pairs)):
+        row: dict[str, Any] = {"rank": own.rank, "rows": own.rows}
+        for field in RANKED:
+            row[field] = getattr(own, field) - getattr(other, field)
+            differences = [getattr(sample[number][0], field) - getattr(sample[number][1], field) for sample in drawn]
+            row[f"{field}_interval"] = bootstrap.interval(differences)
+        rows.append(row)
+    return rows
+
+
+class _Cell:
+    """One loss with one tree, over all prompts."""
+
+    def __init__(self) -> None:
+        self.counts: list[tuple[int, int]] = []  # tokens and cycles of each prompt
+        self.speedups: list[float] = []
+        self.ranks: Counter[int] = Counter()
+
+    def add(self, plain: tuple[float, int, int], timed: tuple[float, int, int]) -> None:
+        seconds, tokens, cycles = timed
+        self.counts.append((tokens, cycles))
+        self.speedups.append((tokens / seconds) / (plain[1] / plain[0]))
+
+    def summary(self) -> dict[str, Any]:
+        nodes = self.ranks.total()
+        return {
+            "prompts": len(self.speedups),
+            "speedup_over_plain": round(statistics.mean(self.speedups), 3),
+            "mean_acceptance_length": round(acceptance_length(self.counts), 3),
+            "mean_acceptance_length_interval": bootstrap.interval(
+                [acceptance_length(sample) for sample in bootstrap.samples(self.counts)]
+            ),
+            "share_of_nodes_by_rank": {rank: round(self.ranks[rank] / nodes, 4) for rank in sorted(self.ranks)},
+        }
+
+    def beside(self, first: _Cell) -> dict[str, Any]:
+        """By how much the acceptance length is longer than the first's, over the same prompts, drawn together."""
+        pairs = list(zip(self.counts, first.counts, strict=True))
+
+        def more(sample: Sequence[Any]) -> float:
+            own, other = zip(*sample, strict=True)
+            return acceptance_length(own) - acceptance_length(other)
+
+        drawn = [more(sample) for sample in bootstrap.samples(pairs)]
+        return {
+            "mean_acceptance_length": round(more(pairs), 3),
+            "mean_acceptance_length_interval": bootstrap.interval(drawn),
+        }
+
+
+def acceptance_length(counts: Sequence[tuple[int, int]]) -> float:
+    """Of tokens and cycles of each prompt."""
+    tokens, cycles = map(sum, zip(*counts, strict=True))
+    return tokens / cycles
+
+
+def _timed(engine: Engine, prompt: list[int], length: int, ranks: Counter[int] | None) -> tuple[float, int, int]:
+    """Seconds, new tokens and cycles of one greedy answer; the drafted nodes' ranks are counted into `ranks`."""
+    began = time.perf_counter()
+    turn = engine.stream(prompt, max_new_tokens=length, temperature=0.0)
+    pieces = list(turn)
+    seconds = time.perf_counter() - began
+    if ranks is not None:
+        for piece in pieces:
+            ranks.update(sibling_ranks(piece.cycle.tree))
+    return seconds, turn.stats.num_generated_tokens, turn.stats.num_spec_steps
+
+
+def sibling_ranks(tree: TokenTree) -> list[int]:
+    """Each drafted node's rank among what was proposed behind its parent, from 1; the tree keeps them in order, and a
+    node is never kept without those that rank before it."""
+    seen: Counter[int] = Counter()
+    ranks = []
+    for parent in tree.parents[1:].tolist():
+        seen[parent] += 1
+        ranks.append(seen[parent])
+    return ranks
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Learning to Draft: train the networks of the policy ltd, and compare them with the EAGLE beam.
+
+`train` trains a pair on the trees of a target and a draft. `log` answers prompts and logs the candidates of each cycle.
+`compare` tells what the beam at its default, the beam with the best depth and size for the trees that a pair was
+trained on, and pairs of networks give at these trees under a cost table. `agree` decides at random while the engine
+runs, and correlates what was measured with the table's reward. `curves` puts what trainings logged into one file, and
+draws it.
+
+    python -m research.ltd train FOLDER --recipe cpu --target MODEL --draft HEAD --prompts FILE
+    python -m research.ltd log FOLDER --prompts FOLDER --per-set 2 --width 4 --expansions 6
+    python -m research.ltd compare FOLDER --grid TRAINING-TREES --networks cpu --costs 2-cores-amx
+    python -m research.ltd agree --networks cpu --costs 2-cores-amx
+    python -m research.ltd curves TRAINING --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from bench import provenance
+from research.ltd import train
+from research.ltd.compare import agree, compare, curves, log
+from specengine.errors import SpecEngineError
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    try:
+        rows = list(args.run(args))
+    except SpecEngineError as error:
+        print(f"research.ltd: error: {error}", file=sys.stderr)
+        return 2
+    for row in rows:
+        print(json.dumps(row))
+    if args.out:
+        provenance.write(args.out, rows)
+    return 0
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    training = commands.add_parser("train", help="train a pair of networks")
+    train.add(training)
+    training.set_defaults(run=train.run, out=None)
+    first = commands.add_parser("log")
+    first.add_argument("folder", type=Path, help="goes on where it stopped")
+    first.add_argument("--width", type=int, default=10)
+    first.add_argument("--expansions", type=int, default=12)
+    first.add_argument("--temperature", type=float, default=0.0)
+    second = commands.add_parser("compare")
+    second.add_argument("folder", type=Path, nargs="+")
+    second.add_argument(
+        "--grid", type=Path, nargs="+", required=True, help="trees to search the best depth and size on"
+    )
+    second.add_argument("--default", type=int, nargs=2, default=(8, 59), help="the beam's own depth and size")
+    third = commands.add_parser("agree")
+    third.add_argument("--cycles", type=int, default=300)
+    third.add_argument("--candidates", type=Path, help="logged trees of the same prompts")
+    fourth = commands.add_parser("curves")
+    fourth.add_argument("folder", type=Path, nargs="+", help="of a training")
+    for command, run in ((first, log), (second, compare), (third, agree), (fourth, curves)):
+        command.add_argument("--out", type=Path)
+        command.set_defaults(run=run)
+        if command in (second, third):
+            command.add_argument("--networks", action="append", required=True, help="as of the policy ltd; repeatable")
+            command.add_argument("--costs", required=True, help="as of `train`")
+        if command in (first, third):
+            command.add_argument("--model", help="default: the embedded model")
+            command.add_argument("--draft", help="default: the model's best")
+            command.add_argument("--no-lookup", action="store_true", help="the draft alone, as by default on a GPU")
+            command.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+            command.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in")
+            command.add_argument("--per-set", type=int, default=2)
+            command.add_argument("--max-new-tokens", type=int, default=96)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Where Learning to Draft's networks are trained and validated: on logged trees, or on the running engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from research.ltd.asked import AskedEngine, decision_seconds
+from research.ltd.environments import WALLCLOCK_UNIT, LiveEnvironment, LoggedEnvironment, cycle_facts
+from research.ltd.options import PolicyOptions, Stage
+from research.ltd.outcomes import Outcomes, Speed
+from specengine.costs import Costs
+from specengine.engine import Engine
+from specengine.policies._ltd import Networks
+from specengine.policies.ltd import Ltd
+from specengine.records import Cycle
+
+
+class Ground(Protocol):
+    def environment(self, which: Stage, other: Networks | int | None, networks: Networks) -> Any:
+        """Where network `which` learns; other: what decides in the other's place, None for random depths."""
+
+    def validate(self, networks: Networks, depth: int | None, size: int | None) -> Speed:
+        """The networks' speed on what is held back; a depth or size stands for the network that it replaces."""
+
+    def facts(self) -> dict[str, Any]:
+        """For the record."""
+
+
+@dataclass(frozen=True)
+class LoggedGround:
+    """Logged trees under a cost table; `held` is what is held back."""
+
+    learnt: Outcomes
+    held: Outcomes
+    options: PolicyOptions
+
+    def environment(self, which: Stage, other: Networks | int | None, networks: Networks) -> LoggedEnvironment:
+        return LoggedEnvironment(self.learnt, which, self.options.reward, other, count=self.options.environments)
+
+    def validate(self, networks: Networks, depth: int | None, size: int | None) -> Speed:
+        return speed_of(self.held, networks, depth, size)
+
+    def facts(self) -> dict[str, Any]:
+        costs = self.learnt.costs.record()
+        return {"trees": len(self.learnt), "held_back_trees": len(self.held), "costs": costs}
+
+
+def speed_of(outcomes: Outcomes, networks: Networks, depth: int | None = None, size: int | None = None) -> Speed:
+    """Of the networks, or of a number in the place of one, at all of these trees."""
+    depths = outcomes.depths_by(networks) if depth is None else outcomes.all_trees(depth)
+    return outcomes.speed(depths, outcomes.sizes_by(networks, depths) if size is None else size)
+
+
+@dataclass(frozen=True)
+class LiveGround:
+    """The running engine; without a cost table time is the wall clock's."""
+
+    engine: Engine
+    learnt: Sequence[list[int]]
+    held: Sequence[list[int]]
+    costs: Costs | None
+    options: PolicyOptions
+
+    def environment(self, which: Stage, other: Networks | int | None, networks: Networks) -> LiveEnvironment:
+        options, shape = self.options, self.options.shape
+        own = decision_seconds(networks, which, self.engine.target.device)
+
+        def make(seed: int) -> AskedEngine:
+            return AskedEngine(
+                self.engine, self.learnt, shape, which, other, length=options.length, seed=seed, decision_seconds=own
+            )
+
+        return LiveEnvironment(make, shape, which, options.reward, self.costs)
+
+    def validate(self, networks: Networks, depth: int | None, size: int | None) -> Speed:
+        policy = Ltd.steered(self.options.shape, networks, depth, size)
+        length = self.options.length
+        cycles = [cycle for prompt in self.held for cycle in live_cycles(self.engine, policy, prompt, length)]
+        tokens = sum(len(cycle.tokens) for cycle in cycles)
+        passes, verified = sum(int(cycle.tree.passes) for cycle in cycles), sum(len(cycle.tree) for cycle in cycles)
+        plain = WALLCLOCK_UNIT if self.costs is None else self.costs.plain
+        speed = tokens * plain / sum(self._cost(cycle) for cycle in cycles)
+        return Speed(speed, tokens / len(cycles), passes / len(cycles), verified / len(cycles))
+
+    def _cost(self, cycle: Cycle) -> float:
+        if self.costs is None:
+            return cycle.seconds.total
+        facts = cycle_facts(cycle)
+        return self.costs.cycle(facts["verified"], facts["widths"])
+
+    def facts(self) -> dict[str, Any]:
+        costs = "wall clock" if self.costs is None else self.costs.record()
+        return {"prompts": len(self.learnt), "held_back_prompts": len(self.held), "costs": costs}
+
+
+def live_cycles(engine: Engine, policy: Ltd, prompt: list[int], length: int, **options: Any) -> list[Cycle]:
+    """The cycles of one answer, greedy unless the options say otherwise."""
+    serving = Engine(engine.target, engine.drafter, policy, engine.tokenizer)
+    return list(serving.answer(prompt, **{"max_new_tokens": length, "temperature": 0.0, **options}))

@@ -1,0 +1,115 @@
+"""How fast counted chances follow a law that drifts: what is lost against somebody who knows them.
+
+A draft states the probability p of its first token and splits the rest; what is accepted follows another law, in log
+odds a x + b of the stated x, whose a and b drift or jump. In every cycle the rule of `auto` keeps the number of nodes
+whose chances pay their price, once by its own counts, once by the stated probabilities, once by the true ones: the
+loss of a cycle is what it is worth less than by the true ones, in expected tokens.
+
+    python -m research.regret --out FILE --plot FILE.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import provenance
+from specengine import ops
+from specengine.drafters import Step
+from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
+from specengine.policies.auto import Auto
+from specengine.train import svg
+
+PRICE, CHILDREN, EVERY = 0.08, 5, 50  # tokens of a node; of the root; cycles of a point
+
+
+def law(kind: str, cycle: int, cycles: int) -> tuple[float, float]:
+    """Slope and shift of the log-odds at a cycle."""
+    if kind == "still":
+        return 0.6, 0.8
+    if kind == "jumps":
+        return (0.6, 0.8) if cycle < cycles // 2 else (1.2, -1.5)
+    turn = 2 * math.pi * cycle / cycles
+    return 0.9 + 0.4 * math.sin(turn), 1.2 * math.cos(turn)
+
+
+def losses(kind: str, cycles: int, seed: int) -> dict[str, list[float]]:
+    """Per cycle, by who decides."""
+    draw, policy = random.Random(seed), Auto()
+    price = torch.arange(CHILDREN + 2).float() * PRICE
+    lost: dict[str, list[float]] = {"counted": [], "stated": []}
+    for cycle in range(cycles):
+        slope, shift = law(kind, cycle, cycles)
+        first = draw.betavariate(1.2, 1.2)
+        stated = [first] + [(1 - first) * 0.5**place for place in range(1, CHILDREN)]
+        odds = [math.log(p / (1 - p)) for p in stated]
+        true = [1 / (1 + math.exp(-(slope * x + shift))) for x in odds]
+        true = [chance / max(1.0, sum(true)) for chance in true]
+        tree, step = TokenTree.root(9, policy.capacity), Step(torch.tensor([stated]).log(), normalized=True)
+        policy._state.on(tree.device).start()
+        tree.passes += 1
+        policy.grow(tree, tree.root_alone(), step)
+        counted = dict(zip(tree.tokens[1 : len(tree)].tolist(), tree.log_probs[1:].exp().tolist(), strict=False))
+        best = _worth(true, true, price)
+        lost["counted"].append(best - _worth([counted.get(place, 0.0) for place in range(CHILDREN)], true, price))
+        lost["stated"].append(best - _worth(stated, true, price))
+        drawn, token = draw.random(), CHILDREN
+        for place, chance in enumerate(true):
+            if (drawn := drawn - chance) < 0:
+                token = place
+                break
+        policy.learn(tree, Nodes.of(torch.zeros(1, dtype=torch.int64)), torch.tensor([token]))
+    return lost
+
+
+def _worth(believed: list[float], true: list[float], price: torch.Tensor) -> float:
+    """By the true chances, of what these chances would have verified."""
+    paths = torch.tensor([0.0, *(math.log(max(chance, 1e-9)) for chance in believed)])
+    kept = ops.select_worth(paths, torch.tensor([len(paths)], dtype=torch.int32), price, len(paths)).alive().tolist()
+    return sum(true[node - 1] for node in kept if node) - PRICE * (len(kept) - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cycles", type=int, default=4000)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    records: list[dict[str, Any]] = []
+    for kind in ("still", "drifts", "jumps"):
+        runs = [losses(kind, args.cycles, seed) for seed in range(args.seeds)]
+        for who in ("counted", "stated"):
+            means = [sum(run[who][cycle] for run in runs) / len(runs) for cycle in range(args.cycles)]
+            points = [round(sum(means[at : at + EVERY]) / EVERY, 5) for at in range(0, args.cycles, EVERY)]
+            total = round(sum(means) / len(means), 5)
+            records.append({"record": "regret", "law": kind, "by": who, "per_cycle": total, "points": points})
+            print(json.dumps({key: value for key, value in records[-1].items() if key != "points"}), flush=True)
+    if args.out:
+        provenance.write(args.out, records)
+    if args.plot:
+        svg.draw(args.plot, (9.0, 3.0), lambda figure: _draw(figure, records))
+
+
+def _draw(figure: Any, records: list[dict[str, Any]]) -> None:
+    laws = list(dict.fromkeys(record["law"] for record in records))
+    panels = figure.subplots(1, len(laws), sharey=True)
+    for panel, kind in zip(panels, laws, strict=True):
+        for record in records:
+            if record["law"] == kind:
+                panel.plot([EVERY * at for at in range(len(record["points"]))], record["points"], label=record["by"])
+        panel.set_title(kind)
+        panel.set_xlabel("cycles")
+    panels[0].set_ylabel("expected tokens lost per cycle")
+    panels[0].legend()
+
+
+if __name__ == "__main__":
+    main()

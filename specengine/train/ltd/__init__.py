@@ -1,1 +1,0 @@
-"""Training of Learning to Draft's two networks."""
