@@ -75,9 +75,8 @@ bench-server: $(VENV)/.installed-dev $(LOAD)/.installed  ## the server under loa
 	$(RUN) -m tests.serve.storm --out build/results/server-storm.jsonl
 
 docs: $(VENV)/.installed-docs  ## the documentation as a site in build/docs, its figures and links checked
-	$(RUN) -m bench.pages --check
-	$(RUN) -m zensical build --strict --clean
-	$(RUN) -m tests.docs.site build/docs
+	$(RUN) -m docs.build --check
+	$(RUN) -m docs.build.site
 
 test-gpu: $(VENV)/.installed-gpu  ## the tests that need a CUDA device
 	$(RUN) -m pytest $(GPU_TESTS) -n $(GPU_WORKERS) --dist worksteal
@@ -116,7 +115,7 @@ ON_KERNELS := SPECENGINE_BACKEND=triton,cpp
 clean:  ## remove what was built and cached here; .venv stays, its next use installs again
 	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f specengine/_expander*.so specengine/_cpu*.so specengine/_*.pyd specengine/_cuda.so $(VENV)/.installed-*
-	find specengine kernels tests bench -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find specengine kernels tests bench research docs -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # pip is the last thing that a new environment gets, so an interrupted one is made again
 $(VENV)/bin/pip:

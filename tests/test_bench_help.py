@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import options
-from bench.options import commands
+from docs.build import command_line
+from docs.build.command_line import commands
 
-ROOT = Path(options.__file__).parents[1]
+ROOT = Path(command_line.__file__).parents[2]
 MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts)
-    for folder in ("bench", "research")
+    for folder in ("bench", "docs", "research")
     for file in (ROOT / folder).rglob("*.py")
     if "ArgumentParser(" in file.read_text() and '__name__ == "__main__"' in file.read_text()
 )
@@ -49,7 +49,7 @@ def below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def test_the_measurements_are_found() -> None:
-    known = {"bench.report", "bench.cpu.__main__", "bench.pages", "research.replay", "research.ltd.__main__"}
+    known = {"bench.report", "bench.cpu.__main__", "docs.build.__main__", "research.replay", "research.ltd.__main__"}
     assert known <= set(MODULES)
 
 

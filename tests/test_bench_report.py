@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench.parts import RESULTS
 from bench.plain_tables import MOST_ROWS, plain_tables
 from bench.report import main
+from docs.build.results import RESULTS
 
 FILES = sorted(RESULTS.glob("*.jsonl"))
 

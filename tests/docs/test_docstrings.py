@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("griffe", reason="needs pip install -e '.[docs]'")
 
-from bench.docstrings import as_markdown
+from docs.build.docstrings import as_markdown
 
 
 def test_columns_become_a_list() -> None:

@@ -9,26 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from bench import drawings, options, pages, parts
+from docs.build import command_line, drawings, pages, results
+from docs.build.__main__ import main
 from specengine.cli.arguments import make_parser
 from tests.docs.blocks import PAGES, ROOT
 
 
 def test_pages_and_plots_are_what_would_be_drawn_now() -> None:
-    assert not pages.stale(), "run python -m bench.pages and commit"
+    assert not pages.stale(), "run python -m docs.build and commit"
 
 
 def test_another_figure_in_a_result_file_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = tmp_path / "results"
-    shutil.copytree(parts.RESULTS, results)
-    file = results / "auto-policies.jsonl"
+    changed = tmp_path / "results"
+    shutil.copytree(results.RESULTS, changed)
+    file = changed / "auto-policies.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
     for record in records:
         if record["record"] == "summary" and record["way"] == "auto":
             record["speed_mean"] += 0.1
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     before = set(pages.stale())  # another test says what is wrong with these
-    monkeypatch.setattr(parts, "RESULTS", results)
+    monkeypatch.setattr(results, "RESULTS", changed)
     stale = {str(page.relative_to(ROOT)) for page in set(pages.stale()) - before}
     assert stale == {"README.md", "docs/results/policies.md", "docs/pictures/policies.svg"}
 
@@ -45,8 +46,8 @@ def test_an_unknown_part_is_named() -> None:
 
 
 def test_every_command_is_listed_with_every_option() -> None:
-    text = options.listing()
-    for name, parser in options.commands(make_parser(), "specengine"):
+    text = command_line.listing()
+    for name, parser in command_line.commands(make_parser(), "specengine"):
         assert f"### `{name}`" in text
         for action in parser._actions:
             for flag in action.option_strings:
@@ -57,15 +58,15 @@ def test_every_command_is_listed_with_every_option() -> None:
 def test_check_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(pages, "stale", lambda: [ROOT / "README.md"])
     before = (ROOT / "README.md").read_text()
-    assert pages.main(["--check"]) == 1
+    assert main(["--check"]) == 1
     assert capsys.readouterr().err == (
-        "README.md\nthese differ from what would be drawn: run python -m bench.pages and commit\n"
+        "README.md\nthese differ from what would be drawn: run python -m docs.build and commit\n"
     )
     assert (ROOT / "README.md").read_text() == before
 
 
 def test_each_parser_is_listed_by_every_option_that_is_its_own() -> None:
-    text = options.listing()
+    text = command_line.listing()
     headings = {line.removeprefix("### ").strip("`") for line in text.splitlines() if line.startswith("### ")}
     assert {"specengine", "specengine bench", "specengine bench report", "specengine train draft"} <= headings
     for flag in ("--way", "--rounds", "--per-set", "--out", "--version"):
@@ -75,4 +76,4 @@ def test_each_parser_is_listed_by_every_option_that_is_its_own() -> None:
 
 def test_a_command_without_a_description_is_not_listed_as_a_dot() -> None:
     with pytest.raises(ValueError, match="tool: it has no description"):
-        options._command("tool", argparse.ArgumentParser("tool"))
+        command_line._command("tool", argparse.ArgumentParser("tool"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bench.parts import SETS, code, records, summaries, table
+from docs.build.results import SETS, code, records, summaries, table
 from specengine.benchmark.summaries import summaries as summarized
 from specengine.benchmark.tables import NOTHING, Record, number
 
@@ -202,9 +202,9 @@ def beside(file: str) -> str:
     return table(("", *(SETS[name] for name in names)), rows, file)
 
 
-PARTS: dict[str, Callable[..., str]] = {
-    part.__name__: part
-    for part in (
+TABLES: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
         *(shapes, learning, ranks, scaled, served),
         *(accepted, beside, loss_ranks, loss_ranks_beside, loss_acceptance, loss_acceptance_beside, loss_ahead),
     )

@@ -1,4 +1,4 @@
-"""bench.head_parts: tables of research.losses, of a file as it writes them."""
+"""docs.build.head_tables: tables of research.losses, of a file as it writes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import head_parts, parts
+from docs.build import head_tables
+from docs.build import results as result_files
 
 FILE = "losses.jsonl"
 ERRORS = {"calibration": 0.141, "standard_calibration": 0.052}
@@ -38,7 +39,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rows.append({"record": "ahead", "loss": loss, "hits": shares, "more": more, **bounds})
     rows.append(beside | {"by_rank": [rank(1, -0.004), rank(2, 0.031)]})
     (tmp_path / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
 
 
 def cells(made: str) -> list[list[str]]:
@@ -48,7 +49,7 @@ def cells(made: str) -> list[list[str]]:
 
 
 def test_acceptance_by_loss() -> None:
-    assert cells(head_parts.loss_acceptance(FILE)) == [
+    assert cells(head_tables.loss_acceptance(FILE)) == [
         ["loss", "steps", "processor hours", "tau, beam", "tau, salf"],
         ["`eagle`", "3,445", "2.00", "1.91 (1.81 to 2.01)", "1.74 (1.64 to 1.84)"],
         ["`talf`", "1,572", "2.00", "1.91 (1.81 to 2.01)", "1.74 (1.64 to 1.84)"],
@@ -56,14 +57,14 @@ def test_acceptance_by_loss() -> None:
 
 
 def test_ranks_by_loss() -> None:
-    header, accuracy, *_, last = cells(head_parts.loss_ranks(FILE))
+    header, accuracy, *_, last = cells(head_tables.loss_ranks(FILE))
     assert header == ["loss", "in %", "rank 1", "rank 2"]
     assert accuracy == ["`eagle`", "accuracy", "31.2 (30.2 to 33.2)", "26.2 (25.2 to 28.2)"]
-    assert last == ["`talf`", head_parts.RANKED["standard_calibration"], *["5.2 (4.2 to 7.2)"] * 2]
+    assert last == ["`talf`", head_tables.RANKED["standard_calibration"], *["5.2 (4.2 to 7.2)"] * 2]
 
 
 def test_agreement_by_distance() -> None:
-    assert cells(head_parts.loss_ahead(FILE)) == [
+    assert cells(head_tables.loss_ahead(FILE)) == [
         ["agreement in %", "1 ahead", "2 ahead"],
         ["`eagle`", "49.0", "37.5"],
         ["`talf`", "42.0", "38.0"],
@@ -72,10 +73,10 @@ def test_agreement_by_distance() -> None:
 
 
 def test_differences_of_losses() -> None:
-    assert cells(head_parts.loss_acceptance_beside(FILE)) == [
+    assert cells(head_tables.loss_acceptance_beside(FILE)) == [
         ["tau less `eagle`'s", "beam", "salf"],
         ["`talf`", "+0.05 (-0.05 to +0.07)", "-0.10 (-0.20 to -0.08)"],
     ]
-    header, accuracy, *_ = cells(head_parts.loss_ranks_beside(FILE))
+    header, accuracy, *_ = cells(head_tables.loss_ranks_beside(FILE))
     assert header == ["less `eagle`'s", "in points of %", "rank 1", "rank 2"]
     assert accuracy == ["`talf`", "accuracy", "-0.4 (-1.4 to +1.6)", "+3.1 (+2.1 to +5.1)"]

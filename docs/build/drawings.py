@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.parts import RESULTS, WAYS, means, records, summaries
+from docs.build import results
+from docs.build.results import means, records, summaries
+from docs.build.tables import WAYS
 from specengine.benchmark.summaries import ALL
 from specengine.files import atomic
 from specengine.trace.pictures import COLOURS
 
-FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
+FOLDER = Path(__file__).parents[1] / "pictures"
 Points = dict[str, Any]  # what is drawn, JSON-ready
 
 
@@ -44,7 +46,7 @@ def is_current(name: str) -> bool:
     if not file.is_file():
         return False
     if drawing.onto is None:
-        return file.read_bytes() == (RESULTS / file.name).read_bytes()
+        return file.read_bytes() == (results.RESULTS / file.name).read_bytes()
     found = re.search(r"<dc:description>(.*?)</dc:description>", file.read_text(), re.DOTALL)
     return found is not None and json.loads(html.unescape(found[1])) == drawing.points()
 
@@ -54,7 +56,7 @@ def draw(name: str) -> None:
     file, drawing = file_of(name), DRAWINGS[name]
     file.parent.mkdir(parents=True, exist_ok=True)
     if drawing.onto is None:
-        shutil.copy(RESULTS / file.name, file)
+        shutil.copy(results.RESULTS / file.name, file)
         return
     import matplotlib
     from matplotlib.figure import Figure

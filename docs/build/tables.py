@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
+from docs.build.results import SETS, code, means, records, summaries, table
 from specengine.benchmark.summaries import ALL
 from specengine.benchmark.summaries import summaries as summarized
-from specengine.benchmark.tables import NOTHING, Record, Table, number
+from specengine.benchmark.tables import NOTHING, Record, number
 
-RESULTS = Path(__file__).parent / "results"
-SETS = {
-    "alpaca": "Alpaca",
-    "cnn_dm": "CNN/DM",
-    "gsm8k": "GSM8K",
-    "humaneval": "HumanEval",
-    "mt_bench": "MT-bench",
-    "qa": "QA",
-    ALL: "all",
-}
 WAYS = {  # as bench.cpu calls them
     "generate": "transformers' `generate`",
     "huggingface": "the model's own modules, specengine",
@@ -31,34 +20,6 @@ WAYS = {  # as bench.cpu calls them
     "native gguf": "specengine, from the packed GGUF file",
     "llama.cpp": "llama.cpp, plain decoding of the same GGUF file",
 }
-
-
-def records(file: str) -> list[Record]:
-    return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
-
-
-def table(header: Sequence[str], rows: list[list[str]], *files: str) -> str:
-    """A table in markdown, and below it the files that it is made of."""
-    made = Table("", "", tuple(header), rows).markdown().partition("\n\n")[2]
-    return f"{made}\n\n{source(*files)}"
-
-
-def source(*files: str) -> str:
-    """Where figures come from: file, machine, date."""
-    lines = []
-    for file in dict.fromkeys(files):
-        origin = next(record for record in records(file) if record["record"] == "provenance")
-        lines.append(f"<small>`bench/results/{file}`: {origin['device']}, {origin['date']}</small>")
-    return "<br>\n".join(lines)
-
-
-def code(way: str) -> str:
-    return f"`{way}`"
-
-
-def summaries(file: str) -> dict[tuple[str, str], Record]:
-    """The summaries of bench.policies by way and set."""
-    return {(r["way"], r["set"]): r for r in records(file) if r["record"] == "summary" and "way" in r}
 
 
 BENCHED = {  # ways of specengine bench that are no policies
@@ -157,11 +118,6 @@ def rivals(file: str) -> str:
     }
     others = ", ".join(f"{over:.1f}x {name} ({rate:.0f})" for name, (over, rate) in told.items())
     return f"from the packed GGUF file {rates[own]:.0f} tokens/s: {others}\n(`bench/results/{file}`)."
-
-
-def means(file: str) -> dict[str, Record]:
-    """Of bench.cpu's answers, by part: the mean of the sets."""
-    return {r["part"]: r for r in records(file) if r["record"] == "summary" and r["set"] == "mean of the sets"}
 
 
 def policies(file: str, *ways: str) -> str:
@@ -436,9 +392,9 @@ def split(file: str) -> str:
     return table(("", "tokens/s, plain", "`auto`", "answers like plain's"), rows, file)
 
 
-PARTS: dict[str, Callable[..., str]] = {
-    part.__name__: part
-    for part in (
+TABLES: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
         *(headline, untiled, rivals, five, versus, answers),
         *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, start, instructions, perplexity),

@@ -1,0 +1,38 @@
+"""What the pages hold that is drawn: tables and plots of result files, and the options of the command line.
+
+python -m docs.build           write it anew, between `<!-- drawn: NAME ARGUMENTS -->` and `<!-- /drawn -->`
+python -m docs.build --check   exit 1, and the names, where a page or a plot differs
+
+What is drawn is named by a function of tables.py or head_tables.py, by `plot` or by `options`; its arguments are words,
+result files first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from docs.build import drawings, pages
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where something differs")
+    checks = parser.parse_args(argv).check
+    old = pages.stale()
+    for file in old:
+        print(file.relative_to(pages.ROOT), file=sys.stderr)
+    if checks:
+        if old:
+            print("these differ from what would be drawn: run python -m docs.build and commit", file=sys.stderr)
+        return bool(old)
+    for name in drawings.DRAWINGS:
+        if not drawings.is_current(name):
+            drawings.draw(name)
+    for page in pages.pages():
+        page.write_text(pages.drawn(page.read_text(), page))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
