@@ -62,9 +62,10 @@ lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+END_TO_END := --policy generate --policy prompt-lookup --policy auto --rounds 3
 bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine's CPU
 	$(RUN) -m bench.overhead --out build/results/overhead.jsonl
-	$(RUN) -m bench.end_to_end --out build/results/end-to-end.jsonl
+	$(RUN) -m bench.policies $(END_TO_END) --out build/results/end-to-end.jsonl
 	$(RUN) -m bench.exactness --out build/results/exactness.jsonl
 	$(RUN) -m bench.tree_construction --out build/results/tree-construction.jsonl
 	$(RUN) -m bench.policies --per-set 3 --max-new-tokens 64 --out build/results/policies.jsonl
@@ -102,7 +103,7 @@ bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, and kernels and
 	-$(RUN) -m bench.policies --device cuda --rounds 3 --out bench/results/policies-gpu.jsonl
 	-$(RUN) -m bench.tree_construction --device cuda --out bench/results/tree-construction-gpu.jsonl
 	-$(RUN) -m bench.overhead --device cuda --out bench/results/overhead-gpu.jsonl
-	-$(RUN) -m bench.end_to_end --device cuda --out bench/results/end-to-end-gpu.jsonl
+	-$(RUN) -m bench.policies $(END_TO_END) --device cuda --out bench/results/end-to-end-gpu.jsonl
 	-$(RUN) -m bench.exactness --device cuda --out bench/results/exactness-gpu.jsonl
 	$(RUN) -m bench.report --plot $(addprefix bench/results/,$(addsuffix -gpu.jsonl,kernels graphs graphs-8b policies tree-construction))
 

@@ -9,13 +9,13 @@ so many rounds; a prompt's figure is the ratio of the median times.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from bench import provenance
+from bench.arguments import add_arguments
 from specengine import Engine
 
 LANGUAGES = {
@@ -45,20 +45,22 @@ def cases(vocabulary: int) -> dict[str, tuple[Any, dict[str, Any]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
+    add_arguments(parser, "max_new_tokens", "rounds", "out")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    provenance.show(measure(args), args.out)
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     ours = Engine.from_pretrained(dtype=args.dtype)
     plain = Engine(ours.target, None, None, ours.tokenizer)
-    records = [_measure(ours, plain, name, *case, args) for name, case in cases(ours.target.vocab_size).items()]
-    worst = min(record["over_plain"] for record in records)
-    overhead = statistics.mean(record["policy_share"] for record in records)
-    records.append({"record": "summary", "worst_over_plain": worst, "mean_policy_share": round(overhead, 4)})
-    print(json.dumps(records[-1]))
-    if args.out:
-        provenance.write(args.out, records)
+    rows = []
+    for name, case in cases(ours.target.vocab_size).items():
+        rows.append(_measure(ours, plain, name, *case, args))
+        yield rows[-1]
+    worst = min(row["over_plain"] for row in rows)
+    overhead = statistics.mean(row["policy_share"] for row in rows)
+    yield {"record": "summary", "worst_over_plain": worst, "mean_policy_share": round(overhead, 4)}
 
 
 def _measure(
@@ -73,7 +75,7 @@ def _measure(
             stats = results[way].stats
             times[way].append(stats.elapsed_s - stats.ttft_s)
     stats = results["ours"].stats
-    record = {
+    return {
         "record": "row",
         "case": name,
         "over_plain": round(statistics.median(times["plain"]) / statistics.median(times["ours"]), 3),
@@ -85,8 +87,6 @@ def _measure(
         "policy_share": round(stats.time_policy_s / stats.elapsed_s, 4),
         "same_tokens": results["ours"].token_ids == results["plain"].token_ids,
     }
-    print(json.dumps(record), flush=True)
-    return record
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench import provenance, workloads
+from bench.arguments import add_arguments
 from specengine import Engine
 from specengine.drafters import Drafter
 from specengine.files import atomic
@@ -61,8 +62,7 @@ class Watched(Auto):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=Path, help="JSON list of prompts; default: a few built-in prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path)
+    add_arguments(parser, "max_new_tokens", "out")
     parser.add_argument("--prior", type=Path, help="write what was counted as the prior of new engines")
     args = parser.parse_args()
     prompts = json.loads(args.prompts.read_text()) if args.prompts else [w.text for w in workloads.read(None, 99)]
@@ -74,10 +74,7 @@ def main() -> None:
         if number % 10 == 9:
             print(f"{number + 1} of {len(prompts)} prompts, {len(policy.seen):,} outcomes", flush=True)
     records = [{"record": "chances", "prompts": len(prompts), **row} for row in calibration(policy.seen)]
-    for record in records:
-        print(json.dumps(record))
-    if args.out:
-        provenance.write(args.out, records)
+    provenance.show(records, args.out)
     if args.prior:
         counts = policy._state.on(torch.device("cpu")).counts
         found = {"table": smoothed(policy.hits, policy.tries).float(), "profile": counts.profile.clone()}

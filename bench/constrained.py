@@ -1,7 +1,7 @@
 """Speed of constrained answers: plain decoding, trees, and trees in which forced tokens stand.
 
-The ways answer the same requests in turns, after a round that warms up; medians over rounds. Their answers must be
-the same, and each meets its schema. "without forced" is trees whose tokens are checked against the schema, but where
+Ways are measured as `specengine bench` does; medians over rounds. Their answers must be the same, and each meets its
+schema. "without forced" is trees whose tokens are checked against the schema, but where
 what the schema forces is proposed like anything else: by the draft, at what it costs there.
 """
 
@@ -10,17 +10,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jsonschema
 
 from bench import provenance
-from specengine import Engine
+from bench.arguments import add_arguments
+from specengine import Engine, policies
+from specengine.benchmark.answers import Answer
+from specengine.benchmark.choice import Choice
+from specengine.benchmark.measuring import Run
+from specengine.benchmark.prompts import Workload
+from specengine.benchmark.summaries import ALL, summaries
+from specengine.benchmark.ways import PLAIN, EngineDecoder, Engines, Way
+from specengine.options import LoadOptions
 from specengine.request.grammars import Constraint
+from specengine.request.text import decoder
 
 _PERSON = (
     "Extract the person.\n\nDr. Maria Keller, born in 1961 in Basel, has taught physics at the university of Bern "
@@ -83,7 +90,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-WAYS: dict[str, dict[str, Any]] = {"plain": {"policy": "plain"}, "without forced": {}, "forced": {}}
 
 
 @contextlib.contextmanager
@@ -97,64 +103,60 @@ def nothing_forced() -> Iterator[None]:
         Constraint.forced = forced  # type: ignore[method-assign]
 
 
-def answer(engine: Engine, way: str, name: str, tokens: int) -> tuple[Any, float]:
-    """The result and its seconds."""
-    prompt, schema = REQUESTS[name]
-    messages = [{"role": "user", "content": prompt}]
-    with nothing_forced() if way == "without forced" else contextlib.nullcontext():
-        began = time.perf_counter()
-        result = engine.generate(messages, json_schema=schema, max_new_tokens=tokens, temperature=0, **WAYS[way])
-        return result, time.perf_counter() - began
+class Unforced(EngineDecoder):
+    """Trees in which what the schema forces is proposed like anything else."""
+
+    def __call__(self, prompt: list[int], length: int) -> Answer:
+        with nothing_forced():
+            return super().__call__(prompt, length)
 
 
 def records(engine: Engine, rounds: int, tokens: int) -> Iterator[dict[str, Any]]:
-    """One record per schema and way; RuntimeError where answers differ or do not meet their schema."""
-    for name, (_, schema) in REQUESTS.items():
-        results: dict[str, list[tuple[Any, float]]] = {way: [] for way in WAYS}
-        for _ in range(rounds + 1):
-            for way in WAYS:
-                results[way].append(answer(engine, way, name, tokens))
-        said = {tuple(result.token_ids) for found in results.values() for result, _ in found}
-        if len(said) > 1:
+    """Yield one record per schema and way; RuntimeError where answers differ or do not meet their schema."""
+    engines, plain = Engines(engine, LoadOptions()), Choice.plain(engine)
+    for name, (prompt, schema) in REQUESTS.items():
+        options = {"temperature": 0.0, "json_schema": schema}
+        ways = [
+            Way(PLAIN, partial(EngineDecoder, plain, options)),
+            Way("without forced", partial(_decoder, Unforced, engines, options)),
+            Way("forced", partial(_decoder, EngineDecoder, engines, options)),
+        ]
+        run = Run(plain, ways, options, length=tokens, rounds=rounds)
+        found = list(run.records([Workload("schemas", name, (prompt,))]))
+        rows = {record["way"]: record for record in found if record["record"] == "row"}
+        if any(rows.get(way.name, {"verdict": "lost"})["verdict"] != "exact" for way in ways):
             raise RuntimeError(f"{name}: the answers differ")
-        result = results["forced"][-1][0]
-        if result.finish_reason == "stop":
-            jsonschema.validate(json.loads(result.text), schema)
-        plain = _median(results["plain"])
-        for way, found in results.items():
-            stats = found[-1][0].stats
-            yield {
-                "record": "constrained",
-                "schema": name,
-                "way": way,
-                "new_tokens": len(result.token_ids),
-                "finish_reason": result.finish_reason,
-                "tokens_per_second": round(len(result.token_ids) / _median(found), 1),
-                "over_plain": round(plain / _median(found), 3),
-                "seconds": [round(seconds, 4) for _, seconds in found[1:]],
-                "verifications": stats.num_spec_steps,
-                "draft_passes": stats.num_draft_passes,
-                "policy": stats.policy,
-                "answer": result.text,
-            }
+        answer = next(record["tokens"] for record in found if record["record"] == "answer")
+        text = decoder(engine.tokenizer)(answer)
+        if len(answer) < tokens:
+            jsonschema.validate(json.loads(text), schema)
+        for summary in summaries(found):
+            row = rows[summary["way"]]
+            if summary["set"] == ALL:
+                yield {
+                    "record": "constrained",
+                    "schema": name,
+                    "way": row["way"],
+                    "new_tokens": row["new_tokens"],
+                    "finish_reason": "stop" if len(answer) < tokens else "length",
+                    "tokens_per_second": round(summary["tokens_per_second"], 1),
+                    "over_plain": round(summary["speed_total"], 3),
+                    "seconds": row["seconds"],
+                    "verifications": row["cycles"],
+                    "draft_passes": row["passes"],
+                    "answer": text,
+                }
 
 
-def _median(found: Sequence[tuple[Any, float]]) -> float:
-    return statistics.median(seconds for _, seconds in found[1:])  # the first round warms up
+def _decoder(kind: type[EngineDecoder], engines: Engines, options: dict[str, Any]) -> EngineDecoder:
+    return kind(engines.make(policies.make("auto")), options)
 
 
 def main(load: Callable[[], Engine] = Engine.from_pretrained) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--out", type=Path)
+    add_arguments(parser, "out", rounds=5, max_new_tokens=160)
     args = parser.parse_args()
-    rows = []
-    for row in provenance.kept(records(load(), args.rounds, args.max_new_tokens), args.out):
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if args.out:
-        provenance.write(args.out, rows)
+    provenance.show(records(load(), args.rounds, args.max_new_tokens), args.out)
 
 
 if __name__ == "__main__":

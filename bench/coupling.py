@@ -1,7 +1,7 @@
 """What it is worth that drafts of sampled text know the noise of the draws: with it and without, and plain decoding.
 
-All ways answer each prompt in turn, with the same seed, for each way of sampling; every answer is compared with plain
-decoding's.
+Ways are measured as `specengine bench` does, with the same seed, for each way of sampling; every answer is compared
+with plain decoding's.
 
     python -m bench.coupling --prompts FOLDER --per-set 4 --out FILE
 """
@@ -9,14 +9,21 @@ decoding's.
 from __future__ import annotations
 
 import argparse
-import time
+import sys
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from bench import provenance, workloads
-from specengine import Engine
+from bench.arguments import add_arguments
+from specengine.benchmark.choice import Choice
+from specengine.benchmark.measuring import Run
+from specengine.benchmark.summaries import ALL, summaries
+from specengine.benchmark.ways import PLAIN, EngineDecoder, Engines, Spec, Way
+from specengine.engine import Engine
+from specengine.options import LoadOptions
 
+POLICIES = ("auto", "salf/cpu")
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
     "temperature 0.7": {"temperature": 0.7},
@@ -24,66 +31,53 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "temperature 0.6, top-p 0.95, top-k 20": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
     "temperature 0.7, top-p 0.8, top-k 20": {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
 }
-PLAIN = "plain"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="default: the embedded model")
-    parser.add_argument("--draft", help="default: the model's")
+    add_arguments(parser, "model", "draft", "prompts", "out", per_set=4, max_new_tokens=96)
     parser.add_argument("--policy", action="append", help="repeatable; default: auto and salf/cpu")
-    parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
-    parser.add_argument("--per-set", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     provenance.show(measure(args), args.out)
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     items = workloads.read(args.prompts, args.per_set)
-    names = args.policy or ["auto", "salf/cpu"]
-    ways = [Way(PLAIN, False, args), *(Way(name, knows, args) for name in names for knows in (True, False))]
-    for way in ways:
-        way.answer(items[0].text, max_new_tokens=16, temperature=1.0)  # all is loaded and measured
+    first = Engine.from_pretrained(args.model, args.draft)
+    asked = [(PLAIN, False), *((name, knows) for name in args.policy or POLICIES for knows in (True, False))]
     for sampling, options in SAMPLINGS.items():
-        sums = [[0, 0, 0.0] for _ in ways]
-        other = [0] * len(ways)
-        for item in items:
-            wanted: list[int] = []
-            for place, way in enumerate(ways):
-                began = time.perf_counter()
-                found = way.answer(item.text, max_new_tokens=args.max_new_tokens, **options)
-                sums[place][2] += time.perf_counter() - began
-                sums[place][0] += found.stats.num_generated_tokens
-                sums[place][1] += found.stats.num_spec_steps
-                wanted = wanted or found.token_ids
-                other[place] += found.token_ids != wanted
-        plain = sums[0][0] / sums[0][2]
-        for way, (tokens, cycles, seconds), differs in zip(ways, sums, other, strict=True):
-            yield {
-                "record": "coupling",
-                "sampling": sampling,
-                "policy": way.policy,
-                "coupled": way.knows,
-                "prompts": len(items),
-                "tau": round(tokens / max(cycles, 1), 3),
-                "tokens_per_s": round(tokens / seconds, 1),
-                "over_plain": round(tokens / seconds / plain, 3),
-                "answers_other_than_plain": differs,
-            }
+        ways = {_name(*one): one for one in asked}
+        run = Run(
+            Choice.plain(first),
+            [Way(name, partial(_decoder, first, *one, options | {"seed": args.seed})) for name, one in ways.items()],
+            options | {"seed": args.seed},
+            length=args.max_new_tokens,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        for found in summaries(run.records(items)):
+            if found["set"] == ALL:
+                policy, knows = ways[found["way"]]
+                yield {
+                    "record": "coupling",
+                    "sampling": sampling,
+                    "policy": policy,
+                    "coupled": knows,
+                    "prompts": found["prompts"],
+                    "tau": round(found["tau"], 3),
+                    "tokens_per_s": round(found["tokens_per_second"], 1),
+                    "over_plain": round(found["speed_total"], 3),
+                    "answers_other_than_plain": found["diverging"],
+                }
 
 
-class Way:
-    """A policy, with a draft of its own, whose history is of its own answers alone."""
+def _name(policy: str, knows: bool) -> str:
+    return policy if knows or policy == PLAIN else f"{policy}, not coupled"
 
-    def __init__(self, policy: str, knows: bool, args: argparse.Namespace) -> None:
-        self.policy, self.knows, self._seed = policy, knows, args.seed
-        self._engine = Engine.from_pretrained(args.model, args.draft, policy)
 
-    def answer(self, text: str, **options: Any) -> Any:
-        return self._engine.generate(text, **options, seed=self._seed, coupled=self.knows)
+def _decoder(first: Engine, policy: str, knows: bool, options: dict[str, Any]) -> EngineDecoder:
+    engine = Engines(first, LoadOptions()).make(Spec.of(policy).make())
+    return EngineDecoder(engine, options | {"coupled": knows})
 
 
 if __name__ == "__main__":

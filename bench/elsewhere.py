@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import provenance
+from bench.arguments import add_arguments
 from specengine import checkpoints
 from specengine.benchmark import prompts
 from specengine.cli import main as specengine
@@ -32,17 +33,9 @@ Totals = tuple[int, list[int]]  # drafts, and how many had their first, second .
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=3, help="length of the chain")
-    parser.add_argument("--per-set", type=int, default=1, help="prompts of each of the six shipped sets")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--out", type=Path)
+    add_arguments(parser, "out", per_set=1, max_new_tokens=64, dtype="float32")
     args = parser.parse_args(argv)
-    records = list(provenance.kept(_records(args), args.out))
-    for record in records:
-        if record["record"] in ("acceptance", "difference"):
-            print(json.dumps(record))
-    if args.out:
-        provenance.write(args.out, records)
+    provenance.show(_records(args), args.out)
     return 0
 
 

@@ -21,6 +21,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from bench import provenance
+from bench.arguments import add_arguments
 from specengine.benchmark.prompts import read
 
 
@@ -29,9 +30,8 @@ def main() -> None:
     parser.add_argument("--guidellm", required=True, help="its program")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--requests", type=int, default=8, help="for each number of clients")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    add_arguments(parser, "out", max_new_tokens=64)
     parser.add_argument("--port", type=int, default=8093)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     texts = [item.text for item in read(None)]
     random.Random(0).shuffle(texts)
@@ -41,15 +41,11 @@ def main() -> None:
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         try:
             _wait(server, f"http://127.0.0.1:{args.port}/health")
-            rows = []
-            for turn, clients in enumerate(args.clients):
-                prompts = texts[turn * args.requests :][: args.requests]
-                rows.append(row_of(_guidellm(args, clients, prompts)))
-                print(json.dumps(rows[-1]), flush=True)
+            batches = [texts[turn * args.requests :][: args.requests] for turn in range(len(args.clients))]
+            asked = zip(args.clients, batches, strict=True)
+            provenance.show((row_of(_guidellm(args, clients, prompts)) for clients, prompts in asked), args.out)
         finally:
             server.kill()
-    if args.out:
-        provenance.write(args.out, rows)
 
 
 def row_of(report: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ while one long prompt is answered (Linux only), weights included; each way gets 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
+from bench.arguments import add_arguments
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.drafters.small_model import first_layers
@@ -29,25 +29,15 @@ PARAGRAPH = workloads.BUILT_IN["edit"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="default: the embedded model")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--device", default="cpu")
+    add_arguments(parser, "model", "dtype", "max_new_tokens", "out", device="cpu", rounds=5)
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1500])
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory-context", type=int, default=2000)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--memory-of", choices=["plain", "ngram", "small_model"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_of:
         print(_peak_memory(args))
         return
-    rows = []
-    for row in provenance.kept(_records(args), args.out):
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if args.out:
-        provenance.write(args.out, rows)
+    provenance.show(_records(args), args.out)
 
 
 def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from bench import provenance
+from bench.arguments import add_arguments
 from bench.cpu.ways import KINDS, Given, Unavailable
 from specengine.errors import InputError, NumericalError
 
@@ -41,9 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=16384, help="of the text, at most; default: 16384")
     parser.add_argument("--window", type=int, default=512, help="tokens that are run together; default: 512")
     parser.add_argument("--way", choices=WAYS, action="append", help="only this one; may be repeated")
-    parser.add_argument("--model", help="default: the embedded model")
+    add_arguments(parser, "model", "out")
     parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file; default: the embedded model's")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     given = Given(args.model, args.gguf)
     try:
@@ -52,12 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         parser.error(str(error))
     source = {"text": args.text.name, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    records: list[dict[str, Any]] = []
-    for record in measured(given, [way for way in WAYS if not args.way or way in args.way], windows, tokenizer):
-        records.append(record | (source if record["record"] == "perplexity" else {}))
-        print(json.dumps(records[-1]), flush=True)
-        if args.out:
-            provenance.write(args.out, records)
+    records = measured(given, [way for way in WAYS if not args.way or way in args.way], windows, tokenizer)
+    provenance.show((r | (source if r["record"] == "perplexity" else {}) for r in records), args.out)
     return 0
 
 

@@ -16,23 +16,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from bench import provenance, report, workloads
+from bench.arguments import add_arguments
 from specengine import Engine, policies
-from specengine import checkpoints as models
 from specengine.benchmark.choice import Choice, sampling
 from specengine.benchmark.measuring import Run
+from specengine.benchmark.prompts import Workload
 from specengine.benchmark.summaries import summaries
-from specengine.benchmark.ways import Engines, Spec
+from specengine.benchmark.tables import Record
+from specengine.benchmark.ways import PLAIN
+from specengine.checkpoints import embedded
+from specengine.costs import measured
 from specengine.errors import InputError
-from specengine.options import LoadOptions
 
 CPU_PRESET = "cpu"
 
@@ -62,41 +61,31 @@ DYNATREE = {
 }
 
 
-@dataclass
-class Asked:
-    """A policy as it was asked for, and in which tables it stands: (group, value) pairs."""
-
-    spec: Spec
-    places: list[tuple[str, str]]
-
-
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
-    load = {"strict": args.strict, "lookup": args.lookup}
-    first = Engine.from_pretrained(model.to(args.device), args.draft, **load)
+    first = args.choice.engine()
     items = workloads.read(args.prompts, args.per_set)
-    settings, options = _settings(args, items, first), sampling(args.temperature, args.seed)
-    engines = Engines(first, LoadOptions.of(load))
-    made = [replace(engines.way(one.spec, options), facts={"places": one.places}) for one in args.ways]
-    run = Run(Choice.plain(first), made, options, length=args.max_new_tokens, rounds=args.rounds, say=_say)
-    records = list(provenance.kept(_kept(settings, run.records(items)), args.out))
-    records += summaries(records)
-    for rendered in report.tables(records):
-        print(rendered.markdown(), end="\n\n")
-    if args.out:
-        provenance.write(args.out, records)
+    all_ways = args.choice.ways(first, items, args.max_new_tokens)
+    ways = [replace(way, facts={"places": args.places[way.name]}) for way in all_ways if way.name in args.places]
+    run = Run(Choice.plain(first), ways, args.choice.options, length=args.max_new_tokens, rounds=args.rounds, say=_say)
+    for table in report.tables(list(provenance.keep(_records(args, first, items, run), args.out))):
+        print(table.markdown(), end="\n\n")
     return int(run.faults > 0)
 
 
-def _kept(settings: dict[str, Any], records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Without what stands in the rows already, and where counters are all that is wanted, without times."""
-    yield settings
-    for record in records:
-        if record["record"] == "row" and settings["counters_only"]:
-            yield {name: value for name, value in record.items() if name not in report.TIMES}
-        elif record["record"] != "answer":
+def _records(args: argparse.Namespace, first: Engine, items: Sequence[Workload], run: Run) -> Iterator[Record]:
+    """Yield rows without what `way` records hold, and where counters are all that is wanted, without times."""
+    yield _settings(args, first, items)
+    if args.costs:
+        yield measured.measure(first.target, first.drafter).record()
+    done = []
+    for record in run.records(items):
+        if record["record"] == "row" and args.counters_only:
+            record = {name: value for name, value in record.items() if name not in report.TIMES}
+        if record["record"] != "answer":
+            done.append(record)
             yield record
+    yield from summaries(done)
 
 
 def _say(line: str) -> None:
@@ -111,14 +100,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0],
         epilog="A way is [DRAFT:]NAME[/PRESET][,option=value...]; sweeps: " + ", ".join([*SWEEPS, "dynatree"]),
     )
-    parser.add_argument("--model", help="default: the embedded model")
-    parser.add_argument("--draft", default=None, help="default: the model's best")
-    parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
-    parser.add_argument("--per-set", type=int, default=5)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_arguments(parser, "model", "draft", "prompts", "per_set", "max_new_tokens", "dtype", "device", "out", rounds=1)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="of sampling, the same for every way")
     parser.add_argument("--policy", action="append", default=[], metavar="WAY", help="repeatable")
@@ -129,36 +111,38 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--lookup", action=argparse.BooleanOptionalAction, help="copies in the draft, or the head alone"
     )
     parser.add_argument("--strict", action="store_true", help="the same bits in every tree: no answer may diverge")
+    parser.add_argument("--costs", action="store_true", help="also measure what verifying and drafting cost")
     parser.add_argument("--counters-only", action="store_true", help="one round, no times")
     parser.add_argument(
         "--no-plain", action="store_true", help="with --counters-only: no plain decoding, answers are not compared"
     )
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if args.no_plain and not args.counters_only:
         parser.error("--no-plain: times are told against plain decoding's, give --counters-only as well")
-    try:
-        args.ways = ways(args.policy, args.sweep)[args.no_plain :]
-    except InputError as error:
-        parser.error(str(error))
     if args.counters_only:
         args.rounds = 1
+    load = {name: getattr(args, name) for name in ("dtype", "device", "strict", "lookup")}
+    try:
+        args.places = places(args.policy, args.sweep)
+        options = sampling(args.temperature, args.seed)
+        args.choice = Choice(list(args.places), args.model, args.draft, load=load, options=options)
+    except InputError as error:
+        parser.error(str(error))
+    if args.no_plain:
+        del args.places[PLAIN]
     return args
 
 
-def ways(given: list[str], sweeps: list[str]) -> list[Asked]:
-    """What to compare, plain decoding first; InputError for what is asked for by name and cannot be made."""
-    places: dict[str, list[tuple[str, str]]] = {}
+def places(given: list[str], sweeps: list[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return the ways to compare, plain decoding first, each with the tables it stands in: (group, value) pairs."""
+    found: dict[str, list[tuple[str, str]]] = {PLAIN: [(report.POLICIES, "")]}
     for spec in given if given or sweeps else _defaults():
-        places.setdefault(spec, []).append((report.POLICIES, ""))
+        if spec != PLAIN:
+            found.setdefault(spec, []).append((report.POLICIES, ""))
     for sweep in sweeps:
         group, points = sweep_points(sweep)
         for value, spec in points.items():
-            places.setdefault(spec, []).append((group, value))
-    found = [Asked(Spec.of(text), where) for text, where in ({"plain": [(report.POLICIES, "")]} | places).items()]
-    if given or sweeps:
-        for asked in found:
-            asked.spec.check(LoadOptions())
+            found.setdefault(spec, []).append((group, value))
     return found
 
 
@@ -182,14 +166,12 @@ def sweep_points(spec: str) -> tuple[str, dict[str, str]]:
     return spec, {str(value): f"{policy}{slash}{preset}{base},{option}={value}" for value in values}
 
 
-def _settings(args: argparse.Namespace, items: list[workloads.Workload], engine: Engine) -> dict[str, Any]:
-    if engine.drafter is None:
-        raise SystemExit("draft: one is needed, plain decoding takes part anyway")
+def _settings(args: argparse.Namespace, first: Engine, items: Sequence[Workload]) -> Record:
     named = ("dtype", "device", "temperature", "seed", "max_new_tokens", "per_set", "rounds", "counters_only", "strict")
     return {
         "record": "settings",
-        "model": args.model or models.embedded.NAME,
-        "draft": engine.drafter.name,
+        "model": args.model or embedded.NAME,
+        "draft": "a draft for each way" if first.drafter is None else first.drafter.name,
         **{name: getattr(args, name) for name in named},
         "sets": list(dict.fromkeys(item.set for item in items)),
         "prompts": len(items),

@@ -1,4 +1,4 @@
-"""Result files: what they came from, and their records."""
+"""Result files: the command, commit, device and versions that figures came from, then their records."""
 
 from __future__ import annotations
 
@@ -12,46 +12,41 @@ from specengine.benchmark import provenance as origin
 
 ROWS = ".rows"  # the end of the name of a file that grows
 
+Record = dict[str, Any]
 
-def provenance() -> dict[str, Any]:
-    """The first record of every result file."""
+
+def provenance() -> Record:
+    """Return the first record of every result file."""
     return origin.provenance(f"python -m {_module()}", sys.argv[1:])
 
 
-def kept(rows: Iterable[dict[str, Any]], path: Path | None) -> Iterator[dict[str, Any]]:
-    """The same records, each in the file beside `path` that ends in .rows before the next one is made.
+def keep(records: Iterable[Record], path: Path | None) -> Iterator[Record]:
+    """Yield the same records, each on disk before the next one is made.
 
-    What a run that breaks off has measured stays there, and `bench.report` reads it; `write` removes it.
+    They grow in the file beside `path` that ends in .rows, where what a run that breaks off has measured stays, and
+    `bench.report` reads it. After the last record it becomes `path`.
     """
     if path is None:
-        yield from rows
+        yield from records
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(ROWS).open("w") as log:
+    growing = path.with_suffix(ROWS)
+    with growing.open("w") as log:
         log.write(json.dumps(provenance()) + "\n")
-        for row in rows:
-            log.write(json.dumps(row) + "\n")
+        for record in records:
+            log.write(json.dumps(record) + "\n")
             log.flush()
-            yield row
+            yield record
+    growing.replace(path)
 
 
-def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """A result file: provenance, then one record per line; it appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in [provenance(), *rows]))
-    temporary.replace(path)
-    path.with_suffix(ROWS).unlink(missing_ok=True)
-
-
-def show(rows: Iterable[dict[str, Any]], path: Path | None) -> None:
-    """Print each record as it comes; then the result file, where one is asked for."""
-    found = []
-    for row in rows:
-        print(json.dumps(row), flush=True)
-        found.append(row)
-    if path:
-        write(path, found)
+def show(records: Iterable[Record], path: Path | None) -> list[Record]:
+    """Keep the records in a result file, where one is asked for, print each as it comes, and return them all."""
+    shown = []
+    for record in keep(records, path):
+        print(json.dumps(record), flush=True)
+        shown.append(record)
+    return shown
 
 
 def _module() -> str:

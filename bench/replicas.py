@@ -9,15 +9,14 @@ turns. One replica on all cores is what the others are held against.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from ray.util import ActorPool
 
 from bench import provenance
+from bench.arguments import add_arguments
 from specengine.batch.prompts import Item
 from specengine.batch.spread import Answering
 from specengine.benchmark import prompts
@@ -29,10 +28,8 @@ from specengine.replicas.scale import Scale
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=2)
+    add_arguments(parser, "out", max_new_tokens=64, rounds=2)
     parser.add_argument("--way", action="append", metavar="REPLICASxTHREADS", help="(default: 1x2, 1x1, 2x1, 4x1)")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     ways = [tuple(map(int, way.split("x"))) for way in args.way or ["1x2", "1x1", "2x1", "4x1"]]
     workloads = prompts.read(None)
@@ -51,10 +48,7 @@ def main() -> None:
     first = statistics.median(found["tokens_per_second"] for found in rounds[ways[0]])
     records = [_record(way, found, first) for way, found in rounds.items()]
     records.append({"record": "summary", "prompts": len(items), "same_answers": True, **vars(args) | {"out": None}})
-    for record in records:
-        print(json.dumps(record), flush=True)
-    if args.out:
-        provenance.write(args.out, records)
+    provenance.show(records, args.out)
 
 
 def _load(count: int, threads: int) -> list[Any]:

@@ -12,16 +12,38 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench import device_tables, plots
+from bench import plots
+from bench.kernels.tables import kernel_tables
 from bench.plain_tables import plain_tables
-from specengine.benchmark.report import not_run_table, source
-from specengine.benchmark.report import tables as ways_of_bench
+from specengine.benchmark import report as of_bench
+from specengine.benchmark.report import Columns, about, not_run_table, rows_of, set_table, share, source
 from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.tables import NOTHING, Record, Table, number
+from specengine.errors import InputError
 
-KINDS = ("ways", "policies", "sweeps", "sets", "not-run", "losses", "construction", "graphs", "kernels", "plain")
+KINDS = ("ways", "policies", "sweeps", "sets", "not-run", "losses", "construction", "kernels", "plain")
 POLICIES = "policies"  # the ways that stand in no sweep
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
+
+COLUMNS: dict[str, Callable[[Record], str]] = {
+    "tau": lambda r: number(r, "tau", 2),
+    "delta": lambda r: number(r, "delta", 2),
+    "verified": lambda r: number(r, "verified", 1),
+    "drafted": lambda r: number(r, "drafted", 1),
+    "gamma": lambda r: f"{r['gamma']:,}" if "gamma" in r else NOTHING,
+    "draft ms": lambda r: number(r.get("median_ms", {}), "draft", 2),
+    "policy ms": lambda r: number(r.get("median_ms", {}), "policy", 2),
+    "verify ms": lambda r: number(r.get("median_ms", {}), "verify", 1),
+    "policy share": lambda r: share(r, "policy_share"),
+    "speed, mean": lambda r: number(r, "speed_mean", 2),
+    "speed, total": lambda r: number(r, "speed_total", 2),
+    "diverging": lambda r: f"{r['diverging']} of {r['prompts']}" if "diverging" in r else NOTHING,
+}
+ON_A_DEVICE: Columns = {  # of bench.graphs
+    "over transformers": lambda r: f"{r['over_transformers']:.2f}" if "over_transformers" in r else "",
+    "over captured plain": lambda r: f"{r['over_captured_plain']:.2f}" if "over_captured_plain" in r else "",
+    "host waits": lambda r: str(r.get("host_waits", "")),
+}
 
 
 # ---------------------------------------------------------------------------------------------------- tables
@@ -31,84 +53,47 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
     """All tables that the records of one file have rows for; summaries are made where a run was cut short."""
     records = list(records)
     if any(r["record"] == "way" and "places" not in r for r in records):  # of specengine bench
-        return ways_of_bench(records, set_)
+        return of_bench.tables(records, set_)
     if any(r["record"] == "row" and {"way", "set"} <= r.keys() for r in records) and not any(
         r["record"] == "summary" for r in records
     ):
         records += summaries(records)
+    by_way = [r for r in records if r["record"] == "summary" and {"way", "set"} <= r.keys()]
     made = [
-        *policy_tables(records, set_),
-        *sweep_tables(records, set_),
-        *set_tables(records),
+        *policy_tables(records, by_way, set_),
+        set_table(by_way, "By set [prompts]: speed over plain decoding, mean of prompts (tau)", _speed_and_tau),
         not_run_table(records),
         *loss_tables(records),
         *construction_tables(records),
-        *device_tables.graph_tables(records),
-        *device_tables.kernel_tables(records),
+        *kernel_tables(records),
     ]
     return [table for table in made if table.rows]
 
 
-Column = tuple[str, Callable[[Record], str]]
-COUNTERS: list[Column] = [
-    ("tau", lambda r: number(r, "tau", 2)),
-    ("delta", lambda r: number(r, "delta", 2)),
-    ("verified", lambda r: number(r, "verified", 1)),
-    ("drafted", lambda r: number(r, "drafted", 1)),
-    ("gamma", lambda r: f"{r['gamma']:,}" if "gamma" in r else NOTHING),
-]
-SPEEDS: list[Column] = [
-    ("speed, mean", lambda r: number(r, "speed_mean", 2)),
-    ("speed, total", lambda r: number(r, "speed_total", 2)),
-]
-COLUMNS: list[Column] = [
-    *COUNTERS,
-    ("draft ms", lambda r: number(r.get("median_ms", {}), "draft", 2)),
-    ("policy ms", lambda r: number(r.get("median_ms", {}), "policy", 2)),
-    ("verify ms", lambda r: number(r.get("median_ms", {}), "verify", 1)),
-    ("policy share", lambda r: f"{100 * r['policy_share']:.1f} %" if "policy_share" in r else NOTHING),
-    *SPEEDS,
-    ("diverging", lambda r: f"{r['diverging']} of {r['prompts']}" if "diverging" in r else NOTHING),
-]
-
-
-def policy_tables(records: list[Record], set_: str = ALL) -> list[Table]:
-    """A row per way: counters, times, speed over plain decoding, answers that differ from plain decoding's."""
-    ways = _places(records).get(POLICIES, [])
-    picked = _picked(records, set_)
-    rows = [[way, *(show(picked[way]) for _, show in COLUMNS)] for way, _ in ways if way in picked]
-    if all(way == "plain" for way, *_ in rows):
-        return []
-    return [Table("policies", _title("Policies", records, set_), ("policy", *(name for name, _ in COLUMNS)), rows)]
-
-
-def sweep_tables(records: list[Record], set_: str = ALL) -> list[Table]:
-    """A table per sweep, a row per value."""
-    picked = _picked(records, set_)
-    columns = [*COLUMNS[:-3], *SPEEDS, COLUMNS[-1]]
+def policy_tables(records: list[Record], found: list[Record], set_: str = ALL) -> list[Table]:
+    """Return a table of the policies, a row per way, and a table per sweep, a row per value."""
+    picked = {record["way"]: record for record in found if record["set"] == set_}
+    places: dict[str, list[tuple[str, str]]] = {}
+    for record in records:
+        for group, value in record.get("places", ()) if record["record"] == "way" else ():
+            places.setdefault(group, []).append((record["way"], value or record["way"]))
+    for record in records:
+        if record["record"] == "host waits" and record["way"] in picked and "calls" in record:
+            picked[record["way"]] = picked[record["way"]] | {"host_waits": sum(record["calls"].values())}
+    columns = COLUMNS | {name: cell for name, cell in ON_A_DEVICE.items() if any(map(cell, picked.values()))}
+    asked = f"{'all sets' if set_ == ALL else set_}; {about(records)}" if places else ""
     made = []
-    for group, members in _places(records).items():
+    for group, labels in places.items():
+        rows = rows_of(picked, labels, columns)
         if group != POLICIES:
-            rows = [[value, *(show(picked[way]) for _, show in columns)] for way, value in members if way in picked]
-            made.append(
-                Table(
-                    "sweeps", _title(f"Sweep {group}", records, set_), ("value", *(name for name, _ in columns)), rows
-                )
-            )
+            made.append(Table("sweeps", f"Sweep {group}, {asked}", ("value", *columns), rows))
+        elif [label for label, *_ in rows] != ["plain"]:
+            made.append(Table("policies", f"Policies, {asked}", ("policy", *columns), rows))
     return made
 
 
-def set_tables(records: list[Record]) -> list[Table]:
-    """Speed over plain decoding (mean over prompts) and acceptance length of every way by set."""
-    found = {(r["way"], r["set"]): r for r in records if r["record"] == "summary" and {"way", "set"} <= r.keys()}
-    names = list(dict.fromkeys(name for _, name in found))
-    if len(names) <= 2:  # one set and all of them
-        return []
-    rows = [
-        [way, *(_cell(found[way, name], "speed_mean", "tau") if (way, name) in found else NOTHING for name in names)]
-        for way in dict.fromkeys(way for way, _ in found)
-    ]
-    return [Table("sets", "By set: speed over plain decoding, mean of prompts (tau)", ("policy", *names), rows)]
+def _speed_and_tau(record: Record) -> str:
+    return _cell(record, "speed_mean", "tau")
 
 
 def loss_tables(records: list[Record]) -> list[Table]:
@@ -147,30 +132,6 @@ def construction_tables(records: list[Record]) -> list[Table]:
     return made
 
 
-def _places(records: list[Record]) -> dict[str, list[tuple[str, str]]]:
-    """Per group the (way, value) pairs in it."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for record in records:
-        if record["record"] == "way":
-            for group, value in record["places"]:
-                found.setdefault(group, []).append((record["way"], value))
-    return found
-
-
-def _picked(records: list[Record], set_: str) -> dict[str, Record]:
-    return {r["way"]: r for r in records if r["record"] == "summary" and "way" in r and r.get("set") == set_}
-
-
-def _title(what: str, records: list[Record], set_: str) -> str:
-    settings = next((record for record in records if record["record"] == "settings"), None)
-    title = f"{what}, {'all sets' if set_ == ALL else set_}"
-    if settings is None:
-        return title
-    precision = settings["dtype"] + (", strict" if settings.get("strict") else "")
-    run = f"temperature {settings['temperature']:g}, {settings['max_new_tokens']} tokens"
-    return f"{title}; {settings['draft']}, {precision}, {run}"
-
-
 def _cell(record: Record, speed: str, length: str) -> str:
     return f"{number(record, speed, 2)} ({number(record, length, 2)})"
 
@@ -185,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", choices=KINDS, action="append", help="repeatable")
     parser.add_argument("--set", default=ALL, help="the prompt set of the policies' and the sweeps' tables")
-    parser.add_argument("--plot", action="store_true", help="FILE.md and, of graphs and kernels, FILE.svg as well")
+    parser.add_argument("--plot", action="store_true", help="FILE.md and, of ways and kernels, FILE.svg as well")
     args = parser.parse_args(argv)
     return max(_report(path, args) for path in args.files)
 
@@ -208,7 +169,12 @@ def _report(path: Path, args: argparse.Namespace) -> int:
     print(text, end="\n\n")
     if args.plot:
         path.with_suffix(".md").write_text(text + "\n")
-        print(plots.plot(records, path.with_suffix(".svg")), file=sys.stderr)
+        try:
+            plots.draw(records, path.with_suffix(".svg"))
+        except InputError as error:
+            print(f"{path}: not drawn ({error})", file=sys.stderr)
+        else:
+            print(f"{path.with_suffix('.svg')}: drawn", file=sys.stderr)
     return 0
 
 

@@ -14,10 +14,10 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from bench import provenance
+from bench.arguments import add_arguments
 from specengine import Engine
 from specengine.benchmark import prompts
 
@@ -26,12 +26,8 @@ WAYS = {"1 process, 1 thread": (1, 1), "1 process, 2 threads": (1, 2), "2 ranks,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model")
+    add_arguments(parser, "model", "dtype", "out", max_new_tokens=32, rounds=2)
     parser.add_argument("--prompts", type=int, default=6)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -41,11 +37,7 @@ def main() -> None:
     for number in range(args.rounds):
         for way in list(WAYS)[:: -1 if number % 2 else 1]:
             found[way].append(_run(*WAYS[way], sys.argv[1:]))
-    records = [_record(way, rounds) for way, rounds in found.items()]
-    for record in records:
-        print(json.dumps(record), flush=True)
-    if args.out:
-        provenance.write(args.out, records)
+    provenance.show([_record(way, rounds) for way, rounds in found.items()], args.out)
 
 
 def _run(ranks: int, threads: int, arguments: list[str]) -> dict[str, Any]:

@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bench import provenance
+from bench.arguments import add_arguments
 from specengine import ops
+from specengine.benchmark.measuring import rotated
 from specengine.policies._classifier import Mlp
 
 VOCABULARIES = (32768, 128256, 151936)
@@ -279,7 +280,7 @@ def measure(case: Case, device: torch.device, warm_ups: int, repeats: int, secon
     warm_ups, repeats = max(min(warm_ups, 2), round(warm_ups * share)), max(min(repeats, 10), round(repeats * share))
     taken: dict[str, list[Times]] = {name: [] for name in ways}
     for turn in range(warm_ups + repeats):
-        for name in _rotated(list(ways), turn):
+        for name in rotated(list(ways), turn):
             times = _call(ways[name](layer), device)
             if turn >= warm_ups:
                 taken[name].append(times)
@@ -309,11 +310,6 @@ def _call(run: Rule, device: torch.device) -> Times:
     return Times(start.elapsed_time(end), 1e3 * (time.perf_counter() - began))
 
 
-def _rotated(names: list[str], turn: int) -> list[str]:
-    turn %= len(names)
-    return names[turn:] + names[:turn]
-
-
 def _statistics(taken: dict[str, list[Times]], device: torch.device) -> dict[str, Any]:
     clocks = {"": "device", "host_": "host"} if device.type == "cuda" else {"": "device"}
     rows: dict[str, Any] = {}
@@ -340,17 +336,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--warm-ups", type=int, default=WARM_UPS)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--seconds", type=float, default=4.0, help="per case, for which slow ones get fewer repeats")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path)
+    add_arguments(parser, "device", "out")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    rows = []
-    for row in provenance.kept(_records(args, device), args.out):
-        rows.append(row)
+    for row in provenance.keep(_records(args, device), args.out):
         if row["record"] == "case":
             print(_line(row), flush=True)
-    if args.out:
-        provenance.write(args.out, rows)
     return 0
 
 

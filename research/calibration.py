@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
+from bench.arguments import add_arguments
 from research.losses import PLACES, TREES, sibling_ranks
 from specengine import Engine
 from specengine import checkpoints as models
@@ -46,13 +47,9 @@ class Outcome(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="default: the embedded model")
+    add_arguments(parser, "model", "prompts", "out", per_set=60, max_new_tokens=96)
     parser.add_argument("--head", type=Path, action="append", required=True, help="folder of a head; repeatable")
     parser.add_argument("--data", type=Path, required=True, help="training text, which holds texts back")
-    parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
-    parser.add_argument("--per-set", type=int, default=60)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--out", type=Path)
     provenance.show(measure(args := parser.parse_args()), args.out)
 
 

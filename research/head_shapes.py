@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
+from bench.arguments import add_arguments
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.benchmark.prompts import Workload
@@ -57,13 +58,10 @@ def main() -> None:
     trains.add_argument("--rate", type=float, default=6e-4)
     measures = commands.add_parser("measure")
     measures.set_defaults(run=show)
-    measures.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
-    measures.add_argument("--per-set", type=int, default=60)
-    measures.add_argument("--max-new-tokens", type=int, default=96)
+    add_arguments(measures, "prompts", "out", per_set=60, max_new_tokens=96)
     measures.add_argument("--rounds", type=int, default=3, help="measurements of the costs")
-    measures.add_argument("--out", type=Path)
     for command in (trains, measures):
-        command.add_argument("--model", help="default: the embedded model")
+        add_arguments(command, "model")
         command.add_argument("--heads", type=Path, required=True, help="folder of a head per shape")
     args = parser.parse_args()
     args.run(args)

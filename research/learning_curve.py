@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
+from bench.arguments import add_arguments
 from research import bootstrap
 from research.head_shapes import with_head
 from research.losses import acceptance_length, by_rank, cpu_seconds, observations
@@ -52,7 +53,7 @@ class Point(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="default: the embedded model")
+    add_arguments(parser, "model", "prompts", "out", per_set=60, max_new_tokens=96)
     parser.add_argument("--start", type=Path, help="the head that the first stage went on from")
     parser.add_argument("--start-tokens", type=int, default=0, help="that it had learnt from")
     parser.add_argument("--stage", type=Path, action="append", required=True, help="repeatable, in order")
@@ -60,10 +61,6 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, action="append", required=True, help="training text, which holds texts back"
     )
-    parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
-    parser.add_argument("--per-set", type=int, default=60)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = points(args.stage, args.batch_tokens, args.start, args.start_tokens)
     provenance.show(measure(found, args), args.out)

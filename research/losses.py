@@ -28,6 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
+from bench.arguments import add_arguments
 from research import bootstrap
 from specengine import Engine
 from specengine import checkpoints as models
@@ -76,16 +77,11 @@ PLACES = 128  # of a held-back text, by rank
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["train", "measure", "ahead"])
-    parser.add_argument("--model", help="default: the embedded model")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    add_arguments(parser, "model", "dtype", "prompts", "per_set", "max_new_tokens", "out")
     parser.add_argument("--data", type=Path, required=True, help="folder of training text, which holds texts back")
     parser.add_argument("--heads", type=Path, required=True, help="folder for a head per loss")
     parser.add_argument("--minutes", type=float, default=10, help="of training, for each loss: processor time")
     parser.add_argument("--loss", action="append", choices=list(LOSSES), help="repeatable; default: all")
-    parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
-    parser.add_argument("--per-set", type=int, default=5)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
     names = args.loss or list(LOSSES)
@@ -93,11 +89,7 @@ def main() -> None:
         target = args.model or models.embedded.NAME
         train(names, model, Corpus.open(args.data), args.heads, args.minutes * 60, target)
     else:
-        rows = (measure if args.what == "measure" else ahead)(names, model, args)
-        for row in rows:
-            print(json.dumps(row))
-        if args.out:
-            provenance.write(args.out, rows)
+        provenance.show((measure if args.what == "measure" else ahead)(names, model, args), args.out)
 
 
 def train(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float, target: str) -> None:

@@ -11,15 +11,16 @@ loss of a cycle is what it is worth less than by the true ones, in expected toke
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import provenance
+from bench.arguments import add_arguments
 from specengine import ops
 from specengine.drafters import Step
 from specengine.ops import Nodes
@@ -80,22 +81,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cycles", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    add_arguments(parser, "out")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    records: list[dict[str, Any]] = []
+    records = provenance.show(measure(args), args.out)
+    if args.plot:
+        svg.draw(args.plot, (9.0, 3.0), lambda figure: _draw(figure, records))
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for kind in ("still", "drifts", "jumps"):
         runs = [losses(kind, args.cycles, seed) for seed in range(args.seeds)]
         for who in ("counted", "stated"):
             means = [sum(run[who][cycle] for run in runs) / len(runs) for cycle in range(args.cycles)]
             points = [round(sum(means[at : at + EVERY]) / EVERY, 5) for at in range(0, args.cycles, EVERY)]
             total = round(sum(means) / len(means), 5)
-            records.append({"record": "regret", "law": kind, "by": who, "per_cycle": total, "points": points})
-            print(json.dumps({key: value for key, value in records[-1].items() if key != "points"}), flush=True)
-    if args.out:
-        provenance.write(args.out, records)
-    if args.plot:
-        svg.draw(args.plot, (9.0, 3.0), lambda figure: _draw(figure, records))
+            yield {"record": "regret", "law": kind, "by": who, "per_cycle": total, "points": points}
 
 
 def _draw(figure: Any, records: list[dict[str, Any]]) -> None:

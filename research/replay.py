@@ -16,12 +16,12 @@ there. Both are counted, and make tau a lower bound.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
+from bench.arguments import add_arguments
 from specengine import Engine, policies
 from specengine import checkpoints as models
 from specengine.benchmark.ways import parse
@@ -75,12 +76,8 @@ def run(args: argparse.Namespace) -> int:
     trees = Trees.open(args.folder)
     if not trees.manifest.get("logits"):
         raise InputError(f"trees: those in {args.folder} were logged without the draft's rows; use research.replay log")
-    rows = [{"record": "log", **trees.manifest}]
-    for spec, policy in made.items():
-        rows.append(summary(spec, policy, list(replay(trees, policy)), costs))
-        print(json.dumps(rows[-1], indent=1), flush=True)
-    if args.out:
-        provenance.write(args.out, rows)
+    summaries = (summary(spec, policy, list(replay(trees, policy)), costs) for spec, policy in made.items())
+    provenance.show(chain([{"record": "log", **trees.manifest}], summaries), args.out)
     return 0
 
 
@@ -245,12 +242,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("log")
     one.add_argument("folder", type=Path, help="goes on where it stopped")
-    one.add_argument("--model", help="default: the embedded model")
-    one.add_argument("--draft", help="default: the model's best")
-    one.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    one.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
-    one.add_argument("--per-set", type=int, default=5)
-    one.add_argument("--max-new-tokens", type=int, default=64)
+    add_arguments(one, "model", "draft", "dtype", "prompts", "per_set", max_new_tokens=64)
     one.add_argument("--width", type=int, default=10)
     one.add_argument("--expansions", type=int, default=6)
     one.set_defaults(run=log)
@@ -259,9 +251,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     two.add_argument("--policy", action="append", required=True, metavar="WAY", help="repeatable")
     known = "; ".join(f"{name}: {costs.source}" for name, costs in PUBLISHED.items()).replace("%", "%%")
     two.add_argument(
-        "--costs", action="append", default=[], metavar="NAME", help=f"a file of bench.end_to_end, or {known}"
+        "--costs", action="append", default=[], metavar="NAME", help=f"a file with a costs record, or {known}"
     )
-    two.add_argument("--out", type=Path)
+    add_arguments(two, "out")
     two.set_defaults(run=run)
     return parser.parse_args(argv)
 

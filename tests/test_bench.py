@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench import end_to_end, provenance, report, tree_construction
 from bench import policies as bench_policies
+from bench import provenance, report, tree_construction
 from bench.tree_construction import Case, Layer, layer_of
 from specengine import policies
 from specengine.benchmark.answers import Answer
-from specengine.benchmark.ways import EngineDecoder, parse
+from specengine.benchmark.ways import EngineDecoder, Spec, parse
 from specengine.costs import find_costs
 from specengine.errors import InputError
 from tests.toy import byte_tokenizer, tiny
@@ -135,7 +135,7 @@ def test_a_slow_case_gets_fewer_repeats() -> None:
 
 
 def test_without_a_wish_every_policy_takes_part() -> None:
-    specs = [way.spec.text for way in bench_policies.ways([], [])]
+    specs = list(bench_policies.places([], []))
     assert specs[0] == "plain"
     assert set(policies.names()) <= set(specs)
     assert {name for name in policies.presets() if name.endswith("/cpu")} <= set(specs)
@@ -145,8 +145,8 @@ def test_without_a_wish_every_policy_takes_part() -> None:
 def test_values_may_hold_commas() -> None:
     assert parse("fixed,branching=2,2,1") == ("fixed", {"branching": "2,2,1"})
     assert parse("eagle/cpu,width=3,budget=9") == ("eagle/cpu", {"width": "3", "budget": "9"})
-    (_, way) = bench_policies.ways(["fixed,branching=2,2,1"], [])
-    assert repr(way.spec.make()) == "Fixed(branching=(2, 2, 1))"
+    assert list(bench_policies.places(["fixed,branching=2,2,1"], [])) == ["plain", "fixed,branching=2,2,1"]
+    assert repr(Spec.of("fixed,branching=2,2,1").make()) == "Fixed(branching=(2, 2, 1))"
 
 
 def test_sweeps_take_a_preset_and_options() -> None:
@@ -164,9 +164,8 @@ def test_sweeps_take_a_preset_and_options() -> None:
 
 
 def test_a_policy_in_two_tables_runs_once() -> None:
-    found = bench_policies.ways(["talon,mu=0.05"], ["talon-mu"])
-    (both,) = [way for way in found if way.spec.text == "talon,mu=0.05"]
-    assert both.places == [("policies", ""), ("talon-mu", "0.05")]
+    found = bench_policies.places(["talon,mu=0.05"], ["talon-mu"])
+    assert found["talon,mu=0.05"] == [("policies", ""), ("talon-mu", "0.05")]
 
 
 @pytest.mark.parametrize(
@@ -180,9 +179,13 @@ def test_a_policy_in_two_tables_runs_once() -> None:
         ([], ["talon-mu,nonsense=1"], "nonsense"),
     ],
 )
-def test_what_cannot_be_made_is_refused_by_name(given: list[str], sweeps: list[str], named: str) -> None:
-    with pytest.raises(InputError, match=named):
-        bench_policies.ways(given, sweeps)
+def test_what_cannot_be_made_is_refused_by_name(
+    given: list[str], sweeps: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*(f"--policy={way}" for way in given), *(f"--sweep={way}" for way in sweeps)]
+    with pytest.raises(SystemExit):
+        bench_policies.main(words)
+    assert named in capsys.readouterr().err
 
 
 def test_a_sweep_of_a_policy_that_is_missing_says_so(
@@ -262,7 +265,7 @@ def test_the_table_counts(folder: Path, temperature: str, capsys: pytest.Capture
 def test_by_default_every_policy_runs_or_is_listed(folder: Path) -> None:
     status, records = run(folder, "--counters-only", "--max-new-tokens", "4")
     assert status == 0
-    expected = {way.spec.text for way in bench_policies.ways([], [])}
+    expected = set(bench_policies.places([], []))
     summarised, dropped = ({record["way"] for record in of(records, kind)} for kind in ("summary", "not run"))
     assert summarised | dropped == expected
     assert not summarised & dropped
@@ -392,13 +395,12 @@ def test_what_a_run_that_breaks_off_has_measured_stays(tmp_path: Path) -> None:
 
     out, seen = tmp_path / "results" / "x.jsonl", []
     with pytest.raises(RuntimeError):
-        seen.extend(provenance.kept(measured(), out))
-    kept = [json.loads(line) for line in out.with_suffix(".rows").read_text().splitlines()]
+        seen.extend(provenance.keep(measured(), out))
+    kept = read(out.with_suffix(".rows"))
     assert [record["record"] for record in kept] == ["provenance", "case", "case"]
     assert not out.exists()
-    rows = list(provenance.kept(iter(kept[1:]), out))
-    assert rows == kept[1:]
-    provenance.write(out, rows)
+    assert provenance.show(iter(kept[1:]), out) == kept[1:] == read(out)[1:]
+    assert read(out)[0]["record"] == "provenance"
     assert [file.name for file in out.parent.iterdir()] == ["x.jsonl"]
 
 
@@ -410,19 +412,14 @@ def test_records_are_on_disk_before_the_next_is_measured(tmp_path: Path) -> None
             assert len(out.with_suffix(".rows").read_text().splitlines()) == number + (number > 0)
             yield {"number": number}
 
-    assert len(list(provenance.kept(measured(), out))) == 3
+    assert len(list(provenance.keep(measured(), out))) == 3
 
 
-# ---------------------------------------------------------------------------------------------------- end to end
+# ---------------------------------------------------------------------------------------------------- costs
 
 
-def test_trees_are_measured_beside_the_baselines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = folder / "end-to-end.jsonl"
-    command = ["--model", str(folder / "model"), "--draft", "ngram", "--prompts", str(folder / "prompts")]
-    command += ["--tree", "2x2x6", "--max-new-tokens", "4", "--rounds", "1", "--dtype", "float32", "--out", str(out)]
-    assert end_to_end.main(command) == 0
-    records, tree = read(out), "eagle,width=2,expansions=2,budget=6"
-    assert [record["way"] for record in of(records, "way")] == ["plain", "generate", "prompt-lookup", tree]
-    assert find_costs(str(out)).verify
-    assert {row["verdict"] for row in of(records, "row")} == {"exact"}
-    assert f"| {tree}" in capsys.readouterr().out
+def test_costs_are_measured_beside_the_ways(folder: Path) -> None:
+    status, records = run(folder, "--policy", "generate", "--policy", "chain", "--costs")
+    assert status == 0
+    assert [record["way"] for record in of(records, "way")] == ["plain", "generate", "chain"]
+    assert find_costs(str(folder / "out.jsonl")).verify

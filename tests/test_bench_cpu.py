@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,10 @@ from torch import Tensor
 
 from bench.cpu import answers, forwards, goals
 from bench.cpu.__main__ import main
-from bench.cpu.ways import KINDS, Given, LlamaCpp, Unavailable
+from bench.cpu.ways import KINDS, Given, Unavailable
+from specengine.benchmark import llama
 from specengine.benchmark.tables import NOTHING
+from specengine.benchmark.ways import EngineDecoder
 from specengine.ops.tree import TokenTree
 from tests.toy import Tables, ToyTarget, byte_tokenizer, tiny
 
@@ -128,24 +129,52 @@ def test_sets_count_alike() -> None:
     assert mean["acceptance_length"] == {"native": 3.0}
 
 
-@pytest.mark.parametrize(("ends", "whole", "expected"), [({3}, False, 3), ({3}, True, 5), ({9}, False, 5)])
-def test_llama_cpp_ends_where_the_others_do(ends: set[int], whole: bool, expected: int) -> None:
-    resets = []
-    llama = SimpleNamespace(reset=lambda: resets.append(1), generate=lambda prompt, **_: iter(range(1, 100)))
-    assert LlamaCpp(llama, 5, ends, whole, {})([1, 2]).tokens == expected
-    assert resets == [1]
+@pytest.mark.parametrize(("part", "ends"), [("plain", []), ("default", [2])])
+def test_llama_cpp_ends_where_the_others_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, part: str, ends: list[int]
+) -> None:
+    asked = []
+
+    def way(plain: Any, options: Any, ends: Any, file: Any, context: int) -> Any:
+        asked.append((ends, file.name, context > 6))
+        return llama.Way(llama.LLAMA_CPP, lambda: lambda prompt, length: pytest.fail("not reached"))
+
+    monkeypatch.setattr(llama, "way", way)
+    monkeypatch.setattr(llama, "refuse_missing", lambda: None)
+    monkeypatch.setattr(Given, "end_tokens", {2})
+    (folder / "x.gguf").touch()
+    run(folder, "--part", part, "--way", "llama.cpp", "--gguf", str(folder / "x.gguf"))
+    assert asked[0] == (ends, "x.gguf", True)
+
+
+def test_a_way_that_breaks_off_is_in_no_mean(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = EngineDecoder.__call__, 0
+
+    def failing(self: EngineDecoder, prompt: list[int], length: int) -> Any:
+        nonlocal count
+        count += 1
+        if count == 5:  # two decoders are warmed up, each answers the first prompt
+            raise RuntimeError("out of reach")
+        return real(self, prompt, length)
+
+    monkeypatch.setattr(EngineDecoder, "__call__", failing)
+    records = run(folder, "--part", "default", "--way", "huggingface")
+    assert [record["reason"] for record in of(records, "skipped")] == ["RuntimeError: out of reach"]
+    assert ["huggingface" in row["tokens_per_second"] for row in of(records, "answers")] == [True, False]
+    assert all("huggingface" not in record["tokens_per_second"] for record in of(records, "summary"))
 
 
 # ---------------------------------------------------------------------------------------------------- what is missing
 
 
 def test_what_cannot_run_is_skipped_with_the_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setattr(llama, "has_binding", lambda: False)
+    monkeypatch.setenv("PATH", str(folder))  # without llama-server
     options = ("--way", "huggingface", "--way", "native gguf", "--way", "llama.cpp")
     records = run(folder, "--part", "plain", *options)
     reasons = {record["way"]: record["reason"] for record in of(records, "skipped")}
     assert set(reasons) == {"native gguf", "llama.cpp"}
-    assert "not installed" in reasons["llama.cpp"]
+    assert "found neither llama-server" in reasons["llama.cpp"]
     assert all("llama.cpp" not in row["tokens_per_second"] for row in of(records, "answers"))
 
 

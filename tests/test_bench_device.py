@@ -11,7 +11,9 @@ import pytest
 
 from bench import plots, report
 from bench.kernels import WAYS
+from bench.kernels.tables import GOALS
 from specengine.benchmark.tables import Table
+from specengine.errors import InputError
 
 Record = dict[str, Any]
 CASE = {"nodes": 64, "heads": 32, "kv_heads": 8, "size": 128, "bytes_us": 4.0, "operations_us": 5.0}
@@ -88,44 +90,45 @@ def test_cases_without_a_goal_a_floor_or_a_right_result() -> None:
 
 def test_goals_name_ways_that_there_are() -> None:
     known = {(way.kind, way.name) for way in WAYS}
-    assert {(goal.kind, way) for goal in report.device_tables.GOALS for way in goal.over} <= known
+    assert {(goal.kind, way) for goal in GOALS for way in goal.over} <= known
 
 
-RATES = {"transformers": 50.0, "plain, graphs": 100.0, "eagle": 90.0, "eagle, graphs": 250.0}
-SPLIT = {"draft": 4.0, "policy": 0.5, "verify": 3.0, "walk": 0.1, "commit": 0.2, "total": 8.0}
+WAYS_OF_GRAPHS = {"plain": 1.0, "transformers": 2.0, "plain, graphs": 0.5, "eagle, graphs": 0.25}
 GRAPHS: list[Record] = [
-    {"record": "settings", "model": "8b", "dtype": "bfloat16", "max_new_tokens": 128},
+    {"record": "settings", "model": "8b", "dtype": "bfloat16", "max_new_tokens": 128, "rounds": 1, "temperature": 0.0},
+    *({"record": "way", "way": way, "places": [("policies", "")]} for way in WAYS_OF_GRAPHS),
     {"record": "not run", "way": "specdecpp", "reason": "InputError: states of another size", "fault": False},
-    {
-        "record": "summary",
-        "prompts": 2,
-        "tokens_per_second": RATES,
-        "speedup_over_transformers": {way: rate / 50 for way, rate in RATES.items()},
-        "speedup_over_plain_graphs": {way: rate / 100 for way, rate in RATES.items()},
-        "answers_that_differ_from_plain": dict.fromkeys(RATES, 0) | {"eagle": 1},
-        "host_waits": {"eagle": {"cudaStreamSynchronize": 5, "cudaMemcpy": 2}, "transformers": {"failed": "x"}},
-    },
     *(
         {
             "record": "row",
-            "mean_acceptance_length": {"eagle": length, "eagle, graphs": 3.0},
-            "cycle_ms": {"eagle": SPLIT, "eagle, graphs": {"total": 5.0}},
+            "way": way,
+            "set": set_,
+            "id": "1",
+            "new_tokens": 10,
+            "seconds": [seconds],
+            "diverges_at": None,
         }
-        for length in (3.0, 4.0)
+        for way, seconds in WAYS_OF_GRAPHS.items()
+        for set_ in ("one", "two")
     ),
+    {"record": "host waits", "way": "eagle, graphs", "calls": {"cudaStreamSynchronize": 5, "cudaMemcpy": 2}},
+    {"record": "host waits", "way": "transformers", "failed": "x"},
+]
+GRAPHS += [
+    record | {"over_transformers": 2.0, "over_captured_plain": 0.5} if record["way"] == "plain" else record
+    for record in report.summaries(GRAPHS)
 ]
 
 
 def test_graphs_by_way() -> None:
-    (table,) = only(GRAPHS, "graphs")
-    assert table.title == "Graphs, 8b, bfloat16, 2 prompts, 128 tokens"
-    assert [row[0] for row in table.rows] == list(RATES)
-    eager, resident = cells(table, 2), cells(table, 3)
-    assert list(eager.values())[1:5] == ["90.0", "1.80", "0.90", "3.50"]
-    assert (eager["draft ms"], eager["total ms"]) == ("4.00", "8.00")
-    assert (eager["host waits"], eager["differ from plain"]) == ("7", "1 of 2")
-    assert (resident["draft ms"], resident["total ms"]) == (report.NOTHING, "5.00")
-    assert cells(table, 0)["host waits"] == cells(table, 0)["tau"] == report.NOTHING
+    (table,) = only(GRAPHS, "policies")
+    assert table.title == "Policies, all sets; 8b, bfloat16; 2 of 2 prompts; 1 round; temperature 0, 128 tokens"
+    assert [row[0] for row in table.rows] == list(WAYS_OF_GRAPHS)
+    plain, eagle = cells(table, 0), cells(table, 3)
+    assert (plain["over transformers"], plain["over captured plain"], plain["host waits"]) == ("2.00", "0.50", "")
+    assert (eagle["speed, mean"], eagle["over transformers"], eagle["host waits"]) == ("4.00", "", "7")
+    assert cells(table, 1)["host waits"] == ""
+    assert "host waits" not in only([r for r in GRAPHS if r["record"] != "host waits"], "policies")[0].header
     (dropped,) = only(GRAPHS, "not-run")
     assert dropped.rows == [["specdecpp", "cannot run", "InputError: states of another size"]]
 
@@ -150,7 +153,9 @@ def test_tables_and_plots_stand_beside_the_files(tmp_path: Path, capsys: pytest.
         assert (tmp_path / f"{name}.svg").read_bytes() == before
 
 
-def test_without_matplotlib_there_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = builtins.__import__
 
     def absent(name: str, *args: Any, **options: Any) -> Any:
@@ -159,9 +164,13 @@ def test_without_matplotlib_there_is_a_note(tmp_path: Path, monkeypatch: pytest.
         return real(name, *args, **options)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    assert "matplotlib is missing" in plots.plot(KERNELS, tmp_path / "x.svg")
-    assert "nothing in these records" in plots.plot([{"record": "row"}], tmp_path / "x.svg")
+    with pytest.raises(InputError, match="run pip install matplotlib"):
+        plots.draw(KERNELS, tmp_path / "x.svg")
+    with pytest.raises(InputError, match="there is no speed over plain decoding"):
+        plots.draw([], tmp_path / "x.svg")
     assert not list(tmp_path.iterdir())
+    assert report.main([save(tmp_path / "kernels.jsonl", KERNELS), "--plot"]) == 0
+    assert "kernels.jsonl: not drawn (plot: matplotlib draws it" in capsys.readouterr().err
 
 
 def test_a_file_that_is_missing_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,4 +178,4 @@ def test_a_file_that_is_missing_does_not_hide_the_others(tmp_path: Path, capsys:
     assert report.main([str(tmp_path / "absent.jsonl"), there]) == 1
     printed = capsys.readouterr()
     assert "no such file" in printed.err
-    assert "Graphs, 8b" in printed.out
+    assert "Policies, all sets; 8b" in printed.out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,17 @@ def test_a_committed_file_is_printed(file: Path, capsys: Any) -> None:
     out = capsys.readouterr().out
     assert out.startswith(f"`{file.name}`")
     assert "\n| " in out
+
+
+def test_the_command_of_a_committed_file_is_there_or_has_another_name() -> None:
+    table = re.findall(r"^\| `([\w.]+)`.*? \| `([\w.]+)", (RESULTS / "README.md").read_text(), re.MULTILINE)
+    today = dict(table)
+    commands = [json.loads(file.read_text().splitlines()[0]).get("command", "") for file in FILES]
+    named = set(re.findall(r"python -m (\S+)", "\n".join(commands)))
+    assert named > set(today) > {"bench.ltd", "bench.replay"}
+    for module in {today.get(name, name) for name in named}:
+        assert importlib.util.find_spec(module), module
+    assert not [name for name in today if importlib.util.find_spec(name)]
 
 
 def test_there_are_such_files() -> None:

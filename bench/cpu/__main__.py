@@ -12,6 +12,7 @@ from typing import Any
 
 import bench.cpu
 from bench import provenance, workloads
+from bench.arguments import add_arguments
 from bench.cpu import answers, forwards, goals, processes
 from bench.cpu.ways import KINDS, Given, Unavailable
 from specengine.benchmark.llama import LLAMA_CPP
@@ -25,17 +26,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=summary)
     parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
     parser.add_argument("--way", choices=(*KINDS, LLAMA_CPP), action="append", help="only this one; may be repeated")
-    parser.add_argument("--model", help="default: the embedded model")
+    add_arguments(parser, "model", "draft", "prompts", "per_set", "max_new_tokens", "out")
     parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file; default: the embedded model's")
-    parser.add_argument("--draft", help="default: the model's best")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="of what is not quantized")
-    parser.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in prompts")
-    parser.add_argument("--per-set", type=int, default=5)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, nargs="+", default=list(forwards.ROWS), help="of the part forward")
     parser.add_argument("--rounds", type=int, help=f"default: by part, {DEFAULT_ROUNDS}")
     parser.add_argument("--wheel", type=Path, help="of the embedded model, for the part start; default: the cache's")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--memory-of", choices=KINDS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -49,13 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         except Unavailable as error:
             sys.exit(str(error))
         return 0
-    records: list[dict[str, Any]] = []
-    for record in measured(args, given):
-        print(json.dumps(record), flush=True)
-        records.append(record)
-        if args.out:
-            provenance.write(args.out, records)
-    print(goals.table(records).markdown())
+    print(goals.table(provenance.show(measured(args, given), args.out)).markdown())
     return 0
 
 

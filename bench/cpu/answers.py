@@ -1,16 +1,23 @@
-"""Whole answers: every way answers every prompt once per round, in turn; a prompt's figure is the median."""
+"""Whole answers, measured as `specengine bench` does; a prompt's figure is the median."""
 
 from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from typing import Any
 
-from bench.cpu.ways import Answer, Given, LlamaCpp, Unavailable, Way, engine_way, generate
+from bench.cpu.ways import KINDS, Given
 from bench.workloads import Workload
+from specengine.benchmark import llama
+from specengine.benchmark.baselines import LOOKUP_TOKENS, Generate
 from specengine.benchmark.llama import LLAMA_CPP
+from specengine.benchmark.measuring import Run, longest
+from specengine.benchmark.ways import Decoder, EngineDecoder, Way, without_memory
+from specengine.engine import Engine
 
 GENERATE, LOOKUP = "generate", "generate, prompt lookup"
 BASELINES = (GENERATE, LLAMA_CPP)
@@ -21,77 +28,75 @@ Record = dict[str, Any]
 
 def plain(given: Given, names: list[str], items: list[Workload], length: int, rounds: int) -> Iterator[Record]:
     """Without drafts, `length` tokens for every prompt."""
-
-    def make(kind: str) -> Way:
-        return engine_way(given.plain(kind), length, given.end_tokens, whole=True)
-
-    baselines = {GENERATE: generate(given.transformers_model, length, whole=True)}
-    yield from _answered("plain", given, baselines, names, make, items, length, rounds)
+    whole = partial(Generate, given.transformers_model, {"temperature": 0.0}, [], min_new_tokens=length)
+    yield from _answered("plain", given, [Way(GENERATE, whole)], names, items, length, rounds)
 
 
 def default(given: Given, names: list[str], items: list[Workload], length: int, rounds: int) -> Iterator[Record]:
     """With the default draft and policy; answers end where the model ends them."""
-
-    def make(kind: str) -> Way:
-        return engine_way(given.engine(kind), length, given.end_tokens)
-
-    model = given.transformers_model
-    baselines = {GENERATE: generate(model, length), LOOKUP: generate(model, length, prompt_lookup_num_tokens=10)}
-    yield from _answered("default", given, baselines, names, make, items, length, rounds)
+    generate = partial(Generate, given.transformers_model, {"temperature": 0.0}, sorted(given.end_tokens))
+    lookup = partial(generate, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+    yield from _answered("default", given, [Way(GENERATE, generate), Way(LOOKUP, lookup)], names, items, length, rounds)
 
 
 def _answered(
-    part: str,
-    given: Given,
-    ways: dict[str, Way],
-    names: list[str],
-    make: Callable[[str], Way],
-    items: list[Workload],
-    length: int,
-    rounds: int,
+    part: str, given: Given, ways: list[Way], names: list[str], items: list[Workload], length: int, rounds: int
 ) -> Iterator[Record]:
-    """`ways` and those of `names` that can be had; `make` makes those of this engine."""
-    plain_engine = given.plain("huggingface")
-    prompts = [plain_engine.stream(item.text, max_new_tokens=1).prompt for item in items]
-    for name in names:
-        try:
-            if name == LLAMA_CPP:
-                llama = LlamaCpp.of(given, max(map(len, prompts)) + length, length, whole=part == "plain")
-                yield {"record": LLAMA_CPP, "part": part, **llama.settings}
-                ways[name] = llama
-            else:
-                ways[name] = make(name)
-        except Unavailable as error:
-            yield {"record": "skipped", "part": part, "way": name, "reason": str(error)}
-    for way in ways.values():
-        way(prompts[0])  # the first answer of a process is slower
-    rows = []
-    for item, prompt in zip(items, prompts, strict=True):
-        rows.append(_row(part, ways, item, prompt, rounds))
-        yield rows[-1]
-    yield from summaries(rows)
+    """Measure `ways` and those of `names` that can be had."""
+    first = given.plain("huggingface")
+    ends = [] if part == "plain" else sorted(given.end_tokens)
+    options = {"temperature": 0.0, "eos_token_id": ends}
+
+    def start(name: str) -> Decoder:
+        if name in KINDS:
+            return EngineDecoder(given.plain(name) if part == "plain" else _fresh(given.engine(name)), options)
+        llama.refuse_missing()
+        context = longest(first, items, length)
+        return llama.way(first, {}, ends, given.gguf_file(), context).start()
+
+    ways = [*ways, *(Way(name, partial(start, name)) for name in names)]
+    run = Run(first, ways, options, length=length, rounds=rounds, say=lambda line: print(part, line, file=sys.stderr))
+    rows: list[Record] = []
+    for (kind, *_), group in groupby(run.records(items), lambda r: (r["record"], r.get("set"), r.get("id"))):
+        records = list(group)
+        if kind == "row":
+            rows.append(_row(part, records))
+            yield rows[-1]
+        for record in records:
+            if kind == "not run":
+                yield {"record": "skipped", "part": part, "way": record["way"], "reason": record["reason"]}
+            elif record["way"] == LLAMA_CPP and kind == "way":
+                yield record | {"record": LLAMA_CPP, "part": part}
+    through = {way.name for way in run.ways}
+    yield from summaries([{name: _of(through, value) for name, value in row.items()} for row in rows])
 
 
-def _row(part: str, ways: dict[str, Way], item: Workload, prompt: list[int], rounds: int) -> Record:
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    answers: dict[str, Answer] = {}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            began = time.perf_counter()
-            answers[name] = way(prompt)
-            seconds[name].append(time.perf_counter() - began)
-    rates = {name: round(answers[name].tokens / statistics.median(values), 2) for name, values in seconds.items()}
-    print(part, item.set, item.id, rates, file=sys.stderr, flush=True)
+def _of(ways: set[str], value: Any) -> Any:
+    """Return of figures by way those of these ways, anything else as it is."""
+    return {way: figure for way, figure in value.items() if way in ways} if isinstance(value, dict) else value
+
+
+def _fresh(engine: Engine) -> Engine:
+    """Return an engine on the same model and draft whose policy and draft have seen no prompt."""
+    assert engine.drafter is not None
+    policy: Any = engine.policy
+    return Engine(engine.target, without_memory(engine.drafter), replace(policy), engine.tokenizer)
+
+
+def _row(part: str, rows: list[Record]) -> Record:
+    """Return one record of the ways' rows of one prompt."""
     return {
         "record": "answers",
         "part": part,
-        "set": item.set,
-        "id": item.id,
-        "prompt_tokens": len(prompt),
-        "new_tokens": {name: answer.tokens for name, answer in answers.items()},
-        "tokens_per_second": rates,
+        **{name: rows[0][name] for name in ("set", "id", "prompt_tokens")},
+        "new_tokens": {row["way"]: row["new_tokens"] for row in rows},
+        "tokens_per_second": {
+            row["way"]: round(row["new_tokens"] / statistics.median(row["seconds"]), 2) for row in rows
+        },
         "acceptance_length": {
-            name: round(answer.acceptance_length, 3) for name, answer in answers.items() if answer.acceptance_length
+            row["way"]: round(row["emitted"] / row["cycles"], 3)
+            for row in rows
+            if part == "default" and "cycles" in row
         },
     }
 

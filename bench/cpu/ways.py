@@ -1,12 +1,11 @@
-"""Ways to run the model on a CPU: this engine's backends and llama.cpp, all behind one function of a prompt."""
+"""Ways to run the model on a CPU: this engine's backends, and what they have of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from gguf import GGUFReader
@@ -14,22 +13,12 @@ from torch import nn
 
 from specengine import Engine
 from specengine import checkpoints as models
-from specengine.benchmark.baselines import Generate
-from specengine.benchmark.llama import Binding, decode, has_binding
 from specengine.checkpoints import embedded
 from specengine.errors import SpecEngineError
 
 
-class Unavailable(Exception):
+class Unavailable(SpecEngineError):
     """This way cannot run here; the message says why."""
-
-
-class Answer(NamedTuple):
-    tokens: int
-    acceptance_length: float = 0.0  # 0 without a draft
-
-
-Way = Callable[[list[int]], Answer]  # a prompt's token ids to its answer
 
 
 @dataclass(frozen=True)
@@ -133,41 +122,3 @@ class Given:
         if runs != kind.backend:
             raise Unavailable(f"asked for {kind.backend}, the engine runs {runs}")
         return engine
-
-
-def generate(model: Any, length: int, *, whole: bool = False, **options: Any) -> Way:
-    """transformers' `generate`. whole: `length` tokens whatever they are."""
-    if whole:
-        options["min_new_tokens"] = length
-    decode = Generate(model, {"temperature": 0.0}, [], **options)
-    return lambda prompt: Answer(len(decode(prompt, length).tokens))
-
-
-def engine_way(engine: Engine, length: int, ends: set[int], *, whole: bool = False) -> Way:
-    def run(prompt: list[int]) -> Answer:
-        result = engine.generate(prompt, max_new_tokens=length, eos_token_id=[] if whole else sorted(ends))
-        return Answer(len(result.token_ids), result.stats.mean_acceptance_length if engine.drafter else 0.0)
-
-    return run
-
-
-@dataclass(frozen=True)
-class LlamaCpp:
-    """llama.cpp's greedy decoding through its Python binding; Unavailable without it or without a GGUF file."""
-
-    llama: Any
-    length: int
-    ends: set[int]
-    whole: bool
-    settings: dict[str, Any]  # for the record
-
-    @classmethod
-    def of(cls, given: Given, context: int, length: int, *, whole: bool = False) -> LlamaCpp:
-        """context: tokens of the longest prompt and its answer."""
-        if not has_binding():
-            raise Unavailable("llama-cpp-python is not installed")
-        binding = Binding(given.gguf_file(), context, torch.device("cpu"), {}, given.end_tokens)
-        return cls(binding.llama, length, given.end_tokens, whole, {**binding.facts, "context": context})
-
-    def __call__(self, prompt: list[int]) -> Answer:
-        return Answer(len(decode(self.llama, prompt, self.length, () if self.whole else self.ends, {})))

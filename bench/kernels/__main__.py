@@ -68,12 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit("bench.kernels needs a CUDA device; --dry-run lists what it would run")
     from bench import provenance  # here, as --dry-run should not load the engine
 
-    rows = []
-    for row in provenance.kept(records(args), args.out):
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if args.out:
-        provenance.write(args.out, rows)
+    provenance.show(records(args), args.out)
 
 
 def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import research.inflate
 from bench import provenance
+from bench.arguments import add_arguments
 from research.inflate import Inflated, inflate
 from research.inflate.shape import Shape, parse_shape
 from specengine import checkpoints as models
@@ -27,10 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m research.inflate", description=summary)
     parser.add_argument("--shape", type=parse_shape, required=True, help="8b or sizes, see research/inflate/shape.py")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the model; FOLDER/head: its head")
-    parser.add_argument("--model", help="default: the embedded model")
+    add_arguments(parser, "model", "dtype", "device")
     parser.add_argument("--draft", type=Path, help="folder of its EAGLE head; default: the one that ships for it")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--extra-tokens", default="copies", choices=["copies", "silent"])
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     args = parser.parse_args(arguments)

@@ -16,11 +16,11 @@ draws it.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from bench import provenance
+from bench.arguments import add_arguments
 from research.ltd import train
 from research.ltd.compare import agree, compare, curves, log
 from specengine.errors import SpecEngineError
@@ -29,14 +29,10 @@ from specengine.errors import SpecEngineError
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     try:
-        rows = list(args.run(args))
+        provenance.show(args.run(args), args.out)
     except SpecEngineError as error:
         print(f"research.ltd: error: {error}", file=sys.stderr)
         return 2
-    for row in rows:
-        print(json.dumps(row))
-    if args.out:
-        provenance.write(args.out, rows)
     return 0
 
 
@@ -63,19 +59,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     fourth = commands.add_parser("curves")
     fourth.add_argument("folder", type=Path, nargs="+", help="of a training")
     for command, run in ((first, log), (second, compare), (third, agree), (fourth, curves)):
-        command.add_argument("--out", type=Path)
+        add_arguments(command, "out")
         command.set_defaults(run=run)
         if command in (second, third):
             command.add_argument("--networks", action="append", required=True, help="as of the policy ltd; repeatable")
             command.add_argument("--costs", required=True, help="as of `train`")
         if command in (first, third):
-            command.add_argument("--model", help="default: the embedded model")
-            command.add_argument("--draft", help="default: the model's best")
+            add_arguments(command, "model", "draft", "dtype", "prompts", per_set=2, max_new_tokens=96)
             command.add_argument("--no-lookup", action="store_true", help="the draft alone, as by default on a GPU")
-            command.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-            command.add_argument("--prompts", type=Path, help="folder of .jsonl prompt sets; default: a few built-in")
-            command.add_argument("--per-set", type=int, default=2)
-            command.add_argument("--max-new-tokens", type=int, default=96)
     return parser.parse_args(argv)
 
 

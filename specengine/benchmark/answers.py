@@ -10,7 +10,7 @@ from specengine.models import common_prefix
 from specengine.records import Cycle
 
 COUNTS = ("cycles", "emitted", "passes", "verified", "drafted")
-PARTS = ("draft", "policy", "verify", "total")
+PARTS = ("draft", "policy", "verify", "walk", "commit", "total")
 
 
 class Answer(NamedTuple):
@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What is read from a cycle while it is there; seconds of its parts and of the whole."""
+    """What is read from a cycle while it is there; seconds of its parts, where it was split into them, and of all."""
 
     emitted: int
     passes: int
@@ -32,46 +32,56 @@ class Figures(NamedTuple):
     draft: float
     policy: float
     verify: float
+    walk: float
+    commit: float
     total: float
+    split: bool
 
     @classmethod
     def of(cls, cycle: Cycle) -> Figures:
         seconds, tree = cycle.seconds, cycle.tree
         sizes = len(cycle.tokens), int(tree.passes), len(tree), cycle.drafted
-        return cls(*sizes, seconds.draft, seconds.policy, seconds.verify, seconds.total)
+        parts = seconds.draft, seconds.policy, seconds.verify, seconds.walk, seconds.commit, seconds.total
+        return cls(*sizes, *parts, seconds.split)
 
 
 def counted(cycles: Sequence[Figures]) -> dict[str, Any]:
-    """Sums over an answer's cycles, medians of their parts in milliseconds, and the seconds that policies took of all.
+    """Return sums over an answer's cycles, medians of their parts in milliseconds, and seconds of policies and of all.
 
-    emitted: tokens; passes: of the draft; verified: nodes, with the root; drafted: nodes, without it.
+    emitted: tokens; passes: of the draft; verified: nodes, with the root; drafted: nodes, without it. Where some cycles
+    stayed on a device, whose parts are not known, `total` stands alone.
     """
+    split = all(cycle.split for cycle in cycles)
+    medians = {
+        part: round(1e3 * statistics.median(getattr(cycle, part) for cycle in cycles), 4)
+        for part in (PARTS if split else ("total",))
+    }
     return {
         "cycles": len(cycles),
         **{name: sum(getattr(cycle, name) for cycle in cycles) for name in COUNTS[1:]},
-        "median_ms": {
-            part: round(1e3 * statistics.median(getattr(cycle, part) for cycle in cycles), 4) for part in PARTS
-        },
-        "policy_s": round(sum(cycle.policy for cycle in cycles), 6),
+        "median_ms": medians,
+        **({"policy_s": round(sum(cycle.policy for cycle in cycles), 6)} if split else {}),
         "total_s": round(sum(cycle.total for cycle in cycles), 6),
     }
 
 
 def row(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Counters of the first round; seconds of every round; of a cycle's parts the medians of the rounds' medians."""
-    found: dict[str, Any] = {"prompt_tokens": answers[0].prompt_tokens, "new_tokens": len(answers[0].tokens)}
+    """Return counters of the first round, seconds of every round, and medians over rounds of the parts' medians."""
+    first = answers[0]
+    measured: dict[str, Any] = {"prompt_tokens": first.prompt_tokens, "new_tokens": len(first.tokens)}
     cycles = [answer.cycles for answer in answers if answer.cycles is not None]
     if cycles:
-        found |= {name: cycles[0][name] for name in COUNTS}
-    found["seconds"] = [round(answer.seconds, 4) for answer in answers]
+        measured |= {name: cycles[0][name] for name in COUNTS}
+    measured["seconds"] = [round(answer.seconds, 4) for answer in answers]
     if cycles:
-        found["median_ms"] = {
-            part: round(statistics.median(each["median_ms"][part] for each in cycles), 4) for part in PARTS
+        parts = [part for part in PARTS if all(part in each["median_ms"] for each in cycles)]
+        measured["median_ms"] = {
+            part: round(statistics.median(each["median_ms"][part] for each in cycles), 4) for part in parts
         }
-        found["policy_share"] = round(
-            sum(each["policy_s"] for each in cycles) / sum(each["total_s"] for each in cycles), 5
-        )
-    return found
+    if cycles and all("policy_s" in each for each in cycles):
+        share = sum(each["policy_s"] for each in cycles) / sum(each["total_s"] for each in cycles)
+        measured["policy_share"] = round(share, 5)
+    return measured
 
 
 def first_difference(expected: list[int], got: list[int]) -> int | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from specengine.benchmark.answers import Answer, first_difference, row
 from specengine.benchmark.prompts import Workload
@@ -23,6 +25,7 @@ WARM_UP = "Count: one, two, three, one, two, three, one, two,"
 WARM_UP_TOKENS = 16
 
 Record = dict[str, Any]
+T = TypeVar("T")
 Answers = dict[str, dict[int, Answer]]  # by way and round
 
 
@@ -103,9 +106,10 @@ class Run:
     def _asked(self, place: tuple[str, str], prompt: list[int], number: int, answers: Answers) -> Iterator[Record]:
         """The answers that are not there yet."""
         for round_ in range(self.rounds):
-            for way in _rotated(self.ways, number + round_):
+            for way in rotated(self.ways, number + round_):
                 if round_ in answers[way.name] or way not in self.ways:
                     continue
+                _finish(self.plain.target.device)  # what the way before left to do is not this one's time
                 try:
                     answer = self._decoders[way.name][round_](prompt, self.length)
                 except Exception as error:
@@ -118,8 +122,8 @@ class Run:
     def _row(self, place: tuple[str, str], way: Way, prompt: list[int], answers: Answers) -> Record:
         own = [answers[way.name][round_] for round_ in range(self.rounds)]
         found = {"record": "row", "way": way.name, "set": place[0], "id": place[1], **row(own)}
-        if PLAIN in answers and (way.ours or self.compares):
-            found |= self._compared(prompt, answers[PLAIN][0].tokens, own)
+        if answers.get(way.against) and (way.ours or self.compares):
+            found |= self._compared(prompt, answers[way.against][0].tokens, own)
         if way.ours and found.get("verdict") == "mismatch":
             found["fault"] = True
             self.faults += 1
@@ -159,6 +163,11 @@ def longest(plain: Engine, items: Sequence[Workload], length: int, turns: int = 
     return max(sum(len(tokens_of(plain, text)) + length for text in texts) for texts in asked)
 
 
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _answers(done: Iterable[Record]) -> dict[tuple[str, str], Answers]:
     found: dict[tuple[str, str], Answers] = defaultdict(lambda: defaultdict(dict))
     for record in done:
@@ -174,9 +183,10 @@ def _largest_gap(judged: Judged) -> float | None:
     return None if gap == float("inf") else round(gap, 5)
 
 
-def _rotated(ways: list[Way], turn: int) -> list[Way]:
-    turn %= len(ways)
-    return ways[turn:] + ways[:turn]
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """Return the items, those first whose turn it is to be first."""
+    turn %= len(items)
+    return [*items[turn:], *items[:turn]]
 
 
 def _rate(answers: dict[int, Answer]) -> float:

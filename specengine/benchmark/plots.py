@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,23 @@ SPREAD = 0.6  # of the places of sets within a way's band
 
 
 def draw(records: Sequence[Record], file: Path) -> None:
-    """Write an SVG file. InputError without matplotlib, without a row to draw, and where it cannot be written."""
+    """Write an SVG file. InputError as of `picture`, and without a row to draw."""
+    found = speeds_by_way(records)
+    if not found:
+        raise InputError(f"plot: there is no speed over plain decoding to be drawn into {file.name}")
+    picture(file, lambda figure: _fill(figure, found))
+
+
+def picture(file: Path, fill: Callable[[Any], None]) -> None:
+    """Write what `fill` draws onto a figure. InputError without matplotlib, and where the file cannot be written."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError("plot: matplotlib draws it, run pip install matplotlib") from error
-    found = speeds_by_way(records)
-    if not found:
-        raise InputError(f"plot: there is no speed over plain decoding to be drawn into {file.name}")
     with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "specengine"}):
         figure = Figure(layout="constrained")
-        _fill(figure, found)
+        fill(figure)
         save(figure, file, "plot")
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from specengine.benchmark.summaries import ALL, VERDICTS, summaries
 from specengine.benchmark.tables import NOTHING, Record, Table, number
+
+Columns = Mapping[str, Callable[[Record], str]]  # by header, the cell of a summary
 
 
 def tables(records: Sequence[Record], set_: str = ALL) -> list[Table]:
     """Of the prompts that are through: every way on `set_`, every set, and what took no part."""
     found = summaries(records)
-    made = [way_table(records, found, set_), set_table(found), not_run_table(records)]
+    title = f"{'All sets' if set_ == ALL else set_}; {about(records)}"
+    ways = {record["way"]: record for record in found if record["set"] == set_}
+    made = [
+        Table("ways", title, ("way", *COLUMNS), rows_of(ways, zip(ways, ways, strict=True), COLUMNS)),
+        set_table(found, "By set [prompts]: speed over plain decoding, median (quartiles)", spread),
+        not_run_table(records),
+    ]
     return [table for table in made if table.rows]
 
 
@@ -25,35 +33,19 @@ def source(name: str, records: Sequence[Record]) -> str:
     return f"{line}{origin['device']}" + (f"; stopped and resumed {stops} times" if stops else "")
 
 
-def way_table(records: Sequence[Record], found: Sequence[Record], set_: str = ALL) -> Table:
-    """A row per way. Quartiles are those of prompts; the last columns count prompts by their worst verdict."""
-    header = ("way", "tokens/s", "speed: median (quartiles)", "mean", "rounds apart", "tau", "delta", *VERDICTS)
-    rows = [
-        [
-            record["way"],
-            number(record, "tokens_per_second", 1),
-            spread(record),
-            number(record, "speed_mean", 2),
-            f"{100 * record['rounds_apart']:.1f} %" if "rounds_apart" in record else NOTHING,
-            number(record, "tau", 2),
-            number(record, "delta", 2),
-            *(str(record["verdicts"][verdict]) if "verdicts" in record else NOTHING for verdict in VERDICTS),
-        ]
-        for record in found
-        if record["set"] == set_
-    ]
-    return Table("ways", f"{'All sets' if set_ == ALL else set_}; {_run(records)}", header, rows)
+def rows_of(found: Mapping[str, Record], labels: Iterable[tuple[str, str]], columns: Columns) -> list[list[str]]:
+    """Return a row per (way, label) whose way has a summary in `found`, which is by way."""
+    return [[label, *(cell(found[way]) for cell in columns.values())] for way, label in labels if way in found]
 
 
-def set_table(found: Sequence[Record]) -> Table:
-    """Speed over plain decoding of every way by set; none where there is one set alone."""
+def set_table(found: Sequence[Record], title: str, cell: Callable[[Record], str]) -> Table:
+    """Return a row per way with the cell of each set's summary; no rows where there is one set alone."""
     cells = {(record["way"], record["set"]): record for record in found}
     sets = [name for name in dict.fromkeys(set_ for _, set_ in cells) if name != ALL]
     prompts = {record["set"]: record["prompts"] for record in found}
     ways = list(dict.fromkeys(way for way, _ in cells)) if len(sets) > 1 else []
-    rows = [[way, *(spread(cells[way, set_]) if (way, set_) in cells else NOTHING for set_ in sets)] for way in ways]
-    header = ("way", *(f"{set_} [{prompts[set_]}]" for set_ in sets))
-    return Table("sets", "By set [prompts]: speed over plain decoding, median (quartiles)", header, rows)
+    rows = [[way, *(cell(cells[way, set_]) if (way, set_) in cells else NOTHING for set_ in sets)] for way in ways]
+    return Table("sets", title, ("way", *(f"{set_} [{prompts[set_]}]" for set_ in sets)), rows)
 
 
 def not_run_table(records: Sequence[Record]) -> Table:
@@ -74,13 +66,38 @@ def spread(record: Record) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})" if record["prompts"] > 1 else f"{middle:.2f}"
 
 
-def _run(records: Sequence[Record]) -> str:
+def share(record: Record, name: str) -> str:
+    return f"{100 * record[name]:.1f} %" if name in record else NOTHING
+
+
+def about(records: Sequence[Record]) -> str:
+    """Return the model or the draft, the precision, and how much was asked, for a title."""
     settings = next((record for record in records if record["record"] == "settings"), {})
     model = next((record for record in records if record["record"] == "model"), {})
     rows = {(record["set"], record["id"]) for record in records if record["record"] == "row"}
-    named = [f"{model['name']}, {model['dtype']}, {model['backend']}"] if model else []
+    if model:
+        named = [f"{model['name']}, {model['dtype']}, {model['backend']}"]
+    else:
+        named = [f"{settings[name]}, {settings['dtype']}" for name in ("draft", "model") if name in settings][:1]
+    named += ["strict"] if settings.get("strict") else []
     named.append(f"{len(rows)} of {settings.get('prompts', len(rows))} prompts")
-    if settings:
+    if "rounds" in settings:
         named.append(f"{settings['rounds']} round{'s' * (settings['rounds'] != 1)}")
+    if "temperature" in settings:
         named.append(f"temperature {settings['temperature']:g}, {settings['max_new_tokens']} tokens")
     return "; ".join(named)
+
+
+def _verdicts(verdict: str) -> Callable[[Record], str]:
+    return lambda record: str(record["verdicts"][verdict]) if "verdicts" in record else NOTHING
+
+
+COLUMNS: Columns = {  # quartiles are those of prompts; the last ones count prompts by their worst verdict
+    "tokens/s": lambda record: number(record, "tokens_per_second", 1),
+    "speed: median (quartiles)": spread,
+    "mean": lambda record: number(record, "speed_mean", 2),
+    "rounds apart": lambda record: share(record, "rounds_apart"),
+    "tau": lambda record: number(record, "tau", 2),
+    "delta": lambda record: number(record, "delta", 2),
+    **{verdict: _verdicts(verdict) for verdict in VERDICTS},
+}

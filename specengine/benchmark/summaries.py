@@ -85,10 +85,11 @@ def _times(rows: list[Record], plain: list[Record]) -> Record:
         apart = [max(row["seconds"]) / min(row["seconds"]) - 1 for row in rows]
         found["rounds_apart"] = round(statistics.median(apart), 4)
     if all("median_ms" in row for row in rows):
-        parts = rows[0]["median_ms"]
+        parts = [part for part in rows[0]["median_ms"] if all(part in row["median_ms"] for row in rows)]
         found["median_ms"] = {
             part: round(statistics.median(row["median_ms"][part] for row in rows), 4) for part in parts
         }
+    if all("policy_share" in row for row in rows):
         found["policy_share"] = round(statistics.mean(row["policy_share"] for row in rows), 5)
     return found
 

@@ -37,15 +37,17 @@ class Decoder(Protocol):
 class Way:
     """A way by its name, and what makes its decoders: one per round, so that none has seen a prompt before.
 
-    start  may raise a SpecEngineError where this way cannot run
-    ours   an answer that is neither plain decoding's nor a near-tie is a fault
-    facts  for its record
+    start    may raise a SpecEngineError where this way cannot run
+    ours     an answer that is neither plain decoding's nor a near-tie is a fault
+    facts    for its record
+    against  the way whose answers its own are compared with
     """
 
     name: str
     start: Callable[[], Decoder]
     ours: bool = True
     facts: dict[str, Any] = field(default_factory=dict)
+    against: str = PLAIN
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ ASSUMED = Costs("assumed", {1: 1.0, 16: 1.05, 32: 1.3, 64: 2.0}, {1: 0.1, 8: 0.1
 
 
 def find_costs(name: str) -> Costs:
-    """Published ratios by name, or the `costs` record of a file that `bench.end_to_end --tree` printed or wrote."""
+    """Published ratios by name, or the `costs` record of a file that `bench.policies --costs` wrote."""
     if name in PUBLISHED:
         return PUBLISHED[name]
     try:

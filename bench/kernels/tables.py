@@ -1,19 +1,13 @@
-"""Tables of what was measured on a device: kernels against what users have today, policies as captured graphs."""
+"""Tables of kernels against what users have today, and whether they reach their goals."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from specengine.benchmark.tables import NOTHING, Record, Table, number
 
 OURS = "specengine"  # of the kernels' ways; those whose names only begin with it are ours too, and no baselines
-PLAIN = "plain, graphs"
-PARTS = ("draft", "policy", "verify", "walk", "commit", "total")
-
-# ---------------------------------------------------------------------------------------------------- kernels
-
 LABELS: dict[str, Callable[[Record], str]] = {
     "attention": lambda r: f"{r['nodes']} x {r['prefix']:,} slots, {r['heads']}/{r['kv_heads']} heads of {r['size']}",
     "selection": lambda r: f"{r['rows']} x {r['columns']:,}, best {r['most']}{', gated' if r['gated'] else ''}",
@@ -153,46 +147,3 @@ def _not_measured(rows: list[Record]) -> Table:
         for (kind, way, _), reasons in found.items()
     ]
     return Table("kernels", "Not measured", ("kernel", "way", "cases", "reason"), lines)
-
-
-# ---------------------------------------------------------------------------------------------------- graphs
-
-
-def graph_tables(records: list[Record]) -> list[Table]:
-    """From bench.graphs: a row per way, speeds as means over prompts, milliseconds of a cycle as the host sees them."""
-    summary = next((r for r in records if r["record"] == "summary" and "speedup_over_plain_graphs" in r), None)
-    if summary is None:
-        return []
-    rows = [record for record in records if record["record"] == "row"]
-    header = ("way", "tokens/s", "over transformers", "over captured plain", "tau", *(f"{part} ms" for part in PARTS))
-    lines = [
-        [
-            way,
-            number(summary["tokens_per_second"], way, 1),
-            number(summary["speedup_over_transformers"], way, 2),
-            number(summary["speedup_over_plain_graphs"], way, 2),
-            _mean([row["mean_acceptance_length"].get(way) for row in rows], 2),
-            *(_mean([row["cycle_ms"].get(way, {}).get(part) for row in rows], 2) for part in PARTS),
-            _waits(summary["host_waits"].get(way)),
-            f"{summary['answers_that_differ_from_plain'][way]} of {summary['prompts']}",
-        ]
-        for way in summary["tokens_per_second"]
-    ]
-    return [Table("graphs", _title(records, summary), (*header, "host waits", "differ from plain"), lines)]
-
-
-def _mean(values: list[float | None], digits: int) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.mean(known):.{digits}f}" if known and len(known) == len(values) else NOTHING
-
-
-def _waits(calls: Record | None) -> str:
-    """Of one answer; not those of a way whose profile failed."""
-    return NOTHING if calls is None or "failed" in calls else str(sum(calls.values()))
-
-
-def _title(records: list[Record], summary: Record) -> str:
-    settings = next((record for record in records if record["record"] == "settings"), {})
-    named = [settings[name] for name in ("model", "dtype") if name in settings]
-    length = [f"{settings['max_new_tokens']} tokens"] if "max_new_tokens" in settings else []
-    return ", ".join(["Graphs", *named, f"{summary['prompts']} prompts", *length])
