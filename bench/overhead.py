@@ -10,8 +10,7 @@ import argparse
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,11 @@ from bench import provenance, workloads
 from bench.arguments import add_arguments
 from specengine import Engine
 from specengine import checkpoints as models
+from specengine.benchmark.baselines import Generate
+from specengine.benchmark.ways import Decoder, EngineDecoder
 from specengine.drafters.small_model import first_layers
 
+GREEDY = {"temperature": 0.0}
 PARAGRAPH = workloads.BUILT_IN["edit"]
 
 
@@ -63,20 +65,16 @@ def _speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     tokens = args.max_new_tokens
     for context in args.contexts:
         prompt = _prompt(plain, context)
-        ids = torch.tensor([prompt], device=args.device)
-        ways: dict[str, Callable[[], Any]] = {
-            "huggingface": lambda ids=ids: model.generate(  # type: ignore[misc]
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
-            ),
-            "plain": lambda prompt=prompt: plain.generate(prompt, max_new_tokens=tokens, eos_token_id=[]),  # type: ignore[misc]
+        ways: dict[str, Decoder] = {
+            "huggingface": Generate(model, GREEDY, [], min_new_tokens=tokens),
+            "plain": EngineDecoder(plain, GREEDY | {"eos_token_id": []}),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for round_ in range(args.rounds + 1):
-            for name, run in ways.items():
-                began = time.perf_counter()
-                run()
+            for name, answer in ways.items():
+                taken = answer(prompt, tokens).seconds
                 if round_:  # the first round warms up
-                    seconds[name].append(time.perf_counter() - began)
+                    seconds[name].append(taken)
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         ratios = [a / b for a, b in zip(seconds["huggingface"], seconds["plain"], strict=True)]
         yield {

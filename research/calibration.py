@@ -21,15 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
 from bench.arguments import add_arguments
-from research.losses import PLACES, TREES, sibling_ranks
+from research.losses import PLACES, TREES, sibling_ranks, taught
 from specengine import Engine
 from specengine import checkpoints as models
-from specengine.checkpoints.eagle import load_head
-from specengine.models.eagle import head_from
 from specengine.records import Cycle
 from specengine.train.draft.diagnostics import RANKS, by_rank, calibration_error
 from specengine.train.draft.epochs import Epochs
-from specengine.train.draft.teacher import Teacher
 from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text
 
@@ -77,9 +74,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def along(folder: Path, model: Any, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:
     """Behind every ranked token, with the head's temperatures as they are and lower ones."""
-    config, state, _ = load_head(folder)
-    teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
-    head = head_from(config, state, model.dtype, model.device)
+    head, teacher = taught(folder, model)
+    config = head.config
     for scale in SCALES:
         head.config = replace(config, temperatures=tuple(scale * given for given in config.temperatures or (1.0,)))
         found = by_rank(head, teacher, texts, anchors=PLACES)

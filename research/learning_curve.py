@@ -26,13 +26,10 @@ from bench import provenance, workloads
 from bench.arguments import add_arguments
 from research import bootstrap
 from research.head_shapes import with_head
-from research.losses import acceptance_length, by_rank, cpu_seconds, observations
+from research.losses import acceptance_length, by_rank, cpu_seconds, observations, taught, timed
 from specengine import Engine, policies
 from specengine import checkpoints as models
-from specengine.checkpoints.eagle import load_head
-from specengine.models.eagle import head_from
 from specengine.train.draft.epochs import Epochs
-from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import LOG
 from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus
@@ -92,11 +89,10 @@ def measure(found: Sequence[Point], args: argparse.Namespace) -> Iterator[dict[s
     counts = []
     for point in found:
         engine = with_head(first, point.folder, policies.make("eagle", **TREE))
-        answers = [_counted(engine, item.text, args.max_new_tokens) for item in items]
+        answers = [timed(engine, item.text, args.max_new_tokens, None)[1:] for item in items]
         counts.append(answers)
-        config, state, _ = load_head(point.folder)
-        teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
-        observed = observations(head_from(config, state, model.dtype, model.device), teacher, held_back)
+        head, teacher = taught(point.folder, model)
+        observed = observations(head, teacher, held_back)
         yield {
             "record": "head",
             **{name: value for name, value in point._asdict().items() if name != "folder"},
@@ -105,7 +101,7 @@ def measure(found: Sequence[Point], args: argparse.Namespace) -> Iterator[dict[s
             "acceptance_length_interval": bootstrap.interval(
                 [acceptance_length(sample) for sample in bootstrap.samples(answers)]
             ),
-            "temperatures": list(config.temperatures),
+            "temperatures": list(head.config.temperatures),
             "by_rank": by_rank(observed),
         }
     yield {"record": "doubling"} | doubling(found, counts)
@@ -131,14 +127,6 @@ def doubling(found: Sequence[Point], counts: Sequence[Sequence[tuple[int, int]]]
         "more_acceptance_length": round(slope(everything), 3),
         "more_acceptance_length_interval": bootstrap.interval([slope(s) for s in bootstrap.samples(everything)]),
     }
-
-
-def _counted(engine: Engine, text: str, length: int) -> tuple[int, int]:
-    """Tokens and cycles of a greedy answer."""
-    turn = engine.stream(text, max_new_tokens=length, temperature=0.0)
-    for _ in turn:
-        pass
-    return turn.stats.num_generated_tokens, turn.stats.num_spec_steps
 
 
 if __name__ == "__main__":

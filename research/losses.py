@@ -36,6 +36,7 @@ from specengine.checkpoints.eagle import load_head
 from specengine.files import atomic
 from specengine.models.eagle import EagleHead, head_from
 from specengine.ops.tree import TokenTree
+from specengine.request.prompts import Prompt
 from specengine.train.draft.diagnostics import Observed, RankReport, observe, reports
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.options import make_loss
@@ -176,7 +177,7 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
     observed: dict[str, list[Observed]] = {}
     for name in names:
         folder = args.heads / name
-        head, teacher = _taught(folder, model)
+        head, teacher = taught(folder, model)
         training = json.loads((folder / RECORD).read_text())
         observed[name] = observations(head, teacher, held_back)
         rows.append({"record": "head", "loss": name, **training, "by_rank": by_rank(observed[name])})
@@ -187,9 +188,9 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
     cells = {key: _Cell() for key in engines}
     for item in prompts:
         prompt = plain.stream(item.text, max_new_tokens=1).prompt
-        base = _timed(plain, prompt, args.max_new_tokens, None)
+        base = timed(plain, prompt, args.max_new_tokens, None)
         for key, engine in engines.items():
-            cells[key].add(base, _timed(engine, prompt, args.max_new_tokens, cells[key].ranks))
+            cells[key].add(base, timed(engine, prompt, args.max_new_tokens, cells[key].ranks))
     rows += [{"record": "cell", "loss": key[0], "tree": key[1], **cell.summary()} for key, cell in cells.items()]
     first, *others = names
     for name in others:
@@ -206,14 +207,14 @@ def ahead(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[di
     held_back = Epochs(Corpus.open(args.data), OPTIONS).held_back
     found = {}
     for name in names:
-        head, teacher = _taught(args.heads / name, model)
+        head, teacher = taught(args.heads / name, model)
         found[name] = [
             [float(text.answers.sum()), *agreement(head, teacher, [text], autocast=False)[0]] for text in held_back
         ]
     return [{"record": "ahead", "loss": name, **shares_ahead(found[name], found[names[0]])} for name in names]
 
 
-def _taught(folder: Path, model: Any) -> tuple[EagleHead, Teacher]:
+def taught(folder: Path, model: Any) -> tuple[EagleHead, Teacher]:
     """The head in `folder` and its teacher, which is `model`."""
     config, state, _ = load_head(folder)
     teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
@@ -323,7 +324,7 @@ def acceptance_length(counts: Sequence[tuple[int, int]]) -> float:
     return tokens / cycles
 
 
-def _timed(engine: Engine, prompt: list[int], length: int, ranks: Counter[int] | None) -> tuple[float, int, int]:
+def timed(engine: Engine, prompt: Prompt, length: int, ranks: Counter[int] | None) -> tuple[float, int, int]:
     """Seconds, new tokens and cycles of one greedy answer; the drafted nodes' ranks are counted into `ranks`."""
     began = time.perf_counter()
     turn = engine.stream(prompt, max_new_tokens=length, temperature=0.0)

@@ -132,28 +132,28 @@ def _counts(values: Any) -> dict[int, int]:
 def agree(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Cycles of the engine under random depths and sizes: what was measured against the table's reward for the same
     cycle, and, by depth and by size, against the replay of logged trees of the same prompts."""
-    from research.ltd.asked import AskedEngine, Finished, decision_seconds
     from research.ltd.environments import WALLCLOCK_UNIT, cycle_facts
+    from research.ltd.steered import Finished, SteeredEngine, decision_seconds
 
     engine, costs, networks = _engine(args), find_costs(args.costs), _ltd.load(args.networks[0]).networks
     shape, device = networks.shape, engine.target.device
     own = {which: round(1e6 * decision_seconds(networks, which, device), 1) for which in ("depth", "size")}
     yield {"record": "decisions", "networks": args.networks[0], "microseconds": own}
-    asked = AskedEngine(engine, _prompts(args, engine), shape, "size", None, length=args.max_new_tokens)
+    steered = SteeredEngine(engine, _prompts(args, engine), shape, "size", None, length=args.max_new_tokens)
     random = np.random.default_rng(0)
     action: int | None = None
     seconds: list[float] = []
     facts: list[dict[str, Any]] = []
     actions: list[tuple[int, int]] = []
     while len(facts) < args.cycles:
-        found = asked.next(action)
+        found = steered.next(action)
         if isinstance(found, Finished):
             seconds.append(found.seconds)
             facts.append(cycle_facts(found.cycle))
             actions.append((len(facts[-1]["widths"]) - 1, shape.sizes[action]))  # type: ignore[index]
         else:
             action = int(random.integers(len(shape.sizes)))
-    asked.close()
+    steered.close()
     predicted = [costs.cycle(fact["verified"], fact["widths"]) for fact in facts]
     live = [fact["tokens"] * WALLCLOCK_UNIT / spent for spent, fact in zip(seconds, facts, strict=True)]
     table = [fact["tokens"] * costs.plain / cost for fact, cost in zip(facts, predicted, strict=True)]

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from stable_baselines3.common.vec_env import VecEnv
 
-from research.ltd.asked import AskedEngine, Question
 from research.ltd.options import RewardName, Stage
 from research.ltd.outcomes import Array, Outcomes, reward
+from research.ltd.steered import Question, SteeredEngine
 from specengine.costs import Costs
 from specengine.policies._ltd import GO_ON, Networks, Shape
 from specengine.policies.ltd import depth_observation, size_observation
@@ -32,16 +32,16 @@ def spaces(shape: Shape, which: Stage) -> tuple[gymnasium.spaces.Box, gymnasium.
 class LiveEnvironment(gymnasium.Env[Array, Any]):
     """The serving engine. An episode is a cycle; its decisions are actions, and its end gives the reward.
 
-    make   an AskedEngine from a seed
+    make   an SteeredEngine from a seed
     kind   what is rewarded; without `costs` the time is the wall clock's, in units of 10 ms, else the table's
     """
 
     def __init__(
-        self, make: Callable[[int], AskedEngine], shape: Shape, which: Stage, kind: RewardName, costs: Costs | None
+        self, make: Callable[[int], SteeredEngine], shape: Shape, which: Stage, kind: RewardName, costs: Costs | None
     ) -> None:
         self.observation_space, self.action_space = spaces(shape, which)
         self._make, self._kind, self._costs, self._seed = make, kind, costs, 0
-        self._asked: AskedEngine | None = None
+        self._engine: SteeredEngine | None = None
         self._latest = np.zeros(shape.inputs[which], dtype=np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
@@ -49,16 +49,16 @@ class LiveEnvironment(gymnasium.Env[Array, Any]):
         if seed is not None:
             self.close()
             self._seed = seed
-        self._asked = self._asked or self._make(self._seed)
-        found = self._asked.next()
+        self._engine = self._engine or self._make(self._seed)
+        found = self._engine.next()
         while not isinstance(found, Question):  # cycles without a decision
-            found = self._asked.next()
+            found = self._engine.next()
         self._latest = found.observation.numpy()
         return self._latest, {}
 
     def step(self, action: Any) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        assert self._asked is not None, "reset comes first"
-        found = self._asked.next(int(action))
+        assert self._engine is not None, "reset comes first"
+        found = self._engine.next(int(action))
         if isinstance(found, Question):
             self._latest = found.observation.numpy()
             return self._latest, 0.0, False, False, {}
@@ -73,9 +73,9 @@ class LiveEnvironment(gymnasium.Env[Array, Any]):
         return float(reward(self._kind, facts["tokens"], cost, plain))
 
     def close(self) -> None:
-        if self._asked is not None:
-            self._asked.close()
-            self._asked = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
 
 def cycle_facts(cycle: Cycle) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from research.ltd.asked import AskedEngine, decision_seconds
 from research.ltd.environments import WALLCLOCK_UNIT, LiveEnvironment, LoggedEnvironment, cycle_facts
 from research.ltd.options import PolicyOptions, Stage
 from research.ltd.outcomes import Outcomes, Speed
+from research.ltd.steered import SteeredEngine, decision_seconds
 from specengine.costs import Costs
 from specengine.engine import Engine
 from specengine.policies._ltd import Networks
@@ -67,8 +67,8 @@ class LiveGround:
         options, shape = self.options, self.options.shape
         own = decision_seconds(networks, which, self.engine.target.device)
 
-        def make(seed: int) -> AskedEngine:
-            return AskedEngine(
+        def make(seed: int) -> SteeredEngine:
+            return SteeredEngine(
                 self.engine, self.learnt, shape, which, other, length=options.length, seed=seed, decision_seconds=own
             )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from research.ltd.asked import AskedEngine
 from research.ltd.candidates import CandidateOptions
 from research.ltd.environments import LiveEnvironment
 from research.ltd.options import PolicyOptions
+from research.ltd.steered import SteeredEngine
 from specengine import policies
 from specengine.costs import Costs
 from specengine.engine import Engine
@@ -32,7 +32,7 @@ def engine(**kind: Any) -> Engine:
 
 
 def environment(which: Any, costs: Costs | None, other: Any = None, **kind: Any) -> LiveEnvironment:
-    def make(seed: int) -> AskedEngine:
-        return AskedEngine(engine(**kind), PROMPTS, SHAPE, which, other, length=24, seed=seed)
+    def make(seed: int) -> SteeredEngine:
+        return SteeredEngine(engine(**kind), PROMPTS, SHAPE, which, other, length=24, seed=seed)
 
     return LiveEnvironment(make, SHAPE, which, "table" if costs else "wallclock", costs)

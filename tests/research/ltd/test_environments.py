@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from research.ltd.asked import AskedEngine, Finished, Question, decision_seconds
 from research.ltd.candidates import CandidateTrees
 from research.ltd.environments import LoggedEnvironment
 from research.ltd.grounds import speed_of
 from research.ltd.outcomes import Outcomes, cycle_cost
+from research.ltd.steered import Finished, Question, SteeredEngine, decision_seconds
 from specengine import policies
 from specengine.engine import Engine
 from specengine.policies._ltd import GO_ON, STOP, Networks
@@ -72,12 +72,12 @@ def test_an_error_in_the_engine_reaches_who_asks() -> None:
             raise RuntimeError("out of memory")
 
     broken = Engine(Failing(TARGET), engine().drafter, policies.make("chain"))
-    asked = AskedEngine(broken, PROMPTS, SHAPE, "size", None, length=8)
-    assert isinstance(asked.next(), Question)
+    steered = SteeredEngine(broken, PROMPTS, SHAPE, "size", None, length=8)
+    assert isinstance(steered.next(), Question)
     with pytest.raises(RuntimeError, match="out of memory"):
-        asked.next(0)
-    asked.close()
-    asked.close()
+        steered.next(0)
+    steered.close()
+    steered.close()
 
 
 class Clock:
@@ -93,14 +93,14 @@ class Clock:
 
 def test_the_wait_for_a_decision_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("research.ltd.asked.time", clock)
-    asked = AskedEngine(engine(), PROMPTS, SHAPE, "size", None, length=24, decision_seconds=100.0)
-    assert isinstance(asked.next(), Question)
+    monkeypatch.setattr("research.ltd.steered.time", clock)
+    steered = SteeredEngine(engine(), PROMPTS, SHAPE, "size", None, length=24, decision_seconds=100.0)
+    assert isinstance(steered.next(), Question)
     clock.now += 50.0
-    found = asked.next(0)
+    found = steered.next(0)
     assert isinstance(found, Finished)
     assert 100 < found.seconds < 100.01, "the network's own time in place of the wait"
-    asked.close()
+    steered.close()
     networks = Networks(SHAPE, {"depth": (4,), "size": (4,)})
     assert decision_seconds(networks, "depth", CPU) == pytest.approx(1e-6)
 

@@ -1,4 +1,4 @@
-"""The serving engine as somebody who asks: its policy's decisions come from outside, one after the other."""
+"""The serving engine, its policy's decisions made from outside: it asks for them one after the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Closed(Exception):
     """Nobody asks any more."""
 
 
-class AskedEngine:
+class SteeredEngine:
     """Cycles of `engine` over prompts drawn at random, decided about from outside.
 
     which     the network that is asked for
@@ -60,10 +60,10 @@ class AskedEngine:
     ) -> None:
         self._prompts, self._length = prompts, length
         self._random = np.random.default_rng(seed)
-        self._asking = _Asking(which, other, shape, self._random)
+        self._decisions = _Decisions(which, other, shape, self._random)
         number = other if isinstance(other, int) else None
         fixed = {"size" if which == "depth" else "depth": number}
-        policy = Ltd.steered(shape, self._asking, **fixed)
+        policy = Ltd.steered(shape, self._decisions, **fixed)
         self._engine = Engine(engine.target, engine.drafter, policy, engine.tokenizer)
         self._decision_seconds = decision_seconds
         self._worker: threading.Thread | None = None
@@ -80,8 +80,8 @@ class AskedEngine:
             self._worker = threading.Thread(target=self._work, daemon=True)
             self._worker.start()
         elif self._open is not None:
-            self._asking.answers.put(answer)
-        found = self._asking.questions.get()
+            self._decisions.answers.put(answer)
+        found = self._decisions.questions.get()
         if isinstance(found, BaseException):
             raise found
         self._open = found if isinstance(found, Question) else None
@@ -89,11 +89,11 @@ class AskedEngine:
 
     def close(self) -> None:
         if self._worker is not None:
-            self._asking.closed = True
-            self._asking.answers.put(None)
+            self._decisions.closed = True
+            self._decisions.answers.put(None)
             while self._worker.is_alive():
                 try:  # it may be about to hand something over
-                    self._asking.questions.get(timeout=0.01)
+                    self._decisions.questions.get(timeout=0.01)
                 except queue.Empty:
                     continue
             self._worker = None
@@ -102,28 +102,28 @@ class AskedEngine:
         try:
             while True:
                 for found in self._cycles(self._prompts[int(self._random.integers(len(self._prompts)))]):
-                    self._asking.questions.put(found)
+                    self._decisions.questions.put(found)
         except _Closed:
             self._engine.reset()
         except BaseException as error:
-            self._asking.questions.put(error)
+            self._decisions.questions.put(error)
 
     def _cycles(self, prompt: list[int]) -> Iterator[Finished]:
         target = self._engine.target
         cycles = self._engine.answer(prompt, max_new_tokens=self._length, temperature=0.0)
-        while not self._asking.closed:
+        while not self._decisions.closed:
             began = _now(target.device)
-            self._asking.start()
+            self._decisions.start()
             cycle = next(cycles, None)
             if cycle is None:
                 return
-            waited, decisions = self._asking.waited, self._asking.decisions
+            waited, decisions = self._decisions.waited, self._decisions.decisions
             seconds = _now(target.device) - began - waited + decisions * self._decision_seconds
             yield Finished(cycle, seconds)
         raise _Closed
 
 
-class _Asking:
+class _Decisions:
     """Decisions of one kind by whoever answers, of the other kind by the other network or at random."""
 
     def __init__(self, which: Stage, other: Networks | int | None, shape: Shape, random: np.random.Generator) -> None:
