@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine import Engine, checking, engine
+from specengine import Engine, checking, cycle
 from specengine.checking import certify, flips, huggingface_tokens, near_tie_logits, swap_gap, teacher_forced
 from specengine.cycle import walk
 from specengine.engine import TextGeneration
@@ -123,7 +123,7 @@ def _row(plain: Engine, tokens: list[int], position: int) -> Tensor:
 
 
 def test_accepting_drafts_blindly_is_a_mismatch(plain: Engine, speculative: Engine, monkeypatch: Any) -> None:
-    monkeypatch.setattr(engine, "walk", accept_blindly)
+    monkeypatch.setattr(cycle, "walk", accept_blindly)
     found = certify(plain, speculative, PROMPT, **GREEDY)
     assert found.verdict == "mismatch"
     assert found.gap is not None

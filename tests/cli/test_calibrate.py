@@ -10,7 +10,7 @@ import pytest
 
 from specengine import Engine
 from specengine.cli import main
-from specengine.costs import Costs, kept
+from specengine.costs import Costs, measured
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def test_json_is_what_an_engine_finds(folder: str, capsys: Any) -> None:
     assert main(["calibrate", "--model", folder, "--draft", "ngram", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     engine = Engine.from_pretrained(folder, "ngram")
-    assert printed["key"] == kept.identity(engine.target, engine.drafter)
-    assert kept.find(engine.target, engine.drafter) == Costs.from_dict(printed["costs"])
+    assert printed["key"] == measured.identity(engine.target, engine.drafter)
+    assert measured.find(engine.target, engine.drafter) == Costs.from_dict(printed["costs"])
 
 
 def test_a_second_call_measures_anew(folder: str, capsys: Any) -> None:

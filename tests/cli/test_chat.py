@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import specengine
-from specengine import engine
+from specengine import cycle
 from specengine.cli import chat, main
 from specengine.cli.arguments import make_parser
 from tests.cli.streams import Terminal, pipe_in
@@ -72,7 +72,7 @@ def test_chat_in_a_terminal(folder: str, capsys: Any, monkeypatch: Any) -> None:
     assert "specengine: error: prompt" in err  # and the conversation went on
 
 
-@pytest.mark.parametrize(("module", "name"), [(engine, "walk"), (chat, "write")], ids=["in the engine", "in output"])
+@pytest.mark.parametrize(("module", "name"), [(cycle, "walk"), (chat, "write")], ids=["in the engine", "in output"])
 def test_ctrl_c_stops_the_answer_and_the_session_goes_on(
     folder: str, capsys: Any, monkeypatch: Any, module: Any, name: str
 ) -> None:

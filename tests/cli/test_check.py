@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specengine import engine
+from specengine import cycle
 from specengine.cli import main
 from tests.cli.streams import PROMPT
 from tests.test_checking import accept_blindly
@@ -53,7 +53,7 @@ def test_check_against_huggingface(folder: str, capsys: Any) -> None:
 
 
 def test_check_reports_a_mismatch(folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine, "walk", accept_blindly)
+    monkeypatch.setattr(cycle, "walk", accept_blindly)
     out_file = tmp_path / "report.json"
     assert main([*CHECK, folder, PROMPT, "--json", "--out", str(out_file)]) == 1
     out, err = capsys.readouterr()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from specengine import engine
+from specengine import cycle
 from specengine.cli import demo, main
 from specengine.cli.terminal import DRAFTED
 from specengine.errors import UnsupportedModelError
@@ -31,7 +31,7 @@ def test_demo_compares_three_ways(folder: str, capsys: Any) -> None:
 
 
 def test_demo_explains_a_difference(folder: str, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(engine, "walk", accept_blindly)
+    monkeypatch.setattr(cycle, "walk", accept_blindly)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     given = ["--policy", "eagle", "--prompt", PROMPT, "--max-new-tokens", "24", "--rounds", "1"]
     assert main(["demo", "--model", folder, *given]) == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specengine import engine
+from specengine import cycle, engine
 from specengine.cli import main
 from specengine.cli.arguments.parser import flag
 from specengine.cli.arguments.shared import GENERATION_OPTIONS
@@ -69,7 +69,7 @@ def test_generate_streams_pieces(folder: str, capsys: Any, monkeypatch: Any) -> 
 
 
 def test_ctrl_c_in_a_stream_leaves_a_whole_line_and_the_figures(folder: str, capsys: Any, monkeypatch: Any) -> None:
-    real, cycles = engine.walk, []
+    real, cycles = cycle.walk, []
 
     def interrupted(*given: Any) -> Any:
         cycles.append(given)
@@ -77,7 +77,7 @@ def test_ctrl_c_in_a_stream_leaves_a_whole_line_and_the_figures(folder: str, cap
             raise KeyboardInterrupt
         return real(*given)
 
-    monkeypatch.setattr(engine, "walk", interrupted)
+    monkeypatch.setattr(cycle, "walk", interrupted)
     given = ["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--policy", "plain", "--stream"]
     assert main(given) == 130
     out, err = capsys.readouterr()

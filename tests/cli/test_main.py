@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import specengine
-from specengine import engine
+from specengine import cycle
 from specengine.cli import main
 from tests.cli.streams import PROMPT
 
@@ -75,7 +75,7 @@ def test_what_nobody_expected_is_one_line_and_a_traceback_on_demand(folder: str,
     def broken(*_: Any) -> None:
         raise KeyError("of another\nworld")
 
-    monkeypatch.setattr(engine, "walk", broken)
+    monkeypatch.setattr(cycle, "walk", broken)
     assert main(["generate", PROMPT, "--model", folder]) == 70
     err = capsys.readouterr().err
     assert err.startswith("specengine: error: KeyError: ")
@@ -107,7 +107,7 @@ def test_ctrl_c_exits_with_130(folder: str, monkeypatch: Any) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "walk", interrupted)
+    monkeypatch.setattr(cycle, "walk", interrupted)
     assert main(["generate", PROMPT, "--model", folder]) == 130
 
 
