@@ -22,8 +22,8 @@ import torch
 from bench import provenance
 from bench.arguments import add_arguments
 from specengine import ops
-from specengine.drafters import Step
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies.auto import Auto
 from specengine.train import svg

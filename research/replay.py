@@ -36,9 +36,10 @@ from specengine import checkpoints as models
 from specengine.benchmark.ways import parse
 from specengine.costs import PUBLISHED, Costs, find_costs
 from specengine.cycle import draft_tree, walk
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter
 from specengine.errors import InputError, SpecEngineError
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter
 from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError, shown
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import CAPACITY, TokenTree
 from specengine.policies import MOST_NODES, TreePolicy
 

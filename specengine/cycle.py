@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from specengine import contracts, ops
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter
 from specengine.drafters._origins import Origins
 from specengine.errors import InputError, NumericalError, SpecEngineError
-from specengine.models import Target
+from specengine.models import Successors, Target
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Seconds, Stats, Successors, TokenLogprob
+from specengine.records import Cycle, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specengine.errors import CheckpointError
+from specengine.errors import CheckpointError, InputError
 
 MARK = "\ufeff"  # at the beginning of a text: written by some programs, and no part of it
 _OTHERS = {
@@ -94,3 +94,24 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     user_cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(user_cache) if user_cache else Path.home() / ".cache") / "specengine"
+
+
+def lines_of(file: Path) -> list[str]:
+    """Return the lines of a text file. Raises InputError for a file that is no text."""
+    try:
+        return read_text(file).split("\n")  # not splitlines: a JSON string may hold U+2028
+    except (OSError, ValueError) as error:
+        raise InputError(f"prompts: {file} cannot be read ({error})") from error
+
+
+def require_same(what: str, file: Path, was: dict[str, Any], now: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Raise InputError where a record of an earlier run differs from this one's in one of these fields."""
+    differing = [name for name in names if was.get(name) != now.get(name)]
+    if differing:
+        listed = "; ".join(f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing)
+        raise InputError(f"out: {file} is of a run with other {what} ({listed}); name another file")
+
+
+def unwritable(file: Path, error: OSError) -> InputError:
+    """Return the error of an output file that cannot be written."""
+    return InputError(f"out: {file} cannot be written ({error.strerror or error})")

@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from specengine import ops
-from specengine.ops.select import LARGEST
 from specengine.ops.tree import TokenTree
 
-
-class Successors(NamedTuple):
-    """The target's likeliest next tokens after some nodes, best first, the lower token first of equals.
-
-    tokens: int64 [nodes, count]; logits: float32 alike, before any processor. Where no logit is finite: -1 and -inf.
-    """
-
-    tokens: Tensor
-    logits: Tensor
-
-    @classmethod
-    def room(cls, nodes: int, count: int) -> Successors:
-        """On the host, to be filled."""
-        return cls(
-            torch.empty(nodes, count, dtype=torch.int64, device="cpu"),
-            torch.empty(nodes, count, dtype=torch.float32, device="cpu"),
-        )
-
-    @classmethod
-    def of(cls, logits: Tensor, count: int) -> Successors:
-        """Of logits [nodes, vocabulary], on their device; +inf takes the place of an entry."""
-        values, tokens = ops.top_children(logits, count, normalized=True)
-        missing = (values == -math.inf) | (values >= LARGEST)
-        return cls(tokens.masked_fill(missing, -1), values.masked_fill(missing, -math.inf))
+if TYPE_CHECKING:
+    from specengine.models import Successors
 
 
 class TokenLogprob(NamedTuple):

@@ -114,7 +114,7 @@ class Given:
         self.logits, self.normalized = logits, normalized
 
     def root(self, tree: TokenTree) -> Any:
-        from specengine.drafters import Step
+        from specengine.ops.select import Step
 
         return Step(self.logits, None, self.normalized)
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import drafters, policies
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel, check_tokenizers, first_layers
 from specengine.engine import Engine
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from tests.toy import VOCABULARY, RandomShape, Tables, ToyTarget, byte_tokenizer, nodes_of, tiny

@@ -15,13 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specengine import policies
 from specengine.checkpoints.agreement import Convention, conventions, one_step_agreement
-from specengine.drafters import Step
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.eagle import EagleConfig, EagleHead, Rope, causal, default_layer_ids, head_from, make_head
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from tests.heads import LAYERS, LLAMA3, YARN, deep, fit

@@ -9,10 +9,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from specengine.drafters import COPIED, FREE, RECYCLED, Drafter, Free, Step
+from specengine.drafters import Drafter
 from specengine.drafters.lookup import PRIOR_HITS, Lookup
 from specengine.drafters.ngram import NGram
 from specengine.ops import Nodes
+from specengine.ops.select import COPIED, FREE, RECYCLED, Free, Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from tests.test_lookup import longest_match

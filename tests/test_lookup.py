@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import policies
-from specengine.drafters import COPIED, Step
 from specengine.drafters.lookup import MOST, PRIOR_HITS, PRIOR_WEIGHT, Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
@@ -17,6 +16,7 @@ from specengine.drafters.small_model import first_layers
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.select import COPIED, Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from tests.toy import Tables, ToyDrafter, ToyTarget, nodes_of, policy_for, tiny

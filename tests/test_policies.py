@@ -20,9 +20,9 @@ from torch import Tensor
 
 from specengine import ops, policies, registry
 from specengine.cycle import draft_tree
-from specengine.drafters import Step
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.policies.auto import Auto

@@ -15,10 +15,11 @@ from specengine import Engine, drafters, policies
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.errors import InputError
+from specengine.models import Successors
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
-from specengine.records import Cycle, Seconds, Successors
+from specengine.records import Cycle, Seconds
 from tests.native.engines import lm_of, needs_extension
 from tests.toy import POLICIES, VOCABULARY, Tables, ToyTarget, nodes_of, policy_for, tiny
 

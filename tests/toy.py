@@ -16,10 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specengine import policies
 from specengine.costs import Costs
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter
 from specengine.models import Target
 from specengine.models.eagle import EagleConfig, EagleHead, head_from, make_head
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.policies.specdecpp import Specdecpp

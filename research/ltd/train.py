@@ -16,7 +16,8 @@ from research.ltd.training import read_log, require_extra, train_policy
 from specengine.cli.arguments import shared
 from specengine.cli.arguments.option_lists import changes, listing
 from specengine.cli.arguments.parser import add_options
-from specengine.cli.prompt_files import FORMATS, read_prompts
+from specengine.cli.arguments.shared import PROMPT_FORMATS
+from specengine.cli.prompt_files import read_prompts
 from specengine.cli.training_engine import load_engine, question
 from specengine.costs import PUBLISHED, Costs, find_costs, measured
 from specengine.engine import Engine
@@ -50,7 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     source = parser.add_argument_group("questions", "of --data, --prompts or both; or the trees logged of some earlier")
     source.add_argument("--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns")
-    source.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {FORMATS}")
+    source.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {PROMPT_FORMATS}")
     source.add_argument(
         "--candidates",
         type=Path,

@@ -11,9 +11,8 @@ from filelock import FileLock, Timeout
 
 from specengine.batch.answering import Answered
 from specengine.batch.prompts import Item
-from specengine.benchmark.log import require_same, unwritable
 from specengine.errors import InputError
-from specengine.files import atomic
+from specengine.files import atomic, require_same, unwritable
 
 Record = dict[str, Any]
 

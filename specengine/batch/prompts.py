@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specengine.batch import requests
-from specengine.benchmark.prompts import lines_of
 from specengine.errors import InputError, shown
+from specengine.files import lines_of
 from specengine.request.options import GenerationOptions
 
 # Not of a line: objects of Python, and what depends on the clock.

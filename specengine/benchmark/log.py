@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine.errors import InputError
-from specengine.files import atomic
+from specengine.files import atomic, require_same, unwritable
 
 Record = dict[str, Any]
 SAME = ("commit", "device", "specengine", "torch", "transformers", "python", "backends")  # of the provenance
@@ -84,14 +84,3 @@ def _cut(file: Path) -> None:
             log.truncate(log.read().rfind(b"\n") + 1)
     except OSError as error:
         raise unwritable(file, error) from error
-
-
-def require_same(what: str, file: Path, was: Record, now: Record, names: tuple[str, ...]) -> None:
-    differing = [name for name in names if was.get(name) != now.get(name)]
-    if differing:
-        listed = "; ".join(f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing)
-        raise InputError(f"out: {file} is of a run with other {what} ({listed}); name another file")
-
-
-def unwritable(file: Path, error: OSError) -> InputError:
-    return InputError(f"out: {file} cannot be written ({error.strerror or error})")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine.errors import InputError
-from specengine.files import read_text
+from specengine.files import lines_of
 
 BUILT_IN = Path(__file__).parent / "built_in"  # written for this project
 
@@ -51,14 +51,6 @@ def read(places: Iterable[Path] | None, per_set: int | None = None, *, by_catego
 def digest(items: Sequence[Workload]) -> str:
     """What tells these prompts from others."""
     return hashlib.sha256(json.dumps([[item.set, item.id, *item.turns] for item in items]).encode()).hexdigest()[:16]
-
-
-def lines_of(file: Path) -> list[str]:
-    """InputError for a file that is no text."""
-    try:
-        return read_text(file).split("\n")  # not splitlines: a JSON string may hold U+2028
-    except (OSError, ValueError) as error:
-        raise InputError(f"prompts: {file} cannot be read ({error})") from error
 
 
 def entry_of(line: str, where: str) -> dict[str, Any]:

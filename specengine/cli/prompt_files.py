@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specengine.benchmark.prompts import entry_of, lines_of
+from specengine.benchmark.prompts import entry_of
 from specengine.errors import InputError
+from specengine.files import lines_of
 
 Turns = Sequence[str]
-FORMATS = '.txt: a prompt per line; .jsonl: per line a string, {"prompt": ...} or {"turns": [...]}'
 
 
 def read_prompts(file: Path) -> Iterator[Turns]:

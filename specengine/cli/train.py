@@ -15,9 +15,9 @@ from specengine.errors import InputError
 from specengine.files import atomic
 from specengine.registry import build
 from specengine.train.draft.options import Loss, make_loss
+from specengine.train.draft.recipes import find_recipe
 from specengine.train.draft.training import train_draft
 from specengine.train.options import TrainOptions
-from specengine.train.recipes import find_recipe
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.requests import requests

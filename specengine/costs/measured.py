@@ -9,18 +9,20 @@ import json
 import platform
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 from specengine.costs import Costs
 from specengine.costs.measuring import contexts, measure
-from specengine.drafters import Drafter
 from specengine.errors import InputError
 from specengine.files import atomic, cache_dir
 from specengine.models import Target
 from specengine.models.extension import thread_count
+
+if TYPE_CHECKING:
+    from specengine.drafters import Drafter
 
 __all__ = ["contexts", "find", "identity", "measure", "place"]
 

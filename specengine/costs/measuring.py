@@ -9,20 +9,22 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from specengine.costs import Costs, Points, interpolated
 from specengine.cuda_graphs import Graphs, room
-from specengine.drafters import Drafter
 from specengine.errors import require
 from specengine.models import Target
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
+
+if TYPE_CHECKING:
+    from specengine.drafters import Drafter
 
 CONTEXTS = (64, 1024)  # tokens in the cache
 SECONDS = 3.0

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import Drafter, Free, Step
+from specengine.drafters import Drafter
 from specengine.ops import Nodes
+from specengine.ops.select import Free, Step
 from specengine.ops.tree import TokenTree
 
 MEAN = 0.5772  # of the noise

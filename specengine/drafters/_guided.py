@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from specengine.drafters import FREE, Drafter, Free, Step
+from specengine.drafters import Drafter
 from specengine.drafters.lookup import _ids_with
 from specengine.ops import Nodes
+from specengine.ops.select import FREE, Free, Step
 from specengine.ops.tree import TokenTree
 from specengine.request.grammars import Constraint
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from specengine.drafters import COPIED, RECYCLED, Drafter, Free, Step
+from specengine.drafters import Drafter
 from specengine.drafters._guided import Guided
 from specengine.ops import Nodes
+from specengine.ops.select import COPIED, RECYCLED, Free, Step
 from specengine.ops.tree import TokenTree
 
 

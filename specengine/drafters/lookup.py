@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import COPIED, FREE, RECYCLED, Drafter, Free, Maker, Step
+from specengine.drafters import Drafter, Maker
 from specengine.errors import InputError
 from specengine.models import common_prefix
 from specengine.ops import Nodes
+from specengine.ops.select import COPIED, FREE, RECYCLED, Free, Step
 from specengine.ops.tree import TokenTree
 from specengine.options import LoadOptions
 from specengine.records import Cycle

@@ -11,9 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter
 from specengine.drafters.lookup import Context, Suffixes, contexts_of, predicted, require_lengths
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle
 

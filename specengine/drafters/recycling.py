@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle
 

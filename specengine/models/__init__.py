@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specengine.errors import UnsupportedModelError
+from specengine.ops.select import LARGEST, top_children
 from specengine.ops.tree import TokenTree
-from specengine.records import Successors
 
 
 class Chosen(NamedTuple):
@@ -122,3 +123,28 @@ def common_prefix(left: list[int], right: list[int]) -> int:
             break
         length += 1
     return length
+
+
+class Successors(NamedTuple):
+    """The target's likeliest next tokens after some nodes, best first, the lower token first of equals.
+
+    tokens: int64 [nodes, count]; logits: float32 alike, before any processor. Where no logit is finite: -1 and -inf.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+
+    @classmethod
+    def room(cls, nodes: int, count: int) -> Successors:
+        """On the host, to be filled."""
+        return cls(
+            torch.empty(nodes, count, dtype=torch.int64, device="cpu"),
+            torch.empty(nodes, count, dtype=torch.float32, device="cpu"),
+        )
+
+    @classmethod
+    def of(cls, logits: Tensor, count: int) -> Successors:
+        """Of logits [nodes, vocabulary], on their device; +inf takes the place of an entry."""
+        values, tokens = top_children(logits, count, normalized=True)
+        missing = (values == -math.inf) | (values >= LARGEST)
+        return cls(tokens.masked_fill(missing, -1), values.masked_fill(missing, -math.inf))

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError
-from specengine.models import Chosen, Target, in_own_dtype
+from specengine.models import Chosen, Successors, Target, in_own_dtype
 from specengine.models.configs import empty_model
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, one_torch_thread, thread_count
@@ -33,7 +33,6 @@ from specengine.models.loaded import RECORDING, ModelSource, is_plain
 from specengine.models.weights import Source, Weight, layer_template
 from specengine.ops.tree import TokenTree
 from specengine.options import QUANTIZATIONS
-from specengine.records import Successors
 
 VARIABLE = "SPECENGINE_CPU"
 PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt

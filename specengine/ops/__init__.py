@@ -13,7 +13,10 @@ is padding. So the same ops serve who looks at a count and who captures them in 
 
 from __future__ import annotations
 
-from specengine.ops._registry import OPS, VARIABLE, Backend, backends, by_meaning, meaning
+import importlib
+from functools import partial
+
+from specengine.ops._registry import OPS, VARIABLE, Backend, backends, by_meaning, load_by, meaning
 from specengine.ops.attention import (
     Paths,
     cached_attention,
@@ -67,6 +70,8 @@ from specengine.ops.worth import (
     select_worth,
     settle,
 )
+
+load_by({name: partial(importlib.import_module, f"{__name__}.{name}") for name in ("cpp", "cuda", "triton", "_trial")})
 
 __all__ = [
     "LARGEST",

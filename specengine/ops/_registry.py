@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 import warnings
@@ -63,7 +62,13 @@ _PROVIDERS = {  # best first; a new backend is a new entry
     "cuda": _Provider(("cuda",), "cuda", "SPECENGINE_CUDA=1 pip install -e ."),
     REFERENCE: _Provider((), "", ""),
 }
+_LOADERS = dict[str, Callable[[], Any]]()  # by module, of specengine.ops: they import what imports this
 TRIED = ("cuda",)  # kinds of device on which an implementation is compared with its meaning before it is taken
+
+
+def load_by(loaders: Mapping[str, Callable[[], Any]]) -> None:
+    """Load backends, and the trials of them, by these functions; each raises ImportError where something is missing."""
+    _LOADERS.update(loaders)
 
 
 def backends(device: torch.device | str = "cpu") -> dict[str, Backend]:
@@ -156,7 +161,7 @@ def _fault(name: str, key: str, kind: str) -> str:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         # warm-ups run before every capture, so this is a mistake of whoever captures
         raise BackendError(f"{name}: {key} has not been tried, and a capture is no time to; run it before")
-    trial = importlib.import_module("specengine.ops._trial")  # it calls the ops
+    trial = _LOADERS["_trial"]()  # it calls the ops
     fault = trial.differs(trial.needed(name), _loaded(key), _present(kind))
     if fault:
         warnings.warn(
@@ -196,7 +201,7 @@ def _load(name: str) -> tuple[dict[str, Callable[..., Any]], str]:
     if name == REFERENCE:
         return OPS, ""
     try:
-        return importlib.import_module(f"specengine.ops.{_PROVIDERS[name].module}").implementations(), ""
+        return _LOADERS[_PROVIDERS[name].module]().implementations(), ""
     except ImportError as error:
         return {}, str(error)
 

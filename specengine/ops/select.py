@@ -1,8 +1,9 @@
-"""Ops that choose what comes into a tree."""
+"""Ops that choose what comes into a tree, and Step, the draft distributions that they choose from."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from specengine.errors import InputError
 from specengine.ops._registry import attached, op
-from specengine.ops.numbers import FLOATS, Number, are_counts, describe, held, order_keys, padded
+from specengine.ops.numbers import FLOATS, Nodes, Number, are_counts, describe, held, order_keys, padded, row_of
+from specengine.ops.tree import TokenTree
 
 LARGEST = 3e38  # what +inf counts as: finite in float32, so that differences of scores stay defined
 
@@ -136,3 +138,102 @@ def require_logits(logits: Tensor) -> None:
 
 def defined(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=-math.inf, posinf=LARGEST, neginf=-math.inf).clamp(max=LARGEST)
+
+
+class Children(NamedTuple):
+    """Proposed tree nodes. parents, tokens: int64 [m], a node and a target id; log_probs: float32 [m], of the edge;
+    those from `live`, int32 [1], on are padding."""
+
+    parents: Tensor
+    tokens: Tensor
+    log_probs: Tensor
+    live: Tensor
+
+
+# Bits of a mark: which other sources than the draft itself a continuation comes from.
+COPIED = 1  # from the text, or from the one that the caller expects
+RECYCLED = 2  # what the target said after the same token before
+FREE = 4  # proposed without a draft pass; alone: a grammar forces it
+
+
+@dataclass(frozen=True)
+class Step:
+    """Draft distributions of the nodes of a frontier.
+
+    logits      [rows, draft vocabulary], one row per node
+    token_ids   int64 [draft vocabulary]: the target's id of each column; None where they are the columns themselves;
+                on the device of the results
+    normalized  the logits are log-probabilities already; their rows may sum to less than one, and -inf marks
+                a continuation that was not proposed
+    hidden      [rows, hidden size], where a rule wants them
+    marks       uint8 [rows, draft vocabulary]: COPIED and RECYCLED where such a source has raised a continuation, FREE
+                alone in rows where a grammar forces one; None where there is nothing of the kind
+    """
+
+    logits: Tensor
+    token_ids: Tensor | None = None
+    normalized: bool = False
+    hidden: Tensor | None = None
+    marks: Tensor | None = None
+
+    def best_children(self, count: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row;
+        -inf where a continuation was not proposed."""
+        log_probs, columns = top_children(self.logits, count, normalized=self.normalized)
+        return log_probs, self.tokens_of(columns)
+
+    def candidates(
+        self,
+        tree: TokenTree,
+        frontier: Nodes,
+        most: int,
+        *,
+        limit: Number | None = None,
+        log_gate: Number | None = None,
+        bound: Number | None = None,
+    ) -> Candidates:
+        """The `most` best continuations of all frontier nodes together; see `best_candidates`."""
+        scores = tree.path_log_probs.index_select(0, frontier.ids)
+        options = {"limit": limit, "log_gate": log_gate, "bound": bound}
+        return best_candidates(self.logits, scores, frontier.live, most, **options, normalized=self.normalized)
+
+    def children(self, frontier: Nodes, found: Candidates) -> Children:
+        """What was found, as nodes under the frontier."""
+        parents = frontier.ids.index_select(0, found.rows)
+        return Children(parents, self.tokens_of(found.columns), found.log_probs, found.live)
+
+    def tokens_of(self, columns: Tensor) -> Tensor:
+        return columns if self.token_ids is None else self.token_ids[columns]
+
+    def row(self, index: Tensor) -> Step:
+        """The step of one of the nodes alone; index: int64 [1]."""
+        hidden, marks = (None if part is None else row_of(part, index) for part in (self.hidden, self.marks))
+        return Step(row_of(self.logits, index), self.token_ids, self.normalized, hidden, marks)
+
+    def entropy(self, top: int | None = None) -> Tensor:
+        """Of each row's distribution, float32 [rows], in nats; over its `top` likeliest tokens where that is given."""
+        return top_entropy(self.logits, top or self.logits.shape[1], normalized=self.normalized)
+
+    def add_best_children(self, tree: TokenTree, frontier: Nodes, count: int) -> Nodes:
+        """Hang the `count` most likely children under each frontier node; the new nodes, in creation order."""
+        log_probs, tokens = self.best_children(count)
+        # only such rows are sparse: a full softmax gives every column some probability
+        proposed = log_probs > -math.inf if self.normalized else None
+        return tree.add_children(frontier, tokens, log_probs, proposed)
+
+
+class Free(NamedTuple):
+    """Nodes that cost no draft pass, on the host, the likeliest first; `TokenTree.graft` hangs them into their tree.
+
+    parents    of entry i, which becomes node len(tree) + i: a node of the tree or of an earlier entry
+    tokens     target ids, distinct among siblings
+    log_probs  of the edges, natural log
+    marks      FREE, and COPIED and RECYCLED where the node comes from there
+    ranks      place among the siblings of this kind, 0 is the likeliest
+    """
+
+    parents: list[int]
+    tokens: list[int]
+    log_probs: list[float]
+    marks: list[int]
+    ranks: list[int]

@@ -17,7 +17,8 @@ from specengine.ops.tree import TokenTree
 from specengine.records import Cycle
 
 if TYPE_CHECKING:
-    from specengine.drafters import Drafter, Step
+    from specengine.drafters import Drafter
+    from specengine.ops.select import Step
 
 
 class TreePolicy:

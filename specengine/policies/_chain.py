@@ -7,8 +7,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 from specengine import ops
-from specengine.drafters import Step
 from specengine.ops import Nodes, Number
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import TreePolicy, require
 

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.costs import ASSUMED, Costs, CostTables, find_costs
-from specengine.drafters import Drafter, Free, Step
 from specengine.errors import InputError
 from specengine.ops import Counts, Ledger, Nodes, Notes, Prices
+from specengine.ops.select import Free, Step
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import DEPTHS, FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES, RANKS, SOURCES
 from specengine.policies import PerDevice, TreePolicy, require
 from specengine.records import Cycle
+
+if TYPE_CHECKING:
+    from specengine.drafters import Drafter
 
 MEASURED = "measured"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are thought of

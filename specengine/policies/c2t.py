@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import Step
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import TreePolicy, _classifier, require
 from specengine.policies._classifier import Classifier

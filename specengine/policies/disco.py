@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from specengine import ops
-from specengine.drafters import Step
 from specengine.ops import Flag, Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam

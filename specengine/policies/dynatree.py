@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import Step
 from specengine.ops import Flag, Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import PerDevice, TreePolicy, require
 from specengine.records import Cycle

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import Step
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import PerDevice, TreePolicy, require
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import ops
-from specengine.drafters import Step
 from specengine.ops import Flag, Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import PerDevice, _ltd, require
 from specengine.policies._beam import Beam

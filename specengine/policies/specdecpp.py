@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import Step
 from specengine.errors import InputError
 from specengine.ops import Flag, Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import PerDevice, _classifier, require
 from specengine.policies._beam import Beam

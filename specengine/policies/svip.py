@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specengine.drafters import Step
 from specengine.ops import Flag, Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import require
 from specengine.policies._beam import Beam

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from specengine import Engine, contracts
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter
 from specengine.errors import DrafterError, PolicyError
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Cycle

@@ -10,11 +10,11 @@ pytest.importorskip("llguidance")
 import jsonschema
 
 from specengine import Engine
-from specengine.drafters import FREE
 from specengine.drafters._guided import Guided
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.errors import InputError
+from specengine.ops.select import FREE
 from specengine.ops.tree import TokenTree
 from specengine.request import grammars
 from specengine.request.grammars import MOST_TEXT, Vocabularies, compiled

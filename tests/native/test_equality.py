@@ -14,10 +14,9 @@ import torch
 
 from specengine import Engine, policies
 from specengine.drafters.eagle import Eagle
-from specengine.models import native
+from specengine.models import Successors, native
 from specengine.models.eagle import head_from
 from specengine.models.native import WITH_PAIRS, NativeHead, NativeLM, NativeTarget
-from specengine.records import Successors
 from tests.engine.engines import DependsOnThePath, InPlace
 from tests.native.engines import (
     DRAFTS,

@@ -12,8 +12,9 @@ import torch
 
 from specengine.costs import Costs
 from specengine.cycle import Draft, draft_tree
-from specengine.drafters import Drafter, Step
+from specengine.drafters import Drafter
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import LEVELS, PLACES
 from specengine.policies import TreePolicy

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from specengine import Engine, ops, policies
 from specengine.costs import Costs
-from specengine.drafters import FREE, Drafter, Free
+from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
+from specengine.ops.select import FREE, Free
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES
 from specengine.policies.auto import MEASURED, REPRICED, Auto

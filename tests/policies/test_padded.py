@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from specengine import ops, policies
 from specengine.costs import Costs
 from specengine.cycle import draft_tree
-from specengine.drafters import Step
 from specengine.ops import Nodes, numbers
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Seconds

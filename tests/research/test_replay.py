@@ -15,10 +15,10 @@ from research.replay import Replayed, path_log_probs, replay, speedup, summary
 from specengine import policies
 from specengine.costs import PUBLISHED, Costs, find_costs, interpolated
 from specengine.cycle import draft_tree, walk
-from specengine.drafters import Step
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Seconds

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from specengine import policies
-from specengine.drafters import Step
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from specengine.cli.arguments import shared
-from specengine.cli.prompt_files import FORMATS
 
 HELP = "compare speculative decoding with plain decoding, token by token; exit status 1 on a mismatch"
 
@@ -14,7 +13,7 @@ HELP = "compare speculative decoding with plain decoding, token by token; exit s
 def add(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run="specengine.cli.check:run")
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="default: a few built-in prompts")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help=FORMATS)
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=shared.PROMPT_FORMATS)
     parser.add_argument("--limit", type=int, metavar="N", help="take the first N prompts")
     parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
     parser.add_argument(

@@ -19,6 +19,8 @@ POLICIES = (*registry.names("specengine.policies"), "plain")
 DEFAULT_MAX_NEW_TOKENS = 256
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun sets it
 
+PROMPT_FORMATS = '.txt: a prompt per line; .jsonl: per line a string, {"prompt": ...} or {"turns": [...]}'
+
 # name of the option in GenerationOptions, type, help
 GENERATION_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_new_tokens", int, f"tokens to generate at most (default {DEFAULT_MAX_NEW_TOKENS})"),

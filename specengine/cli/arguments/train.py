@@ -10,10 +10,9 @@ from typing import Any
 from specengine.cli.arguments import shared, train_classifier
 from specengine.cli.arguments.option_lists import changes, listing
 from specengine.cli.arguments.parser import add_options, part
-from specengine.cli.prompt_files import FORMATS
 from specengine.train.draft.options import LOSSES, Loss
+from specengine.train.draft.recipes import RECIPES
 from specengine.train.options import TrainOptions
-from specengine.train.recipes import RECIPES
 from specengine.train.text.options import SynthesisOptions
 
 HELP = "train a draft for a model, on text that the model writes itself"
@@ -49,7 +48,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="goes on where it stopped if there is text already")
     _add_common(parser)
     add_options(parser, "-o", "option")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own to mix in. {FORMATS}")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help=f"prompts of your own to mix in. {shared.PROMPT_FORMATS}"
+    )
     parser.add_argument(
         "--part", type=part, default=(0, 1), metavar="I/N", help="write the I-th of N parts, N such commands at a time"
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 from specengine.cli.arguments import shared
 from specengine.cli.arguments.option_lists import changes, listing
 from specengine.cli.arguments.parser import add_options
-from specengine.cli.prompt_files import FORMATS
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
 
 HELP = "train the classifier of a policy, on trees that the draft grows and the target verifies"
@@ -23,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=SETTINGS, required=True, help="the policy that it is for")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns")
-    prompts.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {FORMATS}")
+    prompts.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {shared.PROMPT_FORMATS}")
     shared.add_target(parser)
     parser.add_argument("--draft", help="as for generate (default: the target's)")
     add_options(parser, "-o", "option")

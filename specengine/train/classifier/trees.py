@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from specengine.cycle import walk
-from specengine.drafters import Step
 from specengine.drafters.lookup import Lookup
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Cycle
@@ -74,7 +74,7 @@ class LoggedTree(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What the draft's rows mean, as of specengine.drafters.Step: the target's ids of its columns, None where they are
+    """What the draft's rows mean, as of a Step: the target's ids of its columns, None where they are
     the columns themselves; whether the rows are log-probabilities already."""
 
     token_ids: Tensor | None = None
