@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specengine.errors import InputError
 from specengine.ops import attention, mixing
-from specengine.ops._registry import by_meaning
+from specengine.ops._registry import OPS, by_meaning
 from specengine.ops.attention import Paths
 from specengine.ops.choose import Walked
 from specengine.ops.networks import LOWEST, Window
@@ -40,36 +40,8 @@ _REAL = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
-    """What `ops` finds here."""
-    return {
-        "ancestor_words": ancestor_words,
-        "append_nodes": append_nodes,
-        "append_children": append_children,
-        "subtree": subtree,
-        "tree_mask": tree_mask,
-        "select_best": select_best,
-        "top_children": top_children,
-        "best_candidates": best_candidates,
-        "top_entropy": top_entropy,
-        "mix_rows": mix_rows,
-        "mlp": mlp,
-        "classify_paths": classify_paths,
-        "classify_row": classify_row,
-        "beam_observation": beam_observation,
-        "best_action": best_action,
-        "chances": chances,
-        "hang_likely": hang_likely,
-        "count_outcomes": count_outcomes,
-        "select_worth": select_worth,
-        "settle": settle,
-        "next_pass": next_pass,
-        "step_queues": step_queues,
-        "keyed_gumbel_argmax": keyed_gumbel_argmax,
-        "couple": couple,
-        "walk": walk,
-        "compact_kv": compact_kv,
-        "strict_cached_attention": strict_cached_attention,
-    }
+    """Return the functions below that are named as an op."""
+    return {name: globals()[name] for name in OPS if name in globals()}
 
 
 def ancestor_words(parents: Tensor) -> Tensor:
