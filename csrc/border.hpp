@@ -286,6 +286,43 @@ Array<T> take_flat(py::handle object, const char* name, int64_t count = kAny) {
   return out;
 }
 
+// What is read alone may have strides: a dense copy of it then, which lives as long as this.
+template <typename T>
+struct Input : Array<T> {
+  py::object copy;
+};
+
+template <typename T>
+bool read_input(py::handle object, Input<T>& out) {
+  if (!read(object, out)) return false;
+  if (!out.is_contiguous()) {
+    out.copy = object.attr("contiguous")();
+    if (!read(out.copy, out)) return false;
+  }
+  return out.dtype == DtypeOf<T>::dtype && reinterpret_cast<uintptr_t>(out.data) % alignof(T) == 0;
+}
+
+// As `take`, `take_flat` and `take_or_none`.
+template <typename T>
+Input<T> take_input(py::handle object, const char* name, Sizes wanted) {
+  Input<T> out;
+  if (!read_input(object, out) || !out.fits(wanted)) refuse_array<T>(object, name, shown(wanted));
+  return out;
+}
+
+template <typename T>
+Input<T> take_flat_input(py::handle object, const char* name, int64_t count = kAny) {
+  Input<T> out;
+  if (!read_input(object, out) || (count >= 0 ? out.count() != count : count < kAny && out.count() < -2 - count))
+    refuse_array<T>(object, name, count == kAny ? "of any shape" : "of elements " + shown({count}));
+  return out;
+}
+
+template <typename T>
+Input<T> take_input_or_none(py::handle object, const char* name, Sizes wanted) {
+  return object.is_none() ? Input<T>{} : take_input<T>(object, name, wanted);
+}
+
 template <typename T>
 Array<T> take_or_none(py::handle object, const char* name, Sizes wanted) {
   return object.is_none() ? Array<T>{} : take<T>(object, name, wanted);

@@ -33,6 +33,9 @@ using border::Rows;
 using border::take;
 using border::take_count;
 using border::take_flat;
+using border::take_flat_input;
+using border::take_input;
+using border::take_input_or_none;
 using border::take_one;
 using border::take_or_none;
 using border::take_rows;
@@ -144,9 +147,9 @@ auto by_dtype(const Rows& rows, const Run& run) {
 
 PYBIND11_MODULE(_expander, module) {
   border::start();
-  module.attr("INTERFACE") = 10;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 11;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
   module.def("ancestor_words", [](handle parents, handle out) {
-    const auto above = take<int64_t>(parents, "parents", {kAny});
+    const auto above = take_input<int64_t>(parents, "parents", {kAny});
     const int64_t nodes = above.size(0);
     const auto words = take<uint64_t>(out, "out", {nodes, at_least(spec::words_for(nodes))});
     return spec::ancestor_words(above.at(), nodes, words.size(1), words.at());
@@ -154,21 +157,22 @@ PYBIND11_MODULE(_expander, module) {
   module.def("append_nodes", [](handle tree, handle size, handle live, handle parents, handle tokens, handle log_probs,
                                 handle overflow, handle ids) {
     const Tree grown = take_tree(tree, size);
-    const auto above = take<int64_t>(parents, "parents", {kAny});
+    const auto above = take_input<int64_t>(parents, "parents", {kAny});
     const int64_t room = above.size(0);
-    return append(grown, take_count(live, "count", room), room, above.at(), take<int64_t>(tokens, "tokens", {room}).at(),
-                  take<float>(log_probs, "log_probs", {room}).at(), &take_one<int32_t>(overflow, "overflow"),
+    return append(grown, take_count(live, "count", room), room, above.at(), take_input<int64_t>(tokens, "tokens", {room}).at(),
+                  take_input<float>(log_probs, "log_probs", {room}).at(), &take_one<int32_t>(overflow, "overflow"),
                   take<int64_t>(ids, "ids", {room}).at());
   });
   module.def("append_children", [](handle tree, handle size, handle nodes, handle live, handle tokens, handle log_probs,
                                    handle chosen, handle limit, handle overflow, handle ids, handle found) {
     const Tree grown = take_tree(tree, size);
-    const auto drawn = take<int64_t>(tokens, "tokens", {kAny, kAny});
+    const auto drawn = take_input<int64_t>(tokens, "tokens", {kAny, kAny});
     const int64_t rows = drawn.size(0), children = drawn.size(1);
-    const auto frontier = take<int64_t>(nodes, "nodes", {at_least(rows)}), out = take<int64_t>(ids, "ids", {kAny});
+    const auto frontier = take_input<int64_t>(nodes, "nodes", {at_least(rows)});
+    const auto out = take<int64_t>(ids, "ids", {kAny});
     const int64_t most = out.size(0);
-    const auto edges = take<float>(log_probs, "log_probs", {rows, children});
-    const auto taken = take_or_none<bool>(chosen, "chosen", {rows, children});
+    const auto edges = take_input<float>(log_probs, "log_probs", {rows, children});
+    const auto taken = take_input_or_none<bool>(chosen, "chosen", {rows, children});
     int32_t &over = take_one<int32_t>(overflow, "overflow"), &count = take_one<int32_t>(found, "found");
     const auto given = spec::chosen_children(frontier.at(), take_count(live, "live", rows), children, drawn.at(),
                                              edges.at(), flags(taken), wanted_of(limit, most));
@@ -177,21 +181,21 @@ PYBIND11_MODULE(_expander, module) {
     return append(grown, entries, most, given.parents.data(), given.tokens.data(), given.log_probs.data(), &over, out.at());
   });
   module.def("subtree", [](handle parents, handle nodes, handle live, handle new_parents, handle ancestors) {
-    const auto above = take<int64_t>(parents, "parents", {kAny}), kept = take<int64_t>(nodes, "nodes", {kAny});
+    const auto above = take_input<int64_t>(parents, "parents", {kAny}), kept = take_input<int64_t>(nodes, "nodes", {kAny});
     const int64_t room = kept.size(0);
     return spec::subtree(above.at(), above.size(0), kept.at(), take_count(live, "live", room), room,
                          take<int64_t>(new_parents, "new_parents", {room}).at(),
                          take<uint64_t>(ancestors, "ancestors", {room, spec::words_for(room)}).at());
   });
   module.def("tree_mask", [](handle ancestors, handle out) {
-    const auto words = take<uint64_t>(ancestors, "ancestors", {kAny, kAny});
+    const auto words = take_input<uint64_t>(ancestors, "ancestors", {kAny, kAny});
     const auto mask = take<bool>(out, "out", {words.size(0), kAny});
     const int64_t columns = mask.size(1);
     require(columns <= words.size(1) * spec::kWordBits, "columns", columns, "as many as there are bits");
     spec::tree_mask(words.at(), words.size(0), words.size(1), columns, static_cast<uint8_t*>(mask.data));
   });
   module.def("select_best", [](handle scores, handle live, handle limit, handle out, handle found) {
-    const auto given = take<float>(scores, "scores", {kAny});
+    const auto given = take_input<float>(scores, "scores", {kAny});
     const auto ids = take<int64_t>(out, "out", {kAny});
     const int64_t most = ids.size(0);
     int32_t& count = take_one<int32_t>(found, "found");
@@ -202,9 +206,9 @@ PYBIND11_MODULE(_expander, module) {
     return true;
   });
   module.def("walk", [](handle tokens, handle parents, handle chosen, handle size, handle path, handle live, handle bonus) {
-    const auto carried = take<int64_t>(tokens, "tokens", {kAny});
+    const auto carried = take_input<int64_t>(tokens, "tokens", {kAny});
     const int64_t room = carried.size(0);
-    const auto above = take<int64_t>(parents, "parents", {room}), choices = take<int64_t>(chosen, "chosen", {room});
+    const auto above = take_input<int64_t>(parents, "parents", {room}), choices = take_input<int64_t>(chosen, "chosen", {room});
     const auto out = take<int64_t>(path, "path", {room});
     int32_t& count = take_one<int32_t>(live, "live");
     int64_t& last = take_one<int64_t>(bonus, "bonus");
@@ -217,7 +221,7 @@ PYBIND11_MODULE(_expander, module) {
     border::Tensor rows;
     if (!border::read(slab, rows) || rows.rank != 5 || !rows.is_contiguous() || rows.dtype.bits % 8 != 0)
       border::refuse("slab", border::described(slab), "[layers, 2, heads, capacity, size], contiguous, on the CPU");
-    const auto nodes = take<int64_t>(path, "path", {kAny});
+    const auto nodes = take_input<int64_t>(path, "path", {kAny});
     const int64_t start = take_one<int32_t>(prefix, "prefix"), moved = take_count(live, "count", nodes.size(0));
     return spec::compact_rows(static_cast<char*>(rows.data), rows.size(0) * rows.size(1) * rows.size(2), rows.size(3),
                               rows.size(4) * (rows.dtype.bits / 8), start, nodes.at(), moved);
@@ -238,7 +242,7 @@ PYBIND11_MODULE(_expander, module) {
                                    handle out_scores, handle out_live) {
     const Rows given = take_rows(logits, "logits");
     const int64_t rows = given.rows(), columns = given.columns();
-    const auto paths = take<float>(scores, "scores", {rows});
+    const auto paths = take_input<float>(scores, "scores", {rows});
     const auto places = take<int64_t>(out_rows, "rows", {kAny});
     const int64_t most = places.size(0), room = std::min(most, rows * columns), there = take_count(live, "live", rows);
     const auto tokens = take<int64_t>(out_columns, "columns", {most});
@@ -291,15 +295,15 @@ PYBIND11_MODULE(_expander, module) {
   module.def("mlp", [](handle net, handle features, handle out) {
     const spec::Network known = take_network(net);
     const auto rated = take_flat<float>(out, "out");
-    const auto given = take_flat<float>(features, "features", rated.count() * known.inputs);
+    const auto given = take_flat_input<float>(features, "features", rated.count() * known.inputs);
     spec::probabilities(known, given.at(), rated.count(), rated.at());
   });
   module.def("classify_paths", [](handle net, handle paths, handle entropies, handle depth, handle out) {
     const spec::Network known = take_network(net);
     require(known.inputs == 3, "inputs", known.inputs, "3");
-    const auto given = take<float>(paths, "paths", {kAny, kAny});
+    const auto given = take_input<float>(paths, "paths", {kAny, kAny});
     const int64_t rows = given.size(0), children = given.size(1);
-    const auto entropy = take_flat<float>(entropies, "entropies", rows);
+    const auto entropy = take_flat_input<float>(entropies, "entropies", rows);
     const auto level = static_cast<float>(take_one<int32_t>(depth, "depth"));
     spec::classify_paths(known, given.at(), entropy.at(), level, rows, children,
                          take<float>(out, "out", {rows, children}).at());
@@ -332,19 +336,20 @@ PYBIND11_MODULE(_expander, module) {
                                    take<int64_t>(parts[5], "tokens", {budget}).at(),
                                    &take_one<float>(parts[6], "bound"),
                                    budget};
-    const auto scores = take<float>(found_scores, "scores", {kAny});
+    const auto scores = take_input<float>(found_scores, "scores", {kAny});
     const int64_t room = scores.size(0), count = take_count(found_live, "live", room);
-    const auto row = take<int64_t>(rows, "rows", {room}), column = take<int64_t>(columns, "columns", {room});
-    const auto frontier = take<int64_t>(nodes, "nodes", {kAny}), levels = take<int64_t>(depths, "depths", {kAny});
-    const auto ids = take_or_none<int64_t>(token_ids, "token_ids", {kAny});
+    const auto row = take_input<int64_t>(rows, "rows", {room}), column = take_input<int64_t>(columns, "columns", {room});
+    const auto frontier = take_input<int64_t>(nodes, "nodes", {kAny}), levels = take_input<int64_t>(depths, "depths", {kAny});
+    const auto ids = take_input_or_none<int64_t>(token_ids, "token_ids", {kAny});
     const bool going = take_one<int32_t>(frontier_live, "frontier") > 0, begins = take_one<int32_t>(passes, "passes") == 1;
     if (going) {
       require_below(row.at(), count, frontier.size(0), "rows");
       for (int64_t i = 0; i < count; ++i) require_below(&frontier[row[i]], 1, levels.size(0), "nodes");
       if (ids) require_below(column.at(), count, ids.size(0), "columns");
     }
-    const spec::FoundArrays given{row.at(), column.at(), take<float>(found_log_probs, "log_probs", {room}).at(),
-                                  scores.at(), count, frontier.at(), levels.at(), ids.at()};
+    const auto edges = take_input<float>(found_log_probs, "log_probs", {room});
+    const spec::FoundArrays given{row.at(),    column.at(),   edges.at(),  scores.at(),
+                                  count,       frontier.at(), levels.at(), ids.at()};
     const spec::Search search{batch, max_depth, threshold, fill};
     const spec::DrawnArrays drawn{take<int64_t>(parents, "parents", {budget}).at(),
                                   take<int64_t>(tokens, "tokens", {budget}).at(),
@@ -370,8 +375,8 @@ PYBIND11_MODULE(_expander, module) {
     if (kept[1].size(0) != kv_heads || kept[1].size(1) != capacity)
       border::refuse("values", border::described(values), "the sizes of keys");
     require(heads % kv_heads == 0, "heads", heads, "a multiple of " + std::to_string(kv_heads));
-    const auto places = take<int32_t>(nodes, "nodes", {rows, kAny});
-    const auto seen = take<int32_t>(counts, "counts", {rows});
+    const auto places = take_input<int32_t>(nodes, "nodes", {rows, kAny});
+    const auto seen = take_input<int32_t>(counts, "counts", {rows});
     const int64_t columns = places.size(1), before = take_one<int32_t>(prefix, "prefix"), alive = take_one<int32_t>(live, "live");
     require(before >= 0 && before <= capacity, "prefix", before, "0 to " + std::to_string(capacity));
     for (int64_t row = 0; row < std::min(rows, alive); ++row) {
@@ -409,9 +414,9 @@ PYBIND11_MODULE(_expander, module) {
     require(done >= 0 && done < (1 << 16), "expansions", done, "0 or more");
     const int64_t first = shape[1] && done > 0 ? width + (done - 1) * width * width : 0;
     const int64_t last = std::min(width + done * width * width, first + room);
-    const auto given = take<float>(scores, "scores", {kAny});
+    const auto given = take_input<float>(scores, "scores", {kAny});
     const int64_t nodes = given.size(0);
-    const auto levels = take<int64_t>(depths, "depths", {nodes});
+    const auto levels = take_input<int64_t>(depths, "depths", {nodes});
     const int64_t count = take_count(live, "live", nodes);
     require_below(levels.at(), count, 1 << 16, "depths");
     const spec::BeamWindow shown{width, first, last, room, repeats,
@@ -424,7 +429,7 @@ PYBIND11_MODULE(_expander, module) {
   module.def("best_action", [](handle layers, bool tanh, handle observation, handle out) {
     const Parts parameters(layers, "layers", -1);
     require(parameters.size() >= 2 && parameters.size() % 2 == 0, "layers", parameters.size(), "weights and biases");
-    const auto seen = take_flat<float>(observation, "observation", at_least(1));
+    const auto seen = take_flat_input<float>(observation, "observation", at_least(1));
     std::vector<int64_t> sizes{seen.count()};
     std::vector<const float*> addresses;
     for (py::ssize_t i = 0; i < parameters.size(); i += 2) {
@@ -436,10 +441,10 @@ PYBIND11_MODULE(_expander, module) {
     take_one<int64_t>(out, "out") = spec::best_action(sizes, addresses, tanh, seen.at());
   });
   module.def("chances", [](handle stated, handle cells, handle table, handle out) {
-    const auto given = take_flat<float>(stated, "stated");
+    const auto given = take_flat_input<float>(stated, "stated");
     const int64_t entries = given.count();
-    const auto rows = take_flat<int64_t>(cells, "cells", entries);
-    const auto known = take<float>(table, "table", {kAny, at_least(2)});
+    const auto rows = take_flat_input<int64_t>(cells, "cells", entries);
+    const auto known = take_input<float>(table, "table", {kAny, at_least(2)});
     const auto rated = take_flat<float>(out, "out", entries);
     require_below(rows.at(), entries, known.size(0), "cells");
     const int64_t knots = known.size(1);
@@ -451,12 +456,13 @@ PYBIND11_MODULE(_expander, module) {
     const Tree grown = take_tree(tree, size);
     const Outcomes outcomes = take_outcomes(counts);
     const spec::SearchNotes noted = take_notes(notes, grown.capacity);
-    const auto drawn = take<int64_t>(tokens, "tokens", {kAny, kAny});
+    const auto drawn = take_input<int64_t>(tokens, "tokens", {kAny, kAny});
     const int64_t rows = drawn.size(0), places = drawn.size(1);
     require(places <= spec::kPlaces, "places", places, "at most " + std::to_string(spec::kPlaces));
-    const auto frontier = take<int64_t>(nodes, "nodes", {at_least(rows)}), out = take<int64_t>(ids, "ids", {kAny});
-    const auto edges = take<float>(stated, "stated", {rows, places});
-    const auto marks = take_or_none<uint8_t>(sources, "sources", {rows, places});
+    const auto frontier = take_input<int64_t>(nodes, "nodes", {at_least(rows)});
+    const auto out = take<int64_t>(ids, "ids", {kAny});
+    const auto edges = take_input<float>(stated, "stated", {rows, places});
+    const auto marks = take_input_or_none<uint8_t>(sources, "sources", {rows, places});
     int32_t &over = take_one<int32_t>(overflow, "overflow"), &count = take_one<int32_t>(found, "found");
     const int64_t drafted = take_count(live, "live", rows), first = *grown.size, most = out.size(0);
     require_below(frontier.at(), drafted, first, "nodes");
@@ -491,7 +497,7 @@ PYBIND11_MODULE(_expander, module) {
     const Tree grown = take_tree(tree, size);
     const Outcomes outcomes = take_outcomes(counts);
     const spec::SearchNotes noted = take_notes(notes, grown.capacity);
-    const auto nodes = take<int64_t>(path, "path", {kAny}), choices = take<int64_t>(chosen, "chosen", {nodes.size(0)});
+    const auto nodes = take_input<int64_t>(path, "path", {kAny}), choices = take_input<int64_t>(chosen, "chosen", {nodes.size(0)});
     const int64_t length = take_count(live, "live", nodes.size(0)), there = *grown.size;
     require_below(nodes.at(), length, there, "path");
     for (int64_t node = 1; node < there; ++node) require_below(grown.arrays.parents + node, 1, node, "parents");
@@ -514,8 +520,8 @@ PYBIND11_MODULE(_expander, module) {
     spec::settle(ledger, take_one<int32_t>(committed, "committed"), took, static_cast<float>(memory));
   });
   module.def("select_worth", [](handle paths, handle size, handle price, handle ids, handle live) {
-    const auto scores = take<float>(paths, "paths", {kAny});
-    const auto prices = take<float>(price, "price", {at_least(1)});
+    const auto scores = take_input<float>(paths, "paths", {kAny});
+    const auto prices = take_input<float>(price, "price", {at_least(1)});
     const auto out = take<int64_t>(ids, "ids", {kAny});
     const int64_t room = scores.size(0), nodes = take_count(size, "size", room), most = out.size(0);
     int32_t& count = take_one<int32_t>(live, "live");
@@ -528,14 +534,14 @@ PYBIND11_MODULE(_expander, module) {
   });
   module.def("next_pass", [](handle paths, handle edges, handle waiting, handle size, handle profile, handle prices,
                              int64_t rounds, handle ids, handle live) {
-    const auto scores = take<float>(paths, "paths", {kAny});
+    const auto scores = take_input<float>(paths, "paths", {kAny});
     const int64_t room = scores.size(0);
-    const auto steps = take<float>(edges, "edges", {room});
-    const auto open = take<bool>(waiting, "waiting", {room});
-    const auto chances = take<float>(profile, "profile", {at_least(1), kAny});
+    const auto steps = take_input<float>(edges, "edges", {room});
+    const auto open = take_input<bool>(waiting, "waiting", {room});
+    const auto chances = take_input<float>(profile, "profile", {at_least(1), kAny});
     const Parts parts(prices, "prices", 3);
-    const auto verify = take<float>(parts[0], "verify", {at_least(1)}), draft = take<float>(parts[1], "draft", {at_least(1)});
-    const auto widths = take<int64_t>(parts[2], "widths", {at_least(1)});
+    const auto verify = take_input<float>(parts[0], "verify", {at_least(1)}), draft = take_input<float>(parts[1], "draft", {at_least(1)});
+    const auto widths = take_input<int64_t>(parts[2], "widths", {at_least(1)});
     require_below(widths.at(), widths.size(0), draft.size(0), "widths");
     require(rounds >= 1 && rounds <= kMostRounds, "rounds", rounds, "1 to " + std::to_string(kMostRounds));
     const auto out = take<int64_t>(ids, "ids", {draft.size(0) - 1});
@@ -548,7 +554,7 @@ PYBIND11_MODULE(_expander, module) {
     count = static_cast<int32_t>(found.size());
   });
   module.def("keyed_gumbel_argmax", [](handle scores, uint64_t seed, uint64_t position) {
-    const auto given = take<float>(scores, "scores", {kAny});
+    const auto given = take_input<float>(scores, "scores", {kAny});
     py::gil_scoped_release release;
     return spec::keyed_gumbel_argmax(given.at(), given.size(0), seed, position);
   });
@@ -556,8 +562,8 @@ PYBIND11_MODULE(_expander, module) {
     const Rows given = take_rows(logits, "logits");
     if (given.half()) border::refuse("logits", border::described(logits), "float32");
     const int64_t rows = given.rows(), columns = given.columns();
-    const auto tokens = take_or_none<int64_t>(ids, "token_ids", {columns});
-    const auto places = take<int64_t>(positions, "positions", {rows});
+    const auto tokens = take_input_or_none<int64_t>(ids, "token_ids", {columns});
+    const auto places = take_input<int64_t>(positions, "positions", {rows});
     const auto coupled = take<float>(out, "out", {rows, columns});
     if (tokens) require_below(tokens.at(), columns, kMostTokens, "token_ids");
     const uint64_t key = take_one<uint64_t>(seed, "seed");

@@ -1,7 +1,8 @@
 """The ops of csrc/ for CPU tensors: outputs allocated here, tensors handed to the extension specengine._expander.
 
-It takes the tensors themselves and checks their dtypes, sizes and devices, and what of their values becomes an index:
-ValueError, which names the argument, instead of a wrong address. A count is read there, and loops end at it.
+It takes the tensors themselves, of inputs with strides a copy, and checks their dtypes, sizes and devices, and what of
+their values becomes an index: ValueError, which names the argument, instead of a wrong address. A count is read there,
+and loops end at it.
 
 Importing this raises ImportError where the extension is not built, or was built from other sources.
 """
@@ -28,7 +29,7 @@ from specengine.ops.tree import NOT_THERE, WRONG_PARENTS, WRONG_SUBTREE
 from specengine.ops.worth import MEMORY, Counts, Ledger, Notes, Prices
 
 _expander: Any = importlib.import_module("specengine._expander")
-INTERFACE = 10  # as in csrc/expander.cpp
+INTERFACE = 11  # as in csrc/expander.cpp
 
 if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")
@@ -45,7 +46,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
 
 
 def ancestor_words(parents: Tensor) -> Tensor:
-    n, parents = parents.shape[0], parents.contiguous()
+    n = parents.shape[0]
     out = _INDEX.new_empty(n, -(-n // WORD_BITS))
     if not _expander.ancestor_words(parents, out):
         raise InputError(WRONG_PARENTS)
@@ -55,7 +56,6 @@ def ancestor_words(parents: Tensor) -> Tensor:
 def append_nodes(
     tree: Arrays, size: Tensor, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor, overflow: Tensor
 ) -> Tensor:
-    parents, tokens, log_probs = parents.contiguous(), tokens.contiguous(), log_probs.contiguous()
     ids = torch.empty_like(parents)
     if not _expander.append_nodes(tree, size, count, parents, tokens, log_probs, overflow, ids):
         raise InputError(NOT_THERE)
@@ -73,17 +73,15 @@ def append_children(
     most: int,
     limit: Tensor | None,
 ) -> Nodes:
-    nodes, tokens, log_probs = frontier.ids.contiguous(), tokens.contiguous(), log_probs.contiguous()
-    chosen = None if chosen is None else chosen.contiguous()
     made = Nodes(_INDEX.new_empty(most), torch.empty_like(size))
-    given = nodes, frontier.live, tokens, log_probs, chosen, limit
+    given = frontier.ids, frontier.live, tokens, log_probs, chosen, limit
     if not _expander.append_children(tree, size, *given, overflow, made.ids, made.live):
         raise InputError(NOT_THERE)
     return made
 
 
 def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
-    room, parents, nodes = nodes.shape[0], parents.contiguous(), nodes.contiguous()
+    room = nodes.shape[0]
     new_parents = _INDEX.new_empty(room)
     words = _INDEX.new_empty(room, -(-room // WORD_BITS))
     if not _expander.subtree(parents, nodes, live, new_parents, words):
@@ -92,14 +90,12 @@ def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> 
 
 
 def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
-    ancestors = ancestors.contiguous()
     out = torch.empty(ancestors.shape[0], columns, dtype=torch.bool, device="cpu")
     _expander.tree_mask(ancestors, out)
     return out
 
 
 def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None) -> Nodes:
-    scores = scores.contiguous()
     found = Nodes(_INDEX.new_empty(most), torch.empty_like(live))
     if not _expander.select_best(scores, live, limit, found.ids, found.live):
         raise InputError("scores: " + HAS_NAN)
@@ -124,7 +120,7 @@ def best_candidates(
     bound: Tensor | None,
     normalized: bool,
 ) -> Candidates:
-    logits, scores = _with_dense_rows(logits), scores.contiguous()
+    logits = _with_dense_rows(logits)
     rows, columns = _INDEX.new_empty(most), _INDEX.new_empty(most)
     log_probs, paths, count = _REAL.new_empty(most), _REAL.new_empty(most), torch.empty_like(live)
     given = logits, scores, live, limit, log_gate, bound, normalized
@@ -158,14 +154,13 @@ def mix_rows(
 
 
 def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:
-    features = features.contiguous()
     out = _REAL.new_empty(features.shape[:-1])
     _expander.mlp(net, features, out)
     return out
 
 
 def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: Tensor, net: Sequence[Tensor]) -> Tensor:
-    paths, entropies = path_log_probs.contiguous(), entropies.contiguous()
+    paths = path_log_probs.contiguous()
     out = torch.empty_like(paths)
     _expander.classify_paths(net, paths, entropies, depth, out)
     return out
@@ -193,14 +188,11 @@ def step_queues(
     passes: Tensor,
     search: Search,
 ) -> Drawn:
-    budget, (rows, columns, edges, scores, live) = queues.scores.shape[0], found
-    rows, columns, edges, scores = rows.contiguous(), columns.contiguous(), edges.contiguous(), scores.contiguous()
-    nodes, depths = frontier.ids.contiguous(), depths.contiguous()
-    token_ids = None if token_ids is None else token_ids.contiguous()
+    budget = queues.scores.shape[0]
     parents, tokens, log_probs = _INDEX.new_empty(budget), _INDEX.new_empty(budget), _REAL.new_empty(budget)
     drawn, expand = torch.empty_like(passes), torch.empty_like(passes)
     places = _INDEX.new_empty(min(search.batch, budget))
-    given = rows, columns, edges, scores, live, nodes, frontier.live, depths, token_ids, passes
+    given = *found, *frontier, depths, token_ids, passes
     out = parents, tokens, log_probs, drawn, places, expand
     if not _expander.step_queues(queues, *given, *search, *out):
         raise InputError("scores: " + HAS_NAN)
@@ -210,7 +202,6 @@ def step_queues(
 def beam_observation(
     scores: Tensor, depths: Tensor, live: Tensor, expansions: Tensor, context: Tensor, window: Window
 ) -> Tensor:
-    scores, depths = scores.contiguous(), depths.contiguous()
     out = _REAL.new_empty(window.room + 2 * window.repeats)
     shape = [window.width, window.last, window.room, window.repeats]
     floats = [window.pad, window.pad if window.pad < 0 else LOWEST, *window.units]
@@ -219,13 +210,13 @@ def beam_observation(
 
 
 def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) -> Tensor:
-    observation, out = observation.contiguous(), _INDEX.new_empty(1)
+    out = _INDEX.new_empty(1)
     _expander.best_action(layers, activation == "tanh", observation, out)
     return out
 
 
 def chances(stated: Tensor, cells: Tensor, table: Tensor) -> Tensor:
-    stated, cells, table = stated.contiguous(), cells.contiguous(), table.contiguous()
+    stated = stated.contiguous()
     out = torch.empty_like(stated)
     _expander.chances(stated, cells, table, out)
     return out
@@ -244,18 +235,15 @@ def hang_likely(
     least: float,
     most: int,
 ) -> Nodes:
-    nodes, tokens, stated = frontier.ids.contiguous(), tokens.contiguous(), stated.contiguous()
-    sources = None if sources is None else sources.contiguous()
     made = Nodes(_INDEX.new_empty(most), torch.empty_like(size))
-    given = nodes, frontier.live, tokens, stated, sources, counts, notes, least
+    given = frontier.ids, frontier.live, tokens, stated, sources, counts, notes, least
     if not _expander.hang_likely(tree, size, overflow, *given, made.ids, made.live):
         raise InputError(NOT_THERE)
     return made
 
 
 def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes) -> None:
-    nodes, chosen = path.ids.contiguous(), chosen.contiguous()
-    _expander.count_outcomes(tree, size, nodes, path.live, chosen, counts, notes)
+    _expander.count_outcomes(tree, size, path.ids, path.live, chosen, counts, notes)
 
 
 def settle(ledger: Ledger, committed: Tensor) -> None:
@@ -264,7 +252,6 @@ def settle(ledger: Ledger, committed: Tensor) -> None:
 
 
 def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes:
-    paths, price = paths.contiguous(), price.contiguous()
     found = Nodes(_INDEX.new_empty(most), torch.empty_like(size))
     if not _expander.select_worth(paths, size, price, found.ids, found.live):
         raise InputError("scores: " + HAS_NAN)
@@ -274,8 +261,6 @@ def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes
 def next_pass(
     paths: Tensor, edges: Tensor, waiting: Tensor, size: Tensor, profile: Tensor, prices: Prices, rounds: int
 ) -> Nodes:
-    paths, edges, waiting, profile = (part.contiguous() for part in (paths, edges, waiting, profile))
-    prices = Prices(*(part.contiguous() for part in prices))
     found = Nodes(_INDEX.new_empty(prices.draft.shape[0] - 1), torch.empty_like(size))
     _expander.next_pass(paths, edges, waiting, size, profile, prices, rounds, found.ids, found.live)
     return found
@@ -289,14 +274,13 @@ def strict_cached_attention(
         return whole.to(torch.float16)
     if key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
-    query, nodes, counts = query.contiguous(), paths.nodes.contiguous(), paths.counts.contiguous()
+    query = query.contiguous()
     out = torch.empty_like(query)
-    _expander.strict_cached_attention(query, key, value, nodes, counts, prefix, live, scale, out)
+    _expander.strict_cached_attention(query, key, value, *paths, prefix, live, scale, out)
     return out
 
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
-    scores = scores.contiguous()
     return _expander.keyed_gumbel_argmax(scores, seed, position)
 
 
@@ -304,13 +288,11 @@ def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Te
     logits = logits.float()
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     out = _REAL.new_empty(logits.shape)
-    positions, token_ids = positions.contiguous(), None if token_ids is None else token_ids.contiguous()
     _expander.couple(logits, token_ids, positions, seed, scale, out)
     return out
 
 
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
-    tokens, parents, chosen = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
     found = Walked(torch.empty_like(tokens), torch.empty_like(size), _INDEX.new_empty(1))
     _expander.walk(tokens, parents, chosen, size, *found)
     return found
@@ -320,5 +302,5 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> Non
     if not slab.is_contiguous():
         by_meaning(attention.compact_kv, slab, path, count, prefix)
         return
-    if not _expander.compact_rows(slab, path.contiguous(), count, prefix):
+    if not _expander.compact_rows(slab, path, count, prefix):
         raise InputError(attention.WRONG_PATH)
