@@ -31,7 +31,7 @@ COVERAGE := --cov=specengine --cov-report=
 test: $(VENV)/.installed-dev  ## tests enough to trust a change, in minutes; none needs a GPU
 	$(RUN) -m pytest $(IN_PARALLEL) -m "not slow" --hypothesis-profile=ci $(if $(RECORD),$(COVERAGE))
 
-test-all: SANITIZED_TESTS = tests/border tests/native -m "not slow"
+test-all: SANITIZED_TESTS = tests/border tests/csrc tests/models -m "not slow"
 # after `make test`, as in .ci/run, only what that left out of this environment; the others take environments of their own
 test-all: $(if $(AFTER_TEST),,$(if $(shell command -v g++),test-sanitized) test-clients)  ## all tests that need no GPU, with coverage; clients; borders under sanitizers
 	$(RUN) -m pytest $(IN_PARALLEL) $(if $(AFTER_TEST),-m slow --cov-append) --hypothesis-profile=$(PROPERTIES) \

@@ -15,7 +15,7 @@ import pytest
 from specengine.checkpoints.eagle import save_head
 from tests.border.answers import LOADED_BEFORE, SETTINGS, WITHOUT
 from tests.heads import LAYERS, deep
-from tests.native.engines import INSTRUCTION_SETS
+from tests.models.native_engines import INSTRUCTION_SETS
 from tests.toy import head_config, near_copy, random_state
 
 ROOT = Path(__file__).parents[2]

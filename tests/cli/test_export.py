@@ -17,7 +17,7 @@ from specengine.checkpoints.eagle import Checkpoint, load_head, save_head
 from specengine.cli import main
 from specengine.cli.arguments import make_parser
 from specengine.models.eagle import causal, head_from
-from tests.models.layouts import LAYER_IDS, same
+from tests.checkpoints.layouts import LAYER_IDS, same
 from tests.toy import CPU, head_config, random_state, tiny
 
 LAYERS = 6

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specengine.ops import cuda
-from tests.test_native import COMPILER, CSRC
+from tests.csrc.test_spec import COMPILER, CSRC
 
 
 def built(folder: Path) -> Path:

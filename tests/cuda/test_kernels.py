@@ -15,8 +15,8 @@ from specengine.ops import _nvrtc, cuda
 from specengine.ops.numbers import Nodes
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import Candidates
+from tests.csrc.test_spec import COMPILER, CSRC, build_and_run
 from tests.cuda import host
-from tests.test_native import COMPILER, CSRC, build_and_run
 
 NODES, COLUMNS = 30, 20
 

@@ -72,7 +72,7 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -
 
 
 def test_every_block_says_what_it_is() -> None:
-    """A file that a page shows is run by tests/test_develop.py; output stands behind what gives it."""
+    """A file that a page shows is run by tests/docs/test_develop.py; output stands behind what gives it."""
     files = [block for block in BLOCKS if block.language.startswith("python title=")]
     assert {block.page.name for block in files} == {"policy.md", "drafter.md"}
     for block in BLOCKS:

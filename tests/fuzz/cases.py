@@ -22,11 +22,11 @@ from specengine.errors import SpecEngineError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.options import LoadOptions
 from specengine.request.options import GenerationOptions
+from tests.checkpoints.layouts import LAYER_IDS, NESTED, speculators
 from tests.fuzz import folders, living
 from tests.fuzz.mutations import NUMBERS, TEXTS, mutated, near, nested, strange
 from tests.fuzz.outcomes import ANSWERED, MOST_LINE, REFUSED, Finding, Outcome, refused
 from tests.heads import LLAMA3, YARN, deep
-from tests.models.layouts import LAYER_IDS, NESTED, speculators
 from tests.toy import byte_tokenizer, head_config, near_copy, policy_for, random_state
 
 TOKENS = "6"

@@ -16,8 +16,8 @@ from specengine.errors import UnsupportedModelError
 from specengine.models.huggingface import PADDED_ROWS, HuggingFaceTarget, strict_rows
 from specengine.ops.tree import TokenTree
 from tests import toy
+from tests.engine.test_strict import specdecpp
 from tests.graphs.engines import DEVICE, frozen
-from tests.test_strict import specdecpp
 
 PROMPT = [5, 9, 2, 31, 7, 12]
 NAMES = [name for name in policies.names() if name != "plain"]

@@ -24,7 +24,7 @@ from specengine.policies import _classifier
 from specengine.policies._classifier import AcceptanceHead, Mlp, c2t_features, disco_features
 from specengine.policies.c2t import C2t
 from specengine.records import Seconds
-from tests.test_tree import check_structure
+from tests.ops.test_token_tree import check_structure
 from tests.toy import CPU, Tables, ToyDrafter, hidden_states
 
 FACTS: dict[str, Any] = {"depth_base": 0, "top": 1000, "beta": 0.3}

@@ -16,7 +16,7 @@ from specengine.serve.metrics import Metrics
 from specengine.serve.requests import CompletionRequest
 from specengine.serve.settings import Settings
 from specengine.serve.worker import Job, Worker
-from tests.engine.silent_tokenizers import BEYOND, byte_fallback, byte_level, special, words
+from tests.request.silent_tokenizers import BEYOND, byte_fallback, byte_level, special, words
 from tests.serve.served import CHAT, NAME, TEXT, Served, tiny_engine
 from tests.serve.test_answers import chunks
 from tests.toy import byte_tokenizer

@@ -7,7 +7,7 @@ pytest.importorskip("llguidance")
 from bench import constrained
 from specengine.request.grammars import Constraint
 from tests.engine.engines import engine_of
-from tests.grammar.schemas import closed
+from tests.request.schemas import closed
 from tests.toy import byte_tokenizer
 
 

@@ -17,8 +17,8 @@ from specengine.models.eagle import head_from
 from specengine.models.native import NativeHead, NativeLM, NativeTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
-from tests.native.engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
-from tests.native.variants import PROMPT, half_of, model_of, native_logits, own_logits, tree_of, write_gguf
+from tests.models.native_engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
+from tests.models.native_variants import PROMPT, half_of, model_of, native_logits, own_logits, tree_of, write_gguf
 from tests.toy import CPU, VOCABULARY, head_config, policy_for, random_state, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]

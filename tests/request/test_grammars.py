@@ -19,7 +19,7 @@ from specengine.ops.tree import TokenTree
 from specengine.request import grammars
 from specengine.request.grammars import MOST_TEXT, Vocabularies, compiled
 from tests.engine.engines import PROMPT, engine_of, tokenizer
-from tests.grammar.schemas import closed
+from tests.request.schemas import closed
 from tests.toy import POLICIES
 
 SCHEMA = {

@@ -16,7 +16,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import COPIED, FREE, RECYCLED, Free, Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from tests.test_lookup import longest_match
+from tests.drafters.test_lookup import longest_match
 from tests.toy import Tables, ToyDrafter, nodes_of, random_tree
 
 VOCABULARY = 5

@@ -21,7 +21,7 @@ from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import tensor_parallel
 from specengine.models.eagle import EagleConfig
 from tests.heads import deep
-from tests.parallel.answers import PROMPT, WAYS
+from tests.models.parallel_answers import PROMPT, WAYS
 from tests.toy import byte_tokenizer, near_copy, random_state, tiny
 
 pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="torch was built without gloo")
@@ -46,7 +46,7 @@ def torchrun(*arguments: str, count: int = 2) -> subprocess.CompletedProcess[str
 
 
 def answers(model: Path, draft: str, *policies: str, tokens: int = 30) -> tuple[str, list[dict[str, Any]]]:
-    run = torchrun("tests.parallel.answers", str(model), draft, str(tokens), *policies)
+    run = torchrun("tests.models.parallel_answers", str(model), draft, str(tokens), *policies)
     assert run.returncode == 0, run.stderr[-3000:]
     first, *lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     one = [found.logprob for found in Engine.from_pretrained(str(model), "none", **PLAIN).score(PROMPT)]
@@ -114,7 +114,7 @@ def test_a_killed_rank_ends_the_other_with_an_error_that_names_it(gone: int, tmp
     ranks = []
     for rank in (0, 1):
         own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "tests.parallel.answers", str(tmp_path), "recycling", "60000", "eagle"]
+        command = [sys.executable, "-m", "tests.models.parallel_answers", str(tmp_path), "recycling", "60000", "eagle"]
         ranks.append(
             subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | own

@@ -12,7 +12,7 @@ from specengine.errors import InputError
 from specengine.request.sampling import Stopper
 from specengine.request.text import TextStream, decoder
 from tests.engine.engines import PROMPT, engine_of, forced
-from tests.engine.silent_tokenizers import BEYOND, Plain, byte_fallback, byte_level, special, words
+from tests.request.silent_tokenizers import BEYOND, Plain, byte_fallback, byte_level, special, words
 from tests.toy import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

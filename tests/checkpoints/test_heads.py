@@ -19,7 +19,7 @@ from specengine.checkpoints.eagle import load_head, save_head
 from specengine.drafters.eagle import Eagle
 from specengine.errors import CheckpointError, InputError
 from specengine.models.eagle import EagleConfig, causal, head_from
-from tests.models.layouts import LAYER_IDS, official, same
+from tests.checkpoints.layouts import LAYER_IDS, official, same
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 
 MODEL = Verifier("some/model")

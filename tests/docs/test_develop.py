@@ -16,7 +16,7 @@ from specengine.captured import NOTE
 from specengine.errors import InputError
 from tests.graphs.engines import PROMPT, engine_of, frozen, model
 
-PAGES = Path(__file__).parents[1] / "docs" / "develop"
+PAGES = Path(__file__).parents[2] / "docs" / "develop"
 TEXT = (PAGES / "policy.md").read_text() + (PAGES / "drafter.md").read_text()
 FILES = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', TEXT, re.DOTALL))
 POLICY, DRAFTER = "specengine/policies/comb.py", "specengine/drafters/embedding.py"

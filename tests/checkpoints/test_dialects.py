@@ -11,8 +11,8 @@ import torch
 from specengine.checkpoints.eagle import is_head, load_head
 from specengine.errors import CheckpointError
 from specengine.models.eagle import EagleConfig
+from tests.checkpoints.layouts import FLAT, LAYER_IDS, NESTED, READ, THIRD, official, same, speculators, write
 from tests.heads import LLAMA3, YARN
-from tests.models.layouts import FLAT, LAYER_IDS, NESTED, READ, THIRD, official, same, speculators, write
 from tests.toy import VOCABULARY, head_config, random_state, tiny
 
 # name, what the config says, how the head must be read, its dialect

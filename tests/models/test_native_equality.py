@@ -18,7 +18,7 @@ from specengine.models import Successors, native
 from specengine.models.eagle import head_from
 from specengine.models.native import WITH_PAIRS, NativeHead, NativeLM, NativeTarget
 from tests.engine.engines import DependsOnThePath, InPlace
-from tests.native.engines import (
+from tests.models.native_engines import (
     DRAFTS,
     FAMILIES,
     INSTRUCTION_SETS,

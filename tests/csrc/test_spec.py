@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parents[1] / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 

@@ -16,8 +16,8 @@ from specengine.checkpoints.pretrained import open_native
 from specengine.checkpoints.sources import BLOCKS
 from specengine.models.native import WITH_PAIRS, NativeLM, from_model
 from specengine.ops.tree import TokenTree
-from tests.native.engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
-from tests.native.variants import (
+from tests.models.native_engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
+from tests.models.native_variants import (
     PROMPT,
     VARIANTS,
     half_of,

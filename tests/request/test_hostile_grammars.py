@@ -16,7 +16,7 @@ from jsonschema.validators import validator_for
 from specengine import Engine
 from specengine.errors import InputError
 from tests.engine.engines import engine_of, tokenizer
-from tests.grammar.schemas import REFUSED, any_schema, hostile
+from tests.request.schemas import REFUSED, any_schema, hostile
 
 HOSTILE = hostile()
 NEW_TOKENS = 100

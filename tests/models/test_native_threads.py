@@ -10,7 +10,7 @@ import torch
 from specengine import Engine
 from specengine.models.extension import one_torch_thread, thread_count
 from specengine.models.native import NativeLM, NativeTarget
-from tests.native.engines import PROMPT, engine_of, lm_of, model_of, native_lm, needs_extension
+from tests.models.native_engines import PROMPT, engine_of, lm_of, model_of, native_lm, needs_extension
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 PROMPTS = [PROMPT, PROMPT[::-1]]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parents[1] / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 # as setup.py has them, but for -O3: the sanitizers see more at -O1
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Werror"]
 # the headers of gcc 12 for AVX512 begin with values that nobody set

@@ -28,10 +28,10 @@ from specengine.policies import TreePolicy
 from specengine.policies.auto import Auto
 from specengine.policies.eagle import Eagle
 from specengine.records import Seconds
-from tests.test_tree import check_structure
+from tests.ops.test_token_tree import check_structure
 from tests.toy import CPU, RandomShape, Tables, ToyDrafter, ToyTarget, nodes_of, policy_for
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMES = [name for name in policies.names() if name != "plain"]
 CONTRACT = [*NAMES, "random"]
 
@@ -190,7 +190,14 @@ def test_a_new_file_is_a_policy_of_the_command_line_and_of_the_contract(tmp_path
 
     listed = run("-c", "import finds_it; from specengine.cli import main; main(['inspect', '--json'])")
     assert json.loads(listed)["policies"]["comb"]["about"].startswith("The draft's likeliest path")
-    tests = ["tests/test_policies.py", "-k", "comb and (contract or same or nothing)", "-q", "-p", "no:cacheprovider"]
+    tests = [
+        "tests/policies/test_contract.py",
+        "-k",
+        "comb and (contract or same or nothing)",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
     assert " passed" in run("-m", "pytest", "-p", "finds_it", *tests)
 
 

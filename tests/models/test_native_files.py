@@ -16,8 +16,8 @@ from specengine.errors import CheckpointError, InputError, UnsupportedModelError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget
 from tests.checkpoints.gguf_files import write_model
-from tests.native.engines import FAMILIES, needs_extension, plainly
-from tests.native.variants import PROMPT, write_gguf
+from tests.models.native_engines import FAMILIES, needs_extension, plainly
+from tests.models.native_variants import PROMPT, write_gguf
 from tests.toy import byte_tokenizer, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]

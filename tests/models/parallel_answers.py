@@ -1,4 +1,4 @@
-"""What one run of torchrun answers: python -m tests.parallel.answers MODEL DRAFT TOKENS POLICY..., as JSON lines."""
+"""What a run of torchrun answers: python -m tests.models.parallel_answers MODEL DRAFT TOKENS POLICY...."""
 
 import json
 import sys

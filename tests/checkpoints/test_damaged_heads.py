@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specengine.checkpoints.eagle import load_head
 from specengine.errors import CheckpointError
-from tests.models.layouts import FLAT, READ, THIRD, official, same, write
+from tests.checkpoints.layouts import FLAT, READ, THIRD, official, same, write
 from tests.toy import VOCABULARY, head_config, random_state
 
 

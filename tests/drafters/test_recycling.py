@@ -20,7 +20,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from tests.native.engines import lm_of, needs_extension
+from tests.models.native_engines import lm_of, needs_extension
 from tests.toy import POLICIES, VOCABULARY, Tables, ToyTarget, nodes_of, policy_for, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

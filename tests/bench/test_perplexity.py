@@ -22,8 +22,8 @@ from specengine.errors import NumericalError
 from specengine.models import native
 from specengine.models.huggingface import CausalLM
 from specengine.models.weights import Weight
-from tests.native.engines import needs_extension
-from tests.native.variants import write_gguf
+from tests.models.native_engines import needs_extension
+from tests.models.native_variants import write_gguf
 from tests.toy import byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

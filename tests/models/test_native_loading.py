@@ -19,8 +19,8 @@ from specengine.models.extension import NOT_BUILT
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.models.native import VARIABLE, NativeLM, NativeTarget, from_model
 from tests.heads import deep
-from tests.native.engines import FAMILIES, INSTRUCTION_SETS, needs_extension, plainly
-from tests.native.variants import PROMPT, write_gguf
+from tests.models.native_engines import FAMILIES, INSTRUCTION_SETS, needs_extension, plainly
+from tests.models.native_variants import PROMPT, write_gguf
 from tests.toy import hooked, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]

@@ -15,7 +15,7 @@ from specengine.request.sampling import of_rows
 from tests import toy
 from tests.engine.engines import PROMPT, engine_of, tokenizer, untouched
 from tests.graphs import engines as padded
-from tests.native import engines as native
+from tests.models import native_engines as native
 from tests.toy import POLICIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")

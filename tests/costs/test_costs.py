@@ -28,7 +28,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
 from tests import toy
-from tests.native.engines import lm_of, needs_extension
+from tests.models.native_engines import lm_of, needs_extension
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
