@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     {"errors", "plain", "files", "registry", "options", "_expander", "_cpu"},
     {"ops"},
-    {"records"},
-    {"request", "models", "checkpoints", "costs", "cuda_graphs", "policies", "drafters"},
+    {"records", "request", "models", "checkpoints", "costs", "cuda_graphs", "policies", "drafters"},
     {"contracts", "cycle", "captured"},
     {"engine", "loading"},
     {"train", "replicas", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},
