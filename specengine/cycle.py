@@ -81,7 +81,7 @@ class Draft(NamedTuple):
 
 
 def first(drafter: Drafter, policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
-    """Of a tree that is its root alone: whom to draft from, the root, or nobody."""
+    """Return the nodes of a new tree to draft from: the root, or none."""
     began = time.perf_counter()
     frontier = policy.first(tree, drafter)
     if not isinstance(frontier, Nodes):
@@ -121,7 +121,7 @@ def _grown(policy: TreePolicy, tree: TokenTree, frontier: Nodes, found: Step, be
 
 
 def keep(policy: TreePolicy, grown: TokenTree, seconds: Seconds) -> Draft:
-    """What of a grown tree, where the host reads it without waiting or waits, the target verifies."""
+    """Select the nodes of the drafted tree to verify. Synchronises with the device if the tree is on one."""
     clock = time.perf_counter()
     kept = policy.keep(grown)
     if not isinstance(kept, Nodes):
@@ -135,9 +135,9 @@ def keep(policy: TreePolicy, grown: TokenTree, seconds: Seconds) -> Draft:
 def draft_tree(
     token: int, drafter: Drafter | None, policy: TreePolicy | None, seconds: Seconds, device: torch.device
 ) -> Draft:
-    """The tree under `token` that the target verifies, and the one that it was taken from.
+    """Draft the tree under `token`; return the part to verify and the whole.
 
-    Without a drafter, or while the policy rests, it is its root alone: plain decoding. Adds the time spent to
+    Without a drafter, or while the policy rests, the tree is its root alone: plain decoding. Adds the time spent to
     `seconds`.
     """
     if drafter is None or policy is None or policy.rests:
@@ -204,7 +204,7 @@ class EagerDriver:
 
 
 def longest_path(policy: TreePolicy) -> int:
-    """Nodes from the root to a leaf of its trees, at most."""
+    """Return the maximum number of nodes from the root to a leaf of the policy's trees."""
     try:
         return min(policy.passes + 1, policy.capacity)
     except NotImplementedError:

@@ -56,7 +56,7 @@ SCORED_ROWS = 128  # of a text's logits at once, each as long as the vocabulary
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What `Engine.warmup` has captured: functions by name, seconds, and bytes of graphs and of caches."""
+    """The result of `Engine.warmup`: captured functions by name, seconds, and bytes of graphs and caches."""
 
     captured: tuple[str, ...]
     seconds: float
@@ -107,7 +107,7 @@ class Engine:
 
     @property
     def policy(self) -> TreePolicy | None:
-        """How trees grow where a call asks for no other policy; another can take its place between generations."""
+        """The policy of calls that name no other. It can be replaced between generations."""
         return self.drivers.own.policy
 
     @policy.setter
@@ -156,11 +156,11 @@ class Engine:
         return TextGeneration(self, prompt, options).run()
 
     def stream(self, prompt: Prompt, **options: Any) -> TextGeneration:
-        """As `generate`, as an iterator of StreamPiece; `.result` holds the GenerationResult at the end."""
+        """Generate as an iterator of StreamPiece; `.result` holds the GenerationResult at the end."""
         return TextGeneration(self, prompt, options)
 
     def score(self, prompt: Prompt, top: int = 0) -> Iterator[TokenLogprob]:
-        """How likely the model finds a text: each of its tokens from the second on, as it is asked for.
+        """Yield the log-probability of each token of a text, from the second on.
 
         prompt: a string, without the chat template, or token ids; top: how many of the likeliest tokens come with each.
         Closing the iterator frees the engine. InputError, EngineBusyError, NumericalError, and UnsupportedModelError
@@ -174,11 +174,11 @@ class Engine:
         return self._scored(ids, top)
 
     def session(self, messages: list[dict[str, str]] | None = None) -> Session:
-        """A conversation whose turns reuse the target's and the draft's caches."""
+        """Return a conversation whose turns reuse the caches of target and draft."""
         return Session(self, messages)
 
     def as_custom_generate(self, streamer: Any = None, seed: int | None = None) -> Callable[..., Any]:
-        """A function for transformers' `model.generate(custom_generate=...)`.
+        """Return a function for transformers' `model.generate(custom_generate=...)`.
 
         transformers passes on its generation config, logits processors and stopping criteria, but no streamer:
         bind one here. The last call's figures are its attribute `stats`.
@@ -198,7 +198,7 @@ class Engine:
         constraint: Constraint | None = None,
         origins: Origins | None = None,
     ) -> Generator[Cycle, None, None]:
-        """The cycles of one generation; everything else reads from these.
+        """Yield the cycles of one generation; everything else reads from these.
 
         prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way;
         prediction: token ids that the answer is expected to be like; `reuse_cache` keeps what both caches hold of the
@@ -233,7 +233,7 @@ class Engine:
                 stats.notes += drivers.drafter.notes
 
     def answer(self, prompt: list[int], sampler: Sampler | None = None, **options: Any) -> Generator[Cycle, None, None]:
-        """The cycles of an answer without its text, for training and measuring; stop strings are not looked for.
+        """Yield the cycles of an answer without its text, for training and measuring; stop strings are ignored.
 
         prompt: checked token ids; options: the fields of GenerationOptions; sampler: instead of the one that they make.
         """
@@ -252,7 +252,7 @@ class Engine:
         reuse_cache: bool = False,
         constraint: Constraint | None = None,
     ) -> Answering:
-        """An answer with checked options, about to begin.
+        """Prepare an answer with checked options.
 
         decode: for stop strings; sampler: instead of the one that the options make; constraint: of `asked`, where it is
         made already; the others as in `cycles`.
@@ -274,7 +274,7 @@ class Engine:
         return Answering(cycles, stopper, drivers.policy, origins)
 
     def constraint(self, asked: GenerationOptions) -> Constraint | None:
-        """Make a new one of what these options constrain the answer to; None where they do not. From any thread."""
+        """Return a new constraint made from these options, or None. May be called from any thread."""
         if (given := asked.constrains) is None:
             return None
         return self._vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
@@ -286,7 +286,7 @@ class Engine:
         policy: str | TreePolicy | None = None,
         policy_options: Mapping[str, Any] | None = None,
     ) -> WarmUp:
-        """Capture all graphs at once, for up to `tokens` tokens of prompt and answer, instead of on first use.
+        """Capture all graphs now instead of on first use, for up to `tokens` tokens of prompt and answer.
 
         tokens: 2048 by default, or the model's context where that is shorter; a longer text means captures again.
         policy, policy_options: as in `generate`; each policy has graphs of its own, and one whose trees need larger
@@ -310,7 +310,7 @@ class Engine:
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Take in all that was changed on the models that this engine was given loaded.
+        """Take in all changes to models that were handed over loaded.
 
         Every answer begins with that by itself, which reads the weights once. Weights are packed again, caches
         that belong to what was are forgotten, and where more than numbers was changed (adapters, sizes, dtypes,
@@ -380,7 +380,7 @@ class Engine:
             self._busy.release()
 
     def _want(self, drafter: Drafter | None) -> None:
-        """Have the target give what the draft reads."""
+        """Ask the target for the features and successors that the draft reads."""
         self.target.want_features(drafter.features if drafter is not None else ())
         self.target.want_successors(drafter.successors if drafter is not None else 0)
 

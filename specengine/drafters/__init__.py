@@ -26,9 +26,9 @@ Maker = Callable[[Any, Any], "Drafter"]  # of a target and its tokenizer, None w
 class Drafter(ABC):
     """Proposes continuations. It owns its state and learns what was committed from `observe`.
 
-    One that captures reads nothing on the host in `root` and `step`, so that both can be captured in graphs, and
-    fills in place what stays from one cycle to the next. What it then says beside them, of `state`, `reads`, `weights`,
-    `accept` and `ended`, suits here a draft that keeps nothing.
+    If `captures` is true, `root` and `step` must not read tensors on the host and must update persistent tensors in
+    place; `state`, `reads`, `weights`, `accept` and `ended` then describe that state. The defaults suit a draft that
+    keeps none.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Drafter(ABC):
     captures: bool = False
     device: torch.device = torch.device("cpu")  # where the trees stand that it drafts
     model_seconds: float = 0.0  # spent in model forwards, ever
-    sharpness: float = 1.0  # what its logits have been multiplied by, for chances; on average, of those that have been
+    sharpness: float = 1.0  # average factor already applied to the logits (1 / calibrated temperature)
     features: tuple[int, ...] = ()  # the target's hidden states that it reads, numbered as in transformers
     successors: int = 0  # of the target's likeliest tokens after each verified node, how many it reads
 
@@ -57,11 +57,11 @@ class Drafter(ABC):
         return lambda target, tokenizer: made
 
     def reserve(self, tokens: int, nodes: int, longest: int) -> None:
-        """Expect up to `tokens` committed tokens, trees of up to `nodes` nodes, `longest` tokens between passes."""
+        """Make room for `tokens` committed tokens, trees of `nodes` nodes and `longest` tokens between two passes."""
         del tokens, nodes, longest  # a draft may make room as it goes
 
     def cached(self, tokens: list[int]) -> int:
-        """Of how many of the first `tokens` it needs no features (again)."""
+        """Return how many of the first `tokens` need no features from the target."""
         return len(tokens)
 
     def expect(self, tokens: list[int]) -> None:
@@ -78,32 +78,32 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
-        """Take in a prompt; state of an earlier one is reused as far as its tokens agree.
+        """Take in a prompt. State of an earlier prompt is reused for the common prefix.
 
         features: of the prompt's last tokens, [rows, features * hidden size]; at least of those beyond `cached`.
         """
 
     def root(self, tree: TokenTree) -> Step:
-        """A cycle's first pass: the distribution of the root's children."""
+        """Run the first draft pass of a cycle; return the distribution of the root's children."""
         return self.step(tree, tree.root_alone())
 
     @abstractmethod
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        """Distributions of the children of a frontier's nodes, which may differ in depth.
+        """Run a draft pass; return the distributions of the children of the frontier's nodes.
 
-        A node's ancestors have been stepped before it.
+        The nodes may differ in depth. Each node's ancestors have been stepped before it.
         """
 
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
-        """Up to `most` continuations below these nodes that need no draft pass; None where there are none.
+        """Return up to `most` continuations below these nodes that need no draft pass, or None.
 
-        least: the path log-probability below which nothing is proposed. Waits for a device.
+        least: the path log-probability below which nothing is proposed. Synchronises with a device.
         """
         return None
 
     @abstractmethod
     def observe(self, cycle: Cycle) -> None:
-        """Take in what the cycle committed."""
+        """Take in the tokens that a cycle committed."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Targets: one file = one way of running the model whose output must not change."""
+"""Models: what runs a language model over tree rows, and `Target`, the model whose output must not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specengine.ops.tree import TokenTree
 
 
 class Chosen(NamedTuple):
-    """What greedy decoding needs of a verified tree. tokens: after every node, -1 where no logit is finite."""
+    """The result of verifying a tree greedily. tokens: the choice after every node, -1 where no logit is finite."""
 
     tokens: list[int]
     features: Tensor | None
@@ -45,11 +45,11 @@ class Target(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about how it runs here; for the statistics."""
+        """Return notes for the user on how the target runs here; they appear in the statistics."""
         return []
 
     def running(self) -> AbstractContextManager[None]:
-        """What a cycle runs in."""
+        """Return the context manager that cycles run in."""
         return nullcontext()
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Target(ABC):
         """Make room for `tokens` committed tokens and trees of up to `scratch` nodes."""
 
     def cached(self, tokens: list[int]) -> int:
-        """How many of `tokens` the cache holds already."""
+        """Return how many of `tokens` the cache holds already."""
         return common_prefix(self.tokens, tokens)
 
     def want_features(self, ids: tuple[int, ...]) -> None:
@@ -71,30 +71,30 @@ class Target(ABC):
 
     @abstractmethod
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
-        """Make the cache hold `tokens`; returns the features of those that were run.
+        """Run a prompt into the cache; return the features of the tokens that were run.
 
-        The first `keep` tokens, which the cache must hold, are not run again; by default all that it holds are not.
-        No logits: the engine leaves out the prompt's last token, which becomes the root of the first tree.
+        The first `keep` tokens, which the cache must hold, are not run again; by default none that it holds are.
+        There are no logits: the engine leaves out the prompt's last token, which becomes the root of the first tree.
         """
 
     def rate(self, tokens: list[int]) -> Tensor:
-        """Run `tokens` behind those that the cache holds, which then holds them too; the logits after each of them.
+        """Run `tokens` after those in the cache and keep them; return the logits after each, [tokens, vocabulary].
 
-        [tokens, vocabulary]: of a long text in pieces. UnsupportedModelError where this target has no such way.
+        Call it in pieces for a long text. Raises UnsupportedModelError if the target cannot do it.
         """
         raise UnsupportedModelError(f"{type(self).__name__}: gives no logits of a prompt")
 
     @abstractmethod
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        """Logits of every node given its own path, [nodes, vocabulary], and the nodes' features."""
+        """Return the logits of every node given its own path, [nodes, vocabulary], and the nodes' features."""
 
     def choose(self, tree: TokenTree) -> Chosen | None:
-        """As `verify`, without the logits; None where this target has no cheaper way than `verify`."""
+        """Verify greedily, without logits; return None if that is no cheaper than `verify`."""
         return None
 
     @abstractmethod
     def commit(self, tree: TokenTree, path: list[int]) -> None:
-        """Keep these nodes' keys and values, forget the rest."""
+        """Keep the keys and values of the accepted path; drop those of the other nodes."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -116,7 +116,7 @@ def _without_autocast(running: AbstractContextManager[None], device: str) -> Ite
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     length = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 class TreePolicy:
     """Shapes the draft tree. A subclass is a dataclass whose fields are its options.
 
-    `capacity` is the most nodes that `grow` can create, `budget` the most that `keep` returns, both with the root;
-    `rows` the most nodes drafted from at once and `passes` the most draft passes, which a policy states to be captured.
-    `presets` are named settings: `make("eagle/talon-table1")` is the policy with these options.
+    `capacity` is the maximum number of nodes that `grow` appends, `budget` the maximum that `keep` returns; both count
+    the root. A policy that can be captured also states `rows`, the maximum number of nodes drafted from in one pass,
+    and `passes`, the maximum number of draft passes. `presets` are named options: `make("eagle/talon-table1")`.
 
-    A rule is written over tensors of any width, in which counts are tensors too: one driver hands it exactly what is
-    alive, the other captures it once and replays it over padding. So it decides by `Tensor.where` and the like, keeps
-    state that outlives a pass in tensors that it fills in place, and on a CPU alone may look at them.
+    Rules work on tensors of any width, and counts are tensors too. The eager driver passes only live nodes; the
+    captured driver records a rule once and replays it over padding. So a rule selects with `Tensor.where`, updates
+    persistent tensors in place, and reads tensors on the host only on a CPU.
     """
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -59,56 +59,58 @@ class TreePolicy:
         raise NotImplementedError("a policy states its passes to be captured")
 
     def price(self, costs: Costs) -> None:
-        """What cycles of the engine cost, for policies with `reads_costs`; before every generation."""
+        """Take the measured costs of this engine's cycles. Called before every generation if `reads_costs` is set."""
 
     def first(self, tree: TokenTree, drafter: Drafter) -> Nodes:
-        """Whom a cycle drafts from first: the root of this tree, or none; more than `patience` times it is the root.
+        """Return the first frontier: the root, or nothing to skip drafting.
 
-        What the drafter has `free` may be hung under a root that is not drafted from.
+        After `patience` skipped cycles in a row it must be the root. Continuations that the drafter has `free` may be
+        appended below a root that is not drafted from.
         """
         return tree.root_alone()
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        """Hang children under the frontier; whom to draft from next, none to stop.
+        """Append children to the frontier; return the nodes to draft from next, or none to stop.
 
-        frontier: the nodes that `step` holds distributions for, in its order; `tree.passes` counts the passes so far.
+        frontier: the nodes that `step` holds distributions for, in its order. `tree.passes` counts the passes so far.
         """
         raise NotImplementedError("a policy grows the tree")
 
     def last(self, tree: TokenTree, drafter: Drafter) -> None:
-        """The last draft pass is done, where the host grows the tree: hang on what the drafter has `free`."""
+        """Append continuations that the drafter has `free`. Called after the last draft pass of an eager driver."""
 
     def keep(self, tree: TokenTree) -> Nodes:
-        """The nodes that the target verifies: ascending, with the root, closed under parent."""
+        """Return the nodes to verify: ascending, the root included, closed under parent. By default all of them."""
         return Nodes(torch.arange(tree.capacity, device=tree.device, dtype=torch.int64), tree.size)
 
     def begin(self, tokens: int, sampled: bool = False) -> None:
-        """A generation begins behind a prompt of so many tokens; for policies that read the context's length.
+        """Prepare for a generation.
 
-        sampled: the target draws its tokens, at a temperature above 0.
+        tokens: length of the prompt; sampled: whether the target draws its tokens, at a temperature above 0.
         """
 
     def learn(self, tree: TokenTree, path: Nodes, chosen: Tensor) -> None:
-        """See, captured too, what became of a grown tree: the target, reaching these nodes, chose these tokens.
+        """Learn from the target's choices in a grown tree. Runs under either driver.
 
-        path: the root first; chosen: int64 [width], its token after each of them, which not all are a child's.
+        path: the accepted nodes, the root first; chosen: int64 [width], the target's token after each of them, which
+        need not be a child's.
         """
 
     def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Tensors there that `first` and `learn` change and that outlive a cycle."""
+        """Return the tensors on `device` that `first` and `learn` change and that outlive a cycle."""
         return ()
 
     def observe(self, cycle: Cycle) -> None:
-        """Look at what became of the tree; for policies with a history."""
+        """Learn from a finished cycle, on the host. For policies with a history."""
 
     @classmethod
     def learns(cls) -> bool:
-        """Whether it looks at outcomes where trees grow."""
+        """Return whether the policy learns where trees grow."""
         return cls.learn is not TreePolicy.learn
 
     @classmethod
     def has_history(cls) -> bool:
-        """Whether a tree depends on what became of the ones before it."""
+        """Return whether a tree depends on the outcomes of earlier cycles."""
         return cls.observe is not TreePolicy.observe
 
 
