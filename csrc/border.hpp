@@ -286,7 +286,7 @@ Array<T> take_flat(py::handle object, const char* name, int64_t count = kAny) {
   return out;
 }
 
-// What is read alone may have strides: a dense copy of it then, which lives as long as this.
+// An input, which is never written. One with strides is copied; the copy lives as long as this object.
 template <typename T>
 struct Input : Array<T> {
   py::object copy;

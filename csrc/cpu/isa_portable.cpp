@@ -1,4 +1,4 @@
-// The compiler's own vectors of four floats: SSE2 on x86, NEON on aarch64. What packing knows of the formats is here as well.
+// The compiler's own vectors of four floats: SSE2 on x86, NEON on aarch64. The table of formats for packing is here as well.
 #include <cstdint>
 #include <type_traits>
 

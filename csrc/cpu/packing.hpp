@@ -39,7 +39,7 @@ using Put = void(const uint8_t* row, int64_t block, int64_t inputs, int output, 
 // Packs sixteen rows of f32 or bf16, or null, with a scale each.
 using Quantize = void(Kind from, const uint8_t* const* rows, int64_t inputs, uint8_t* panel, float* scales);
 
-// What packing knows of a format.
+// Sizes and functions of a format that packing needs.
 struct Stored {
   const char* name;
   Layout layout;
@@ -48,7 +48,7 @@ struct Stored {
   Put* put;
   Quantize* quantize;  // null where rows of files are packed as they are
 
-  // Of a row of so many inputs as it stands in a file.
+  // Return the bytes of a row of so many inputs, as files store it.
   int64_t row_bytes(int64_t inputs) const { return inputs / file_inputs * file_bytes; }
 };
 

@@ -1,10 +1,9 @@
-"""What the pages hold that is drawn: tables and plots of result files, and the options of the command line.
+"""Draw the generated blocks of the pages: tables and plots of result files, and the options of the command line.
 
-python -m docs.build           write it anew, between `<!-- drawn: NAME ARGUMENTS -->` and `<!-- /drawn -->`
-python -m docs.build --check   exit 1, and the names, where a page or a plot differs
+python -m docs.build           rewrite the blocks, between `<!-- drawn: NAME ARGUMENTS -->` and `<!-- /drawn -->`
+python -m docs.build --check   list the pages and plots that differ, and exit with 1
 
-What is drawn is named by a function of tables.py or head_tables.py, by `plot` or by `options`; its arguments are words,
-result files first.
+NAME is a function of tables.py or head_tables.py, or `plot` or `options`. ARGUMENTS are words, result files first.
 """
 
 from __future__ import annotations

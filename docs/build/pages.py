@@ -1,4 +1,4 @@
-"""What the pages hold that is drawn, between `<!-- drawn: NAME ARGUMENTS -->` and `<!-- /drawn -->`."""
+"""Draw the blocks of the pages between `<!-- drawn: NAME ARGUMENTS -->` and `<!-- /drawn -->`."""
 
 from __future__ import annotations
 

@@ -43,13 +43,13 @@ def versus(file: str) -> str:
         ]
         for way, r in sorted(whole.items(), key=lambda item: item[1]["tokens_per_second"])
     ]
-    return table(("way", "tokens/s", "over `generate`", "over plain decoding", "answers like plain's"), rows, file)
+    return table(("method", "tokens/s", "over `generate`", "over plain decoding", "answers equal to plain"), rows, file)
 
 
 def headline(file: str) -> str:
     """The one figure of specengine bench: the default beside transformers' `generate`, over all prompts."""
     times = over_generate(benched(file), "auto")
-    said = "token for token what the model\nsays when it decodes plainly ([measured](#measured))."
+    said = "with output\nequal to plain decoding, token for token ([measured](#measured))."
     return f"**{times:.1f}x** the tokens per second of transformers' `generate` on two CPU cores with AMX, {said}"
 
 
@@ -75,7 +75,7 @@ def benched(file: str) -> dict[str, Record]:
 
 
 FIVE = {
-    "auto": "the default: the tree that pays, by measured costs and counted chances; plain decoding where none does",
+    "auto": "the default: grows the tree by measured costs and counted acceptance; falls back to plain decoding",
     "salf/cpu": "SALF: best-first search, stopped once the next batch holds too little probability",
     "talon/cpu": "TALON: a node budget, gated by the level's best path: deep where the draft is sure, wide where not",
     "ltd,networks=cpu": "Learning to Draft: two networks choose depth and size, trained on throughput",
@@ -389,7 +389,7 @@ def split(file: str) -> str:
         for record in records(file)
         if record["record"] == "row"
     ]
-    return table(("", "tokens/s, plain", "`auto`", "answers like plain's"), rows, file)
+    return table(("", "tokens/s, plain", "`auto`", "answers equal to plain"), rows, file)
 
 
 TABLES: dict[str, Callable[..., str]] = {

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specengine.errors import UnsupportedModelError
+from specengine.models.kv_cache import KVCache
 from specengine.ops.select import LARGEST, top_children
 from specengine.ops.tree import TokenTree
 
@@ -99,6 +101,73 @@ class Target(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget all tokens."""
+
+
+class CachedTarget(Target):
+    """A target over a language model `lm` with the KV cache of one sequence.
+
+    `lm` runs tree rows (`forward`) and prompts (`extend`), and tells by `version` whether its weights were changed.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        self.lm = lm
+        self.cache: KVCache = lm.new_cache(1)
+        self.tokens = []
+        self.max_context, self.vocab_size = lm.max_context, lm.vocab_size
+        self._version = lm.version
+        self._features: tuple[int, ...] = ()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model as transformers runs it. A native one is read when it is first asked for."""
+        return self.lm.model
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.lm.dtype
+
+    @property
+    def model_seconds(self) -> float:  # type: ignore[override]
+        return self.lm.seconds
+
+    def reserve(self, tokens: int, scratch: int) -> None:
+        self.cache.reserve(tokens + scratch)
+
+    def want_features(self, ids: tuple[int, ...]) -> None:
+        if ids and ids != self._features:
+            self.lm.prepare_features(ids)
+        self._features = ids
+
+    def cached(self, tokens: list[int]) -> int:
+        """Refresh a model that was changed, and drop its cache, before the cache is looked at."""
+        self.lm.refresh()
+        if self.lm.version != self._version:
+            self.reset()
+            self._version = self.lm.version
+        return super().cached(tokens)
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
+        kept = self.cached(tokens) if keep is None else keep
+        self.cache.crop(kept)
+        self.tokens = tokens[:kept]
+        _, features = self.lm.extend(self.cache, tokens[kept:], self._features, logits="none")
+        self.tokens = list(tokens)
+        return features
+
+    def rate(self, tokens: list[int]) -> Tensor:
+        if not self.tokens:
+            self.cached([])
+        logits, _ = self.lm.extend(self.cache, tokens, logits="all")
+        self.tokens = [*self.tokens, *tokens]
+        return logits
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        self.cache.commit(path)
+        self.tokens.extend(tree.tokens[path].tolist())
+
+    def reset(self) -> None:
+        self.cache.crop(0)
+        self.tokens = []
 
 
 def in_own_dtype(running: AbstractContextManager[None], device: str) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from specengine import ops
 from specengine.errors import SpecEngineError, UnsupportedModelError
-from specengine.models import Target, in_own_dtype
+from specengine.models import CachedTarget, in_own_dtype
 from specengine.models.attention import ATTENTION, NeedsDenseMask, Prompt, lower_right
 from specengine.models.compiling import compiled
 from specengine.models.configs import NO_MEMORY
@@ -492,7 +492,7 @@ def _name(model: PreTrainedModel) -> str:
     return model.config._name_or_path or type(model).__name__
 
 
-class HuggingFaceTarget(Target):
+class HuggingFaceTarget(CachedTarget):
     """`model` (an AutoModelForCausalLM) with its own KV cache; the model itself stays usable as before.
 
     strict    a node's logits have the bits that plain decoding of its path gives, in half precision too
@@ -501,6 +501,7 @@ class HuggingFaceTarget(Target):
     """
 
     makes: type[CausalLM] = CausalLM
+    lm: CausalLM
 
     def __init__(
         self,
@@ -514,25 +515,15 @@ class HuggingFaceTarget(Target):
     ) -> None:
         """reason: why it is not the native forward, or not graphs, that run this model, for people."""
         self.reason, self.captured = reason, captured
-        self.lm = self.makes(model, pack=pack, compile_blocks=compile_blocks)
+        super().__init__(self.makes(model, pack=pack, compile_blocks=compile_blocks))
         if captured:
             self.lm.require_capture()
         self.strict_rows = strict_rows(self.lm, padded=captured) if strict else 0  # of each forward
-        self.cache = self.lm.new_cache(1)
-        self.tokens: list[int] = []
-        self._version = self.lm.version
-        self._features: tuple[int, ...] = ()
-        self.max_context = self.lm.max_context
-        self.vocab_size = self.lm.vocab_size
 
     @property
     def notes(self) -> list[str]:
         uncaptured = self.captured and self.device.type != "cuda"
         return ["graphs: without a CUDA device the padded forwards run uncaptured"] if uncaptured else []
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.lm.model
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -543,10 +534,6 @@ class HuggingFaceTarget(Target):
         return "huggingface" + (f" ({self.reason})" if self.reason else "")
 
     @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.lm.dtype
-
-    @property
     def name(self) -> str:  # type: ignore[override]
         return self.lm.model.config._name_or_path
 
@@ -554,44 +541,9 @@ class HuggingFaceTarget(Target):
     def generation_config(self) -> Any:
         return self.lm.model.generation_config
 
-    @property
-    def model_seconds(self) -> float:  # type: ignore[override]
-        return self.lm.seconds
-
     def running(self) -> AbstractContextManager[None]:
         running = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         return in_own_dtype(running, self.device.type)
-
-    def reserve(self, tokens: int, scratch: int) -> None:
-        self.cache.reserve(tokens + scratch)
-
-    def want_features(self, ids: tuple[int, ...]) -> None:
-        if ids and ids != self._features:
-            self.lm.prepare_features(ids)
-        self._features = ids
-
-    def cached(self, tokens: list[int]) -> int:
-        """Takes in a model that was changed, of which nothing is cached then."""
-        self.lm.refresh()
-        if self.lm.version != self._version:
-            self.reset()
-            self._version = self.lm.version
-        return super().cached(tokens)
-
-    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
-        kept = self.cached(tokens) if keep is None else keep
-        self.cache.crop(kept)
-        self.tokens = tokens[:kept]
-        _, features = self.lm.extend(self.cache, tokens[kept:], self._features)
-        self.tokens = list(tokens)
-        return features
-
-    def rate(self, tokens: list[int]) -> Tensor:
-        if not self.tokens:
-            self.cached([])
-        logits, _ = self.lm.extend(self.cache, tokens, logits="all")
-        self.tokens = [*self.tokens, *tokens]
-        return cast(Tensor, logits)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         if ops.is_free(tree.size):
@@ -610,14 +562,6 @@ class HuggingFaceTarget(Target):
     def keep(self, path: Nodes) -> None:
         """As `commit`, of nodes of the tree verified last; who calls it says in the end what `tokens` are."""
         self.cache.keep(path)
-
-    def commit(self, tree: TokenTree, path: list[int]) -> None:
-        self.cache.commit(path)
-        self.tokens.extend(tree.tokens[path].tolist())
-
-    def reset(self) -> None:
-        self.cache.crop(0)
-        self.tokens = []
 
 
 STRICT_ROWS = (32, 16, 8, 4, 2)
