@@ -21,12 +21,11 @@ from torch import Tensor
 from bench import provenance, workloads
 from bench.arguments import add_arguments
 from specengine import Engine
-from specengine.drafters import Drafter
 from specengine.files import atomic
-from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import DEPTHS, KNOTS, ODDS, RANKS, SOURCES, knot_of
 from specengine.policies.auto import Auto
+from specengine.records import Outcome
 
 KINDS = ("draft", "copied", "recycled", "copied and recycled")
 DOUBT = 12.0  # tries that a broader cell counts for in a narrower one
@@ -41,10 +40,11 @@ class Watched(Auto):
         self.seen: list[tuple[int, float, float, bool]] = []  # cell, stated, counted chance, whether it was accepted
         self._random = random.Random(0)
 
-    def _covered(self, tree: TokenTree, drafter: Drafter, state: Any) -> bool:
-        return self._random.random() < 0.5 and super()._covered(tree, drafter, state)
+    def _covered(self, tree: TokenTree, state: Any) -> bool:
+        return self._random.random() < 0.5 and super()._covered(tree, state)
 
-    def learn(self, tree: TokenTree, path: Nodes, chosen: Tensor) -> None:
+    def learn(self, outcome: Outcome) -> None:
+        tree, path, chosen, _ = outcome
         notes, size = self._state.on(tree.device).notes, len(tree)
         wanted = dict(zip(path.alive().tolist(), chosen.tolist(), strict=True))
         for node in range(1, size):
@@ -56,7 +56,7 @@ class Watched(Auto):
                     self.tries[cell, knot] += weight
                     self.hits[cell, knot] += weight * hit
                 self.seen.append((cell, float(stated.exp()), float(tree.log_probs[node].exp()), hit))
-        super().learn(tree, path, chosen)
+        super().learn(outcome)
 
 
 def main() -> None:

@@ -22,10 +22,10 @@ import torch
 from bench import provenance
 from bench.arguments import add_arguments
 from specengine import ops
-from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies.auto import Auto
+from specengine.records import Outcome
 from specengine.train import svg
 
 PRICE, CHILDREN, EVERY = 0.08, 5, 50  # tokens of a node; of the root; cycles of a point
@@ -66,7 +66,7 @@ def losses(kind: str, cycles: int, seed: int) -> dict[str, list[float]]:
             if (drawn := drawn - chance) < 0:
                 token = place
                 break
-        policy.learn(tree, Nodes.of(torch.zeros(1, dtype=torch.int64)), torch.tensor([token]))
+        policy.learn(Outcome(tree, tree.root_alone(), torch.tensor([token]), None))
     return lost
 
 

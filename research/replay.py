@@ -42,7 +42,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Seconds
+from specengine.records import Cycle, Outcome, Seconds
 from specengine.train.classifier.options import CollectOptions
 from specengine.train.classifier.trees import Columns, LoggedTree, Trees, collect
 
@@ -172,9 +172,8 @@ def replay_cycle(logged: LoggedTree, columns: Columns, policy: TreePolicy) -> Re
         return None if choice < 0 else choice
 
     path, tokens = walk(draft.tree, choose, lambda token: False)
-    reached = torch.tensor(path) if draft.kept is None else draft.kept[torch.tensor(path)]
-    policy.learn(draft.grown, Nodes.of(reached[: len(tokens)]), torch.tensor(tokens))
-    policy.observe(Cycle(draft.tree, path, tokens, seconds, draft.drafted, None, draft.grown, draft.kept))
+    cycle = Cycle(draft.tree, path, tokens, seconds, draft.drafted, None, draft.grown, draft.kept)
+    policy.learn(Outcome.of(cycle))
     known = torch.tensor([place for place in places if place >= 0])
     return Replayed(
         len(tokens),

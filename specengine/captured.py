@@ -26,7 +26,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree, overfull
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Seconds
+from specengine.records import Cycle, Outcome, Seconds
 from specengine.request.sampling import Sampler, refuse_no_choice, signed
 
 NOTE = "graphs: after the first, cycles stayed on the device; their times are not split into parts"
@@ -78,9 +78,8 @@ class CapturedDriver(EagerDriver):
     # ---- the functions of a cycle
 
     def _first(self) -> None:
-        assert self.drafter is not None
         assert self.policy is not None
-        self._go_on(cycle.first(self.drafter, self.policy, self.tree, Seconds()))
+        self._go_on(cycle.first(self.policy, self.tree, Seconds()))
 
     def _root(self) -> None:
         assert self.policy is not None
@@ -130,8 +129,9 @@ class CapturedDriver(EagerDriver):
         self.target.keep(path)
         if self.drafter is not None and self.policy is not None:
             self.drafter.accept(walked_over, path, features)
-            if self.policy.learns():
-                self.policy.learn(tree, Nodes(kept.ids.index_select(0, path.ids), path.live), tokens)
+            if self._learns_there():
+                path = Nodes(kept.ids.index_select(0, path.ids), path.live)
+                self.policy.learn(Outcome(tree, path, tokens, None))
         tree.tokens[:1].copy_(root)
         tree.restart()
 
@@ -146,7 +146,7 @@ class CapturedDriver(EagerDriver):
         """The graphs of one tree; after each part that may be its last the host reads whether it was."""
         if self.policy is None:
             return
-        if self.policy.patience:
+        if self.policy.plan().patience:
             self._run("first")
             if not int(self.frontier.live):
                 return
@@ -185,11 +185,15 @@ class CapturedDriver(EagerDriver):
             yield from self.drafter.state
             yield from self.policy.state_on(self.tree.device)
 
+    def _learns_there(self) -> bool:
+        """Return whether the policy learns on the device, inside a graph."""
+        return self.policy is not None and bool(self.policy.state_on(self.tree.device))
+
     def _missing(self, names: list[str]) -> list[str]:
         return [name for name in names if not self.graphs.has(self._name(name), self._reads())]
 
     def _growth(self) -> list[str]:
-        asks = ["first"] if self.policy is not None and self.policy.patience else []
+        asks = ["first"] if self.policy is not None and self.policy.plan().patience else []
         return [*asks, *["root", "level"][: min(self.passes, 2)]]
 
     # ---- as the engine sees it
@@ -230,14 +234,13 @@ class CapturedDriver(EagerDriver):
         self._capture(*self._missing(["verify"]))
 
     def draft(self, token: int, seconds: Seconds, source: Drafter | None) -> Draft:
-        if self.policy is None or self.policy.rests or not self.grows_there:
+        if self.policy is None or self.policy.plan().rests or not self.grows_there:
             return super().draft(token, seconds, source)
         began = time.perf_counter()
         self.tree.restart()
         self.tree.tokens[:1].fill_(token)
         self._grow()
-        learns = bool(self.policy.state_on(self.tree.device))  # there, so that it reads what became of this tree there
-        grown = self.tree.to(self.tree.device if learns else HOST)
+        grown = self.tree.to(self.tree.device if self._learns_there() else HOST)
         seconds.draft += time.perf_counter() - began
         if int(grown.overflow):
             raise named(self.policy, overfull(grown.capacity, len(grown)))
@@ -258,7 +261,8 @@ class CapturedDriver(EagerDriver):
         clock = time.perf_counter()
         try:
             # the next tree waits for what became of this
-            follows = self.policy is not None and self.policy.has_history()
+            learns = self.policy is not None and cycle.learns(self.policy)
+            follows = learns and not self._learns_there()
             ahead = self._start(0)
             number = 0
             while lane.reason is None:
@@ -278,11 +282,11 @@ class CapturedDriver(EagerDriver):
                 now = time.perf_counter()
                 seconds = Seconds(total=now - clock, model=now - clock, split=False)
                 clock = now
-                cycle = Cycle(record.tree, record.path[:kept], record.tokens[:kept], seconds, record.grown - 1)
-                if self.policy is not None:
-                    self.policy.observe(cycle)
-                lane.count(cycle)
-                yield cycle
+                finished = Cycle(record.tree, record.path[:kept], record.tokens[:kept], seconds, record.grown - 1)
+                if self.policy is not None and follows:
+                    self.policy.learn(Outcome.of(finished))
+                lane.count(finished)
+                yield finished
                 if follows and lane.reason is None:
                     ahead = self._start(number)
         finally:

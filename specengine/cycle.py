@@ -23,7 +23,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Seconds, Stats, TokenLogprob
+from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows
 
 
@@ -80,12 +80,13 @@ class Draft(NamedTuple):
         return len(self.grown) - 1
 
 
-def first(drafter: Drafter, policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
-    """Return the nodes of a new tree to draft from: the root, or none."""
+def first(policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
+    """Return the nodes of a new tree to draft from: the root, or none if the policy skips drafting."""
     began = time.perf_counter()
-    frontier = policy.first(tree, drafter)
+    root = tree.root_alone()
+    frontier = policy.grow(tree, root.where(False), None)
     if not isinstance(frontier, Nodes):
-        raise contracts.no_nodes(policy, "first", frontier)
+        raise contracts.no_nodes(policy, "grow", frontier)
     seconds.policy += time.perf_counter() - began
     return frontier
 
@@ -140,11 +141,12 @@ def draft_tree(
     Without a drafter, or while the policy rests, the tree is its root alone: plain decoding. Adds the time spent to
     `seconds`.
     """
-    if drafter is None or policy is None or policy.rests:
+    if drafter is None or policy is None or (plan := policy.plan()).rests:
         alone = TokenTree.root(token, device=device)
         return Draft(alone, alone)
     tree = TokenTree.root(token, policy.capacity, device)
-    frontier = first(drafter, policy, tree, seconds)
+    tree.free = drafter.free
+    frontier = first(policy, tree, seconds) if plan.patience else tree.root_alone()
     if drafted := int(frontier.live):
         frontier = root(drafter, policy, tree, frontier, seconds)
     while width := int(frontier.live):
@@ -152,9 +154,6 @@ def draft_tree(
         if drafted > tree.capacity:
             raise contracts.endless(policy)
         frontier = level(drafter, policy, tree, frontier, seconds)
-    began = time.perf_counter()
-    policy.last(tree, drafter)
-    seconds.policy += time.perf_counter() - began
     return keep(policy, tree, seconds)
 
 
@@ -167,7 +166,7 @@ class EagerDriver:
         self.device = target.device if drafter is None else drafter.device
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
         self.longest = 1 if policy is None else longest_path(policy)
-        self.unread = self.longest + (0 if policy is None else policy.patience)  # tokens between draft passes
+        self.unread = self.longest + (0 if policy is None else policy.plan().patience)  # tokens between draft passes
         self._inspected = False  # whether a tree has been looked at closely
 
     def reserve(self, tokens: int) -> None:
@@ -178,7 +177,7 @@ class EagerDriver:
 
     def draft(self, token: int, seconds: Seconds, source: Drafter | None) -> Draft:
         """Draft the tree under `token`, as `draft_tree`; source: the drafter to grow it from."""
-        if not self._inspected and source is not None and self.policy is not None and not self.policy.rests:
+        if not self._inspected and source is not None and self.policy is not None and not self.policy.plan().rests:
             return self._inspect(token, seconds, source, self.policy)
         return draft_tree(token, source, self.policy, seconds, self.device)
 
@@ -276,10 +275,10 @@ def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
         now = time.perf_counter()
         seconds.commit, seconds.total = now - clock, now - began
         seconds.model = driver.model_seconds - model_seconds
-        if driver.drafter is not None and driver.policy is not None:
-            driver.policy.observe(cycle)
-            seconds.policy += (observed := time.perf_counter() - now)
-            seconds.total += observed
+        if driver.policy is not None and learns(driver.policy):
+            driver.policy.learn(Outcome.of(cycle))
+            seconds.policy += (learnt := time.perf_counter() - now)
+            seconds.total += learnt
         lane.count(cycle)
         cycles.append(cycle)
     return cycles
@@ -297,7 +296,7 @@ def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds) -
         choose, features, successors = _of_list(chosen.tokens), chosen.features, chosen.successors
     else:
         logits, features = driver.verify(tree)
-        wanted = 0 if driver.policy is not None and driver.policy.rests else driver.target.successors
+        wanted = 0 if driver.policy is not None and driver.policy.plan().rests else driver.target.successors
         successors = Successors.of(logits, wanted) if wanted else None
         choose = lane.sampler.chooser_of_tree(logits, lane.history, tree.depths)
     seconds.verify = -clock + (clock := time.perf_counter())
@@ -311,7 +310,7 @@ def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds) -
 
 
 def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seconds: Seconds) -> Cycle:
-    """Keep the accepted path in the target's cache, and let drafter and policy learn from the cycle."""
+    """Keep the accepted path in the target's cache, and hand the cycle to the drafter."""
     driver.target.commit(draft.tree, verdict.path)
     origins = None if lane.origins is None else lane.origins.of(draft.grown)
     path, tokens, features, successors, logprobs = verdict
@@ -319,18 +318,13 @@ def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seco
     cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, successors, origins, logprobs)
     if driver.drafter is not None and driver.policy is not None:
         driver.drafter.observe(cycle)
-        if not driver.policy.rests:
-            _learn(driver.policy, draft, cycle)
     lane.root = tokens[-1]
     return cycle
 
 
-def _learn(policy: TreePolicy, draft: Draft, cycle: Cycle) -> None:
-    """Show the policy where, in the tree that it grew, the target went."""
-    path = torch.tensor(cycle.path, device=draft.grown.device, dtype=torch.int64)
-    path = path if draft.kept is None else draft.kept.index_select(0, path)
-    chosen = torch.tensor(cycle.tokens[: len(path)], device=path.device, dtype=torch.int64)
-    policy.learn(draft.grown, Nodes.of(path[: len(chosen)]), chosen)
+def learns(policy: TreePolicy) -> bool:
+    """Return whether the policy learns from cycles."""
+    return type(policy).learn is not TreePolicy.learn
 
 
 def _of_list(chosen: list[int]) -> Callable[[int], int | None]:

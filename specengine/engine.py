@@ -412,13 +412,13 @@ class Engine:
         reuse_cache: bool,
     ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
-        if policy is not None and policy.reads_costs:
-            policy.price(measured.find(self.target, drafter))
+        if policy is not None:
+            policy.begin(len(prompt), sampler.seed is not None, lambda: measured.find(self.target, drafter))
         if not reuse_cache:
             self.reset()
         stats.num_prompt_tokens = len(prompt)
         stats.draft = drafter.name if drafter is not None else ""
-        stats.policy, stats.plain_reason = (repr(policy), policy.plain_reason) if policy is not None else ("", "")
+        stats.policy, stats.plain_reason = (repr(policy), policy.plan().reason) if policy is not None else ("", "")
         stats.notes += self.notes + self.target.notes
         on_device = sampler.reads_history or bool(stopper.criteria)  # processors and criteria read it there
         most = len(prompt) + stopper.left
@@ -435,8 +435,6 @@ class Engine:
         if drafter is not None:
             drafter.sampled_at(0.0 if sampler.couples else sampler.temperature)
             drafter.begin(known, features)
-        if policy is not None:
-            policy.begin(len(prompt), sampler.seed is not None)
         driver.prepare(sampler)
         return lane
 

@@ -6,9 +6,11 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -83,6 +85,30 @@ class Cycle:
     def accepted(self) -> int:
         """Committed tokens that the draft had proposed."""
         return len(self.path) - 1
+
+
+class Outcome(NamedTuple):
+    """The target's choices in a tree, for a policy to learn from.
+
+    tree    the tree as it was grown; as it was verified if the cycle stayed on a device and is learnt from on the host
+    path    the accepted nodes of `tree`, the root first
+    chosen  int64 [width]: the target's token after each node of the path, which need not be a child's
+    cycle   the record; None inside a captured graph, where no tensor may be read on the host
+    """
+
+    tree: TokenTree
+    path: Nodes
+    chosen: Tensor
+    cycle: Cycle | None
+
+    @classmethod
+    def of(cls, cycle: Cycle) -> Outcome:
+        """Return the outcome of a finished cycle."""
+        tree = cycle.tree if cycle.grown is None else cycle.grown
+        path = torch.tensor(cycle.path, device=tree.device, dtype=torch.int64)
+        path = path if cycle.kept is None else cycle.kept.index_select(0, path)
+        chosen = torch.tensor(cycle.tokens[: len(path)], device=tree.device, dtype=torch.int64)
+        return cls(tree, Nodes.of(path[: len(chosen)]), chosen, cycle)
 
 
 @dataclass

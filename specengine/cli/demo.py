@@ -199,7 +199,7 @@ def _times(ratio: float) -> str:
 
 def _cost_of_rows(engine: Engine) -> str:
     """Return what verifying a tree costs beside one token, where that has been measured; else nothing."""
-    if engine.policy is None or not engine.policy.reads_costs:
+    if engine.policy is None or not engine.policy.plan().reads_costs:
         return ""
     costs = measured.find(engine.target, engine.drafter)
     ratio = interpolated(costs.verify, ROWS) / costs.plain

@@ -69,7 +69,7 @@ def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
         policy_options=dict(arguments.policy_option),
         **load_options(arguments) | changes,
     )
-    if engine.policy is not None and engine.policy.reads_costs:
+    if engine.policy is not None and engine.policy.plan().reads_costs:
         if not _costs_known(engine):
             tell("Measuring what drafting and verifying cost here, once")
         measured.find(engine.target, engine.drafter)

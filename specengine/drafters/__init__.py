@@ -14,9 +14,8 @@ from specengine import ops, registry
 from specengine.errors import InputError
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes
-from specengine.ops.select import Free as Free
 from specengine.ops.select import Step as Step
-from specengine.ops.tree import TokenTree
+from specengine.ops.tree import Free, TokenTree
 from specengine.options import LoadOptions
 from specengine.records import Cycle
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from specengine import ops
 from specengine.drafters import Drafter
 from specengine.ops import Nodes
-from specengine.ops.select import Free, Step
-from specengine.ops.tree import TokenTree
+from specengine.ops.select import Step
+from specengine.ops.tree import Free, TokenTree
 
 MEAN = 0.5772  # of the noise
 NOISE, NOISE_OF_TRUNCATED = 0.75, 0.5  # shares, of 0, 0.25, 0.5, 0.75 and 1, that let the default draft guess best

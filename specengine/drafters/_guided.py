@@ -8,8 +8,8 @@ import torch
 from specengine.drafters import Drafter
 from specengine.drafters.lookup import _ids_with
 from specengine.ops import Nodes
-from specengine.ops.select import FREE, Free, Step
-from specengine.ops.tree import TokenTree
+from specengine.ops.select import FREE, Step
+from specengine.ops.tree import Free, TokenTree
 from specengine.request.grammars import Constraint
 
 

@@ -7,8 +7,8 @@ import math
 from specengine.drafters import Drafter
 from specengine.drafters._guided import Guided
 from specengine.ops import Nodes
-from specengine.ops.select import COPIED, RECYCLED, Free, Step
-from specengine.ops.tree import TokenTree
+from specengine.ops.select import COPIED, RECYCLED, Step
+from specengine.ops.tree import Free, TokenTree
 
 
 class Origins:

@@ -19,8 +19,8 @@ from specengine.drafters import Drafter, Maker
 from specengine.errors import InputError
 from specengine.models import common_prefix
 from specengine.ops import Nodes
-from specengine.ops.select import COPIED, FREE, RECYCLED, Free, Step
-from specengine.ops.tree import TokenTree
+from specengine.ops.select import COPIED, FREE, RECYCLED, Step
+from specengine.ops.tree import Free, TokenTree
 from specengine.options import LoadOptions
 from specengine.records import Cycle
 

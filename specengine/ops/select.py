@@ -220,20 +220,3 @@ class Step:
         # only such rows are sparse: a full softmax gives every column some probability
         proposed = log_probs > -math.inf if self.normalized else None
         return tree.add_children(frontier, tokens, log_probs, proposed)
-
-
-class Free(NamedTuple):
-    """Nodes that cost no draft pass, on the host, the likeliest first; `TokenTree.graft` hangs them into their tree.
-
-    parents    of entry i, which becomes node len(tree) + i: a node of the tree or of an earlier entry
-    tokens     target ids, distinct among siblings
-    log_probs  of the edges, natural log
-    marks      FREE, and COPIED and RECYCLED where the node comes from there
-    ranks      place among the siblings of this kind, 0 is the likeliest
-    """
-
-    parents: list[int]
-    tokens: list[int]
-    log_probs: list[float]
-    marks: list[int]
-    ranks: list[int]

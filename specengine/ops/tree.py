@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -225,6 +227,26 @@ def append_children(
     return Nodes(append_nodes(tree, size, parents, tokens, log_probs, found.live, overflow), found.live)
 
 
+class Free(NamedTuple):
+    """Nodes that cost no draft pass, on the host, the likeliest first; `TokenTree.graft` hangs them into their tree.
+
+    parents    of entry i, which becomes node len(tree) + i: a node of the tree or of an earlier entry
+    tokens     target ids, distinct among siblings
+    log_probs  of the edges, natural log
+    marks      FREE, and COPIED and RECYCLED where the node comes from there
+    ranks      place among the siblings of this kind, 0 is the likeliest
+    """
+
+    parents: list[int]
+    tokens: list[int]
+    log_probs: list[float]
+    marks: list[int]
+    ranks: list[int]
+
+
+Continuations = Callable[["TokenTree", Nodes, int, float], Free | None]  # Drafter.free
+
+
 class TokenTree:
     """Candidate continuations of the last committed token, which is node 0, the root.
 
@@ -236,19 +258,11 @@ class TokenTree:
     path_log_probs             float32 [capacity]; sum of `log_probs` from the root, 0 at the root
     ancestors                  int64 [capacity, ceil(capacity / 64)]; bit j of row i: node j is i or an ancestor of i
     size, passes, overflow     int32 [1]; nodes; draft passes spent; whether nodes were refused, as they had no room
+    free                       returns continuations that need no draft pass, see Drafter.free; None without a source
     """
 
-    __slots__ = (
-        "ancestors",
-        "depths",
-        "log_probs",
-        "overflow",
-        "parents",
-        "passes",
-        "path_log_probs",
-        "size",
-        "tokens",
-    )
+    ARRAYS = ("tokens", "parents", "depths", "log_probs", "path_log_probs", "ancestors", "size", "passes", "overflow")
+    __slots__ = (*ARRAYS, "free")
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         if capacity < 1:
@@ -260,6 +274,7 @@ class TokenTree:
         self.ancestors[:1, :1].fill_(1)
         self.size, self.passes, self.overflow = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
         self.size.fill_(1)
+        self.free: Continuations | None = None
 
     @classmethod
     def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> TokenTree:
@@ -279,6 +294,7 @@ class TokenTree:
         tree.ancestors = ancestor_words(parents)
         numbers = torch.tensor([[tokens.shape[0]], [passes], [0]], dtype=torch.int32, device=tokens.device)
         tree.size, tree.passes, tree.overflow = numbers
+        tree.free = None
         return tree
 
     @property
@@ -384,6 +400,7 @@ class TokenTree:
         nodes: ascending, with the root first and closed under parent; ValueError otherwise.
         """
         tree = TokenTree.__new__(TokenTree)
+        tree.free = None
         tree.parents, tree.ancestors = subtree(self.parents, self.ancestors, *nodes)
         tree.tokens, tree.depths = self.tokens.index_select(0, nodes.ids), self.depths.index_select(0, nodes.ids)
         tree.log_probs = self.log_probs.index_select(0, nodes.ids)
@@ -397,6 +414,7 @@ class TokenTree:
         if size == self.capacity:
             return self
         tree = TokenTree.__new__(TokenTree)
+        tree.free = None
         tree.tokens, tree.parents, tree.depths = self.tokens[:size], self.parents[:size], self.depths[:size]
         tree.log_probs, tree.path_log_probs = self.log_probs[:size], self.path_log_probs[:size]
         tree.ancestors = self.ancestors[:size]
@@ -406,7 +424,8 @@ class TokenTree:
     def to(self, device: torch.device | str) -> TokenTree:
         """The same tree, in memory of its own, there."""
         tree = TokenTree.__new__(TokenTree)
-        for name in TokenTree.__slots__:
+        tree.free = None
+        for name in TokenTree.ARRAYS:
             setattr(tree, name, getattr(self, name).to(device, copy=True))
         return tree
 

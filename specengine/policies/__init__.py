@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,30 @@ from specengine.costs import Costs
 from specengine.errors import InputError, did_you_mean, shown
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
-from specengine.records import Cycle
 
 if TYPE_CHECKING:
-    from specengine.drafters import Drafter
     from specengine.ops.select import Step
+    from specengine.records import Outcome
+
+
+class Plan(NamedTuple):
+    """How a policy wants the next cycle to be run.
+
+    patience       cycles in a row that may skip drafting; above 0 the policy is asked before the first draft pass
+    rests          decode plainly without asking the policy; it still learns. Captured drivers read it on the host
+    reason         why a tree may be its root alone, for the statistics
+    plain_seconds  duration of a plain cycle now, if it was measured
+    reads_costs    whether `begin` reads the measured costs of this engine
+    """
+
+    patience: int = 0
+    rests: bool = False
+    reason: str = "nothing was proposed"
+    plain_seconds: float | None = None
+    reads_costs: bool = False
+
+
+DRAFT = Plan()
 
 
 class TreePolicy:
@@ -35,12 +54,6 @@ class TreePolicy:
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     ends_early: ClassVar[bool] = True  # whether a tree may end before its last pass
-    reads_hidden: ClassVar[bool] = False  # whether it reads Step.hidden
-    reads_costs: bool = False  # whether the engine's measured costs are asked for
-    patience: ClassVar[int] = 0  # so many cycles in a row may go without a draft pass
-    plain_reason: ClassVar[str] = "nothing was proposed"  # where a tree is its root alone
-    plain_seconds: float | None = None  # what a plain cycle takes now, where that has been measured
-    rests: bool = False  # whether the next cycle, of an eager driver, is plain: it is not asked then, but observes
 
     @property
     def capacity(self) -> int:
@@ -58,60 +71,42 @@ class TreePolicy:
     def passes(self) -> int:
         raise NotImplementedError("a policy states its passes to be captured")
 
-    def price(self, costs: Costs) -> None:
-        """Take the measured costs of this engine's cycles. Called before every generation if `reads_costs` is set."""
+    def plan(self) -> Plan:
+        """Return how to run the next cycle. By default it drafts."""
+        return DRAFT
 
-    def first(self, tree: TokenTree, drafter: Drafter) -> Nodes:
-        """Return the first frontier: the root, or nothing to skip drafting.
+    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], Costs] | None = None) -> None:
+        """Prepare for a generation.
 
-        After `patience` skipped cycles in a row it must be the root. Continuations that the drafter has `free` may be
-        appended below a root that is not drafted from.
+        tokens: length of the prompt; sampled: whether the target draws its tokens, at a temperature above 0; costs:
+        returns the measured costs of this engine's cycles, which may take seconds the first time.
         """
-        return tree.root_alone()
 
-    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step | None) -> Nodes:
         """Append children to the frontier; return the nodes to draft from next, or none to stop.
 
         frontier: the nodes that `step` holds distributions for, in its order. `tree.passes` counts the passes so far.
+        A policy with a `patience` is called before the first pass too, with no step and an empty frontier. It then
+        returns the root, or nothing to skip drafting; after `patience` skipped cycles in a row it must be the root.
         """
         raise NotImplementedError("a policy grows the tree")
 
-    def last(self, tree: TokenTree, drafter: Drafter) -> None:
-        """Append continuations that the drafter has `free`. Called after the last draft pass of an eager driver."""
-
     def keep(self, tree: TokenTree) -> Nodes:
-        """Return the nodes to verify: ascending, the root included, closed under parent. By default all of them."""
+        """Return the nodes to verify: ascending, the root included, closed under parent. By default all of them.
+
+        Continuations that need no draft pass may be appended first, see `TokenTree.free`.
+        """
         return Nodes(torch.arange(tree.capacity, device=tree.device, dtype=torch.int64), tree.size)
 
-    def begin(self, tokens: int, sampled: bool = False) -> None:
-        """Prepare for a generation.
+    def learn(self, outcome: Outcome) -> None:
+        """Learn from the target's choices in a grown tree. Called once per cycle.
 
-        tokens: length of the prompt; sampled: whether the target draws its tokens, at a temperature above 0.
-        """
-
-    def learn(self, tree: TokenTree, path: Nodes, chosen: Tensor) -> None:
-        """Learn from the target's choices in a grown tree. Runs under either driver.
-
-        path: the accepted nodes, the root first; chosen: int64 [width], the target's token after each of them, which
-        need not be a child's.
+        A captured driver calls it inside a graph if the policy has a state on the device, else on the host.
         """
 
     def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the tensors on `device` that `first` and `learn` change and that outlive a cycle."""
+        """Return the tensors on `device` that `grow` and `learn` change and that outlive a cycle."""
         return ()
-
-    def observe(self, cycle: Cycle) -> None:
-        """Learn from a finished cycle, on the host. For policies with a history."""
-
-    @classmethod
-    def learns(cls) -> bool:
-        """Return whether the policy learns where trees grow."""
-        return cls.learn is not TreePolicy.learn
-
-    @classmethod
-    def has_history(cls) -> bool:
-        """Return whether a tree depends on the outcomes of earlier cycles."""
-        return cls.observe is not TreePolicy.observe
 
 
 MOST_NODES = 1 << 14  # of a tree, as it is grown: its table of ancestors takes the square of that in bits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,16 +19,16 @@ from specengine import ops
 from specengine.costs import ASSUMED, Costs, CostTables, find_costs
 from specengine.errors import InputError
 from specengine.ops import Counts, Ledger, Nodes, Notes, Prices
-from specengine.ops.select import Free, Step
-from specengine.ops.tree import TokenTree
+from specengine.ops.select import Step
+from specengine.ops.tree import Continuations, Free, TokenTree
 from specengine.ops.worth import DEPTHS, FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES, RANKS, SOURCES
-from specengine.policies import PerDevice, TreePolicy, require
-from specengine.records import Cycle
+from specengine.policies import PerDevice, Plan, TreePolicy, require
 
 if TYPE_CHECKING:
-    from specengine.drafters import Drafter
+    from specengine.records import Cycle, Outcome
 
 MEASURED = "measured"
+PLAIN_REASON = "no draft promised more than it costs, or trees had not paid and rested"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are thought of
 MOST_ROUNDS = 64  # each is gone through for every width before every pass
 LEAST = 1e-4  # chance of a path; likelier ones alone become nodes
@@ -128,8 +129,7 @@ class Auto(TreePolicy):
     rounds: int = 2
     costs: str | Costs = MEASURED
 
-    patience: ClassVar[int] = 16
-    plain_reason: ClassVar[str] = "no draft promised more than it costs, or trees had not paid and rested"
+    patience: ClassVar[int] = 16  # cycles in a row without a draft pass, after which one looks whether it pays again
 
     _state: PerDevice[_State] = field(init=False, repr=False, compare=False)
 
@@ -144,10 +144,6 @@ class Auto(TreePolicy):
         self._paces = Pace(), Pace()  # of greedy and of sampled answers
         self._plain = 0.0  # a verification of the root alone, by the costs as they were measured
         self._state = PerDevice(self._start)
-
-    @property
-    def reads_costs(self) -> bool:  # type: ignore[override]
-        return self.costs == MEASURED
 
     @property
     def capacity(self) -> int:
@@ -165,17 +161,13 @@ class Auto(TreePolicy):
         state = self._state.on(device)
         return *state.counts, state.ledger.earned, *state.ledger.prices, state.skipped
 
-    @classmethod
-    def has_history(cls) -> bool:
-        """What a tree depends on is learnt in `learn`, on its device."""
-        return False
+    def plan(self) -> Plan:
+        plain = self._plain * self._scale[0] if self._costs.measured else None
+        return Plan(self.patience, self._pace.resting > 0, PLAIN_REASON, plain, self.costs == MEASURED)
 
-    def price(self, costs: Costs) -> None:
-        if costs is not self._costs:
-            self._costs, self._scale = costs, [1.0, 1.0]
-            self._reprice()
-
-    def begin(self, tokens: int, sampled: bool = False) -> None:
+    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], Costs] | None = None) -> None:
+        if costs is not None and self.costs == MEASURED and (measured := costs()) is not self._costs:
+            self._costs, self._scale = measured, [1.0, 1.0]
         self._context, self._group = tokens, int(sampled)
         self._pace.begin()
         self._reprice()
@@ -184,13 +176,13 @@ class Auto(TreePolicy):
 
     # ---- a cycle
 
-    def first(self, tree: TokenTree, drafter: Drafter) -> Nodes:
-        state = self._state.on(tree.device)
+    def _first(self, tree: TokenTree, state: _State) -> Nodes:
+        """Return the root if its pass pays or is due, else nothing."""
         state.start()
         skipped = ops.number(state.skipped)
         pays = ops.number(self._next(tree, state).live) > 0
         if ops.is_free(tree.size) and pays:
-            pays = not self._covered(tree, drafter, state)
+            pays = not self._covered(tree, state)
         asked = pays | (skipped >= self.patience)
         if isinstance(asked, Tensor):
             state.skipped.copy_(torch.where(asked, 0, skipped + 1))
@@ -198,8 +190,10 @@ class Auto(TreePolicy):
             state.skipped.fill_(0 if asked else skipped + 1)
         return tree.root_alone().where(asked)
 
-    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step | None) -> Nodes:
         state = self._state.on(tree.device)
+        if step is None:
+            return self._first(tree, state)
         state.ledger.spent.add_(state.ledger.draft.index_select(0, frontier.live))
         stated, columns = ops.top_children(step.logits, PLACES, normalized=step.normalized)
         sources = None if step.marks is None else step.marks.gather(1, columns)
@@ -208,34 +202,39 @@ class Auto(TreePolicy):
         tree.appended(ops.hang_likely(tree.arrays, tree.size, tree.overflow, *given, *rule))
         return self._next(tree, state).where(ops.number(tree.passes) < self.max_passes)
 
-    def last(self, tree: TokenTree, drafter: Drafter) -> None:
+    def keep(self, tree: TokenTree) -> Nodes:
         state = self._state.on(tree.device)
+        if tree.free is not None:
+            self._append_free(tree, tree.free, state)
+        kept = ops.select_worth(tree.path_log_probs, tree.size, state.ledger.prices.verify, self.budget)
+        state.ledger.verified.copy_(kept.live)
+        return kept
+
+    def _append_free(self, tree: TokenTree, free: Continuations, state: _State) -> None:
+        """Append continuations that need no draft pass below nodes that were not drafted from."""
         size = len(tree)
         waiting = state.notes.waiting[:size].nonzero()[:, 0]
         most = min(MOST_FREE, tree.capacity - size)
-        made = drafter.free(tree, tree.best(Nodes.of(waiting), LEAVES), most, math.log(LEAST_FREE))
+        made = free(tree, tree.best(Nodes.of(waiting), LEAVES), most, math.log(LEAST_FREE))
         if made is None:
             return
         stated, cells = self._read(tree, made, state)
         new = tree.graft(made.parents, made.tokens, ops.chances(stated, cells, state.counts.table).tolist()).ids
         state.notes.stated[new], state.notes.cells[new] = stated, cells
 
-    def keep(self, tree: TokenTree) -> Nodes:
+    def learn(self, outcome: Outcome) -> None:
+        tree, path, chosen, cycle = outcome
         state = self._state.on(tree.device)
-        kept = ops.select_worth(tree.path_log_probs, tree.size, state.ledger.prices.verify, self.budget)
-        state.ledger.verified.copy_(kept.live)
-        return kept
+        rested = self._pace.resting > 0 and cycle is not None
+        if not rested:
+            ops.count_outcomes(tree.arrays, tree.size, path, chosen, state.counts, state.notes)
+            ops.settle(state.ledger, path.live)
+        if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
+            self._time(cycle, state, rested)
 
-    def learn(self, tree: TokenTree, path: Nodes, chosen: Tensor) -> None:
-        state = self._state.on(tree.device)
-        ops.count_outcomes(tree.arrays, tree.size, path, chosen, state.counts, state.notes)
-        ops.settle(state.ledger, path.live)
-
-    def observe(self, cycle: Cycle) -> None:
-        if not self.reads_costs or not cycle.seconds.split:
-            return
-        state, seconds, rested = self._state.on(cycle.tree.device), cycle.seconds, self.rests
-        verify = state.ledger.verify
+    def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
+        """Correct the measured costs by the time that a cycle took."""
+        seconds, verify = cycle.seconds, state.ledger.verify
         self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
         expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.ledger.spent.item()
         took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
@@ -243,7 +242,7 @@ class Auto(TreePolicy):
             if thought > 0:
                 ratio = min(max(real / thought, 0.5), 2.0)
                 self._scale[part] *= ratio**CORRECTION
-        if rested and not self.rests:
+        if rested and not self._pace.resting:
             state.skipped.fill_(self.patience)  # the draft is looked at as well
         self._context += len(cycle.tokens)
         self._timed += 1
@@ -251,14 +250,6 @@ class Auto(TreePolicy):
             self._reprice()
 
     # ---- its parts
-
-    @property
-    def rests(self) -> bool:  # type: ignore[override]
-        return self._pace.resting > 0
-
-    @property
-    def plain_seconds(self) -> float | None:  # type: ignore[override]
-        return self._plain * self._scale[0] if self._costs.measured else None
 
     @property
     def _pace(self) -> Pace:
@@ -288,12 +279,12 @@ class Auto(TreePolicy):
         given = tree.path_log_probs, tree.log_probs, waiting, tree.size
         return ops.next_pass(*given, state.counts.profile, state.ledger.prices, self.rounds)
 
-    def _covered(self, tree: TokenTree, drafter: Drafter, state: _State) -> bool:
+    def _covered(self, tree: TokenTree, state: _State) -> bool:
         """Whether free continuations of the root leave so little to the draft that no pass pays.
 
         What they leave to a pass is the chance that none of them is right, of which the draft may find its usual share.
         """
-        made = drafter.free(tree, tree.root_alone(), self.budget, math.log(SURE))
+        made = None if tree.free is None else tree.free(tree, tree.root_alone(), self.budget, math.log(SURE))
         if made is None:
             return False
         edges = ops.chances(*self._read(tree, made, state), state.counts.table).exp().tolist()

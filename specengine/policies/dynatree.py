@@ -15,7 +15,7 @@ from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import PerDevice, TreePolicy, require
-from specengine.records import Cycle
+from specengine.records import Outcome
 
 LEAST_HISTORY = 5  # cycles
 DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE = 2, (0.5, 0.95), (0.3, 0.8)  # where the history may move its three settings
@@ -133,7 +133,9 @@ class DynaTree(TreePolicy):
         ids = nodes.ids.index_select(0, found.ids) if len(nodes.ids) else found.ids
         return Nodes(ids, found.live).where(ops.number(tree.size) < self.capacity)
 
-    def observe(self, cycle: Cycle) -> None:
+    def learn(self, outcome: Outcome) -> None:
+        cycle = outcome.cycle
+        assert cycle is not None  # it keeps no state on a device
         height = int(cycle.tree.depths.max())
         if not self.history or not height:
             return

@@ -14,7 +14,7 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import PerDevice, require
 from specengine.policies._beam import Beam
-from specengine.records import Cycle
+from specengine.records import Outcome
 
 
 @dataclass
@@ -53,7 +53,9 @@ class Gammatune(Beam):
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         return ops.number(tree.passes) >= ops.number(self._heights.on(tree.device))
 
-    def observe(self, cycle: Cycle) -> None:
+    def learn(self, outcome: Outcome) -> None:
+        cycle = outcome.cycle
+        assert cycle is not None  # it keeps no state on a device
         height = int(cycle.tree.depths.max())
         if not height:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -10,13 +11,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import ops
+from specengine.costs import Costs
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import PerDevice, _ltd, require
 from specengine.policies._beam import Beam
 from specengine.policies._ltd import REPEATS, Networks, Shape
-from specengine.records import Cycle
+from specengine.records import Outcome
 
 CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0
 
@@ -91,11 +93,13 @@ class Ltd(Beam):
         most = shape.sizes[-1] if self.size is None else self.size
         self.budget = min(1 + most, self.capacity)
 
-    def begin(self, tokens: int, sampled: bool = False) -> None:
+    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], Costs] | None = None) -> None:
         self._tokens = tokens
         self._tell()
 
-    def observe(self, cycle: Cycle) -> None:
+    def learn(self, outcome: Outcome) -> None:
+        cycle = outcome.cycle
+        assert cycle is not None  # it keeps no state on a device
         self._tokens += len(cycle.tokens)
         self._tell()
 

@@ -37,8 +37,6 @@ class Specdecpp(Beam):
     threshold: float = 0.3
     minimum: int = 1
 
-    reads_hidden = True
-
     _learned: Classifier = field(init=False, repr=False, compare=False)
     # by node, and a spare one: product of acceptances from the root
     _reached: PerDevice[Tensor] = field(init=False, repr=False, compare=False)

@@ -36,7 +36,7 @@ class Recipe:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         engine = self._loaded()
-        if engine.policy is not None and engine.policy.reads_costs:
+        if engine.policy is not None and engine.policy.plan().reads_costs:
             measured.find(engine.target, engine.drafter)
         return engine
 

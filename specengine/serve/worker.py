@@ -281,7 +281,7 @@ class Worker:
                     answer.reason = "length"
                 extra = {}
                 if job.asked.request.return_cycles:
-                    plain = generation.policy and generation.policy.plain_seconds
+                    plain = generation.policy and generation.policy.plan().plain_seconds
                     extra = {"cycles": [cycle_record(piece.cycle, piece.text, texts)], "plain_cycle_seconds": plain}
                 job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra, piece.cycle.logprobs))
         if answer.reason is not None:

@@ -13,8 +13,8 @@ from specengine.drafters import Drafter
 from specengine.drafters.lookup import PRIOR_HITS, Lookup
 from specengine.drafters.ngram import NGram
 from specengine.ops import Nodes
-from specengine.ops.select import COPIED, FREE, RECYCLED, Free, Step
-from specengine.ops.tree import TokenTree
+from specengine.ops.select import COPIED, FREE, RECYCLED, Step
+from specengine.ops.tree import Free, TokenTree
 from specengine.records import Cycle, Seconds
 from tests.drafters.test_lookup import longest_match
 from tests.toy import Tables, ToyDrafter, nodes_of, random_tree

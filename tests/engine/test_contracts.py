@@ -18,7 +18,7 @@ from specengine.errors import DrafterError, PolicyError
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import TreePolicy
+from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle
 from tests.backend import target_of
 from tests.hostile.engines import PROMPT, model, plainly
@@ -160,11 +160,13 @@ WRONG_POLICIES: dict[str, tuple[dict[str, Any], str]] = {
         {"keep": lambda self, tree: Nodes.of(torch.tensor([0, 12]))},
         ": keep returned node 12, which a tree of 7 nodes does not have",
     ),
-    "first returns nothing": ({"first": lambda self, tree, draft: None}, f": first returned None{ENDS}"),
-    "observe fails": ({"observe": fails}, ": observe: raised ZeroDivisionError: division by zero"),
+    "grow returns nothing before the first pass": (
+        {"plan": lambda self: Plan(patience=2), "grow": lambda self, tree, frontier, step: None},
+        f": grow returned None{ENDS}",
+    ),
     "learn fails": ({"learn": fails}, ": learn: raised ZeroDivisionError: division by zero"),
     "begin fails": ({"begin": fails}, ": begin: raised ZeroDivisionError: division by zero"),
-    "last fails": ({"last": fails}, ": last: raised ZeroDivisionError: division by zero"),
+    "keep fails": ({"keep": fails}, ": keep: raised ZeroDivisionError: division by zero"),
 }
 
 

@@ -107,7 +107,7 @@ class Counted(Chain):
 
     seen: int = 0
 
-    def observe(self, cycle: Any) -> None:
+    def learn(self, outcome: Any) -> None:
         self.seen += 1
 
 

@@ -18,7 +18,7 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import LEVELS, PLACES
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Seconds
+from specengine.records import Cycle, Outcome, Seconds
 from tests.toy import CPU
 
 Rows = Sequence[Sequence[float]]  # chances of children, best first, by the level of their parent
@@ -127,7 +127,7 @@ class World:
             if token not in below:
                 break
             path.append(below[token])
-        self.policy.learn(draft.grown, Nodes.of(draft.kept[torch.tensor(path)]), torch.tensor(chosen))
+        self.policy.learn(Outcome(draft.grown, Nodes.of(draft.kept[torch.tensor(path)]), torch.tensor(chosen), None))
         return draft
 
     def expected(self, tree: TokenTree) -> float:

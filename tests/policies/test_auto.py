@@ -21,11 +21,11 @@ from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
-from specengine.ops.select import FREE, Free
-from specengine.ops.tree import TokenTree
+from specengine.ops.select import FREE
+from specengine.ops.tree import Free, TokenTree
 from specengine.ops.worth import FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES
 from specengine.policies.auto import MEASURED, REPRICED, Auto
-from specengine.records import Cycle, Seconds
+from specengine.records import Cycle, Outcome, Seconds
 from tests import toy
 from tests.graphs.engines import PROMPT, model, near_copy
 from tests.policies.lawful import ELSEWHERE, Lawful, Rows, World, all_ways, drafted
@@ -198,8 +198,8 @@ def test_a_draft_that_becomes_worse_is_noticed() -> None:
 def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
     thought = Costs("thought", {1: 0.010, 64: 0.015}, {1: 0.006}, measured=True)
     policy = auto(MEASURED)
-    assert policy.reads_costs
-    policy.price(thought)
+    assert policy.plan().reads_costs
+    policy.begin(0, costs=lambda: thought)
     verify, draft = 3.0, 1 / 3
     world = World(policy, Lawful([[0.7, 0.2]] * LEVELS), lambda tree, node: 0.7 if int(tree.tokens[node]) == 0 else 0.2)
     drafted_before = thought.tables(64, 8, 0)
@@ -211,23 +211,23 @@ def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
             verify=verify * float(drafted_before.verify[len(cycle.tree)]),
             draft=passes * draft * float(thought.draft[1]),
         )
-        policy.observe(Cycle(cycle.tree, [0], [ELSEWHERE], real, 1))
+        policy.learn(Outcome.of(Cycle(cycle.tree, [0], [ELSEWHERE], real, 1)))
     found = state_of(policy).ledger
     assert math.isclose(float(found.verify[1] / drafted_before.verify[1]), verify, rel_tol=0.05)
     assert math.isclose(float(found.draft[1] / drafted_before.draft[1]), draft, rel_tol=0.05)
     before = found.verify.clone()
     for _ in range(2 * REPRICED):  # whose parts nobody has timed
-        policy.observe(Cycle(cycle.tree, [0], [ELSEWHERE], Seconds(total=9.0, split=False), 1))
+        policy.learn(Outcome.of(Cycle(cycle.tree, [0], [ELSEWHERE], Seconds(total=9.0, split=False), 1)))
     assert torch.equal(found.verify, before)
 
 
 def test_costs_that_stay_are_not_corrected() -> None:
     policy = auto(CHEAP)
-    assert not policy.reads_costs
+    assert not policy.plan().reads_costs
     draft = drafted(policy, Lawful([[0.5]] * LEVELS))
     before = state_of(policy).ledger.verify.clone()
     for _ in range(2 * REPRICED):
-        policy.observe(Cycle(draft.tree, [0], [ELSEWHERE], Seconds(verify=50.0, draft=1.0), 1))
+        policy.learn(Outcome.of(Cycle(draft.tree, [0], [ELSEWHERE], Seconds(verify=50.0, draft=1.0), 1)))
     assert torch.equal(state_of(policy).ledger.verify, before)
 
 

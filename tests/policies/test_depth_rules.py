@@ -20,7 +20,7 @@ from specengine.policies.dymax import DyMax
 from specengine.policies.eagle import Eagle
 from specengine.policies.gammatune import Gammatune
 from specengine.policies.svip import Svip
-from specengine.records import Cycle, Seconds
+from specengine.records import Cycle, Outcome, Seconds
 from tests.policies import slow
 from tests.policies.test_dynatree import cycle
 
@@ -114,15 +114,15 @@ def test_the_entropy_rule_of_learning_to_draft_is_that_of_the_paper() -> None:
 
 def test_gammatune_follows_the_accepted_length() -> None:
     policy = Gammatune(height=4, rate=0.5)
-    policy.observe(cycle(4, 4))
+    policy.learn(Outcome.of(cycle(4, 4)))
     assert policy._height == 5  # everything was accepted: one more
-    policy.observe(cycle(0, 5))
+    policy.learn(Outcome.of(cycle(0, 5)))
     assert policy._height == 3  # the average of 4, 4 and 0 is 2
     for _ in range(9):
-        policy.observe(cycle(0, 5))
+        policy.learn(Outcome.of(cycle(0, 5)))
     assert policy._height == 2  # half of the default
     for _ in range(9):
-        policy.observe(cycle(policy._height, policy._height))
+        policy.learn(Outcome.of(cycle(policy._height, policy._height)))
     assert policy._height == 6  # one and a half times the default
 
 
@@ -161,7 +161,7 @@ def test_chains_end_at_the_first_token_below_the_threshold(
 
 def test_observe_of_the_beam_takes_cycles_without_drafts() -> None:
     for policy in (Ddd(), Svip(), Gammatune()):
-        policy.observe(Cycle(TokenTree.root(0), [0], [1], Seconds()))
+        policy.learn(Outcome.of(Cycle(TokenTree.root(0), [0], [1], Seconds())))
 
 
 @pytest.mark.parametrize(

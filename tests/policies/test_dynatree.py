@@ -13,7 +13,7 @@ from specengine import policies
 from specengine.errors import InputError
 from specengine.ops.tree import TokenTree
 from specengine.policies.dynatree import DynaTree
-from specengine.records import Cycle, Seconds
+from specengine.records import Cycle, Outcome, Seconds
 from tests.policies import slow
 
 OPTIONS = slow.options(
@@ -111,7 +111,7 @@ def cycle(accepted: int, height: int) -> Cycle:
 def test_history_stays_in_its_ranges(lengths: list[tuple[int, int]], law: Any) -> None:
     policy = DynaTree(window=5, law=law)
     for accepted, height in lengths:
-        policy.observe(cycle(min(accepted, height), height))
+        policy.learn(Outcome.of(cycle(min(accepted, height), height)))
         assert 2 <= policy._base_depth <= policy.max_depth - 1
         assert 0.5 <= policy._high <= 0.95
         assert 0.3 <= policy._deep <= 0.8
@@ -124,7 +124,7 @@ def test_one_window_moves_each_setting_once(rate: float, base: int, high: float,
     policy = DynaTree()
     for _ in range(policy.window):
         assert (policy._base_depth, policy._high, policy._deep) == (5, 0.9, 0.5)
-        policy.observe(cycle(round(10 * rate), 10))
+        policy.learn(Outcome.of(cycle(round(10 * rate), 10)))
     assert policy._base_depth == base
     assert (policy._high, policy._deep) == (pytest.approx(high), pytest.approx(deep))
 
@@ -132,7 +132,7 @@ def test_one_window_moves_each_setting_once(rate: float, base: int, high: float,
 def test_the_proportional_law_follows_the_distance() -> None:
     policy = DynaTree(law="proportional")
     for _ in range(policy.window):
-        policy.observe(cycle(9, 10))
+        policy.learn(Outcome.of(cycle(9, 10)))
     assert policy._base_depth == pytest.approx(5.2)
     assert (policy._high, policy._deep) == (pytest.approx(0.88), pytest.approx(0.48))
 
@@ -140,8 +140,8 @@ def test_the_proportional_law_follows_the_distance() -> None:
 def test_without_history_nothing_moves_and_empty_trees_do_not_count() -> None:
     fixed, policy = DynaTree(history=False), DynaTree(window=5)
     for _ in range(30):
-        fixed.observe(cycle(10, 10))
-        policy.observe(cycle(0, 0))
+        fixed.learn(Outcome.of(cycle(10, 10)))
+        policy.learn(Outcome.of(cycle(0, 0)))
     assert (fixed._base_depth, policy._base_depth) == (5, 5)
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from specengine import ops, policies
 from specengine.costs import Costs
-from specengine.cycle import draft_tree
+from specengine.cycle import draft_tree, learns
 from specengine.ops import Nodes, numbers
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Seconds
+from specengine.records import Cycle, Outcome, Seconds
 from tests.policies import slow
 from tests.toy import CPU, Tables, ToyDrafter, hidden_states
 
@@ -96,8 +96,9 @@ def exactly(policy: TreePolicy, draft: ToyDrafter) -> tuple[Grown, Cycle]:
     tree, grown, kept = draft_tree(0, draft, policy, Seconds(), CPU)
     assert kept is not None
     found = Grown(grown.tokens.tolist(), grown.parents.tolist(), kept.tolist(), int(grown.passes))
-    policy.learn(grown, *outcome(grown))
-    return found, Cycle(tree, list(range(1 + len(tree) % 2)), [0] * (1 + len(tree) % 2), Seconds())
+    cycle = Cycle(tree, list(range(1 + len(tree) % 2)), [0] * (1 + len(tree) % 2), Seconds())
+    policy.learn(Outcome(grown, *outcome(grown), None if policy.state_on(CPU) else cycle))
+    return found, cycle
 
 
 def outcome(tree: TokenTree, width: int | None = None) -> tuple[Nodes, torch.Tensor]:
@@ -126,7 +127,9 @@ class Padded:
             array[1:] = math.nan
         tree.size.fill_(1)
         tree.passes.zero_()
-        frontier = on_a_device(self.policy.first, tree, self.draft)
+        frontier = tree.root_alone()
+        if self.policy.plan().patience:
+            frontier = on_a_device(self.policy.grow, tree, frontier.where(False), None)
         for _ in range(self.policy.passes + 2):
             tree.passes += frontier.live > 0
             step = self._step(frontier)
@@ -140,7 +143,9 @@ class Padded:
             frontier = Nodes(ids.masked_fill(Nodes(ids, found.live).padding(), 0), found.live)
         assert not int(tree.overflow)
         size, kept = len(tree), self.policy.keep(tree).alive()
-        on_a_device(self.policy.learn, tree, *outcome(tree, self.policy.passes + 2))
+        self._outcome = Outcome(tree, *outcome(tree, self.policy.passes + 2), None)
+        if self.policy.state_on(CPU):
+            on_a_device(self.policy.learn, self._outcome)
         return Grown(tree.tokens[:size].tolist(), tree.parents[:size].tolist(), kept.tolist(), int(tree.passes))
 
     def _path(self, node: int) -> list[int]:
@@ -183,13 +188,11 @@ def test_padding_changes_no_tree(name: str) -> None:
     def check(draft: dict[str, Any], options: dict[str, Any]) -> None:
         ours, theirs = (policies.make(name, **options) for _ in range(2))
         padded = Padded(ours, drafter(**draft))
-        for _ in range(
-            6 if theirs.has_history() or theirs.state_on(CPU) else 2
-        ):  # what the last tree left behind does not matter
+        for _ in range(6 if learns(theirs) else 2):  # what the last tree left behind does not matter
             expected, cycle = exactly(theirs, drafter(**draft))
             assert padded.grow() == expected
-            ours.observe(cycle)
-            theirs.observe(cycle)
+            if not ours.state_on(CPU):
+                ours.learn(Outcome.of(cycle))
 
     check()
 

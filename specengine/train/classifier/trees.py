@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
-from specengine.records import Cycle
+from specengine.records import Cycle, Outcome
 from specengine.request.sampling import History, Sampler
 from specengine.train.classifier.options import CollectOptions
 from specengine.train.text.corpus import Corpus
@@ -227,7 +227,9 @@ class Recorder(TreePolicy):
     def capacity(self) -> int:
         return self.policy.capacity
 
-    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step | None) -> Nodes:
+        if step is None:
+            return self.policy.grow(tree, frontier, step)
         if int(tree.passes) == 1:
             self._rows = []
         columns = Columns(step.token_ids, step.normalized)
@@ -237,11 +239,11 @@ class Recorder(TreePolicy):
         self._rows.append((frontier.alive(), *distribution_facts(step, self.options)))
         return self.policy.grow(tree, frontier, step)
 
-    def begin(self, tokens: int, sampled: bool = False) -> None:
-        self.policy.begin(tokens, sampled)
+    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], Any] | None = None) -> None:
+        self.policy.begin(tokens, sampled, costs)
 
-    def observe(self, cycle: Cycle) -> None:
-        self.policy.observe(cycle)
+    def learn(self, outcome: Outcome) -> None:
+        self.policy.learn(outcome)
 
     def logged(self, cycle: Cycle, sampler: WatchingSampler) -> LoggedTree:
         """The tree of the last cycle. Its path is the target's, also where the answer ended within it."""
