@@ -20,7 +20,7 @@ from specengine import cycle, ops
 from specengine.contracts import named
 from specengine.cuda_graphs import WARM_UPS, Graphs, room
 from specengine.cycle import Draft, EagerDriver, Lane
-from specengine.drafters import Drafter
+from specengine.drafters import CapturedDrafter, Drafter, reserve
 from specengine.drafters._coupled import Coupled
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
@@ -57,7 +57,7 @@ class CapturedDriver(EagerDriver):
 
     def __init__(self, target: HuggingFaceTarget, drafter: Drafter | None, policy: TreePolicy | None) -> None:
         super().__init__(target, drafter, policy)
-        self.grows_there = drafter is None or (drafter.captures and states_sizes(policy))
+        self.grows_there = drafter is None or (isinstance(drafter, CapturedDrafter) and states_sizes(policy))
         self.graphs = Graphs(target.device)
         device = target.device
         self.passes, rows = (policy.passes, policy.rows) if policy and self.grows_there else (0, 1)
@@ -96,7 +96,7 @@ class CapturedDriver(EagerDriver):
         if not self._coupled:
             return self.drafter
         length = self.target.cache.filled
-        return cast(Drafter, Coupled(self.drafter, self._seed, self._scale, lambda: length + 1))
+        return Coupled(self.drafter, self._seed, self._scale, lambda: length + 1)
 
     def _go_on(self, found: Nodes) -> None:
         width = min(len(found.ids), len(self.frontier.ids))
@@ -128,7 +128,7 @@ class CapturedDriver(EagerDriver):
         self._record.copy_(torch.cat([counts, walked.bonus, tokens, path.ids, *lists]))
         self.target.keep(path)
         if self.drafter is not None and self.policy is not None:
-            self.drafter.accept(walked_over, path, features)
+            cast(CapturedDrafter, self.drafter).take(walked_over, path, features)
             if self._learns_there():
                 path = Nodes(kept.ids.index_select(0, path.ids), path.live)
                 self.policy.learn(Outcome(tree, path, tokens, None))
@@ -167,7 +167,7 @@ class CapturedDriver(EagerDriver):
         return name + " coupled" if self._coupled and name in ("root", "level") else name
 
     def _reads(self) -> tuple[Tensor, ...]:
-        return self.target.cache.slab, *(() if self.drafter is None else self.drafter.reads)
+        return self.target.cache.slab, *(self.drafter.reads if isinstance(self.drafter, CapturedDrafter) else ())
 
     def _capture(self, *names: str) -> None:
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
@@ -181,8 +181,9 @@ class CapturedDriver(EagerDriver):
 
     def _lasting(self) -> Iterator[Tensor]:
         """What outlives a cycle."""
-        if self.drafter is not None and self.policy is not None:
+        if isinstance(self.drafter, CapturedDrafter):
             yield from self.drafter.state
+        if self.policy is not None:
             yield from self.policy.state_on(self.tree.device)
 
     def _learns_there(self) -> bool:
@@ -208,9 +209,9 @@ class CapturedDriver(EagerDriver):
         most = tokens + self.budget + (WARM_UPS + 2) * self.unread
         padded = self.target.strict_rows  # of every forward
         self.target.reserve(room(most + self.budget + padded), 0)
-        if self.drafter is not None and self.policy is not None:
+        if self.policy is not None:
             nodes = self.policy.capacity + len(self.frontier.ids)
-            self.drafter.reserve(room(most + nodes) - nodes - self.unread, self.policy.capacity, self.unread)
+            reserve(self.drafter, room(most + nodes) - nodes - self.unread, self.policy.capacity, self.unread)
 
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
@@ -221,7 +222,7 @@ class CapturedDriver(EagerDriver):
             self._temperature.fill_(sampler.temperature)
         if self._coupled and self.drafter is not None:
             self._scale.fill_(Coupled.scale(self.drafter, sampler.temperature, truncated=sampler.truncates))
-        weights = () if self.drafter is None else self.drafter.weights
+        weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
         self.graphs.require_same(self.target.lm.model, *weights)
         self._capture(*self._missing([*self._growth(), "finish" if self.serves(sampler) else "verify"]))
 
@@ -292,7 +293,7 @@ class CapturedDriver(EagerDriver):
         finally:
             tokens = lane.history.ids[0].tolist()[:-1]
             self.target.cache.length, self.target.tokens = len(tokens), tokens
-            if self.drafter is not None:
+            if isinstance(self.drafter, CapturedDrafter):
                 self.drafter.ended(tokens, drafted)
 
     def _begin(self, lane: Lane) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specengine.drafters import Drafter
+from specengine.drafters import Drafter, Wrapped
 from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError, shown
 from specengine.ops import Nodes
 from specengine.ops.select import Step
@@ -122,30 +122,28 @@ def _fault_of_nodes(nodes: Any, tree: TokenTree) -> str | None:
 # ---- a drafter
 
 
-class Inspected:
-    """A draft whose distributions are looked at before a policy sees them, and what it is asked for as well.
+class Inspected(Wrapped):
+    """A drafter whose distributions are checked before a policy sees them, and the frontiers that it is asked for.
 
-    drafter: a Drafter, or what wraps one. Raises DrafterError where a step is none, has another number of rows than
-    the frontier, or holds NaN or what is no token; PolicyError where the frontier is none of the tree.
+    Raises DrafterError where a step is none, has another number of rows than the frontier, or holds NaN or what is no
+    token; PolicyError where the frontier is none of the tree.
     """
 
-    def __init__(self, drafter: Any, policy: TreePolicy, vocab_size: int) -> None:
-        self._drafter, self._policy, self._vocab_size = drafter, policy, vocab_size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
+    def __init__(self, inner: Drafter, policy: TreePolicy, vocab_size: int) -> None:
+        super().__init__(inner)
+        self._policy, self._vocab_size = policy, vocab_size
 
     def root(self, tree: TokenTree) -> Step:
-        return self._checked(self._drafter.root(tree), 1)
+        return self._checked(self.inner.root(tree), 1)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         if (fault := _fault_of_nodes(frontier, tree)) is not None:
             raise PolicyError(f"{_name(self._policy)}: grow returned {fault}")
-        return self._checked(self._drafter.step(tree, frontier), frontier.ids.shape[0])
+        return self._checked(self.inner.step(tree, frontier), frontier.ids.shape[0])
 
     def _checked(self, step: Step, rows: int) -> Step:
         if (fault := _fault_of_step(step, rows, self._vocab_size)) is not None:
-            raise DrafterError(f"{_name(self._drafter)}: step returned {fault}")
+            raise DrafterError(f"{_name(self.inner)}: step returned {fault}")
         return step
 
 
@@ -194,8 +192,6 @@ def blamed(error: Exception) -> Exception:
         return error
     owner = calls[-1][0]
     method = next(_method(found, frame) for found, frame in calls if found is owner)
-    if isinstance(error, InputError) and method == "expect":  # which refuses what a user asked for
-        return error
     kind = PolicyError if isinstance(owner, TreePolicy) else DrafterError
     what = str(error) if isinstance(error, InputError) else f"raised {type(error).__name__}: {error}"
     return kind(f"{_name(owner)}: {method}: {what}")

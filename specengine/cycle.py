@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specengine import contracts, ops
-from specengine.drafters import Drafter
+from specengine.drafters import Drafter, reserve
 from specengine.drafters._origins import Origins
 from specengine.errors import InputError, NumericalError, SpecEngineError
 from specengine.models import Successors, Target
@@ -84,7 +84,7 @@ def first(policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
     """Return the nodes of a new tree to draft from: the root, or none if the policy skips drafting."""
     began = time.perf_counter()
     root = tree.root_alone()
-    frontier = policy.grow(tree, root.where(False), None)
+    frontier = policy.grow(tree, root.where(False), Step(tree.log_probs[:0, None]))
     if not isinstance(frontier, Nodes):
         raise contracts.no_nodes(policy, "grow", frontier)
     seconds.policy += time.perf_counter() - began
@@ -172,8 +172,8 @@ class EagerDriver:
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens and the trees behind them."""
         self.target.reserve(tokens, self.budget)
-        if self.drafter is not None and self.policy is not None:
-            self.drafter.reserve(tokens, self.policy.capacity, self.unread)
+        if self.policy is not None:
+            reserve(self.drafter, tokens, self.policy.capacity, self.unread)
 
     def draft(self, token: int, seconds: Seconds, source: Drafter | None) -> Draft:
         """Draft the tree under `token`, as `draft_tree`; source: the drafter to grow it from."""
@@ -183,7 +183,7 @@ class EagerDriver:
 
     def _inspect(self, token: int, seconds: Seconds, source: Drafter, policy: TreePolicy) -> Draft:
         """As `draft`, and raise PolicyError or DrafterError for what either part breaks of its promises."""
-        looked_at = cast(Drafter, contracts.Inspected(source, policy, self.target.vocab_size))
+        looked_at = contracts.Inspected(source, policy, self.target.vocab_size)
         draft = draft_tree(token, looked_at, policy, seconds, self.device)
         contracts.require_kept(policy, draft.kept, draft.grown)
         self._inspected = len(draft.grown) > 1
@@ -317,7 +317,7 @@ def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seco
     proposed = draft.drafted, features, draft.grown, draft.kept
     cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, successors, origins, logprobs)
     if driver.drafter is not None and driver.policy is not None:
-        driver.drafter.observe(cycle)
+        driver.drafter.accept(cycle)
     lane.root = tokens[-1]
     return cycle
 

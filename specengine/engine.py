@@ -18,7 +18,7 @@ from specengine.captured import CapturedDriver
 from specengine.costs import measured
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import EagerDriver, Lane, make_room, run_eager
-from specengine.drafters import Drafter
+from specengine.drafters import Drafter, Hints, Traits
 from specengine.drafters._coupled import Coupled
 from specengine.drafters._guided import Guided
 from specengine.drafters._origins import Origins
@@ -212,16 +212,16 @@ class Engine:
             whole = captured is not None and captured.serves(sampler)
             driver = captured if captured is not None and not whole else eager
             with self.target.running():
-                _expect(drivers.drafter, prompt, prediction)
-                lane = self._begin(drivers, prompt, sampler, stopper, stats, reuse_cache)
+                hints = _hints(drivers.drafter, prompt, prediction, sampler)
+                lane = self._begin(drivers, prompt, sampler, stopper, stats, hints, reuse_cache)
                 source = drivers.drafter
                 if source is not None and sampler.couples:
-                    source = cast(Drafter, self._coupled(source, sampler, lane.history))
+                    source = self._coupled(source, sampler, lane.history)
                 if source is not None and constraint is not None:
-                    source = cast(Drafter, Guided(source, constraint, stopper.tokens))
+                    source = Guided(source, constraint, stopper.tokens)
                 if source is not None and origins is not None and origins.wanted:
                     lane.origins = origins
-                    source = cast(Drafter, origins.around(source))
+                    source = origins.around(source)
                 lane.source = source
             while lane.reason is None:
                 with self.target.running():
@@ -381,8 +381,9 @@ class Engine:
 
     def _want(self, drafter: Drafter | None) -> None:
         """Ask the target for the features and successors that the draft reads."""
-        self.target.want_features(drafter.features if drafter is not None else ())
-        self.target.want_successors(drafter.successors if drafter is not None else 0)
+        traits = Traits() if drafter is None else drafter.traits
+        self.target.want_features(traits.features)
+        self.target.want_successors(traits.successors)
 
     def _scored(self, tokens: list[int], top: int) -> Iterator[TokenLogprob]:
         with self._serving():
@@ -409,6 +410,7 @@ class Engine:
         sampler: Sampler,
         stopper: Stopper,
         stats: Stats,
+        hints: Hints,
         reuse_cache: bool,
     ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
@@ -433,8 +435,7 @@ class Engine:
         stats.num_cached_prompt_tokens = kept
         features = self.target.prefill(known, kept)
         if drafter is not None:
-            drafter.sampled_at(0.0 if sampler.couples else sampler.temperature)
-            drafter.begin(known, features)
+            drafter.begin(known, features, hints)
         driver.prepare(sampler)
         return lane
 
@@ -446,11 +447,14 @@ class Engine:
         return Coupled(drafter, seed, scale, lambda: history.length)
 
 
-def _expect(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int]) -> None:
-    if drafter is not None:
-        drafter.expect([prompt[-1], *prediction] if prediction else [])
-    elif prediction:
+def _hints(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int], sampler: Sampler) -> Hints:
+    """Return the hints for a drafter. Raises InputError if there is a prediction and the drafter has no use for it."""
+    if prediction and drafter is None:
         raise InputError("prediction: plain decoding has no draft that copies; accepted with ngram and with lookup")
+    if prediction and drafter is not None and not drafter.traits.copies:
+        raise InputError(f"prediction: draft {drafter.name!r} copies nothing; accepted with ngram and with lookup")
+    expected = [prompt[-1], *prediction] if prediction else ()
+    return Hints(expected, 0.0 if sampler.couples else sampler.temperature)
 
 
 class Answering(NamedTuple):

@@ -217,7 +217,7 @@ def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafte
             f"draft: the head that ships for {models.embedded.NAME} fits this model; if it is a fine-tune of that, "
             f"try draft={models.embedded.HEAD!r} and compare"
         ]
-    model = drafter.drafter if isinstance(drafter, Lookup) else drafter
+    model = drafter.inner if isinstance(drafter, Lookup) else drafter
     if isinstance(model, SmallModel) and _size(model.lm) >= _size(target.lm):
         shipped = f"; the head that ships is draft={models.embedded.HEAD!r}" if draft == models.embedded.NAME else ""
         return [
@@ -245,10 +245,10 @@ def _size(lm: Any) -> int:
 
 def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> bool:
     wanted = options.lookup
-    if wanted and (drafter is None or drafter.lookup is False):
+    if wanted and (drafter is None or drafter.about.lookup is False):
         raise InputError(f"lookup: draft {draft or 'none'!r} has no distributions to mix with; accepted with a model")
     if wanted is None:
-        by_default = drafter is not None and drafter is not draft and drafter.lookup is True
+        by_default = drafter is not None and drafter is not draft and drafter.about.lookup is True
         eager = target.device.type == "cpu" and not options.graphs
         return by_default and (eager or isinstance(drafter, Recycling))  # which the host drafts from in any case
     return wanted
@@ -258,6 +258,5 @@ def _policy(policy: Any, drafter: Drafter | None, options: LoadOptions) -> TreeP
     if drafter is None:
         return None
     if policy is None:
-        name, defaults = drafter.default_policy
-        return policies.make(name, **defaults)
+        return policies.make(drafter.about.policy, **drafter.about.options)
     return policies.of(policy, options.policy_options)

@@ -133,7 +133,7 @@ class ToyDrafter(Drafter):
         self.tokens: list[int] = []  # committed, the current root excluded
         self.stepped: list[list[int]] = []  # nodes of each step of the current tree
 
-    def begin(self, prompt: list[int], features: Any = None) -> None:
+    def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None:
         self.tokens = list(prompt)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
@@ -146,7 +146,7 @@ class ToyDrafter(Drafter):
             logits = logits[:, self.columns]
         return Step(logits, self.columns, self.normalized, hidden_states(logits))
 
-    def observe(self, cycle: Cycle) -> None:
+    def accept(self, cycle: Cycle) -> None:
         self.tokens += [int(cycle.tree.tokens[0]), *cycle.tokens[:-1]]
 
     def reset(self) -> None:

@@ -132,7 +132,7 @@ def without_memory(drafter: Drafter) -> Drafter:
     if isinstance(drafter, Lookup):
         recycling = drafter.recycling
         fresh = dataclasses.replace(recycling) if isinstance(recycling, Recycling) else recycling
-        return Lookup(without_memory(drafter.drafter), fresh)
+        return Lookup(without_memory(drafter.inner), fresh)
     return drafter
 
 

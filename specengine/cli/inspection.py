@@ -120,8 +120,7 @@ def _options(cls: type) -> Iterator[tuple[str, Any]]:
 def _default_policy(cls: type) -> dict[str, Any] | None:
     if not issubclass(cls, Drafter):
         return None
-    name, options = cls.default_policy
-    return {"name": name, **options}
+    return {"name": cls.about.policy, **cls.about.options}
 
 
 def _model(name: str, engine: Engine) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def identity(target: Target, drafter: Drafter | None) -> dict[str, Any]:
         "parameters": getattr(lm, "parameters", None),
         "config": _config(target, lm),
         "draft": None if drafter is None else drafter.name,
-        "draft parameters": None if drafter is None else sum(map(_size, drafter.weights)),
+        "draft parameters": None if drafter is None else sum(map(_size, getattr(drafter, "weights", ()))),
         "draft head": _head(drafter),
         "device": device_name(target.device),
         "dtype": str(getattr(target, "dtype", None)).removeprefix("torch."),
@@ -121,8 +121,8 @@ def _config(target: Target, lm: Any) -> str:
 
 def _head(drafter: Any) -> str | None:
     """Of an EAGLE head, whatever stands before it: its sizes, and what the C++ forward keeps its weights as."""
-    while hasattr(drafter, "drafter"):
-        drafter = drafter.drafter
+    while hasattr(drafter, "inner"):
+        drafter = drafter.inner
     head = getattr(drafter, "head", None)
     return None if head is None else digest(asdict(head.config) | {"stored": getattr(head, "stored", None)})
 

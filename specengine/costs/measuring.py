@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -213,7 +213,7 @@ class MadeUpCycles:
         self._verified: dict[int, TokenTree] = {}  # made once, as captures read them
         self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
         self.end()  # what a generation before has left
-        target.want_features(() if drafter is None else drafter.features)
+        target.want_features(() if drafter is None else drafter.traits.features)
         self._reserve(longest)
 
     def begin(self, context: int) -> float:
@@ -242,7 +242,7 @@ class MadeUpCycles:
     # ---- the parts of a cycle
 
     def _draft(self, width: int) -> tuple[float, float]:
-        drafter = self.drafter
+        drafter: Any = self.drafter
         if drafter is None:
             return 0.0, 0.0
         if width not in self._drafted:
@@ -255,7 +255,7 @@ class MadeUpCycles:
         def step() -> object:
             return drafter.step(tree, frontier)
 
-        if self.graphs is None or not drafter.captures:
+        if self.graphs is None or not _is_captured(drafter):
             return self._timed(root)[0], self._timed(step)[0]
         names = ("root", width), ("step", width)
         self._capture(list(zip(names, (root, step), strict=True)), drafter.reads, drafter.state)
@@ -293,7 +293,7 @@ class MadeUpCycles:
         self.target.commit(tree, path)
         if self.drafter is not None:
             tokens = [*tree.tokens[path[1:]].tolist(), self._root]
-            self.drafter.observe(Cycle(tree, path, tokens, Seconds(), len(tree) - 1, features))
+            self.drafter.accept(Cycle(tree, path, tokens, Seconds(), len(tree) - 1, features))
 
     # ---- trees, caches, clocks
 
@@ -331,8 +331,11 @@ class MadeUpCycles:
             self.target.reserve(tokens, MOST_NODES)
         else:  # as captured.py does it: attention that is no kernel of its own runs over all slots
             self.target.reserve(room(tokens + MOST_NODES + getattr(self.target, "strict_rows", 0)), 0)
-        if self.drafter is not None:
-            self.drafter.reserve(tokens, DRAFTED, LONGEST)
+        innermost: Any = self.drafter
+        while hasattr(innermost, "inner"):  # of those that wrap another
+            innermost = innermost.inner
+        if _is_captured(innermost):
+            innermost.reserve(tokens, DRAFTED, LONGEST)
 
     def _rewind(self) -> None:
         known, drafter = self._prompt, self.drafter
@@ -368,3 +371,8 @@ class MadeUpCycles:
     def _wait(self) -> None:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
+
+
+def _is_captured(drafter: Any) -> bool:
+    """Return whether this is a CapturedDrafter, a class of a package above this one."""
+    return hasattr(drafter, "reads")

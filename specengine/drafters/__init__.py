@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,30 +23,72 @@ from specengine.records import Cycle
 Maker = Callable[[Any, Any], "Drafter"]  # of a target and its tokenizer, None where there is none
 
 
-class Drafter(ABC):
-    """Proposes continuations. It owns its state and learns what was committed from `observe`.
+class About(NamedTuple):
+    """Facts of a kind of drafter, for loading.
 
-    If `captures` is true, `root` and `step` must not read tensors on the host and must update persistent tensors in
-    place; `state`, `reads`, `weights`, `accept` and `ended` then describe that state. The defaults suit a draft that
-    keeps none.
+    policy, options  the default policy and its options
+    lookup           whether lookup.py mixes copies in: by default on a CPU, never, or (None) on request
+    takes_any_model  of all kinds it is asked last whether a draft is its own
+    origin           source of its own proposals: draft, copied or recycled
     """
 
+    policy: str = "auto"
+    options: Mapping[str, Any] = MappingProxyType({})
+    lookup: bool | None = None
+    takes_any_model: bool = False
+    origin: str = "draft"
+
+
+class Traits(NamedTuple):
+    """Facts of a drafter, for the engine.
+
+    features    the target's hidden states that it reads, numbered as in transformers
+    successors  number of the target's likeliest tokens after each verified node that it reads
+    copies      whether it has a use for `Hints.expected`
+    sharpness   average factor already applied to the logits (1 / calibrated temperature)
+    """
+
+    features: tuple[int, ...] = ()
+    successors: int = 0
+    copies: bool = False
+    sharpness: float = 1.0
+
+
+class Hints(NamedTuple):
+    """What the caller knows of the answer to a prompt.
+
+    expected     tokens that may follow the prompt; empty if there is no prediction
+    temperature  at which the target draws, by noise that the drafter does not know; 0: it takes the likeliest tokens,
+                 or the noise is known
+    """
+
+    expected: Sequence[int] = ()
+    temperature: float = 0.0
+
+
+NO_HINTS = Hints()
+
+
+class Drafter(ABC):
+    """Proposes continuations. It owns its state and learns from `accept` which tokens were committed."""
+
     name: str
-    default_policy: ClassVar[tuple[str, dict[str, Any]]] = ("auto", {})
-    # whether drafters/lookup.py mixes copies in: by default on a CPU, never, or (None) on request
-    lookup: ClassVar[bool | None] = None
-    origin: str = "draft"  # of what it proposes by itself: draft, copied or recycled
-    takes_any_model: ClassVar[bool] = False  # of all kinds it is asked last whether a draft is its own
-    captures: bool = False
-    device: torch.device = torch.device("cpu")  # where the trees stand that it drafts
-    model_seconds: float = 0.0  # spent in model forwards, ever
-    sharpness: float = 1.0  # average factor already applied to the logits (1 / calibrated temperature)
-    features: tuple[int, ...] = ()  # the target's hidden states that it reads, numbered as in transformers
-    successors: int = 0  # of the target's likeliest tokens after each verified node, how many it reads
+    about: ClassVar[About] = About()
+    device: torch.device = torch.device("cpu")  # of the trees that it drafts
+    model_seconds: float = 0.0  # spent in model forwards since it was made
+
+    @property
+    def traits(self) -> Traits:
+        return Traits()
+
+    @property
+    def notes(self) -> list[str]:
+        """Return notes for the user on the last answer; they appear in the statistics. Synchronises with a device."""
+        return []
 
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
-        """What makes this draft of a target, None where `draft` is no draft of this kind.
+        """Return a function that makes this draft for a target, or None if `draft` is of another kind.
 
         draft: a name, the path or id of a folder, or a loaded model; options are checked here, before any weights are
         read. By default the draft goes by its file's name, and is a dataclass whose fields are its options.
@@ -55,28 +98,12 @@ class Drafter(ABC):
         made = registry.build(cls, options.draft_options, f"draft {name}")
         return lambda target, tokenizer: made
 
-    def reserve(self, tokens: int, nodes: int, longest: int) -> None:
-        """Make room for `tokens` committed tokens, trees of `nodes` nodes and `longest` tokens between two passes."""
-        del tokens, nodes, longest  # a draft may make room as it goes
-
     def cached(self, tokens: list[int]) -> int:
         """Return how many of the first `tokens` need no features from the target."""
         return len(tokens)
 
-    def expect(self, tokens: list[int]) -> None:
-        """Tokens that the caller expects to follow the prompt of the next `begin`, as that holds it; [] is nothing.
-
-        InputError of a draft that has no use for them.
-        """
-        if tokens:
-            raise InputError(f"prediction: draft {self.name!r} copies nothing; accepted with ngram and with lookup")
-
-    def sampled_at(self, temperature: float) -> None:  # noqa: B027
-        """What follows the prompt of the next `begin` is drawn at this temperature, by noise that the draft does not
-        know; 0: the likeliest tokens are taken, or the noise is known."""
-
     @abstractmethod
-    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
+    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
         """Take in a prompt. State of an earlier prompt is reused for the common prefix.
 
         features: of the prompt's last tokens, [rows, features * hidden size]; at least of those beyond `cached`.
@@ -101,17 +128,24 @@ class Drafter(ABC):
         return None
 
     @abstractmethod
-    def observe(self, cycle: Cycle) -> None:
+    def accept(self, cycle: Cycle) -> None:
         """Take in the tokens that a cycle committed."""
 
     @abstractmethod
     def reset(self) -> None:
         """Forget everything."""
 
-    @property
-    def notes(self) -> list[str]:
-        """What a user should know about how it drafted last; for the statistics. Waits for a device."""
-        return []
+
+class CapturedDrafter(Drafter):
+    """A drafter whose passes can be captured as CUDA graphs.
+
+    `root`, `step` and `take` read no tensors on the host and update persistent tensors in place. The defaults suit a
+    drafter that keeps no state.
+    """
+
+    def reserve(self, tokens: int, nodes: int, longest: int) -> None:
+        """Make room for `tokens` committed tokens, trees of `nodes` nodes and `longest` tokens between two passes."""
+        del tokens, nodes, longest
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -128,14 +162,78 @@ class Drafter(ABC):
         """Modules that a capture reads."""
         return ()
 
-    def accept(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:  # noqa: B027
-        """As `observe`, captured: these nodes of the verified tree were committed, the root first.
+    def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
+        """Take in committed tokens inside a graph, as `accept` does on the host.
 
-        tokens: theirs, int64 [width]; path: at most as many as `reserve` was told; features: the target's, by node.
+        tokens: int64 [width], of the path's nodes; path: accepted nodes of the verified tree, the root first, at most
+        as many as `reserve` was told; features: the target's, by node.
         """
 
-    def ended(self, tokens: list[int], drafted: int) -> None:  # noqa: B027
-        """Captured cycles have committed these tokens, of which the first `drafted` were surely drafted from."""
+    def ended(self, tokens: list[int], drafted: int) -> None:
+        """Captured cycles have committed these tokens; the first `drafted` of them were surely drafted from."""
+
+
+class Wrapped(Drafter):
+    """A drafter around another one, `inner`, whose steps it changes."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.name, self.device = inner, inner.name, inner.device
+        self.about = inner.about  # type: ignore[misc]
+
+    @property
+    def traits(self) -> Traits:
+        return self.inner.traits
+
+    @property
+    def notes(self) -> list[str]:
+        return self.inner.notes
+
+    @property
+    def model_seconds(self) -> float:  # type: ignore[override]
+        return self.inner.model_seconds
+
+    @classmethod
+    def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
+        """Return None: it is made of another draft."""
+        return None
+
+    def cached(self, tokens: list[int]) -> int:
+        return self.inner.cached(tokens)
+
+    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+        self.inner.begin(prompt, features, hints)
+
+    def root(self, tree: TokenTree) -> Step:
+        return self.changed(self.inner.root(tree), tree, tree.root_alone())
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        return self.changed(self.inner.step(tree, frontier), tree, frontier)
+
+    def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
+        """Return a step to propose instead of the inner drafter's."""
+        return step
+
+    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
+        return self.inner.free(tree, nodes, most, least)
+
+    def accept(self, cycle: Cycle) -> None:
+        self.inner.accept(cycle)
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+
+def unwrapped(drafter: Drafter) -> Drafter:
+    """Return the innermost drafter."""
+    while isinstance(drafter, Wrapped):
+        drafter = drafter.inner
+    return drafter
+
+
+def reserve(drafter: Drafter | None, tokens: int, nodes: int, longest: int) -> None:
+    """Make room in a drafter that needs it, see CapturedDrafter.reserve. Others make room as they go."""
+    if drafter is not None and isinstance(innermost := unwrapped(drafter), CapturedDrafter):
+        innermost.reserve(tokens, nodes, longest)
 
 
 def names() -> list[str]:
@@ -150,7 +248,7 @@ def find(name: str) -> type[Drafter]:
 def maker(draft: Any, options: LoadOptions) -> Maker:
     """What makes the draft of this name or path, or of this loaded model; InputError where no drafter takes it."""
     kinds = {name: find(name) for name in names()}
-    asked = sorted(kinds, key=lambda name: (name != draft, kinds[name].takes_any_model))
+    asked = sorted(kinds, key=lambda name: (name != draft, kinds[name].about.takes_any_model))
     made = next((made for name in asked if (made := kinds[name].maker(draft, options)) is not None), None)
     if made is None:
         raise InputError(f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter")
@@ -167,7 +265,7 @@ class Given(NamedTuple):
     targets: Tensor
 
 
-class RowDraft(Drafter):
+class RowDraft(CapturedDrafter):
     """A draft whose pass runs rows over `cache`, and whose counts are tensors where that cache is.
 
     The cache holds one slot per committed token that was run, and behind them the scratch: one slot per node drafted
@@ -175,10 +273,8 @@ class RowDraft(Drafter):
     that were committed since the last one, the root last (`pending`), the next ones a level of the tree each. Cycles
     without a pass leave their tokens waiting.
 
-    A subclass runs rows (`_run`), takes in prompts (`begin`) and what it keeps of accepted nodes (`accept`).
+    A subclass runs rows (`_run`), takes in prompts (`begin`) and what it keeps of accepted nodes (`take`).
     """
-
-    captures = True
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.device = cache, cache.slab.device
@@ -271,10 +367,10 @@ class RowDraft(Drafter):
         self._used += count
         return Step(logits, self.token_ids, hidden=states)
 
-    def accept(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
-        self._take(tokens, path)
+    def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
+        self._queue(tokens, path)
 
-    def _take(self, tokens: Tensor, path: Nodes) -> Tensor | slice:
+    def _queue(self, tokens: Tensor, path: Nodes) -> Tensor | slice:
         """Have these tokens wait; where, among the rows that wait, the path's come to stand: int64 [width], a slice.
 
         The slice is as long as the path without its padding.
@@ -289,14 +385,14 @@ class RowDraft(Drafter):
         self.taken += path.live
         return places
 
-    def observe(self, cycle: Cycle) -> None:
+    def accept(self, cycle: Cycle) -> None:
         waiting = int(self.taken) + len(cycle.path)
         path = torch.tensor(cycle.path, device=self.device, dtype=torch.int64)
         if waiting > len(self._held) - 1:
             self.reserve(0, self._nodes, 2 * waiting)
         tokens = [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
         self._tokens += tokens
-        self.accept(torch.tensor(tokens, device=self.device, dtype=torch.int64), Nodes.of(path), cycle.features)
+        self.take(torch.tensor(tokens, device=self.device, dtype=torch.int64), Nodes.of(path), cycle.features)
 
     def ended(self, tokens: list[int], drafted: int) -> None:
         """Captured cycles have committed these tokens, of which the first `drafted` were surely run."""

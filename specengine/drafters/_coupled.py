@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import Drafter
+from specengine.drafters import Drafter, Wrapped
 from specengine.ops import Nodes
 from specengine.ops.select import Step
-from specengine.ops.tree import Free, TokenTree
+from specengine.ops.tree import TokenTree
 
 MEAN = 0.5772  # of the noise
 NOISE, NOISE_OF_TRUNCATED = 0.75, 0.5  # shares, of 0, 0.25, 0.5, 0.75 and 1, that let the default draft guess best
@@ -20,7 +20,7 @@ MOST_SCALE = 1e4  # of the noise, beside which no logit counts
 LEAST_REST = 1e-6  # chance that is always left to what was not proposed
 
 
-class Coupled:
+class Coupled(Wrapped):
     """What a tree is grown from where tokens are drawn: `drafter`, its distributions given the noise of the draws.
 
     The target takes the largest of log p + g, where the noise g is a pure function of seed, position and token. A draft
@@ -29,38 +29,29 @@ class Coupled:
     The answer stays the one that plain decoding draws with that seed, as the tree has no say in any choice (Daliri et
     al. 2024, Coupling without Communication, and Drafter-Invariant Speculative Decoding, section 3).
 
-    Log-probabilities become those of being drawn: softmax(z + s T g), s = `drafter.sharpness`. A greedy target takes
+    Log-probabilities become those of being drawn: softmax(z + s T g), s being `Traits.sharpness`. A greedy target takes
     the largest of logits that are off from the draft's by errors of some scale t, and z = logits / t are calibrated to
     that; one that draws at temperature T takes the largest of logits + T g, off by the same errors. Drafts are more
     often right with a part of that noise, `NOISE`, and with less where a truncation leaves unlikely tokens out, which
     the noise would raise. Where a row says only what part of the tokens is likely, the rest counts as one token of mean
-    noise.
+    noise. Continuations that need no pass stay as they are: what is copied is mostly sure or wrong, and would be
+    guessed worse by the noise.
 
     seed: int64 [1], 64 bits, and scale: float32 [1], of the noise, on the trees' device; length: of the text, the root
     included, there or on the host.
     """
 
     def __init__(self, drafter: Drafter, seed: Tensor, scale: Tensor, length: Callable[[], Tensor | int]) -> None:
-        self.drafter, self.origin = drafter, drafter.origin
+        super().__init__(drafter)
         self._seed, self._scale, self._length = seed, scale, length
 
     @staticmethod
     def scale(drafter: Drafter, temperature: float, *, truncated: bool) -> float:
         """Of the noise, for what this drafter gives."""
         share = NOISE_OF_TRUNCATED if truncated else NOISE
-        return min(share * temperature * drafter.sharpness, MOST_SCALE)
+        return min(share * temperature * drafter.traits.sharpness, MOST_SCALE)
 
-    def root(self, tree: TokenTree) -> Step:
-        return self._coupled(self.drafter.root(tree), tree, tree.root_alone())
-
-    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        return self._coupled(self.drafter.step(tree, frontier), tree, frontier)
-
-    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
-        """The drafter's own: what is copied is mostly sure or wrong, and would be guessed worse by the noise."""
-        return self.drafter.free(tree, nodes, most, least)
-
-    def _coupled(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
+    def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         positions = tree.depths.index_select(0, frontier.ids) + self._length()
         logits = ops.couple(step.logits, step.token_ids, positions, self._seed, self._scale)
         if step.normalized:

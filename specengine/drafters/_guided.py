@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from specengine.drafters import Drafter
+from specengine.drafters import Drafter, Wrapped
 from specengine.drafters.lookup import _ids_with
 from specengine.ops import Nodes
 from specengine.ops.select import FREE, Step
@@ -13,7 +13,7 @@ from specengine.ops.tree import Free, TokenTree
 from specengine.request.grammars import Constraint
 
 
-class Guided:
+class Guided(Wrapped):
     """What a tree is grown from where the answer is constrained: `drafter`, corrected along every node's path.
 
     written: the tokens generated so far, the tree's root among them unless it is the prompt's last; it grows outside.
@@ -21,14 +21,8 @@ class Guided:
     """
 
     def __init__(self, drafter: Drafter, constraint: Constraint, written: list[int]) -> None:
-        self.drafter, self.constraint, self.written = drafter, constraint, written
-        self.origin = drafter.origin
-
-    def root(self, tree: TokenTree) -> Step:
-        return self._guided(self.drafter.root(tree), tree, tree.root_alone())
-
-    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        return self._guided(self.drafter.step(tree, frontier), tree, frontier)
+        super().__init__(drafter)
+        self.constraint, self.written = constraint, written
 
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
         """What is forced below these nodes, and behind its ends, and behind other nodes, what the drafter has free."""
@@ -49,7 +43,7 @@ class Guided:
         grown = _grafted(tree, made)
         left = most - len(made.tokens)
         below = torch.tensor(sorted(ends), dtype=torch.int64, device=tree.device)
-        found = self.drafter.free(grown, Nodes.of(below), left, least) if left else None
+        found = self.inner.free(grown, Nodes.of(below), left, least) if left else None
         if found is not None:
             self._add_allowed(made, found, grown)
         return made if made.tokens else None
@@ -69,7 +63,7 @@ class Guided:
                 paths[size + entry] = [*path, token]
                 _append(made, place, token, found.log_probs[entry], found.marks[entry], found.ranks[entry])
 
-    def _guided(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
+    def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         paths = [self._path(tree, node) for node in frontier.alive().tolist()]
         forced = [found[0] if (found := self.constraint.forced(path)) else None for path in paths]
         ids = None if step.token_ids is None else step.token_ids.cpu().numpy()

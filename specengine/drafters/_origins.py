@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 
-from specengine.drafters import Drafter
-from specengine.drafters._guided import Guided
+from specengine.drafters import Drafter, Wrapped
 from specengine.ops import Nodes
 from specengine.ops.select import COPIED, RECYCLED, Step
 from specengine.ops.tree import Free, TokenTree
 
 
-class Origins:
+class Origins(Wrapped):
     """Stands between a generation's trees and their drafter where it is `wanted`, and notes what comes from elsewhere.
 
     Waits for a device in every pass.
     """
 
-    _drafter: Drafter | Guided
     _passed: set[int]  # nodes that were drafted from
     _marks: dict[tuple[int, int], int]  # by parent and token
     _free: dict[tuple[int, int], int]
@@ -26,9 +24,9 @@ class Origins:
         self.wanted = False
         self._forget()
 
-    def around(self, drafter: Drafter | Guided) -> Origins:
-        """This, to grow trees from instead of `drafter`."""
-        self._drafter = drafter
+    def around(self, drafter: Drafter) -> Origins:
+        """Return this, to grow trees from instead of `drafter`."""
+        super().__init__(drafter)
         self._forget()
         return self
 
@@ -38,20 +36,14 @@ class Origins:
         self._forget()
         return found
 
-    def root(self, tree: TokenTree) -> Step:
-        return self._noted(self._drafter.root(tree), tree.root_alone())
-
-    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        return self._noted(self._drafter.step(tree, frontier), frontier)
-
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
-        found = self._drafter.free(tree, nodes, most, least)
+        found = self.inner.free(tree, nodes, most, least)
         self._free = {}  # what a rule has only looked at
         for parent, token, mark in zip(*found[:2], found.marks, strict=True) if found is not None else ():
             self._free[parent, token] = mark
         return found
 
-    def _noted(self, step: Step, frontier: Nodes) -> Step:
+    def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         ids = frontier.alive().tolist()
         self._passed.update(ids)
         self._free = {}
@@ -70,5 +62,5 @@ class Origins:
         edge = parent, token
         mark = self._free.get(edge) or self._marks.get(edge)
         if mark is None:
-            return self._drafter.origin if parent in self._passed else None
+            return self.inner.about.origin if parent in self._passed else None
         return "copied" if mark & COPIED else "recycled" if mark & RECYCLED else "forced"

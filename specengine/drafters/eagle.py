@@ -13,7 +13,7 @@ from torch import Tensor
 from specengine import registry
 from specengine.checkpoints import embedded
 from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
-from specengine.drafters import Given, Maker, RowDraft, put
+from specengine.drafters import NO_HINTS, About, Given, Hints, Maker, RowDraft, Traits, put
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import common_prefix
 from specengine.models.eagle import EagleHead, head_from, require_fit, with_appended_tokens
@@ -40,7 +40,7 @@ class Eagle(RowDraft):
     from. InputError where head and target do not fit.
     """
 
-    lookup = True
+    about = About(lookup=True)
 
     def __init__(
         self, head: EagleHead | NativeHead, target: CausalLM | NativeLM, *, name: str = "", pack: bool | None = None
@@ -49,14 +49,13 @@ class Eagle(RowDraft):
         require_fit(config, target)
         self.head = head if isinstance(head, NativeHead) else TorchHead(head, target, pack)
         self.name = f"eagle (EAGLE-{config.version}{', ' + name if name else ''})"
-        self.features = config.feature_ids(target.layers)
         self.target = target
         self._seconds = 0.0
         self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)
         self._temperatures = torch.tensor(config.temperatures, device=target.device, dtype=torch.float32)
         self._sharpness = 1 / self._temperatures if config.temperatures else None
-        if config.temperatures:
-            self.sharpness = sum(1 / given for given in config.temperatures) / len(config.temperatures)
+        sharpness = sum(1 / at for at in config.temperatures) / len(config.temperatures) if config.temperatures else 1.0
+        self._traits = Traits(config.feature_ids(target.layers), sharpness=sharpness)
         width = config.num_features * config.target_hidden_size
         self._features = torch.zeros(0, width, dtype=self.head.dtype, device=target.device)
         super().__init__(self.head.cache)
@@ -84,6 +83,10 @@ class Eagle(RowDraft):
             with contextlib.suppress(UnsupportedModelError):  # torch runs heads of all kinds
                 return cls(NativeHead(config, state, target), target, name=folder.name)
         return cls(head_from(config, state, target.dtype, target.device), target, name=folder.name, pack=pack)
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
 
     @property
     def model_seconds(self) -> float:  # type: ignore[override]
@@ -120,14 +123,11 @@ class Eagle(RowDraft):
         # A token that waits needs itself alone, a stable row was run with the token after it as well.
         return agreed if agreed > stable else max(agreed - 1, 0)
 
-    def sampled_at(self, temperature: float) -> None:
-        """The head's own temperatures are those of a greedy target, which a drawn token is less sure than."""
-        if self._sharpness is not None:
-            self._sharpness.copy_(1 / self._temperatures.clamp(min=temperature))
-
     @torch.inference_mode()
-    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
+    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
         began = time.perf_counter()
+        if self._sharpness is not None:  # the head's own temperatures suit a greedy target; a drawn token is less sure
+            self._sharpness.copy_(1 / self._temperatures.clamp(min=hints.temperature))
         self.head.refresh()
         kept = len(prompt) - (0 if features is None else features.shape[0])
         if kept > self.cached(prompt):
@@ -145,11 +145,11 @@ class Eagle(RowDraft):
         self._seconds += time.perf_counter() - began
 
     @torch.inference_mode()
-    def accept(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
+    def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
         if features is None:
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         began = time.perf_counter()
-        places = self._take(tokens, path)
+        places = self._queue(tokens, path)
         put(self._features, places, features.index_select(0, path.ids))
         self._seconds += time.perf_counter() - began
 

@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from sys import float_info
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import Drafter, Maker
+from specengine.drafters import NO_HINTS, Drafter, Hints, Traits, Wrapped
 from specengine.errors import InputError
 from specengine.models import common_prefix
 from specengine.ops import Nodes
 from specengine.ops.select import COPIED, FREE, RECYCLED, Step
 from specengine.ops.tree import Free, TokenTree
-from specengine.options import LoadOptions
 from specengine.records import Cycle
 
 Context = tuple[int, "Context"] | None
@@ -35,16 +34,19 @@ _COPIED, _RECYCLED, _BOTH = FREE | COPIED, FREE | RECYCLED, FREE | COPIED | RECY
 class Recycler(Protocol):
     """What recycles the target's own say: the tokens that it gave last after a token, with their probabilities."""
 
+    @property
+    def traits(self) -> Traits: ...
+
     def row(self, token: int) -> Mapping[int, float]: ...
 
-    def begin(self, prompt: list[int], features: Tensor | None = None) -> None: ...
+    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None: ...
 
-    def observe(self, cycle: Cycle) -> None: ...
+    def accept(self, cycle: Cycle) -> None: ...
 
     def reset(self) -> None: ...
 
 
-class Lookup(Drafter):
+class Lookup(Wrapped):
     """`drafter`, whose distributions are mixed with the continuations of the longest suffix seen before.
 
     Where the last m tokens stood in the text before, p becomes (1 - w) p + w q: q are the shares of the tokens that
@@ -60,60 +62,26 @@ class Lookup(Drafter):
     al. 2017) with counted instead of learnt weights.
     """
 
-    lookup = False
-
     def __init__(self, drafter: Drafter, recycling: Recycler | None = None) -> None:
-        self.drafter, self.recycling = drafter, recycling
-        self.device, self.origin = drafter.device, drafter.origin
+        super().__init__(drafter)
+        self.about = drafter.about._replace(lookup=False)  # type: ignore[misc]
+        self.recycling = recycling
         self.name = f"{drafter.name} with lookup" + (" and recycling" if recycling is not None else "")
-        self.features = drafter.features
-        self.successors = max(getattr(source, "successors", 0) for source in self._sources)
-        self.default_policy = drafter.default_policy  # type: ignore[misc]
+        successors = 0 if recycling is None else recycling.traits.successors
+        traits = drafter.traits
+        self._traits = traits._replace(successors=max(traits.successors, successors), copies=True)
         self._copies = ComposedCopies()
         self._columns = Columns()
-        self._expected: list[int] = []
-
-    @classmethod
-    def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
-        """None: it is made of another draft."""
-        return None
 
     @property
-    def model_seconds(self) -> float:  # type: ignore[override]
-        return self.drafter.model_seconds
+    def traits(self) -> Traits:
+        return self._traits
 
-    @property
-    def sharpness(self) -> float:  # type: ignore[override]
-        return self.drafter.sharpness
-
-    @property
-    def notes(self) -> list[str]:
-        return self.drafter.notes
-
-    def cached(self, tokens: list[int]) -> int:
-        return self.drafter.cached(tokens)
-
-    def reserve(self, tokens: int, nodes: int, longest: int) -> None:
-        self.drafter.reserve(tokens, nodes, longest)
-
-    def expect(self, tokens: list[int]) -> None:
-        self._expected = tokens
-
-    def sampled_at(self, temperature: float) -> None:
-        self.drafter.sampled_at(temperature)
-
-    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
-        self.drafter.begin(prompt, features)
+    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+        self.inner.begin(prompt, features, hints)
         if self.recycling is not None:
             self.recycling.begin(prompt)
-        self._copies.begin(prompt, self._expected)
-        self._expected = []
-
-    def root(self, tree: TokenTree) -> Step:
-        return self._with_copies(self.drafter.root(tree), tree, tree.root_alone())
-
-    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        return self._with_copies(self.drafter.step(tree, frontier), tree, frontier)
+        self._copies.begin(prompt, hints.expected)
 
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
         size, ids = len(tree), nodes.alive().tolist()
@@ -126,9 +94,9 @@ class Lookup(Drafter):
         leaves: list[Leaf] = [(node, before[node], scores[node], taken[node]) for node in ids]
         return best_first(leaves, size, most, least, self._proposals)
 
-    def observe(self, cycle: Cycle) -> None:
+    def accept(self, cycle: Cycle) -> None:
         for source in self._sources:
-            source.observe(cycle)
+            source.accept(cycle)
         self._copies.observe([int(cycle.tree.tokens[0]), *cycle.tokens[:-1]])
 
     def reset(self) -> None:
@@ -138,9 +106,9 @@ class Lookup(Drafter):
 
     @property
     def _sources(self) -> list[Drafter | Recycler]:
-        return [self.drafter] if self.recycling is None else [self.drafter, self.recycling]
+        return [self.inner] if self.recycling is None else [self.inner, self.recycling]
 
-    def _with_copies(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
+    def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         before = contexts_of(self._copies.context(), tree, frontier.alive().tolist())
         mixtures = [self._copies.after(context) for context in before]
         if all(mixture is None for mixture in mixtures):

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specengine.drafters import Drafter
+from specengine.drafters import NO_HINTS, About, Drafter, Hints, Traits
 from specengine.drafters.lookup import Context, Suffixes, contexts_of, predicted, require_lengths
 from specengine.ops import Nodes
 from specengine.ops.select import Step
@@ -34,24 +34,22 @@ class NGram(Drafter):
     shortest: int = 2
 
     name = "ngram"
-    origin = "copied"
-    lookup: ClassVar[bool | None] = False  # it copies already
+    about: ClassVar[About] = About(lookup=False, origin="copied")  # it copies already
 
     _seen: Suffixes = field(init=False, repr=False)
     _predicted: Suffixes = field(init=False, repr=False)
-    _expected: list[int] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_lengths("ngram", self.shortest, self.longest)
         self._seen, self._predicted = (Suffixes(self.shortest, self.longest) for _ in range(2))
 
-    def expect(self, tokens: list[int]) -> None:
-        self._expected = tokens
+    @property
+    def traits(self) -> Traits:
+        return Traits(copies=True)
 
-    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
+    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
         self._seen.become(prompt)
-        self._predicted = predicted(self._seen, self._expected)
-        self._expected = []
+        self._predicted = predicted(self._seen, hints.expected)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         before = contexts_of(self._seen.context(), tree, frontier.alive().tolist())
@@ -64,7 +62,7 @@ class NGram(Drafter):
         token_ids = torch.tensor(list(columns) or [0], device=tree.device, dtype=torch.int64)
         return Step(log_probs.to(tree.device), token_ids, normalized=True)
 
-    def observe(self, cycle: Cycle) -> None:
+    def accept(self, cycle: Cycle) -> None:
         # The cycle's root was committed before it; its last token is the next root.
         self._seen.extend([int(cycle.tree.tokens[0]), *cycle.tokens[:-1]])
 

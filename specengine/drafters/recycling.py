@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specengine.drafters import Drafter
+from specengine.drafters import NO_HINTS, About, Drafter, Hints, Traits
 from specengine.errors import InputError
 from specengine.ops import Nodes
 from specengine.ops.select import Step
@@ -34,8 +34,7 @@ class Recycling(Drafter):
     successors: int = 8
 
     name = "recycling"
-    origin = "recycled"
-    lookup: ClassVar[bool | None] = True
+    about: ClassVar[About] = About(lookup=True, origin="recycled")
 
     _rows: dict[int, dict[int, float]] = field(default_factory=dict, init=False, repr=False)
 
@@ -43,8 +42,12 @@ class Recycling(Drafter):
         if not 1 <= self.successors <= MOST:
             raise InputError(f"draft recycling.successors: got {self.successors}, accepted 1 to {MOST}")
 
-    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
-        """Nothing: prompts are taken in without logits."""
+    @property
+    def traits(self) -> Traits:
+        return Traits(successors=self.successors)
+
+    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+        """Do nothing: prompts are taken in without logits."""
 
     def row(self, token: int) -> dict[int, float]:
         """The successors of a token and their probabilities, likeliest first; empty for one never seen. Not a copy."""
@@ -59,7 +62,7 @@ class Recycling(Drafter):
         token_ids = torch.tensor(list(columns) or [0], device=tree.device, dtype=torch.int64)
         return Step(torch.from_numpy(shares).log_().to(tree.device), token_ids, normalized=True)
 
-    def observe(self, cycle: Cycle) -> None:
+    def accept(self, cycle: Cycle) -> None:
         """Take in all nodes' successors; of a token that occurs twice those on the accepted path, else the last."""
         if cycle.successors is None:
             return

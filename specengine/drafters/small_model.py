@@ -14,7 +14,7 @@ from specengine import registry
 from specengine.checkpoints import embedded
 from specengine.checkpoints.hub import why_absent
 from specengine.checkpoints.pretrained import load_model
-from specengine.drafters import Given, Maker, RowDraft
+from specengine.drafters import NO_HINTS, About, Given, Hints, Maker, RowDraft
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError, did_you_mean
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM
@@ -33,8 +33,7 @@ class SmallModel(RowDraft):
     captured: UnsupportedModelError where its passes cannot be captured.
     """
 
-    lookup = True
-    takes_any_model = True
+    about = About(lookup=True, takes_any_model=True)
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class SmallModel(RowDraft):
     def weights(self) -> tuple[torch.nn.Module, ...]:
         return (self.lm.model,)
 
-    def begin(self, prompt: list[int], features: Tensor | None = None) -> None:
+    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
         self.lm.refresh()
         if self.lm.version != self._version:
             self.reset()

@@ -82,12 +82,12 @@ class TreePolicy:
         returns the measured costs of this engine's cycles, which may take seconds the first time.
         """
 
-    def grow(self, tree: TokenTree, frontier: Nodes, step: Step | None) -> Nodes:
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         """Append children to the frontier; return the nodes to draft from next, or none to stop.
 
         frontier: the nodes that `step` holds distributions for, in its order. `tree.passes` counts the passes so far.
-        A policy with a `patience` is called before the first pass too, with no step and an empty frontier. It then
-        returns the root, or nothing to skip drafting; after `patience` skipped cycles in a row it must be the root.
+        A policy with a `patience` is called before the first pass too, with an empty frontier and a step of no rows.
+        Then it returns the root, or nothing to skip drafting; after `patience` skipped cycles in a row the root.
         """
         raise NotImplementedError("a policy grows the tree")
 

@@ -190,9 +190,9 @@ class Auto(TreePolicy):
             state.skipped.fill_(0 if asked else skipped + 1)
         return tree.root_alone().where(asked)
 
-    def grow(self, tree: TokenTree, frontier: Nodes, step: Step | None) -> Nodes:
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         state = self._state.on(tree.device)
-        if step is None:
+        if not len(step.logits):
             return self._first(tree, state)
         state.ledger.spent.add_(state.ledger.draft.index_select(0, frontier.live))
         stated, columns = ops.top_children(step.logits, PLACES, normalized=step.normalized)

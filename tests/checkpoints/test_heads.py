@@ -165,7 +165,7 @@ def test_engines_load_heads_by_their_path(tmp_path: Path, layout: Any, version: 
     assert result.token_ids == plain.generate([1, 2, 3, 4], max_new_tokens=12).token_ids
     assert result.stats.draft == f"eagle (EAGLE-{version}, my-head)"
     assert engine.policy == policies.make("auto")
-    assert Eagle.default_policy == ("auto", {})
+    assert (Eagle.about.policy, Eagle.about.options) == ("auto", {})
 
 
 def test_draft_options_overrule_the_config(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_draft_options_overrule_the_config(tmp_path: Path) -> None:
     save_head(config, random_state(config), tmp_path)
     engine = Engine.from_pretrained(model, str(tmp_path), draft_options={"layer_ids": "1,2,4"})
     assert engine.drafter is not None
-    assert engine.drafter.features == (1, 2, 4)
+    assert engine.drafter.traits.features == (1, 2, 4)
     with pytest.raises(InputError, match="draft_options: unknown option 'layers', known are producer, layer_ids"):
         Engine.from_pretrained(model, str(tmp_path), draft_options={"layers": "1,2,4"})
     other = replace(config, target_hidden_size=48, own_embeddings=True)

@@ -59,8 +59,8 @@ def test_it_drafts_for_the_default_model_without_changing_its_answers(default_mo
     engine = specengine.Engine.from_pretrained(str(default_model_path), policy=policy, dtype="float32")
     plain = specengine.Engine(engine.target, None, None, engine.tokenizer)
     assert isinstance(engine.drafter, Lookup)
-    assert isinstance(engine.drafter.drafter, Eagle)
-    alone = specengine.Engine(engine.target, engine.drafter.drafter, engine.policy, engine.tokenizer)
+    assert isinstance(engine.drafter.inner, Eagle)
+    alone = specengine.Engine(engine.target, engine.drafter.inner, engine.policy, engine.tokenizer)
     tokens = cycles = 0
     for question in QUESTIONS:
         expected = plain.generate(question, max_new_tokens=32, temperature=0.0).token_ids

@@ -81,7 +81,7 @@ def test_the_drafter_runs_with_other_policies_and_on_the_native_forward() -> Non
 
 
 def test_a_drafter_that_is_not_captured_drafts_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = FILES[DRAFTER].replace("    captures = True\n", "")
+    text = FILES[DRAFTER].replace("CapturedDrafter", "Drafter")
     assert text != FILES[DRAFTER]
     add(drafters, tmp_path, "eager_embedding", text.replace('"embedding"', '"eager_embedding"'), monkeypatch)
     expected = answers(Engine.from_pretrained(model(), "embedding", "comb", graphs=True))

@@ -15,9 +15,11 @@ from specengine import Engine, ops
 from specengine.drafters import _coupled
 from specengine.drafters._coupled import MEAN, Coupled
 from specengine.errors import InputError
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import make
 from specengine.request.sampling import signed
+from tests.drafters.test_free import Silent
 from tests.lossless.engines import engines, prompt_of
 from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget, near_copy, tiny
 
@@ -105,17 +107,13 @@ def test_a_value_that_is_no_choice_is_refused(wrong: Any) -> None:
 # ---------------------------------------------------------------------------------------------------- probabilities
 
 
-class Given:
+class Given(Silent):
     """A draft of one row that says what it is given."""
-
-    origin, sharpness = "draft", 1.0
 
     def __init__(self, logits: Tensor, *, normalized: bool) -> None:
         self.logits, self.normalized = logits, normalized
 
-    def root(self, tree: TokenTree) -> Any:
-        from specengine.ops.select import Step
-
+    def root(self, tree: TokenTree) -> Step:
         return Step(self.logits, None, self.normalized)
 
 

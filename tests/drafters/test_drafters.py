@@ -101,7 +101,7 @@ def test_ngram_probabilities_never_exceed_one_and_longer_suffixes_win(
 def test_ngram_follows_what_is_committed() -> None:
     grown, whole = NGram(longest=3, shortest=1), NGram(longest=3, shortest=1)
     grown.begin([5, 6])
-    grown.observe(committed(root=7, tokens=[5, 6, 7]))  # the last one is the next root
+    grown.accept(committed(root=7, tokens=[5, 6, 7]))  # the last one is the next root
     whole.begin([5, 6, 7, 5, 6])
     assert grown == whole
     assert proposed(grown, root=7) == proposed(whole, root=7) != {}
@@ -228,7 +228,7 @@ def test_small_model_catches_up_with_tokens_it_was_not_asked_about() -> None:
     draft.root(tree)
     for parent, token in ((0, 4), (1, 5)):
         tree.add(torch.tensor([parent]), torch.tensor([token]), torch.zeros(1))
-    draft.observe(Cycle(tree, [0, 1, 2], [4, 5, 6], Seconds()))
+    draft.accept(Cycle(tree, [0, 1, 2], [4, 5, 6], Seconds()))
     logits = draft.root(TokenTree.root(6, 4)).logits[0]
     assert (logits - dense(draft.lm.model, [1, 2, 3, 4, 5, 6])).abs().max() < 1e-4
 

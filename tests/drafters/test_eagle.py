@@ -162,7 +162,7 @@ def test_drafting_leaves_the_stable_rows_bit_identical_whatever_the_scratch_hold
     answers = []
     for poison in (0.0, float("nan")):
         draft = drafter_for(target, head_config())
-        target.want_features(draft.features)
+        target.want_features(draft.traits.features)
         target.reset()
         target.reserve(64, 32)
         draft.begin(PROMPT, target.prefill(PROMPT))
@@ -180,7 +180,7 @@ def test_drafting_leaves_the_stable_rows_bit_identical_whatever_the_scratch_hold
             stable = draft.cache.slab[:, :, :, : draft.cache.length].clone()
             _, features = target.verify(tree)
             target.commit(tree, [0, 1])
-            draft.observe(Cycle(tree, [0, 1], [int(tree.tokens[1]), 9], Seconds(), features=features))
+            draft.accept(Cycle(tree, [0, 1], [int(tree.tokens[1]), 9], Seconds(), features=features))
             assert torch.equal(draft.cache.slab[:, :, :, : stable.shape[3]], stable)
         answers.append(torch.cat(rows))
     assert torch.equal(*answers)
@@ -193,7 +193,7 @@ def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) ->
     for rows in (1024, 7):
         monkeypatch.setattr("specengine.models.huggingface.PREFILL_ROWS", rows)
         draft = drafter_for(target, head_config())
-        target.want_features(draft.features)
+        target.want_features(draft.traits.features)
         target.reset()
         with torch.inference_mode():
             draft.begin(prompt, target.prefill(prompt))
@@ -351,7 +351,7 @@ def test_features_must_be_given() -> None:
     with pytest.raises(InputError, match="features: of 0 of 12 tokens they are known, got 12"):
         draft.begin(PROMPT)
     with pytest.raises(InputError, match="features: an EAGLE draft needs a target that gives its hidden states"):
-        draft.observe(Cycle(TokenTree.root(1), [0], [2], Seconds()))
+        draft.accept(Cycle(TokenTree.root(1), [0], [2], Seconds()))
 
 
 # ---------------------------------------------------------------------------------------------------- the network

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from specengine.drafters import Drafter
+from specengine.drafters import Drafter, Hints, Traits
 from specengine.drafters.lookup import PRIOR_HITS, Lookup
 from specengine.drafters.ngram import NGram
 from specengine.ops import Nodes
@@ -25,7 +25,7 @@ VOCABULARY = 5
 class Recycled:
     """A source of the successors that it was made with, and a note of what it was told."""
 
-    successors = 3
+    traits = Traits(successors=3)
 
     def __init__(self, rows: dict[int, dict[int, float]] | None = None) -> None:
         self.rows, self.told = rows or {}, list[str]()
@@ -33,11 +33,11 @@ class Recycled:
     def row(self, token: int) -> dict[int, float]:
         return self.rows.get(token, {})
 
-    def begin(self, prompt: list[int], features: Any = None) -> None:
+    def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None:
         self.told.append("begin")
 
-    def observe(self, cycle: Cycle) -> None:
-        self.told.append("observe")
+    def accept(self, cycle: Cycle) -> None:
+        self.told.append("accept")
 
     def reset(self) -> None:
         self.told.append("reset")
@@ -48,14 +48,14 @@ class Silent(Drafter):
 
     name = "silent"
 
-    def begin(self, prompt: list[int], features: Any = None) -> None:
+    def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None:
         pass
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         rows = len(frontier.alive())
         return Step(torch.full((rows, 1), -math.inf), torch.tensor([0]), normalized=True)
 
-    def observe(self, cycle: Cycle) -> None:
+    def accept(self, cycle: Cycle) -> None:
         pass
 
     def reset(self) -> None:
@@ -126,8 +126,7 @@ def test_they_are_the_best_of_all(
     *prompt, root = text
     draft, world = Lookup(Silent(), Recycled(rows)), World(prompt, root, predicted, rows)
     tree = random_tree(seed, 6, VOCABULARY, root)
-    draft.expect([root, *predicted])
-    draft.begin(prompt)
+    draft.begin(prompt, hints=Hints([root, *predicted]))
     nodes = data.draw(st.lists(st.integers(0, 5), unique=True, min_size=1))
     free = draft.free(tree, nodes_of(nodes), most, least)
     every = world.best(tree, nodes, least - 1e-4)
@@ -171,12 +170,12 @@ def test_a_known_text_goes_on() -> None:
 def test_all_sources_learn() -> None:
     recycled = Recycled()
     draft = Lookup(ToyDrafter(Tables(4)), recycled)
-    assert (draft.successors, Lookup(Silent()).successors) == (3, 0)
+    assert (draft.traits.successors, Lookup(Silent()).traits.successors) == (3, 0)
     assert draft.name == "toy with lookup and recycling"
     draft.begin([1, 2])
-    draft.observe(Cycle(TokenTree.root(1), [0], [2], Seconds()))
+    draft.accept(Cycle(TokenTree.root(1), [0], [2], Seconds()))
     draft.reset()
-    assert recycled.told == ["begin", "observe", "reset"]
+    assert recycled.told == ["begin", "accept", "reset"]
 
 
 def test_a_draft_alone_has_none() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import policies
+from specengine.drafters import Hints
 from specengine.drafters.lookup import MOST, PRIOR_HITS, PRIOR_WEIGHT, Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
@@ -64,8 +65,7 @@ def test_the_mixture_is_that_of_the_definition(
     normalized = data.draw(st.booleans())
     draft = Lookup(ToyDrafter(tables, columns=columns, normalized=normalized))
     root = data.draw(st.integers(0, 3))
-    draft.expect([root, *predicted] if predicted else [])
-    draft.begin(text)
+    draft.begin(text, hints=Hints([root, *predicted] if predicted else []))
     tree = path_tree(root, path)
     step = draft.step(tree, nodes_of([len(path)]))
     found = distribution(step)
@@ -132,14 +132,13 @@ def test_a_row_that_proposes_nothing_is_what_is_copied() -> None:
 
 def test_a_prediction_has_hits_of_its_own_and_is_forgotten() -> None:
     draft = Lookup(ToyDrafter(Tables(8, seed=1)))
-    draft.expect([1, 2, 3, 4, 5, 6])
-    draft.begin([7, 0])
+    draft.begin([7, 0], hints=Hints([1, 2, 3, 4, 5, 6]))
     before = distribution(draft.root(path_tree(1, [])))[2]
     assert before > PRIOR_HITS[2]  # (7, 0, 1) stands before the prediction
-    draft.observe(committed(root=1, tokens=[3, 5]))  # where 2 was predicted behind three tokens
+    draft.accept(committed(root=1, tokens=[3, 5]))  # where 2 was predicted behind three tokens
     step, at = path_tree(5, [2, 3, 4]), nodes_of([3])
     weight = PRIOR_WEIGHT * PRIOR_HITS[2] / (PRIOR_WEIGHT + 1)
-    own = distribution(draft.drafter.step(step, at))[5]
+    own = distribution(draft.inner.step(step, at))[5]
     assert distribution(draft.step(step, at))[5] == pytest.approx((1 - weight) * own + weight, abs=1e-6)
     draft.begin([7, 0])
     assert draft.root(path_tree(1, [])).marks is None
@@ -177,7 +176,7 @@ def committed(root: int, tokens: list[int]) -> Cycle:
 def test_it_counts_how_often_a_match_was_right() -> None:
     draft = Lookup(ToyDrafter(Tables(8, seed=1)))
     draft.begin([1, 2, 1, 2, 1, 3])  # behind (1): 2 twice, 3 once
-    draft.observe(committed(root=1, tokens=[2, 5]))  # behind (3) nothing was seen; (1) is right by 2 of 3
+    draft.accept(committed(root=1, tokens=[2, 5]))  # behind (3) nothing was seen; (1) is right by 2 of 3
     weight = (PRIOR_WEIGHT * PRIOR_HITS[0] + 2 / 3) / (PRIOR_WEIGHT + 1)
     found = distribution(draft.step(path_tree(5, [3]), nodes_of([1])))  # behind (3): 1
     own = distribution(ToyDrafterAt(draft).step())
@@ -190,7 +189,7 @@ class ToyDrafterAt:
     """The draft inside `draft`, asked where the test above asks."""
 
     def __init__(self, draft: Lookup) -> None:
-        self.draft = draft.drafter
+        self.draft = draft.inner
 
     def step(self) -> Step:
         return self.draft.step(path_tree(5, [3]), nodes_of([1]))
@@ -200,7 +199,7 @@ def test_a_match_that_was_always_right_still_leaves_the_draft_a_share() -> None:
     draft = Lookup(ToyDrafter(Tables(4, seed=1)))
     draft.begin([1] * 4)
     for _ in range(600):
-        draft.observe(committed(root=1, tokens=[1]))
+        draft.accept(committed(root=1, tokens=[1]))
     found = distribution(draft.root(path_tree(1, [])))
     assert MOST <= found[1] < 1.0
     assert min(found.values()) > 0
@@ -258,5 +257,5 @@ def test_a_draft_that_is_given_is_taken_as_it_is() -> None:
     assert Engine.from_pretrained(tiny(), given_draft, "eagle").drafter is given_draft
     wrapped = Engine.from_pretrained(tiny(), given_draft, "eagle", lookup=True).drafter
     assert isinstance(wrapped, Lookup)
-    assert wrapped.drafter is given_draft
+    assert wrapped.inner is given_draft
     assert isinstance(Engine.from_pretrained(tiny(), "ngram").drafter, NGram)

@@ -27,7 +27,7 @@ class Watched(Lookup):
         super().__init__(*sources)
         self.seen: list[tuple[Cycle, list[bool], list[bool]]] = []
 
-    def observe(self, cycle: Cycle) -> None:
+    def accept(self, cycle: Cycle) -> None:
         tree = cycle.grown
         assert tree is not None
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
@@ -41,7 +41,7 @@ class Watched(Lookup):
             self.recycling is not None and token in self.recycling.row(tokens[parent]) for token, parent in below
         ]
         self.seen.append((cycle, copied, recycled))
-        super().observe(cycle)
+        super().accept(cycle)
 
 
 @settings(deadline=None, max_examples=60)

@@ -42,8 +42,8 @@ def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:
 
 
 def seen(draft: Recycling, tree: TokenTree, logits: Tensor, path: list[int]) -> None:
-    successors = Successors.of(logits, draft.successors)
-    draft.observe(Cycle(tree, path, [0] * len(path), Seconds(), successors=successors))
+    successors = Successors.of(logits, draft.traits.successors)
+    draft.accept(Cycle(tree, path, [0] * len(path), Seconds(), successors=successors))
 
 
 def likeliest(logits: Tensor, count: int) -> dict[int, float]:
@@ -105,7 +105,7 @@ def test_it_outlives_a_reset_and_can_be_forgotten() -> None:
 
 def test_cycles_without_successors_teach_nothing() -> None:
     draft = Recycling()
-    draft.observe(Cycle(TokenTree.root(1), [0], [2], Seconds()))
+    draft.accept(Cycle(TokenTree.root(1), [0], [2], Seconds()))
     assert draft == Recycling()
 
 
@@ -136,9 +136,9 @@ def test_impossible_counts_are_refused(count: int) -> None:
 def test_it_is_found_by_name() -> None:
     assert "recycling" in drafters.names()
     engine = Engine.from_pretrained(tiny(), "recycling", draft_options={"successors": "3"})
-    draft = engine.drafter.drafter if isinstance(engine.drafter, Lookup) else engine.drafter
+    draft = engine.drafter.inner if isinstance(engine.drafter, Lookup) else engine.drafter
     assert draft == Recycling(3)
-    assert engine.drafter.successors == 3
+    assert engine.drafter.traits.successors == 3
     with pytest.raises(InputError, match="draft recycling: unknown option 'longest', known are successors"):
         Engine.from_pretrained(tiny(), "recycling", draft_options={"longest": 3})
 

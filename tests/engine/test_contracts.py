@@ -31,12 +31,12 @@ class Bigram(Drafter):
 
     name = "bigram"
 
-    def begin(self, prompt: list[int], features: Tensor | None = None) -> None: ...
+    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Any = None) -> None: ...
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         return Step(torch.randn(len(frontier.ids), VOCABULARY))
 
-    def observe(self, cycle: Cycle) -> None: ...
+    def accept(self, cycle: Cycle) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -278,7 +278,7 @@ WRONG_DRAFTERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "step fails": ({"step": fails}, "raised ZeroDivisionError: division by zero"),
     "begin fails": ({"begin": fails}, "begin: raised ZeroDivisionError: division by zero"),
-    "observe fails": ({"observe": fails}, "observe: raised ZeroDivisionError: division by zero"),
+    "accept fails": ({"accept": fails}, "accept: raised ZeroDivisionError: division by zero"),
 }
 
 

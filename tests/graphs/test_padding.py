@@ -39,7 +39,7 @@ class Recording(RowDraft):
         super().__init__(KVCache(1, 1, 2, 1, dtype=torch.float32))
         self.given: list[tuple[Rows, Given]] = []
 
-    def begin(self, prompt: list[int], features: Any = None) -> None:
+    def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None:
         self.cache.length = len(prompt)
         self.taken.fill_(1)
 

@@ -38,7 +38,7 @@ class Lawful(Drafter):
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
-    def begin(self, prompt: list[int], features: Any = None) -> None:
+    def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None:
         pass
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
@@ -48,7 +48,7 @@ class Lawful(Drafter):
             row[: len(chances)] = torch.tensor(chances).log()
         return Step(logits, normalized=True)
 
-    def observe(self, cycle: Cycle) -> None:
+    def accept(self, cycle: Cycle) -> None:
         pass
 
     def reset(self) -> None:

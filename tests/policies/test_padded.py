@@ -129,7 +129,7 @@ class Padded:
         tree.passes.zero_()
         frontier = tree.root_alone()
         if self.policy.plan().patience:
-            frontier = on_a_device(self.policy.grow, tree, frontier.where(False), None)
+            frontier = on_a_device(self.policy.grow, tree, frontier.where(False), Step(tree.log_probs[:0, None]))
         for _ in range(self.policy.passes + 2):
             tree.passes += frontier.live > 0
             step = self._step(frontier)

@@ -155,7 +155,7 @@ def collect(
     settings = {key: value for key, value in asdict(options).items() if key != "trees"}  # there may be more
     drafter = engine.drafter
     if isinstance(drafter, Lookup):  # whose columns are other ones in every step
-        drafter = drafter.drafter
+        drafter = drafter.inner
     trees = Trees.create(folder, {"target": name, "draft": drafter.name, **settings})
     watched = Recorder(options.policy, options)
     recording = Engine(engine.target, drafter, watched, engine.tokenizer)
@@ -227,9 +227,7 @@ class Recorder(TreePolicy):
     def capacity(self) -> int:
         return self.policy.capacity
 
-    def grow(self, tree: TokenTree, frontier: Nodes, step: Step | None) -> Nodes:
-        if step is None:
-            return self.policy.grow(tree, frontier, step)
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         if int(tree.passes) == 1:
             self._rows = []
         columns = Columns(step.token_ids, step.normalized)
