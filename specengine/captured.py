@@ -25,7 +25,7 @@ from specengine.drafters._coupled import Coupled
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree, overfull
-from specengine.policies import TreePolicy
+from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds
 from specengine.request.sampling import Sampler, refuse_no_choice, signed
 
@@ -234,9 +234,9 @@ class CapturedDriver(EagerDriver):
             self.prepare(sampler)
         self._capture(*self._missing(["verify"]))
 
-    def draft(self, token: int, seconds: Seconds, source: Drafter | None) -> Draft:
-        if self.policy is None or self.policy.plan().rests or not self.grows_there:
-            return super().draft(token, seconds, source)
+    def draft(self, token: int, seconds: Seconds, source: Drafter | None, plan: Plan) -> Draft:
+        if self.policy is None or plan.rests or not self.grows_there:
+            return super().draft(token, seconds, source, plan)
         began = time.perf_counter()
         self.tree.restart()
         self.tree.tokens[:1].fill_(token)

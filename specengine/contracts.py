@@ -84,19 +84,17 @@ def twins(tokens: Sequence[int], parents: Sequence[int]) -> PolicyError:
     )
 
 
-def require_tree(policy: TreePolicy, of: Tensor, budget: int, vocab_size: int) -> None:
-    """Raise PolicyError where a tree that is about to be verified has more nodes than stated, or what is no token.
+def no_tree(policy: TreePolicy, tokens: Sequence[int], budget: int, vocab_size: int) -> PolicyError:
+    """Return the error of a tree, about to be verified, with more nodes than stated or with a number that is no token.
 
-    of: int64 [nodes], its tokens.
+    tokens: those of its nodes.
     """
-    tokens = of.tolist()
     if len(tokens) > budget:
-        raise PolicyError(f"{_name(policy)}.budget: it states {budget} nodes, and keep returned {len(tokens)}")
-    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        node = next(node for node, token in enumerate(tokens) if not 0 <= token < vocab_size)
-        raise PolicyError(
-            f"{_name(policy)}: node {node} of its tree carries token {tokens[node]}, accepted 0 to {vocab_size - 1}"
-        )
+        return PolicyError(f"{_name(policy)}.budget: it states {budget} nodes, and keep returned {len(tokens)}")
+    node = next(node for node, token in enumerate(tokens) if not 0 <= token < vocab_size)
+    return PolicyError(
+        f"{_name(policy)}: node {node} of its tree carries token {tokens[node]}, accepted 0 to {vocab_size - 1}"
+    )
 
 
 def require_kept(policy: TreePolicy, kept: Tensor | None, grown: TokenTree) -> None:

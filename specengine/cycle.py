@@ -22,9 +22,11 @@ from specengine.models import Successors, Target
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import TreePolicy
+from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows
+
+REST = Plan(rests=True)  # of plain decoding
 
 
 @dataclass
@@ -134,14 +136,19 @@ def keep(policy: TreePolicy, grown: TokenTree, seconds: Seconds) -> Draft:
 
 
 def draft_tree(
-    token: int, drafter: Drafter | None, policy: TreePolicy | None, seconds: Seconds, device: torch.device
+    token: int,
+    drafter: Drafter | None,
+    policy: TreePolicy | None,
+    seconds: Seconds,
+    device: torch.device,
+    plan: Plan | None = None,
 ) -> Draft:
     """Draft the tree under `token`; return the part to verify and the whole.
 
     Without a drafter, or while the policy rests, the tree is its root alone: plain decoding. Adds the time spent to
-    `seconds`.
+    `seconds`. plan: the policy's for this cycle, if it was asked already.
     """
-    if drafter is None or policy is None or (plan := policy.plan()).rests:
+    if drafter is None or policy is None or (plan := plan or policy.plan()).rests:
         alone = TokenTree.root(token, device=device)
         return Draft(alone, alone)
     tree = TokenTree.root(token, policy.capacity, device)
@@ -175,11 +182,11 @@ class EagerDriver:
         if self.policy is not None:
             reserve(self.drafter, tokens, self.policy.capacity, self.unread)
 
-    def draft(self, token: int, seconds: Seconds, source: Drafter | None) -> Draft:
+    def draft(self, token: int, seconds: Seconds, source: Drafter | None, plan: Plan) -> Draft:
         """Draft the tree under `token`, as `draft_tree`; source: the drafter to grow it from."""
-        if not self._inspected and source is not None and self.policy is not None and not self.policy.plan().rests:
+        if not self._inspected and source is not None and self.policy is not None and not plan.rests:
             return self._inspect(token, seconds, source, self.policy)
-        return draft_tree(token, source, self.policy, seconds, self.device)
+        return draft_tree(token, source, self.policy, seconds, self.device, plan)
 
     def _inspect(self, token: int, seconds: Seconds, source: Drafter, policy: TreePolicy) -> Draft:
         """As `draft`, and raise PolicyError or DrafterError for what either part breaks of its promises."""
@@ -266,10 +273,13 @@ def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
             lane.room = min(lane.limit, 2 * lane.history.length)
             make_room(driver, lane.room)
         seconds = Seconds()
-        draft = driver.draft(lane.root, seconds, lane.source)
+        plan = REST if driver.policy is None else driver.policy.plan()
+        draft = driver.draft(lane.root, seconds, lane.source, plan)
         if driver.policy is not None and draft.tree.capacity > 1:
-            contracts.require_tree(driver.policy, draft.tree.tokens, driver.budget, driver.target.vocab_size)
-        verdict = verify(driver, lane, draft.tree, seconds)
+            tokens = draft.tree.tokens.tolist()
+            if len(tokens) > driver.budget or not 0 <= min(tokens) <= max(tokens) < driver.target.vocab_size:
+                raise contracts.no_tree(driver.policy, tokens, driver.budget, driver.target.vocab_size)
+        verdict = verify(driver, lane, draft.tree, seconds, plan)
         clock = time.perf_counter()
         cycle = commit(driver, lane, draft, verdict, seconds)
         now = time.perf_counter()
@@ -284,7 +294,7 @@ def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
     return cycles
 
 
-def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds) -> Verdict:
+def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds, plan: Plan) -> Verdict:
     """Have the target choose a token at each node that the walk comes to, and append those tokens to the answer.
 
     Adds the time spent to `seconds`. Raises NumericalError where the root's logits are NaN or infinite throughout.
@@ -296,7 +306,7 @@ def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds) -
         choose, features, successors = _of_list(chosen.tokens), chosen.features, chosen.successors
     else:
         logits, features = driver.verify(tree)
-        wanted = 0 if driver.policy is not None and driver.policy.plan().rests else driver.target.successors
+        wanted = 0 if plan.rests else driver.target.successors
         successors = Successors.of(logits, wanted) if wanted else None
         choose = lane.sampler.chooser_of_tree(logits, lane.history, tree.depths)
     seconds.verify = -clock + (clock := time.perf_counter())

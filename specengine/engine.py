@@ -382,8 +382,7 @@ class Engine:
     def _want(self, drafter: Drafter | None) -> None:
         """Ask the target for the features and successors that the draft reads."""
         traits = Traits() if drafter is None else drafter.traits
-        self.target.want_features(traits.features)
-        self.target.want_successors(traits.successors)
+        self.target.want(traits.features, traits.successors)
 
     def _scored(self, tokens: list[int], top: int) -> Iterator[TokenLogprob]:
         with self._serving():

@@ -157,7 +157,7 @@ def _prepared(given: Given, kind: str, most: int) -> Target:
     target = engine.target
     target.reset()
     target.reserve(CONTEXT + most, most)
-    target.want_features(())
+    target.want(())
     with torch.inference_mode():
         target.prefill((ids * (CONTEXT // len(ids) + 1))[:CONTEXT])
     return target

@@ -213,7 +213,7 @@ class MadeUpCycles:
         self._verified: dict[int, TokenTree] = {}  # made once, as captures read them
         self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
         self.end()  # what a generation before has left
-        target.want_features(() if drafter is None else drafter.traits.features)
+        target.want(() if drafter is None else drafter.traits.features)
         self._reserve(longest)
 
     def begin(self, context: int) -> float:

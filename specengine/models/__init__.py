@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specengine.errors import UnsupportedModelError
-from specengine.models.kv_cache import KVCache
 from specengine.ops.select import LARGEST, top_children
 from specengine.ops.tree import TokenTree
 
@@ -26,7 +23,26 @@ class Chosen(NamedTuple):
     successors: Successors | None
 
 
-class Target(ABC):
+class ModelFacts:
+    """Facts of a loaded model and of how it runs here, for users and for loading."""
+
+    name: str = ""
+    max_context: int
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype  # of the weights, or the one that they stand for
+    generation_config: Any = None  # the model's own defaults
+    backend: str = ""  # the forward that runs it, and why, in words
+    captured: bool = False  # whether its cycles run as CUDA graphs
+    model_seconds: float  # spent in model forwards since it was loaded
+
+    @property
+    def notes(self) -> list[str]:
+        """Return notes for the user on how the model runs here; they appear in the statistics."""
+        return []
+
+
+class Target(ModelFacts, ABC):
     """The model whose tokens are committed. It owns its KV cache; `tokens` are those the cache holds.
 
     `features` in the results are the hidden states that a trained draft reads, float [rows, features * hidden size];
@@ -34,21 +50,7 @@ class Target(ABC):
     """
 
     tokens: list[int]
-    max_context: int
-    vocab_size: int
-    model_seconds: float  # spent in model forwards, ever
-    device: torch.device
-    dtype: torch.dtype  # of the weights, or what they stand for
-    name: str = ""  # of the model
-    backend: str = ""  # what runs it, and why, for people
-    captured: bool = False  # whether its cycles run as graphs, as captured.py does it
-    generation_config: Any = None  # the model's own defaults
-    successors: int = 0  # how many of a node's likeliest next tokens are wanted
-
-    @property
-    def notes(self) -> list[str]:
-        """Return notes for the user on how the target runs here; they appear in the statistics."""
-        return []
+    successors: int = 0  # number of each node's likeliest next tokens that are wanted
 
     def running(self) -> AbstractContextManager[None]:
         """Return the context manager that cycles run in."""
@@ -62,14 +64,16 @@ class Target(ABC):
         """Return how many of `tokens` the cache holds already."""
         return common_prefix(self.tokens, tokens)
 
-    def want_features(self, ids: tuple[int, ...]) -> None:
-        """Give these hidden states from now on, numbered as in transformers' `hidden_states`; () is none."""
-        if ids:
-            raise UnsupportedModelError(f"{type(self).__name__}: gives no hidden states, and this draft reads them")
+    def want(self, features: tuple[int, ...] = (), successors: int = 0) -> None:
+        """Give these results from now on.
 
-    def want_successors(self, count: int) -> None:
-        """Give so many of the likeliest next tokens of every verified node from now on, fewer of a small vocabulary."""
-        self.successors = min(count, self.vocab_size)
+        features: hidden states, numbered as in transformers' `hidden_states`; successors: number of the likeliest next
+        tokens of every verified node, fewer of a small vocabulary. Raises UnsupportedModelError for hidden states that
+        the target does not give.
+        """
+        if features:
+            raise UnsupportedModelError(f"{type(self).__name__}: gives no hidden states, and this draft reads them")
+        self.successors = min(successors, self.vocab_size)
 
     @abstractmethod
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
@@ -103,87 +107,6 @@ class Target(ABC):
         """Forget all tokens."""
 
 
-class CachedTarget(Target):
-    """A target over a language model `lm` with the KV cache of one sequence.
-
-    `lm` runs tree rows (`forward`) and prompts (`extend`), and tells by `version` whether its weights were changed.
-    """
-
-    def __init__(self, lm: Any) -> None:
-        self.lm = lm
-        self.cache: KVCache = lm.new_cache(1)
-        self.tokens = []
-        self.max_context, self.vocab_size = lm.max_context, lm.vocab_size
-        self._version = lm.version
-        self._features: tuple[int, ...] = ()
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model as transformers runs it. A native one is read when it is first asked for."""
-        return self.lm.model
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.lm.dtype
-
-    @property
-    def model_seconds(self) -> float:  # type: ignore[override]
-        return self.lm.seconds
-
-    def reserve(self, tokens: int, scratch: int) -> None:
-        self.cache.reserve(tokens + scratch)
-
-    def want_features(self, ids: tuple[int, ...]) -> None:
-        if ids and ids != self._features:
-            self.lm.prepare_features(ids)
-        self._features = ids
-
-    def cached(self, tokens: list[int]) -> int:
-        """Refresh a model that was changed, and drop its cache, before the cache is looked at."""
-        self.lm.refresh()
-        if self.lm.version != self._version:
-            self.reset()
-            self._version = self.lm.version
-        return super().cached(tokens)
-
-    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
-        kept = self.cached(tokens) if keep is None else keep
-        self.cache.crop(kept)
-        self.tokens = tokens[:kept]
-        _, features = self.lm.extend(self.cache, tokens[kept:], self._features, logits="none")
-        self.tokens = list(tokens)
-        return features
-
-    def rate(self, tokens: list[int]) -> Tensor:
-        if not self.tokens:
-            self.cached([])
-        logits, _ = self.lm.extend(self.cache, tokens, logits="all")
-        self.tokens = [*self.tokens, *tokens]
-        return logits
-
-    def commit(self, tree: TokenTree, path: list[int]) -> None:
-        self.cache.commit(path)
-        self.tokens.extend(tree.tokens[path].tolist())
-
-    def reset(self) -> None:
-        self.cache.crop(0)
-        self.tokens = []
-
-
-def in_own_dtype(running: AbstractContextManager[None], device: str) -> AbstractContextManager[None]:
-    """Return `running`, around which autocast is switched off on this kind of device where a caller has switched it on.
-
-    An answer is that of the model's own dtype, whatever it is asked in.
-    """
-    return _without_autocast(running, device) if torch.is_autocast_enabled(device) else running
-
-
-@contextmanager
-def _without_autocast(running: AbstractContextManager[None], device: str) -> Iterator[None]:
-    with torch.autocast(device, enabled=False), running:
-        yield
-
-
 def common_prefix(left: list[int], right: list[int]) -> int:
     """Return the length of the longest common prefix."""
     length = 0
@@ -202,14 +125,6 @@ class Successors(NamedTuple):
 
     tokens: Tensor
     logits: Tensor
-
-    @classmethod
-    def room(cls, nodes: int, count: int) -> Successors:
-        """On the host, to be filled."""
-        return cls(
-            torch.empty(nodes, count, dtype=torch.int64, device="cpu"),
-            torch.empty(nodes, count, dtype=torch.float32, device="cpu"),
-        )
 
     @classmethod
     def of(cls, logits: Tensor, count: int) -> Successors:

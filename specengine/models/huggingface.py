@@ -16,11 +16,10 @@ from transformers.cache_utils import Cache
 
 from specengine import ops
 from specengine.errors import SpecEngineError, UnsupportedModelError
-from specengine.models import CachedTarget, in_own_dtype
 from specengine.models.attention import ATTENTION, NeedsDenseMask, Prompt, lower_right
 from specengine.models.compiling import compiled
 from specengine.models.configs import NO_MEMORY
-from specengine.models.kv_cache import KVCache, Rows
+from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import Watch
 from specengine.models.packing import Packed, worth_packing
 from specengine.models.twins import evaluating, set_attention

@@ -1,15 +1,18 @@
-"""KVCache, the keys and values of all layers in one slab, and the rows of a forward over it."""
+"""KVCache, the keys and values of all layers in one slab, the rows of a forward over it, and targets that have one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specengine import ops
+from specengine.models import Target
 from specengine.ops import WORD_BITS, Nodes, Paths
 from specengine.ops.tree import TokenTree
 
@@ -167,3 +170,85 @@ def causal_words(rows: int, device: torch.device | str = "cpu") -> Tensor:
     bits = (place[:, None] >= torch.arange(words_for(rows) * WORD_BITS, device=device, dtype=torch.int64)).long()
     shifted = bits << (torch.arange(bits.shape[1], device=device, dtype=torch.int64) % WORD_BITS)
     return shifted.view(rows, -1, WORD_BITS).sum(-1)
+
+
+class CachedTarget(Target):
+    """A target over a language model `lm` with the KV cache of one sequence.
+
+    `lm` runs tree rows (`forward`) and prompts (`extend`), and tells by `version` whether its weights were changed.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        self.lm = lm
+        self.cache: KVCache = lm.new_cache(1)
+        self.tokens = []
+        self.max_context, self.vocab_size = lm.max_context, lm.vocab_size
+        self._version = lm.version
+        self._features: tuple[int, ...] = ()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model as transformers runs it. A native one is read when it is first asked for."""
+        return self.lm.model
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.lm.dtype
+
+    @property
+    def model_seconds(self) -> float:  # type: ignore[override]
+        return self.lm.seconds
+
+    def reserve(self, tokens: int, scratch: int) -> None:
+        self.cache.reserve(tokens + scratch)
+
+    def want(self, features: tuple[int, ...] = (), successors: int = 0) -> None:
+        if features and features != self._features:
+            self.lm.prepare_features(features)
+        self._features = features
+        super().want(successors=successors)
+
+    def cached(self, tokens: list[int]) -> int:
+        """Refresh a model that was changed, and drop its cache, before the cache is looked at."""
+        self.lm.refresh()
+        if self.lm.version != self._version:
+            self.reset()
+            self._version = self.lm.version
+        return super().cached(tokens)
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
+        kept = self.cached(tokens) if keep is None else keep
+        self.cache.crop(kept)
+        self.tokens = tokens[:kept]
+        _, features = self.lm.extend(self.cache, tokens[kept:], self._features, logits="none")
+        self.tokens = list(tokens)
+        return features
+
+    def rate(self, tokens: list[int]) -> Tensor:
+        if not self.tokens:
+            self.cached([])
+        logits, _ = self.lm.extend(self.cache, tokens, logits="all")
+        self.tokens = [*self.tokens, *tokens]
+        return logits
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        self.cache.commit(path)
+        self.tokens.extend(tree.tokens[path].tolist())
+
+    def reset(self) -> None:
+        self.cache.crop(0)
+        self.tokens = []
+
+
+def in_own_dtype(running: AbstractContextManager[None], device: str) -> AbstractContextManager[None]:
+    """Return `running`, around which autocast is switched off on this kind of device where a caller has switched it on.
+
+    An answer is that of the model's own dtype, whatever it is asked in.
+    """
+    return _without_autocast(running, device) if torch.is_autocast_enabled(device) else running
+
+
+@contextmanager
+def _without_autocast(running: AbstractContextManager[None], device: str) -> Iterator[None]:
+    with torch.autocast(device, enabled=False), running:
+        yield

@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError
-from specengine.models import CachedTarget, Chosen, Successors, in_own_dtype
+from specengine.models import Chosen, Successors
 from specengine.models.configs import empty_model
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, one_torch_thread, thread_count
 from specengine.models.families import Shape, shape_of
 from specengine.models.huggingface import Logits, context_limit, refuse_unsupported
-from specengine.models.kv_cache import KVCache, Rows
+from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource, is_plain
 from specengine.models.weights import Source, Weight, layer_template
 from specengine.ops.tree import TokenTree
@@ -529,7 +529,9 @@ class NativeTarget(CachedTarget):
 
     def choose(self, tree: TokenTree) -> Chosen:
         rows = self._rows(tree)
-        best = Successors.room(int(rows.live), max(1, self.successors))
+        shape = int(rows.live), max(1, self.successors)
+        tokens = torch.empty(shape, dtype=torch.int64, device="cpu")
+        best = Successors(tokens, torch.empty(shape, dtype=torch.float32, device="cpu"))
         _, features = self.lm.forward(rows, self.cache, self._features, best=best)
         return Chosen(best.tokens[:, 0].tolist(), features, best if self.successors else None)
 

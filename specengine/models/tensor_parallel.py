@@ -162,9 +162,11 @@ class Leader(ShardedTarget):
     def reserve(self, tokens: int, scratch: int) -> None:
         self._together("reserve", super().reserve, tokens, scratch)
 
-    def want_features(self, ids: tuple[int, ...]) -> None:
-        if ids != self._features:
-            self._together("want_features", super().want_features, ids)
+    def want(self, features: tuple[int, ...] = (), successors: int = 0) -> None:
+        if features != self._features:
+            self._together("want", super().want, features, successors)
+        else:
+            super().want(features, successors)
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         kept = self.cached(tokens) if keep is None else keep

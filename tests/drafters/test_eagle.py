@@ -162,7 +162,7 @@ def test_drafting_leaves_the_stable_rows_bit_identical_whatever_the_scratch_hold
     answers = []
     for poison in (0.0, float("nan")):
         draft = drafter_for(target, head_config())
-        target.want_features(draft.traits.features)
+        target.want(draft.traits.features)
         target.reset()
         target.reserve(64, 32)
         draft.begin(PROMPT, target.prefill(PROMPT))
@@ -193,7 +193,7 @@ def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) ->
     for rows in (1024, 7):
         monkeypatch.setattr("specengine.models.huggingface.PREFILL_ROWS", rows)
         draft = drafter_for(target, head_config())
-        target.want_features(draft.traits.features)
+        target.want(draft.traits.features)
         target.reset()
         with torch.inference_mode():
             draft.begin(prompt, target.prefill(prompt))
@@ -225,7 +225,7 @@ def test_any_family_gives_its_hidden_states(family: str) -> None:
     assert engine.generate(PROMPT, max_new_tokens=12).token_ids == plain.token_ids
     with torch.inference_mode():
         states = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
-        target.want_features((1, LAYERS))
+        target.want((1, LAYERS))
         target.reset()
         features = target.prefill(PROMPT)
     assert (features - torch.cat([states[1][0], states[LAYERS][0]], -1)).abs().max() < 1e-4
@@ -325,7 +325,7 @@ def test_targets_that_give_no_hidden_states_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="ToyTarget: gives no hidden states, and this draft reads them"):
         engine.generate(PROMPT)
     with pytest.raises(UnsupportedModelError, match="hidden states 9 were asked for, it gives 7"):
-        target.want_features((9,))
+        target.want((9,))
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def counted(policy: str, layers: int = LAYERS, parts: tuple[str, ...] = PARTS) -
         driver = engine.drivers.own.captured
         assert driver is not None
         assert engine.drafter is not None
-        target.want_features(engine.drafter.traits.features)
+        target.want(engine.drafter.traits.features)
         driver.reserve(100)
         target.cache.length = engine.drafter.cache.length = 20
         engine.drafter.taken.fill_(1)

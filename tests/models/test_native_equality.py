@@ -167,7 +167,7 @@ def test_a_prompt_of_one_token_and_answers_up_to_the_end_of_the_context() -> Non
 def test_the_choice_of_a_node_is_the_largest_finite_logit() -> None:
     target, tree = NativeTarget(lm_of("qwen3")), random_tree(1, 45, VOCABULARY, root=3)
     target.prefill(PROMPT)
-    target.want_features((1, 6))
+    target.want((1, 6))
     logits, states = target.verify(tree)
     chosen = target.choose(tree)
     assert chosen.tokens == logits.argmax(-1).tolist()
@@ -182,7 +182,7 @@ def test_the_successors_of_a_node_are_its_largest_logits(nodes: int, instruction
     target.prefill(PROMPT)
     logits, _ = target.verify(tree)
     for count in (1, 8, VOCABULARY + 5):
-        target.want_successors(count)
+        target.want(successors=count)
         chosen = target.choose(tree)
         values, tokens = logits.topk(min(count, VOCABULARY), dim=1)
         assert torch.equal(chosen.successors.logits, values)

@@ -78,7 +78,7 @@ def by_output(weight: Tensor) -> Tensor:
 def head_logits(drafter: Eagle) -> Tensor:
     """Of a root and of two levels below it."""
     target = NativeTarget(drafter.target)
-    target.want_features(drafter.traits.features)
+    target.want(drafter.traits.features)
     target.reserve(64, 16)
     drafter.begin(list(PROMPT), target.prefill(list(PROMPT)))
     tree = TokenTree.root(7, 16)
