@@ -35,7 +35,7 @@ HOST = torch.device("cpu")
 
 
 class Record(NamedTuple):
-    """What the host learns of a cycle. length: tokens committed before it, the root excluded; accepted: nodes
+    """The record of a cycle on the host. length: tokens committed before it, the root excluded; accepted: nodes
     with the root, 0 where the target gave no token; tokens, path: as in Cycle; grown: nodes drafted with the root;
     tree: what was verified."""
 
@@ -48,7 +48,7 @@ class Record(NamedTuple):
 
 
 class CapturedDriver(EagerDriver):
-    """The cycles of one engine; without a draft and a policy they decode plainly.
+    """Runs the cycles of one engine as graphs; without a draft and a policy they decode plainly.
 
     grows_there: whether trees grow in graphs, which needs a draft that captures and a policy that states its sizes.
     """
@@ -91,7 +91,7 @@ class CapturedDriver(EagerDriver):
         self._go_on(cycle.level(self._source(), self.policy, self.tree, self.frontier, Seconds()))
 
     def _source(self) -> Drafter:
-        """From whom trees grow."""
+        """Return the drafter that trees grow from."""
         assert self.drafter is not None
         if not self._coupled:
             return self.drafter
@@ -107,7 +107,7 @@ class CapturedDriver(EagerDriver):
         return self.target.verify(self._given)
 
     def _finish(self) -> None:
-        """The target's forward over the tree, the walk down, the commit in both caches, the record; the next root."""
+        """Run the target over the tree, walk down, commit in both caches, write the record and set the next root."""
         tree, longest = self.tree, self.longest
         kept = self._kept()
         verified = tree.subtree(kept)
@@ -136,14 +136,14 @@ class CapturedDriver(EagerDriver):
         tree.restart()
 
     def _kept(self) -> Nodes:
-        """What is verified, `budget` wide on a device."""
+        """Return the nodes to verify, `budget` wide on a device."""
         ids, live = self.tree.root_alone() if self.policy is None else self.policy.keep(self.tree)
         return Nodes(ids[: int(live)] if ops.is_free(live) else pad_to(ids, self.budget), live)
 
     # ---- a cycle, as the host starts it
 
     def _grow(self) -> None:
-        """The graphs of one tree; after each part that may be its last the host reads whether it was."""
+        """Replay the graphs of one tree. After each part that may be the last the host reads whether it was."""
         if self.policy is None:
             return
         if self.policy.plan().patience:
@@ -161,7 +161,7 @@ class CapturedDriver(EagerDriver):
         return self.graphs.run(self._name(name), self._reads(), function)
 
     def _name(self, name: str) -> str:
-        """Of what is captured: what a function does, and so what is captured, depends on the sampler."""
+        """Return the name of a capture; a function and so its capture depend on the sampler."""
         if name == "finish":
             return name + (" sampled" if self._sampled else " greedy")
         return name + " coupled" if self._coupled and name in ("root", "level") else name
@@ -180,7 +180,7 @@ class CapturedDriver(EagerDriver):
         self.tree.restart()
 
     def _lasting(self) -> Iterator[Tensor]:
-        """What outlives a cycle."""
+        """Yield the tensors that outlive a cycle."""
         if isinstance(self.drafter, CapturedDrafter):
             yield from self.drafter.state
         if self.policy is not None:
@@ -200,12 +200,12 @@ class CapturedDriver(EagerDriver):
     # ---- as the engine sees it
 
     def serves(self, sampler: Sampler) -> bool:
-        """Whether whole cycles, choices by this sampler included, can stay on the device."""
+        """Return whether whole cycles, choices by this sampler included, can stay on the device."""
         chooses = not sampler.processors if sampler.seed is None else not sampler.reads_history
         return self.grows_there and chooses and sampler.logprobs is None
 
     def reserve(self, tokens: int) -> None:
-        """As EagerDriver, with room for the cycle that may run behind the last token, and for the runs of a capture."""
+        """Make room, also for the cycle that may run behind the last token and for the runs of a capture."""
         most = tokens + self.budget + (WARM_UPS + 2) * self.unread
         padded = self.target.strict_rows  # of every forward
         self.target.reserve(room(most + self.budget + padded), 0)
@@ -315,7 +315,7 @@ class CapturedDriver(EagerDriver):
             return into, event
 
     def _read(self, values: Tensor) -> Record:
-        """A record that has been copied to the host."""
+        """Parse a record that has been copied to the host."""
         numbers, tokens, path, *arrays = values.split([NUMBERS, *[self.longest] * 2, *[self.budget] * 5])
         count, grown, kept, passes, length, overflow, _ = numbers.tolist()
         if overflow:
@@ -328,7 +328,7 @@ class CapturedDriver(EagerDriver):
 
 
 def received(sent: Any) -> Tensor:
-    """What was sent, once it is there."""
+    """Return the record once it has arrived."""
     values, event = sent
     if event is not None:
         event.synchronize()
@@ -336,7 +336,7 @@ def received(sent: Any) -> Tensor:
 
 
 def states_sizes(policy: TreePolicy | None) -> bool:
-    """Whether a policy says how wide and deep its trees become, so that buffers can be made for them."""
+    """Return whether a policy states how wide and deep its trees become, so that buffers can be made for them."""
     try:
         return policy is not None and policy.rows > 0 and policy.passes > 0
     except NotImplementedError:
@@ -344,5 +344,5 @@ def states_sizes(policy: TreePolicy | None) -> bool:
 
 
 def pad_to(values: Tensor, size: int) -> Tensor:
-    """The first `size` values, filled up with 0."""
+    """Return the first `size` values, padded with 0."""
     return pad(values[:size], (0, max(0, size - len(values))))

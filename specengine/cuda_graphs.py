@@ -21,7 +21,7 @@ WARM_UPS = 2  # runs before a capture: kernels are loaded and compiled, workspac
 
 
 def room(slots: int) -> int:
-    """The capacity of a cache for so many slots."""
+    """Return the capacity of a cache for so many slots."""
     return max(FEWEST_SLOTS, 1 << (slots - 1).bit_length())
 
 
@@ -51,7 +51,7 @@ class Graphs:
     _stream: Any = field(default=None, repr=False)
 
     def run(self, name: Hashable, reads: Sequence[Tensor], function: Callable[[], T]) -> T:
-        """What `function` returns for the present contents of `reads`; on CUDA always the same tensors.
+        """Return the result of `function` for the present contents of `reads`; on CUDA always the same tensors.
 
         reads: every tensor that may be replaced by another one between calls; where one was, the function is captured
         again. UnsupportedModelError where it cannot be captured.
@@ -68,12 +68,12 @@ class Graphs:
         return known.outputs
 
     def has(self, name: Hashable, reads: Sequence[Tensor]) -> bool:
-        """Whether `run` would capture nothing. A capture runs the function several times, which not all may be."""
+        """Return whether `run` would only replay. A capture runs the function several times, which not all bear."""
         known = self._captured.get(name)
         return known is not None and known.signature == _signature(reads)
 
     def require_same(self, *models: torch.nn.Module) -> bool:
-        """Drop all captures if a weight of these models, which they read, has moved since the last call; whether so."""
+        """Drop all captures if a weight of these models has moved since the last call; return whether it has."""
         addresses = [parameter.data_ptr() for model in models for parameter in model.parameters()]
         moved = addresses != self._weights
         if moved:
@@ -121,7 +121,7 @@ class Graphs:
 
 
 def clear_workspaces() -> None:
-    """Let cuBLAS forget its workspaces, of all streams: each product makes its own again where there is none."""
+    """Drop the cuBLAS workspaces of all streams; products make new ones on demand."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # missing in torch's builds for a CPU
     if clear is not None:
         clear()

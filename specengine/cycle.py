@@ -70,7 +70,7 @@ class Lane:
 
 
 class Draft(NamedTuple):
-    """What one cycle proposes."""
+    """The tree that a cycle proposes."""
 
     tree: TokenTree  # what the target verifies
     grown: TokenTree  # all that was drafted
@@ -165,7 +165,7 @@ def draft_tree(
 
 
 class EagerDriver:
-    """Cycles of these parts, called as they are."""
+    """Runs the cycles of these parts without capture."""
 
     def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> None:
         contracts.require_parts(drafter, policy)
@@ -189,7 +189,7 @@ class EagerDriver:
         return draft_tree(token, source, self.policy, seconds, self.device, plan)
 
     def _inspect(self, token: int, seconds: Seconds, source: Drafter, policy: TreePolicy) -> Draft:
-        """As `draft`, and raise PolicyError or DrafterError for what either part breaks of its promises."""
+        """Draft as `draft` does. Raises PolicyError or DrafterError if a part breaks its contract."""
         looked_at = contracts.Inspected(source, policy, self.target.vocab_size)
         draft = draft_tree(token, looked_at, policy, seconds, self.device)
         contracts.require_kept(policy, draft.kept, draft.grown)
@@ -206,7 +206,7 @@ class EagerDriver:
         return self.target.verify(tree)
 
     def prepare(self, sampler: Sampler) -> None:
-        """A generation begins, whose prompt the target and the draft have taken in."""
+        """Prepare for a generation, after target and draft have taken in its prompt."""
 
 
 def longest_path(policy: TreePolicy) -> int:
@@ -222,7 +222,7 @@ def walk(
     choose: Callable[[int], int | None],
     commit: Callable[[int], bool],
 ) -> tuple[list[int], list[int]]:
-    """Accepted node ids (root first) and committed tokens (those of the path below the root, then one more).
+    """Return accepted node ids (root first) and committed tokens (those of the path below the root, then one more).
 
     choose  the target's token after a node, given the tokens committed so far; None where its logits are not finite
     commit  takes a chosen token, in order; True ends the walk, and the token is the last one committed
@@ -254,7 +254,7 @@ def walk(
 
 
 class Verdict(NamedTuple):
-    """What the target made of a tree. path, tokens: as in Cycle; the others are those of a Cycle's fields."""
+    """The target's verdict on a tree; fields as in Cycle."""
 
     path: list[int]
     tokens: list[int]

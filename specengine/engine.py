@@ -107,7 +107,7 @@ class Engine:
 
     @property
     def policy(self) -> TreePolicy | None:
-        """The policy of calls that name no other. It can be replaced between generations."""
+        """Return the policy of calls that name no other. It can be replaced between generations."""
         return self.drivers.own.policy
 
     @policy.setter
@@ -328,7 +328,7 @@ class Engine:
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """As `refresh`, numbers apart, which are looked at when an answer begins; nothing while one is under way."""
+        """Refresh all but changed numbers, which are checked when an answer begins. Does nothing during an answer."""
         if self._models and self._busy.acquire(blocking=False):
             try:
                 self._follow()
@@ -530,7 +530,7 @@ class TextGeneration:
 
     @property
     def origins(self) -> bool:
-        """Whether cycles say where their nodes come from, which takes time; to be set before the first piece."""
+        """Return whether cycles note the sources of their nodes, which takes time. Set it before the first piece."""
         return bool(self._origins.wanted)
 
     @origins.setter
@@ -620,7 +620,7 @@ class Session:
         return self.stream(text, **options).run()
 
     def stream(self, text: str, **options: Any) -> TextGeneration:
-        """As `generate`, streamed; the turn enters `messages` when the stream has ended."""
+        """Answer as `generate` does, streamed; the turn enters `messages` when the stream has ended."""
         return _Turn(self, text, options)
 
 
@@ -643,14 +643,14 @@ PLAIN = "plain"
 
 
 class Drivers(NamedTuple):
-    """What runs the cycles of one policy: as they are called, and as graphs where the target is captured."""
+    """The drivers of one policy: eager, and captured if the target is."""
 
     eager: EagerDriver
     captured: CapturedDriver | None
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> Drivers:
-        """Of these parts; without a policy they decode plainly, and leave the draft alone."""
+        """Make the drivers of these parts. Without a policy they decode plainly and leave the draft alone."""
         if policy is None:
             drafter = None
         captured = CapturedDriver(cast(Any, target), drafter, policy) if target.captured else None
@@ -679,11 +679,11 @@ class KeptDrivers:
         self.own = self._of(policy)
 
     def use(self, policy: TreePolicy | None) -> None:
-        """From now on this is the engine's own policy; None decodes plainly."""
+        """Make this the engine's own policy; None decodes plainly."""
         self.own = self._of(policy)
 
     def asked(self, policy: str | TreePolicy | None, options: Mapping[str, Any] | None = None) -> Drivers:
-        """Those of a call's policy: a name, NAME/PRESET, `plain` or a TreePolicy; None is the engine's own.
+        """Return the drivers of a call's policy: a name, NAME/PRESET, `plain`, a TreePolicy, or None for the own one.
 
         InputError for unknown names and options, and for any policy but `plain` where there is no draft.
         """

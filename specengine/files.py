@@ -22,7 +22,7 @@ _OTHERS = {
 
 
 def read_text(file: Path) -> str:
-    """The text of a UTF-8 file without its mark, with "\\n" between lines. OSError; ValueError says what else it is."""
+    """Read a UTF-8 file without its mark, with "\\n" between lines. Raises OSError, ValueError for other encodings."""
     data = file.read_bytes()
     for mark, name in _OTHERS.items():
         if data.startswith(mark):
@@ -39,7 +39,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @contextmanager
 def atomic(file: Path) -> Iterator[Path]:
-    """What is written to the path that this gives becomes `file` at the end, unless an error came first.
+    """Yield a path to write to; its content becomes `file` at the end, unless there was an error.
 
     It has the permissions of any new file of this user, whoever writes it.
     """
@@ -55,7 +55,7 @@ def atomic(file: Path) -> Iterator[Path]:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. OSError where it cannot be read, ValueError where it holds something else."""
+    """Read the JSON object in a file. Raises OSError if it cannot be read, ValueError if it holds something else."""
     try:
         found = json.loads(read_text(file))
     except RecursionError as error:
@@ -66,7 +66,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers reads of a folder, whatever else lies there; none where it reads pickles.
+    """Return the safetensors files that transformers reads of a folder; none if it reads pickles there.
 
     CheckpointError where the list of shards is damaged or names one that is not there. Source:
     transformers.modeling_utils._get_resolved_checkpoint_files.
@@ -88,7 +88,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def cache_dir() -> Path:
-    """The folder named by SPECENGINE_CACHE, else `specengine` in the user's cache folder; it need not exist."""
+    """Return the cache folder: SPECENGINE_CACHE, else `specengine` in the user's cache. It need not exist."""
     chosen = os.environ.get("SPECENGINE_CACHE")
     if chosen:
         return Path(chosen).expanduser()

@@ -9,7 +9,7 @@ DEEPEST = 4  # levels of lists and dicts; no option has more
 
 
 def plain(value: Any, levels: int = DEEPEST) -> Any:
-    """A number or an array, of numpy, torch or another library, as a Python number or list; within lists and dicts too.
+    """Return numbers and arrays of numpy, torch and other libraries as Python's own, within lists and dicts too.
 
     Anything else stays as it is. An array keeps its nesting; one without dimensions is its number.
     """
@@ -31,10 +31,10 @@ def plain(value: Any, levels: int = DEEPEST) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it has dimensions and a dtype: an array, a tensor, or a number of numpy."""
+    """Return whether a value has dimensions and a dtype: an array, a tensor, or a number of numpy."""
     return hasattr(value, "ndim") and hasattr(value, "dtype") and callable(getattr(value, "tolist", None))
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one real number, of Python or as an array without dimensions."""
+    """Return whether a value is one real number, of Python or as an array without dimensions."""
     return isinstance(value, numbers.Real) or (is_array(value) and value.ndim == 0)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def names(package: ModuleType | str) -> list[str]:
-    """The names of all variants in the package's folder, sorted. A package given by its name is not imported."""
+    """Return the names of all variants in the package's folder, sorted. A package given by name is not imported."""
     if isinstance(package, str):
         spec = importlib.util.find_spec(package)
         folders = (spec.submodule_search_locations if spec is not None else None) or []
@@ -29,7 +29,7 @@ def names(package: ModuleType | str) -> list[str]:
 
 
 def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
-    """The one subclass of `base` defined in file `name` of `package`; InputError naming `field` if there is none."""
+    """Return the subclass of `base` in file `name` of `package`. Raises InputError naming `field` if there is none."""
     known = names(package)
     if name not in known:
         listed = ", ".join(known)
@@ -46,7 +46,7 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
 
 
 def build(cls: type[T], options: dict[str, Any], field: str) -> T:
-    """An instance of the dataclass `cls`; unknown options and values of the wrong type raise InputError.
+    """Make an instance of the dataclass `cls`. Raises InputError for unknown options and values of the wrong type.
 
     Values may be strings, as a command line gives them.
     """

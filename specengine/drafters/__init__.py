@@ -55,7 +55,7 @@ class Traits(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """What the caller knows of the answer to a prompt.
+    """Knowledge of the caller about the answer to a prompt.
 
     expected     tokens that may follow the prompt; empty if there is no prediction
     temperature  at which the target draws, by noise that the drafter does not know; 0: it takes the likeliest tokens,
@@ -149,17 +149,17 @@ class CapturedDrafter(Drafter):
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """Tensors that stay from one cycle to the next, without those that are overwritten before they are read."""
+        """Return the tensors that stay from one cycle to the next, without those overwritten before they are read."""
         return ()
 
     @property
     def reads(self) -> tuple[Tensor, ...]:
-        """Tensors that a capture reads and that may be replaced by others."""
+        """Return the tensors that a capture reads and that may be replaced by others."""
         return ()
 
     @property
     def weights(self) -> tuple[torch.nn.Module, ...]:
-        """Modules that a capture reads."""
+        """Return the modules that a capture reads."""
         return ()
 
     def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
@@ -170,7 +170,7 @@ class CapturedDrafter(Drafter):
         """
 
     def ended(self, tokens: list[int], drafted: int) -> None:
-        """Captured cycles have committed these tokens; the first `drafted` of them were surely drafted from."""
+        """Take over from captured cycles, which committed these tokens; the first `drafted` of them were surely run."""
 
 
 class Wrapped(Drafter):
@@ -237,16 +237,20 @@ def reserve(drafter: Drafter | None, tokens: int, nodes: int, longest: int) -> N
 
 
 def names() -> list[str]:
+    """Return the names of all drafters."""
     return registry.names(sys.modules[__name__])
 
 
 def find(name: str) -> type[Drafter]:
-    """The class of the drafter `name`; InputError for an unknown one."""
+    """Return the class of a drafter. Raises InputError for an unknown name."""
     return registry.find(sys.modules[__name__], Drafter, name, "draft")  # type: ignore[type-abstract]
 
 
 def maker(draft: Any, options: LoadOptions) -> Maker:
-    """What makes the draft of this name or path, or of this loaded model; InputError where no drafter takes it."""
+    """Return a function that makes the draft for a target. Raises InputError if no drafter takes this draft.
+
+    draft: a name, a path, an id or a loaded model.
+    """
     kinds = {name: find(name) for name in names()}
     asked = sorted(kinds, key=lambda name: (name != draft, kinds[name].about.takes_any_model))
     made = next((made for name in asked if (made := kinds[name].maker(draft, options)) is not None), None)
@@ -259,7 +263,7 @@ NOT_FINITE = "draft: its logits are NaN or infinite, so nothing of it is used; i
 
 
 class Given(NamedTuple):
-    """Whence rows read a recurrent state and whither they write theirs: int64 [n] each, rows of a state buffer."""
+    """Rows of a state buffer that a pass reads its recurrent states from and writes them to: int64 [n] each."""
 
     sources: Tensor
     targets: Tensor
@@ -287,16 +291,16 @@ class RowDraft(CapturedDrafter):
 
     @abstractmethod
     def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits of the rows, or of the row `one`, int64 [1], alone; recurrent states of the same rows, if any."""
+        """Return logits and recurrent states, if any, of all rows, or of the row `one`, int64 [1], alone."""
 
     @property
     def pending(self) -> Tensor:
-        """int64 [most]: the tokens that the next pass runs, of which the last one's place is the root's."""
+        """Return int64 [most]: the tokens that the next pass runs; the root takes the place of the last one."""
         return self._held[1:]
 
     @property
     def token_ids(self) -> Tensor | None:
-        """The target's ids of the logits' columns; None where they are the columns."""
+        """Return the target's ids of the logits' columns, or None if they are the columns."""
         return None
 
     @property
@@ -305,7 +309,7 @@ class RowDraft(CapturedDrafter):
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """What stays from one cycle to the next, but for the cache's slab."""
+        """Return the tensors that stay from one cycle to the next, without the cache's slab."""
         return self.cache.filled, self.taken, self._held
 
     @property
@@ -347,7 +351,7 @@ class RowDraft(CapturedDrafter):
         return Step(logits, self.token_ids, hidden=states)
 
     def _read(self, count: int) -> None:
-        """The first `count` of those that wait are run next."""
+        """Prepare for a pass over the first `count` waiting tokens."""
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         nodes, count, filled = *frontier, self.cache.filled
@@ -371,7 +375,7 @@ class RowDraft(CapturedDrafter):
         self._queue(tokens, path)
 
     def _queue(self, tokens: Tensor, path: Nodes) -> Tensor | slice:
-        """Have these tokens wait; where, among the rows that wait, the path's come to stand: int64 [width], a slice.
+        """Queue these tokens; return the places of the path's among the waiting rows: int64 [width], or a slice.
 
         The slice is as long as the path without its padding.
         """
@@ -395,7 +399,7 @@ class RowDraft(CapturedDrafter):
         self.take(torch.tensor(tokens, device=self.device, dtype=torch.int64), Nodes.of(path), cycle.features)
 
     def ended(self, tokens: list[int], drafted: int) -> None:
-        """Captured cycles have committed these tokens, of which the first `drafted` were surely run."""
+        """Take over from captured cycles, which committed these tokens; the first `drafted` of them were surely run."""
         self.cache.length = min(drafted, len(tokens))
         self._tokens = tokens[: self.cache.length]
         self.taken.zero_()

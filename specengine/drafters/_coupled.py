@@ -1,4 +1,4 @@
-"""Drafting for tokens that are drawn: by the noise that draws them, which a draft can know as well as the target."""
+"""Drafting for sampled tokens by the noise that draws them, which a draft can compute as well as the target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_REST = 1e-6  # chance that is always left to what was not proposed
 
 
 class Coupled(Wrapped):
-    """What a tree is grown from where tokens are drawn: `drafter`, its distributions given the noise of the draws.
+    """A drafter for sampled answers: the distributions of `drafter` given the noise of the draws.
 
     The target takes the largest of log p + g, where the noise g is a pure function of seed, position and token. A draft
     that adds the same noise to its own log q guesses the draw instead of the distribution: of two distributions that
@@ -47,7 +47,7 @@ class Coupled(Wrapped):
 
     @staticmethod
     def scale(drafter: Drafter, temperature: float, *, truncated: bool) -> float:
-        """Of the noise, for what this drafter gives."""
+        """Return the scale of the noise for this drafter's logits."""
         share = NOISE_OF_TRUNCATED if truncated else NOISE
         return min(share * temperature * drafter.traits.sharpness, MOST_SCALE)
 

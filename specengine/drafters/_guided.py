@@ -1,4 +1,4 @@
-"""Drafting inside a grammar: what is forced costs no draft pass, and what is forbidden is not proposed."""
+"""Drafting inside a grammar: forced tokens cost no draft pass, and forbidden ones are not proposed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specengine.request.grammars import Constraint
 
 
 class Guided(Wrapped):
-    """What a tree is grown from where the answer is constrained: `drafter`, corrected along every node's path.
+    """A drafter for constrained answers: `drafter`, corrected along each node's path.
 
     written: the tokens generated so far, the tree's root among them unless it is the prompt's last; it grows outside.
     Tokens that the grammar forces have probability 1, in a draft pass and, as `free`, without one.
@@ -25,7 +25,7 @@ class Guided(Wrapped):
         self.constraint, self.written = constraint, written
 
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
-        """What is forced below these nodes, and behind its ends, and behind other nodes, what the drafter has free."""
+        """Return forced continuations of these nodes, and behind them and other nodes the drafter's own free ones."""
         size, made, ends = len(tree), Free([], [], [], [], []), []
         scores, parents, tokens = (
             values[:size].tolist() for values in (tree.path_log_probs, tree.parents, tree.tokens)
@@ -49,7 +49,7 @@ class Guided(Wrapped):
         return made if made.tokens else None
 
     def _add_allowed(self, made: Free, found: Free, tree: TokenTree) -> None:
-        """Of what was found below this tree, what its own path allows."""
+        """Append the continuations that the grammar allows on their own path."""
         size, first = len(tree), len(tree) - len(made.tokens)
         places: dict[int, int | None] = {}
         paths: dict[int, list[int]] = {}

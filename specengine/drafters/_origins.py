@@ -1,4 +1,4 @@
-"""Where the nodes of a tree come from, for those who look at trees."""
+"""Sources of the nodes of a tree, for traces."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from specengine.ops.tree import Free, TokenTree
 
 
 class Origins(Wrapped):
-    """Stands between a generation's trees and their drafter where it is `wanted`, and notes what comes from elsewhere.
+    """A drafter that notes the source of each node if it is `wanted`: draft, copies, recycled tokens, grammar.
 
-    Waits for a device in every pass.
+    Synchronises with a device in each pass.
     """
 
     _passed: set[int]  # nodes that were drafted from
@@ -31,7 +31,7 @@ class Origins(Wrapped):
         return self
 
     def of(self, tree: TokenTree) -> list[str | None]:
-        """By node of the tree that was grown last; None of the root, and of what was grown without asking here."""
+        """Return the source of each node of the last tree, None for the root and nodes grown without this drafter."""
         found = list(map(self._origin, tree.parents.tolist(), tree.tokens.tolist()))
         self._forget()
         return found

@@ -37,7 +37,7 @@ class Eagle(RowDraft):
     so cycles without a pass do without.
 
     head: as `models.eagle.head_from` makes it, or a NativeHead; target: the model that the hidden states come
-    from. InputError where head and target do not fit.
+    from. Raises InputError if head and target do not fit.
     """
 
     about = About(lookup=True)
@@ -75,7 +75,7 @@ class Eagle(RowDraft):
     def from_folder(
         cls, folder: Path, target: CausalLM | NativeLM, options: HeadOptions, *, pack: bool | None = None
     ) -> Eagle:
-        """The head in `folder`, in the target's dtype and on its device; by the C++ forward where that runs it."""
+        """Load the head in `folder`, in the target's dtype and on its device, for the C++ forward if possible."""
         found = load_head(folder, producer=cast(Any, options.producer), layer_ids=options.layer_ids)
         config, state = with_appended_tokens(found.config, found.state, target)
         require_fit(config, target)
@@ -171,7 +171,7 @@ class Eagle(RowDraft):
         return logits, states
 
     def _sharpness_of(self, rows: Rows, one: Tensor | None) -> Tensor:
-        """What the logits are multiplied by, float32 [rows, 1]: by depth, that of the root pass being 0."""
+        """Return the factor of the logits by depth, float32 [rows, 1]; the root pass has depth 0."""
         assert self._sharpness is not None
         if one is not None:
             return self._sharpness[:1, None]

@@ -72,7 +72,7 @@ class SmallModel(RowDraft):
     def from_model(
         cls, draft: str | PreTrainedModel, target: Target, tokenizer: Any, options: LoadOptions
     ) -> SmallModel:
-        """This model on the target's device; InputError or TokenizerMismatchError where it does not fit the target."""
+        """Load a model on the target's device. Raises InputError or TokenizerMismatchError if it does not fit."""
         backend = options.backend if options.backend == "huggingface" else None  # native where it can
         loaded = dataclasses.replace(options, device=target.device, quantize=None, backend=backend)
         model, own_tokenizer, _ = load_model(draft, loaded)
@@ -151,7 +151,7 @@ def check_tokenizers(draft: Any, target: Any) -> None:
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """A draft made of the target's own first `count` layers, sharing its weights, embeddings, norm and head."""
+    """Make a draft of the target's first `count` layers; it shares weights, embeddings, norm and head."""
     base: Any = model.base_model
     found = [name for name, child in base.named_children() if isinstance(child, torch.nn.ModuleList)]
     if len(found) != 1:
@@ -170,7 +170,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
 
 def _shallow(module: Any) -> Any:
-    """A copy with its own table of children, so that one can be replaced without touching the original."""
+    """Return a copy with its own table of children, so that one can be replaced without touching the original."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin

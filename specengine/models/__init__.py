@@ -128,7 +128,7 @@ class Successors(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, count: int) -> Successors:
-        """Of logits [nodes, vocabulary], on their device; +inf takes the place of an entry."""
+        """Select from logits [nodes, vocabulary], on their device; +inf takes the place of an entry."""
         values, tokens = top_children(logits, count, normalized=True)
         missing = (values == -math.inf) | (values >= LARGEST)
         return cls(tokens.masked_fill(missing, -1), values.masked_fill(missing, -math.inf))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Plan(NamedTuple):
-    """How a policy wants the next cycle to be run.
+    """Settings of a policy for the next cycle.
 
     patience       cycles in a row that may skip drafting; above 0 the policy is asked before the first draft pass
     rests          decode plainly without asking the policy; it still learns. Captured drivers read it on the host
@@ -113,23 +113,23 @@ MOST_NODES = 1 << 14  # of a tree, as it is grown: its table of ancestors takes 
 
 
 def names() -> list[str]:
-    """All policies, and `plain` for decoding without a draft."""
+    """Return the names of all policies, and `plain` for decoding without a draft."""
     return [*registry.names(sys.modules[__name__]), "plain"]
 
 
 def presets() -> dict[str, dict[str, Any]]:
-    """The options of all named settings, by `policy/preset`."""
+    """Return the options of all presets by `policy/preset`."""
     classes = {name: find(name) for name in registry.names(sys.modules[__name__])}
     return {f"{name}/{key}": dict(options) for name, cls in classes.items() for key, options in cls.presets.items()}
 
 
 def find(name: str) -> type[TreePolicy]:
-    """The class of the policy `name`; InputError for an unknown one."""
+    """Return the class of a policy. Raises InputError for an unknown name."""
     return registry.find(sys.modules[__name__], TreePolicy, name, "policy")
 
 
 def of(policy: str | TreePolicy, options: Mapping[str, Any]) -> TreePolicy:
-    """The policy of this name and with these options, as `make`, or the one that is given, which takes none."""
+    """Return a policy: by name and options as `make` does, or the given object, which takes no options."""
     if isinstance(policy, str):
         return make(policy, **options)
     if not isinstance(policy, TreePolicy):
@@ -140,7 +140,7 @@ def of(policy: str | TreePolicy, options: Mapping[str, Any]) -> TreePolicy:
 
 
 def make(name: str, /, **options: Any) -> TreePolicy:
-    """The policy `name`, or `name/preset`, with these options; unknown names, options and values raise InputError."""
+    """Make the policy `name`, or `name/preset`. Raises InputError for unknown names, options and values."""
     name, _, preset = name.partition("/")
     cls = find(name)
     if preset and preset not in cls.presets:
@@ -163,10 +163,10 @@ T = TypeVar("T")
 
 
 class PerDevice(Generic[T]):
-    """Tensors or a network, with a copy for each device that they were asked for on.
+    """Keep tensors or a network, with a copy per device.
 
     A captured cycle goes on reading the memory of its device while another one runs on the host, so nothing moves.
-    make: gives them on a device, on first use there.
+    make: returns them on a device; called on first use there.
     """
 
     def __init__(self, make: Callable[[torch.device], T]) -> None:
@@ -178,5 +178,5 @@ class PerDevice(Generic[T]):
         return self._copies[device]
 
     def copies(self) -> Iterable[T]:
-        """All that were made, for those who change them in place."""
+        """Return all copies, to change them in place."""
         return self._copies.values()

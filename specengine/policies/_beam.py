@@ -51,7 +51,7 @@ class Beam(TreePolicy):
         return beam.where(goes_on).unless(self.stops(tree, frontier, step, beam))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
-        """Whether `beam`, the best nodes of the level just scored, is not drafted from any more: a bool, or bool [1].
+        """Return whether to stop before drafting from `beam`, the best nodes of the last level: a bool, or bool [1].
 
         frontier: the nodes that `step` holds distributions for; beam: their best children, one at least where anything
         was proposed. `tree.passes - 1` expansions are complete.

@@ -49,4 +49,4 @@ class StoppedChain(TreePolicy):
 
     @abstractmethod
     def score(self, edge: Number, path: Number) -> Number:
-        """The newest token's score, from its log-probability and that of its path, float64; a log-probability too."""
+        """Return the newest token's score from its own and its path's log-probability: a log-probability, float64."""

@@ -40,7 +40,7 @@ class Mlp(nn.Module):
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Weights and biases, as ops.mlp takes them."""
+        """Return weights and biases in the order of ops.mlp."""
         return self.hidden.weight, self.hidden.bias, self.output.weight, self.output.bias
 
     def logits(self, features: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class AcceptanceHead(nn.Module):
 
 
 def c2t_features(path_log_probs: Tensor, entropies: Tensor, depths: Tensor, depth_base: int) -> Tensor:
-    """float32 [..., 3]: path probability, entropy in nats of the parent's distribution, depth.
+    """Return float32 [..., 3]: path probability, entropy of the parent's distribution in nats, depth.
 
     path_log_probs: float32 [...]; entropies, float32, and depths broadcast to it; depths: of the nodes, 1 for the
     root's children, which count as `depth_base`. Source: C2T, section 4.1 and Algorithm 1.
@@ -88,7 +88,7 @@ def c2t_features(path_log_probs: Tensor, entropies: Tensor, depths: Tensor, dept
 
 
 def disco_features(top_probs: Tensor, entropies: Tensor, depths: Tensor, depth_base: int) -> Tensor:
-    """float32 [rows, 12]: the 10 largest probabilities of a draft distribution, its entropy in nats, the depth.
+    """Return float32 [rows, 12]: the 10 largest probabilities of a draft distribution, its entropy in nats, the depth.
 
     top_probs: float32 [rows, <= 10], descending, filled up with 0; depths: int64 [rows], of the children proposed, 1
     for the root's, which count as `depth_base`. Source: Disco, Mamou et al. 2024; as in Learning to Draft, A.1.
@@ -121,7 +121,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Classifier:
-    """A trained network and what its file says about it.
+    """A trained network and the facts in its file.
 
     facts: `depth_base`, `top` (tokens that entropies are summed over), `beta` (calibrated threshold), sizes, and the
     record of its training.
@@ -133,7 +133,7 @@ class Classifier:
     _parts: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, device: torch.device) -> Any:
-        """The network on that device, where it is elsewhere as a copy; see PerDevice."""
+        """Return the network on a device, as a copy if it stands elsewhere; see PerDevice."""
         if self.net.output.weight.device == device:
             return self.net
         if device not in self._copies:
@@ -141,7 +141,7 @@ class Classifier:
         return self._copies[device]
 
     def parts(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The parts of such a network, of which a module takes long to say what they are."""
+        """Return the parts of such a network, kept here because a module is slow to list them."""
         if device not in self._parts:
             self._parts[device] = self.on(device).parts
         return self._parts[device]
@@ -157,7 +157,7 @@ def save(file: Path, kind: str, net: nn.Module, facts: Mapping[str, Any], dtype:
 
 
 def load(kind: str, classifier: str) -> Classifier:
-    """The classifier of policy `kind`: `auto`, the one that ships, or a file's path.
+    """Load the classifier of policy `kind`: `auto` is the one that ships, else the path of a file.
 
     InputError naming the option where the file is missing, damaged, of another kind, or has other tensors.
     """
@@ -204,7 +204,7 @@ def _check_facts(kind: str, facts: Mapping[str, Any], where: str) -> None:
 
 
 def check_state(net: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
-    """InputError listing what of `state` is not as the network wants it."""
+    """Raise InputError with a list of missing, unknown and mis-shaped tensors of `state`."""
     expected = net.state_dict()
     wrong = {
         "unused": [name for name in state if name not in expected],

@@ -64,15 +64,15 @@ class Shape:
 
     @property
     def candidates(self) -> int:
-        """Nodes of the whole tree, the root excluded."""
+        """Return the number of nodes of the whole tree, the root excluded."""
         return self.grown(self.expansions)
 
     def grown(self, expansions: int) -> int:
-        """Nodes after so many expansions, the root excluded."""
+        """Return the number of nodes after so many expansions, the root excluded."""
         return self.width + expansions * self.width**2
 
     def asks(self, expansions: int) -> bool:
-        """Whether the depth network is asked after so many expansions."""
+        """Return whether the depth network is asked after so many expansions."""
         return self.least <= expansions < self.expansions and expansions % self.check_every == 0
 
     @property
@@ -105,7 +105,7 @@ class Networks(nn.Module):
         self._parameters_of = {name: list(getattr(self, name).parameters()) for name in ("depth", "size")}
 
     def on(self, device: torch.device) -> Networks:
-        """These on that device, as a copy where they are elsewhere."""
+        """Return the networks on a device, as a copy if they stand elsewhere."""
         if self.device == device:
             return self
         made = copy.deepcopy(self).to(device)
@@ -130,7 +130,7 @@ class Networks(nn.Module):
         return ops.best_action(observation, self._parameters_of[name], self.activation)
 
     def actions(self, name: str, observations: Tensor) -> Tensor:
-        """The best actions of network `name`, int64 [...], for float32 [..., inputs]."""
+        """Return the best actions of network `name`, int64 [...], for observations float32 [..., inputs]."""
         return getattr(self, name)(observations).argmax(-1)
 
 
@@ -147,7 +147,7 @@ def _layers(network: nn.Sequential) -> list[nn.Linear]:
 
 
 class Trained(NamedTuple):
-    """Networks and what their file says of them."""
+    """Networks and the facts in their file."""
 
     networks: Networks
     facts: Mapping[str, Any]
@@ -173,12 +173,12 @@ def save(file: Path, networks: Networks, facts: Mapping[str, Any], dtype: torch.
 
 
 def shipped() -> list[str]:
-    """The names of the pairs that ship."""
+    """Return the names of the pairs that ship."""
     return sorted(file.stem for file in FOLDER.glob("*.safetensors"))
 
 
 def load(networks: str) -> Trained:
-    """The pair `networks`: one that ships, by name; the path of a file; or DEPTH,SIZE, files of Stable-Baselines3.
+    """Load a pair of networks: the name of one that ships, the path of a file, or DEPTH,SIZE of Stable-Baselines3.
 
     InputError naming the option where a file is missing, damaged, of another kind, or has other tensors.
     """
@@ -218,7 +218,7 @@ CRITIC = ("mlp_extractor.value_net.", "value_net.")
 
 
 def _load_released(depth: Path, size: Path) -> Trained:
-    """Two policies as Stable-Baselines3 saved them, as those of the paper's code: tanh units, padded with zeros."""
+    """Load two policies that Stable-Baselines3 saved, as the paper's code does: tanh units, padded with zeros."""
     actors = {name: _actor(file, name) for name, file in (("depth", depth), ("size", size))}
     actions = len(actors["size"]["action_net.bias"]) if "action_net.bias" in actors["size"] else 24
     if actions not in RELEASED_SIZES:
@@ -231,7 +231,7 @@ def _load_released(depth: Path, size: Path) -> Trained:
 
 
 def _actor(file: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of the policy network in a .zip of Stable-Baselines3, or in the state dict that such a file holds."""
+    """Load the tensors of the policy network from a .zip of Stable-Baselines3, or from the state dict in it."""
     where = f"policy ltd.networks: {file} ({name})"
     try:
         with zipfile.ZipFile(file) as opened:
@@ -249,7 +249,7 @@ def _actor(file: Path, name: str) -> dict[str, Tensor]:
 
 
 def actor_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those tensors of a policy of Stable-Baselines3 that its actions depend on."""
+    """Return the tensors of a Stable-Baselines3 policy that its actions depend on."""
     return {key: tensor for key, tensor in state.items() if not key.startswith(CRITIC)}
 
 
@@ -258,7 +258,7 @@ def _hidden(actor: Mapping[str, Tensor]) -> list[int]:
 
 
 def as_network(actor: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of an actor under the names of a network here; a strange one keeps its own, and will be reported."""
+    """Rename the tensors of an actor to those of a network here. Unknown ones keep their names, to be reported."""
     last = f"{2 * len(_hidden(actor))}."
     return {key.removeprefix(LAYERS).replace("action_net.", last): tensor for key, tensor in actor.items()}
 

@@ -67,12 +67,12 @@ class C2t(TreePolicy):
 
     @property
     def threshold(self) -> float:
-        """The confidence in use."""
+        """Return the confidence threshold in use."""
         return float(self._learned.facts["beta"]) if self.beta is None else self.beta
 
     @property
     def entropy_over(self) -> int:
-        """How many of the likeliest tokens entropies are summed over."""
+        """Return the number of likeliest tokens that entropies are summed over."""
         return int(self.top or self._learned.facts["top"])
 
     @property
@@ -108,7 +108,7 @@ class C2t(TreePolicy):
         return nodes.where((passes < self.max_depth) & (ops.number(tree.size) < self.hard_cap))
 
     def select(self, confidence: Tensor, proposed: Tensor, level: Tensor, room: Tensor) -> Nodes:
-        """Which of the first `proposed` candidates of a layer stay, ascending; among equals the earlier ones.
+        """Select from the first `proposed` candidates of a layer, ascending; among equals the earlier ones.
 
         confidence: float32 [m], -inf for what was not proposed; level, 1 for the root's children, and room, nodes left:
         int32 [1].

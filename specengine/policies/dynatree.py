@@ -147,11 +147,11 @@ class DynaTree(TreePolicy):
 
     @property
     def lowest(self) -> float:
-        """The path probability below which nothing is drafted from."""
+        """Return the path probability below which no node is drafted from."""
         return max(self.stop, self.least) if self.prune == "expand" else self.stop
 
     def _chosen(self, log_probs: Tensor, paths: Tensor, high: Tensor, first: Flag) -> Tensor:
-        """Which of the best children become nodes, bool [rows, places], by the log-probabilities of their edges and
+        """Return which of the best children become nodes, bool [rows, places], by log-probabilities of their edges and
         paths; high: the logarithm of its present value, []; first: whether the root is their parent."""
         place = torch.arange(log_probs.shape[1], device=log_probs.device, dtype=torch.int64)
         sure, unsure = log_probs[:, :1] >= high, log_probs[:, :1] < math.log(self.low)

@@ -44,7 +44,7 @@ class Fixed(TreePolicy):
 
     @property
     def _sizes(self) -> list[int]:
-        """Nodes of each level, from the root on."""
+        """Return the number of nodes per level, from the root on."""
         return [math.prod(self.branching[:depth]) for depth in range(len(self.branching) + 1)]
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:

@@ -24,14 +24,14 @@ CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0
 
 
 class Decisions(Protocol):
-    """Who decides: the networks, or in their training somebody else."""
+    """Source of decisions: the networks, or the trainer."""
 
     def goes_on(self, observation: Tensor, expansions: Tensor) -> Tensor:
-        """Whether to expand once more after so many expansions, int32 [1]: bool [1]; observation: see
+        """Return whether to expand once more, bool [1]. expansions: int32 [1], complete ones; observation: see
         depth_observation."""
 
     def choose_size(self, observation: Tensor) -> Tensor:
-        """Which of the shape's sizes is verified, int64 [1]; observation: see size_observation."""
+        """Return the index of the shape's size to verify, int64 [1]; observation: see size_observation."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Ltd(Beam):
 
     @classmethod
     def steered(cls, shape: Shape, decisions: Decisions, depth: int | None = None, size: int | None = None) -> Ltd:
-        """The policy under `decisions`, for networks that are still being trained."""
+        """Make a policy that follows `decisions`, for networks that are still being trained."""
         policy = cls.__new__(cls)
         policy.networks, policy.depth, policy.size, policy.check_every = "(steered)", depth, size, None
         policy._take(shape, decisions)
@@ -128,12 +128,12 @@ class Ltd(Beam):
 
 
 def _on(decisions: Decisions, device: torch.device) -> Decisions:
-    """On that device, as far as they are networks."""
+    """Return networks on a device, and other decisions as they are."""
     return decisions.on(device) if isinstance(decisions, Networks) else decisions
 
 
 def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, shape: Shape) -> Tensor:
-    """What network `which` sees of a running beam: depth_observation or size_observation of its candidates.
+    """Return the input of network `which` for a running beam: depth_observation or size_observation.
 
     context: int64 [1], tokens committed; expansions: int32 [1].
     """
@@ -144,7 +144,7 @@ def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, s
 
 
 def laid_out(scores: Tensor, depths: Tensor, shape: Shape) -> Tensor:
-    """float32 [shape.candidates]: the candidates' path log-probabilities, each level from its own place on.
+    """Return float32 [shape.candidates]: the candidates' path log-probabilities, each level from its own place on.
 
     scores: float32 [m], in the order of creation; depths: int64 [m], ascending from 1.
     """
@@ -155,7 +155,7 @@ def laid_out(scores: Tensor, depths: Tensor, shape: Shape) -> Tensor:
 
 
 def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:
-    """float32 [..., width**2 + 28]: the last level's candidates, the context's length, the number of expansions.
+    """Return float32 [..., width**2 + 28]: the last level's candidates, the context's length, the expansions so far.
 
     laid: float32 [..., shape.candidates] (see `laid_out`); context: tokens committed, [...]; expansions: complete.
     Before the first expansion the last level has `width` candidates. Source: Learning to Draft, equation 3.
@@ -167,7 +167,7 @@ def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shap
 
 
 def size_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:
-    """float32 [..., shape.candidates + 58]: all candidates, the context's length, the number of expansions.
+    """Return float32 [..., shape.candidates + 58]: all candidates, the context's length, the number of expansions.
 
     laid: float32 [..., shape.candidates], of which those of later expansions are not shown. Source: equation 3.
     """
@@ -181,7 +181,7 @@ def size_observation(laid: Tensor, context: Tensor | int, expansions: int, shape
 
 
 def _with_facts(values: Tensor, context: Tensor | int, expansions: int, repeats: int) -> Tensor:
-    """Each fact `repeats` times, so that a network of many inputs can hear it."""
+    """Append each fact `repeats` times, so that it weighs among many inputs."""
     lengths = torch.as_tensor(context, dtype=torch.float32, device=values.device) / CONTEXT_UNIT
     counts = torch.full_like(lengths, expansions / EXPANSIONS_UNIT)
     spread = (*values.shape[:-1], repeats)

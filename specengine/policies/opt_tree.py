@@ -83,5 +83,5 @@ class OptTree(TreePolicy):
         return ops.select_best(scores, tree.size, self.budget)
 
     def _expected(self, tree: TokenTree) -> Tensor:
-        """The sum of the path probabilities of all that would be kept but the root, which comes first: float64 [1]."""
+        """Return the summed path probabilities of the nodes that would be kept, the root excluded: float64 [1]."""
         return tree.scores(self.keep(tree))[1:].to(torch.float64).exp().sum(0, keepdim=True)

@@ -71,7 +71,7 @@ class Specdecpp(Beam):
         return below & (passes > self.minimum) & (doubt > self.threshold)
 
     def _require(self, states: Tensor | None) -> Tensor:
-        """These states; InputError where the draft has none, or those of another draft's width."""
+        """Return the hidden states. Raises InputError if the draft gives none, or those of another width."""
         size = self._learned.facts["hidden_size"]
         if states is None:
             raise InputError("policy specdecpp: it reads the draft's hidden states, which only EAGLE heads give")
