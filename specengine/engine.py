@@ -191,22 +191,15 @@ class Engine:
         sampler: Sampler,
         stopper: Stopper,
         stats: Stats,
-        *,
-        prediction: Sequence[int] = (),
-        reuse_cache: bool = False,
-        drivers: Drivers | None = None,
-        constraint: Constraint | None = None,
-        origins: Origins | None = None,
+        options: CycleOptions | None = None,
     ) -> Generator[Cycle, None, None]:
         """Yield the cycles of one generation; everything else reads from these.
 
-        prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way;
-        prediction: token ids that the answer is expected to be like; `reuse_cache` keeps what both caches hold of the
-        prompt from the generation before; drivers: what `self.drivers` gives for a policy, by default the own one's;
-        constraint: that of the sampler's processors, for trees to follow; origins: see Cycle, noted where it is wanted.
+        prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way.
         """
+        _, prediction, reuse_cache, constraint, origins = options = options or CycleOptions()
         with self._serving():
-            eager, captured = drivers = self.drivers.own if drivers is None else drivers
+            eager, captured = drivers = options.drivers or self.drivers.own
             if eager.target is not self.target:
                 raise InputError("the model was changed after this answer was asked for; ask again")
             whole = captured is not None and captured.serves(sampler)
@@ -260,17 +253,10 @@ class Engine:
         constraint = constraint or self.constraint(asked)
         stopper, origins = asked.stopper(decode, constraint), Origins()
         drivers = self.drivers.asked(asked.policy, asked.policy_options)
-        cycles = self.cycles(
-            prompt,
-            sampler or asked.sampler(len(prompt), self.target.device, constraint),
-            stopper,
-            stats,
-            prediction=predicted_ids(asked.prediction, self.tokenizer, self.target.vocab_size),
-            reuse_cache=reuse_cache,
-            drivers=drivers,
-            constraint=constraint,
-            origins=origins,
-        )
+        prediction = predicted_ids(asked.prediction, self.tokenizer, self.target.vocab_size)
+        chosen = sampler or asked.sampler(len(prompt), self.target.device, constraint)
+        options = CycleOptions(drivers, prediction, reuse_cache, constraint, origins)
+        cycles = self.cycles(prompt, chosen, stopper, stats, options)
         return Answering(cycles, stopper, drivers.policy, origins)
 
     def constraint(self, asked: GenerationOptions) -> Constraint | None:
@@ -454,6 +440,23 @@ def _hints(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int]
         raise InputError(f"prediction: draft {drafter.name!r} copies nothing; accepted with ngram and with lookup")
     expected = [prompt[-1], *prediction] if prediction else ()
     return Hints(expected, 0.0 if sampler.couples else sampler.temperature)
+
+
+class CycleOptions(NamedTuple):
+    """Options of `Engine.cycles`.
+
+    drivers      those of a policy; None: the engine's own
+    prediction   token ids that the answer is expected to be like
+    reuse_cache  keep the common prefix that both caches hold from the generation before
+    constraint   of the sampler's processors, for trees to follow
+    origins      notes the sources of nodes if they are wanted, see Cycle
+    """
+
+    drivers: Drivers | None = None
+    prediction: Sequence[int] = ()
+    reuse_cache: bool = False
+    constraint: Constraint | None = None
+    origins: Origins | None = None
 
 
 class Answering(NamedTuple):

@@ -163,7 +163,7 @@ class CausalLM:
         if not changed:
             return
         fresh = type(self)(self.model, pack=self._pack, compile_blocks=self._compiles)
-        if fresh._sizes != self._sizes:
+        if fresh.sizes != self.sizes:
             raise UnsupportedModelError(
                 f"{_name(self.model)}: {changed} was changed since it was loaded; make a new engine"
             )
@@ -180,7 +180,7 @@ class CausalLM:
             self._take_twin()
 
     @property
-    def _sizes(self) -> tuple[Any, ...]:
+    def sizes(self) -> tuple[Any, ...]:
         cache = self._layers, self._heads, self._head_size, self._dtype
         return self.vocab_size, self.max_context, self.dtype, self.device, self._dense_mask, *cache
 

@@ -66,17 +66,17 @@ class Ltd(Beam):
 
     def __post_init__(self) -> None:
         networks = _ltd.load(self.networks).networks
-        self._take(networks.shape, networks)
+        self.follow(networks.shape, networks)
 
     @classmethod
     def steered(cls, shape: Shape, decisions: Decisions, depth: int | None = None, size: int | None = None) -> Ltd:
         """Make a policy that follows `decisions`, for networks that are still being trained."""
         policy = cls.__new__(cls)
         policy.networks, policy.depth, policy.size, policy.check_every = "(steered)", depth, size, None
-        policy._take(shape, decisions)
+        policy.follow(shape, decisions)
         return policy
 
-    def _take(self, shape: Shape, decisions: Decisions) -> None:
+    def follow(self, shape: Shape, decisions: Decisions) -> None:
         deepest = shape.expansions
         require(
             "ltd", "depth", self.depth, f"0 to {deepest}, or none", self.depth is None or 0 <= self.depth <= deepest

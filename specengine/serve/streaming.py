@@ -52,7 +52,7 @@ async def events(worker: Worker, asked: Asked, request: Request) -> AsyncIterato
         while True:
             try:
                 event = await asyncio.wait_for(inbox.get(), asked.settings.ping_seconds)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 yield None
                 continue
             if isinstance(event, ClientGone):
