@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import specengine
 from specengine import Engine
 from specengine.checking import certify
+from specengine.drafters import NO_HINTS, Hints
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.errors import InputError
@@ -62,8 +63,9 @@ def test_text_is_encoded_without_special_tokens_or_a_template() -> None:
     told = []
 
     class Told(NGram):
-        def expect(self, tokens: list[int]) -> None:
-            told.append(tokens)
+        def begin(self, prompt: list[int], features: Any = None, hints: Hints = NO_HINTS) -> None:
+            told.append(list(hints.expected))
+            super().begin(prompt, features, hints)
 
     engine = engine_of("llama", "ngram", tokenizer=tokenizer())
     engine = Engine(engine.target, Told(), engine.policy, engine.tokenizer)
