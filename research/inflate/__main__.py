@@ -7,7 +7,6 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,7 +19,6 @@ from research.inflate.shape import Shape, parse_shape
 from specengine import checkpoints as models
 from specengine.checkpoints import eagle as checkpoints
 from specengine.checkpoints import embedded
-from specengine.checkpoints.dialects import Verifier
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -55,13 +53,17 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{args.out}: {count / 1e9:.3f} B parameters", file=sys.stderr)
 
 
-def _save(inflated: Inflated, folder: Path, source: str, layout: Any) -> None:
+def _save(inflated: Inflated, folder: Path, source: str, layout: str) -> None:
     inflated.model.save_pretrained(folder)
     if any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     if inflated.head_config is not None and inflated.head_state is not None:
         checkpoints.save_head(
-            inflated.head_config, inflated.head_state, folder / "head", layout, verifier=Verifier(Path(folder).name)
+            inflated.head_config,
+            inflated.head_state,
+            folder / "head",
+            layout,
+            verifier=checkpoints.Verifier(Path(folder).name),
         )
 
 

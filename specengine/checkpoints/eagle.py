@@ -1,4 +1,4 @@
-"""EAGLE draft heads on disk: folders of `config.json` and `model.safetensors` or `pytorch_model.bin`."""
+"""Draft heads on disk: folders of `config.json` and `model.safetensors` or `pytorch_model.bin`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,25 +19,48 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
-from specengine.checkpoints.dialects import (
-    PREFIXES,
-    Dialect,
-    Layout,
-    Producer,
-    Verifier,
-    names_head,
-    official_config,
-    read_config,
-    speculators_config,
-    with_prefix,
-)
+from specengine.checkpoints.heads import layouts
+from specengine.checkpoints.heads.layouts import Layout, Verifier, listed, with_prefix
 from specengine.checkpoints.hub import why_absent
-from specengine.errors import CheckpointError, why_not_loaded
+from specengine.errors import CheckpointError, shown, why_not_loaded
 from specengine.files import atomic, read_object
-from specengine.models.eagle import EagleConfig, make_head
+from specengine.models.eagle import EagleConfig, make_head, rope_frequencies
 
-MOST_WEIGHT = 1e30  # nearer to what float32 holds, sums of a few are not finite
+__all__ = [
+    "Checkpoint",
+    "Dialect",
+    "HeadOptions",
+    "State",
+    "Verifier",
+    "head_folder",
+    "is_head",
+    "listed",
+    "load_head",
+    "save_head",
+    "writer",
+]
+
+MAX_WEIGHT = 1e30  # nearer to what float32 holds, sums of a few are not finite
 State = dict[str, Tensor]  # names as of EagleHead.state_dict()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a checkpoint was read.
+
+    layout    family of the layout, whose tensor names it has
+    producer  the layout, whose meaning the fields have
+    version   of EAGLE, 1 or 3
+    notes     fields that were not stated and how they were taken, tensors that were left out; for people
+    """
+
+    layout: str
+    producer: str
+    version: int
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"EAGLE-{self.version}, {self.layout} layout, fields as {self.producer} means them"
 
 
 class Checkpoint(NamedTuple):
@@ -50,18 +73,18 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How an EAGLE head's config is read where it cannot be taken at its word (see load_head)."""
+    """How a head's config is read where it is ambiguous or wrong (see load_head)."""
 
     producer: str | None = None
     layer_ids: tuple[int, ...] | None = None
 
 
 def is_head(path: str | os.PathLike[str]) -> bool:
-    """Whether the folder holds an EAGLE head rather than a whole model, by its config or its tensors' names."""
+    """Return whether the folder holds a draft head, not a whole model, by its config or its tensors' names."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         return False
-    if names_head(_read_config(folder)):
+    if layouts.is_head(_read_config(folder)):
         return True
     with suppress(CheckpointError):
         names = _names(folder)
@@ -70,14 +93,14 @@ def is_head(path: str | os.PathLike[str]) -> bool:
 
 
 def head_folder(draft: str, *, offline: bool = False) -> Path | None:
-    """The folder of the EAGLE head with this path or Hub id, fetched if need be; None where it is no head."""
+    """Return the folder of the head with this path or Hub id, fetched if need be; None where it is no head."""
     if Path(draft).is_dir():
         return Path(draft) if is_head(draft) else None
     if Path(draft).exists() or why_absent(draft, offline=offline) is not None:
         return None
     try:
         config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
-        if not names_head(config):
+        if not layouts.is_head(config):
             return None
         for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
             missing = {"_raise_exceptions_for_missing_entries": False}
@@ -90,11 +113,11 @@ def head_folder(draft: str, *, offline: bool = False) -> Path | None:
 
 
 def load_head(
-    path: str | os.PathLike[str], *, producer: Producer | None = None, layer_ids: tuple[int, ...] | None = None
+    path: str | os.PathLike[str], *, producer: str | None = None, layer_ids: tuple[int, ...] | None = None
 ) -> Checkpoint:
-    """Read a head of any known layout.
+    """Read a head of any layout in checkpoints/heads/layouts.
 
-    producer   whose meaning the config's fields have, where that cannot be told from the config
+    producer   the layout whose meaning the config's fields have, where the config does not tell
     layer_ids  the target's hidden states to read, numbered as in transformers' `hidden_states`, instead of the config's
 
     Raises CheckpointError for files that are damaged, tensors that are unused, missing, mis-shaped, not finite or
@@ -103,44 +126,73 @@ def load_head(
     only.
     """
     folder = Path(path)
-    if producer is not None and producer not in get_args(Producer):
-        raise CheckpointError(f"producer: got {producer!r}, accepted {', '.join(get_args(Producer))}")
+    if producer is not None and producer not in layouts.names():
+        raise CheckpointError(f"producer: got {producer!r}, accepted {', '.join(layouts.names())}")
     raw, tensors = _read_config(folder), _read_tensors(folder)
     try:
-        config, dialect = read_config(raw, tensors, producer, layer_ids)
+        layout = _layout(raw, tensors, producer, layer_ids)
+        config = EagleConfig(version=layout.version, **layout.read())
+        _require_frequencies(config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    prefixes = PREFIXES[dialect.layout, dialect.version]
-    state = _renamed(folder, tensors, prefixes)
-    notes = [*dialect.notes, *_leave_out(config, state), *_take_vocabulary_map(folder, config, state)]
+    prefixes = layout.prefixes(layout.version)
+    state = layout.converted(_renamed(folder, tensors, prefixes))
+    notes = [*layout.notes, *_leave_out(config, state), *_take_vocabulary_map(folder, config, state)]
     if _reads_by_the_target(config, state):
         config = replace(config, own_head=False)
         notes.append("lm_head.weight is missing: the target's head takes its place")
     _check(folder, config, state, {new: old for old, new in prefixes.items()})
-    return Checkpoint(config, state, replace(dialect, notes=tuple(notes)))
+    return Checkpoint(config, state, Dialect(layout.family, layout.name(), layout.version, tuple(notes)))
+
+
+def _layout(
+    raw: dict[str, Any], tensors: State, producer: str | None, layer_ids: tuple[int, ...] | None
+) -> layouts.Layout:
+    """Return the layout of this config, which the producer, if one is named, may only narrow down."""
+    layout = layouts.layout_of(raw)
+    if producer is not None:
+        chosen = layouts.named(producer)
+        if chosen.family != layout.family:
+            raise CheckpointError(f"producer: got {producer!r}, but the config has the {layout.family} layout")
+        layout = chosen
+    return layout(raw, tensors, chosen=producer is not None, layer_ids=layer_ids)
+
+
+def _require_frequencies(config: EagleConfig) -> None:
+    """Raise CheckpointError where the rotary set, each number of it in range, makes no positions."""
+    try:
+        frequencies, scale = rope_frequencies(config)
+    except (ArithmeticError, ValueError) as error:
+        raise CheckpointError(f"rope_parameters: {error}") from error
+    if not (bool(frequencies.isfinite().all()) and math.isfinite(scale)):
+        raise CheckpointError(f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite")
+
+
+def writer(layout: str) -> type[Layout]:
+    """Return the layout that is written under this name; CheckpointError lists the names."""
+    known = layouts.writers()
+    if layout not in known:
+        raise CheckpointError(f"layout: got {layout!r}, accepted {', '.join(known)}")
+    return known[layout]
 
 
 def save_head(
     config: EagleConfig,
     state: Mapping[str, Tensor],
     path: str | os.PathLike[str],
-    layout: Layout = "official",
+    layout: str = "official",
     *,
     verifier: Verifier | None = None,
 ) -> None:
     """Write a head; reading it back gives the same config and the same bits.
 
-    Each file is written beside its place and then moved there. verifier: the model it was made for, whose name the
-    speculators layout needs. CheckpointError where that is missing or the layout has no word for a variant.
+    Each file is written beside its place and then moved there. verifier: the model it was made for, whose name some
+    layouts need. CheckpointError where that is missing or the layout has no word for a variant.
     """
-    if layout not in get_args(Layout):
-        raise CheckpointError(f"layout: got {layout!r}, accepted {', '.join(get_args(Layout))}")
-    folder = Path(path)
-    dtype = _dtype_name(state)
-    official = layout == "official"
-    raw = official_config(config, dtype) if official else speculators_config(config, dtype, verifier or Verifier())
+    chosen, folder = writer(layout), Path(path)
+    raw = chosen.written(config, _dtype_name(state), verifier or Verifier())
     _check(folder, config, dict(state), {})
-    back = {new: old for old, new in PREFIXES[layout, config.version].items()}
+    back = {new: old for old, new in chosen.prefixes(config.version).items()}
     tensors = {with_prefix(name, back): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     if "d2t" in tensors:
         ids = tensors["d2t"] + torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
@@ -164,7 +216,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files, or else the pickles."""
+    """Return the safetensors files, or else the pickles."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin")
@@ -172,7 +224,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> set[str]:
-    """Names of all tensors, without reading them where the format allows it."""
+    """Return the names of all tensors, without reading them where the format allows it."""
     files = _weight_files(folder)
     if files[0].suffix == ".bin":
         return set(_read_tensors(folder))
@@ -190,14 +242,14 @@ def _read_tensors(folder: Path) -> State:
     tensors: State = {}
     for file in _weight_files(folder):
         try:
-            found = load_file(file) if file.suffix != ".bin" else torch.load(file, "cpu", weights_only=True)
+            stored = load_file(file) if file.suffix != ".bin" else torch.load(file, "cpu", weights_only=True)
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
             raise CheckpointError(f"{file}: cannot be read as weights ({why_not_loaded(error)})") from error
-        if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
             raise CheckpointError(f"{file}: holds something else than named tensors")
-        if twice := sorted(tensors.keys() & found.keys()):
+        if twice := sorted(tensors.keys() & stored.keys()):
             raise CheckpointError(f"{file}: {', '.join(twice)} stand in another file as well")
-        tensors |= found
+        tensors |= stored
     return tensors
 
 
@@ -215,7 +267,7 @@ def _renamed(folder: Path, tensors: State, prefixes: Mapping[str, str]) -> State
 
 
 def _leave_out(config: EagleConfig, state: State) -> list[str]:
-    """Take out of the state what the EAGLE repository does not read of published heads. Returns notes."""
+    """Remove the tensors of published heads that the EAGLE repository does not read. Returns notes."""
     reasons = {name: "computed from the config" for name in state if name.endswith("rotary_emb.inv_freq")}
     if config.version == 1:
         reasons["lm_head.weight"] = "EAGLE-1 reads the target's head"
@@ -228,13 +280,13 @@ def _leave_out(config: EagleConfig, state: State) -> list[str]:
 
 
 def _reads_by_the_target(config: EagleConfig, state: State) -> bool:
-    """Whether this is an EAGLE-3 head of the target's width and whole vocabulary that brings no head of its own."""
+    """Return whether an EAGLE-3 head of the target's width and whole vocabulary has no vocabulary head of its own."""
     fits = (config.draft_vocab_size, config.hidden_size) == (config.vocab_size, config.target_hidden_size)
     return config.version == 3 and fits and "lm_head.weight" not in state
 
 
 def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> list[str]:
-    """Check `d2t` and `t2d`; leave in the state what EagleHead keeps of them. Returns notes.
+    """Check `d2t` and `t2d`; keep in the state those offsets that EagleHead has. Returns notes.
 
     Column d stands for target token d + d2t[d]. Whole vocabularies need no map. Marks and offsets that nobody has set
     are all zero: such marks say nothing, such offsets lead to the first tokens.
@@ -256,13 +308,7 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
         if draft < target:
             raise CheckpointError(f"{folder}: d2t is missing, but {draft} of {target} tokens are drafted")
         return notes
-    if d2t.shape != (draft,) or d2t.is_floating_point() or d2t.dtype is torch.bool:
-        raise CheckpointError(f"{folder}: d2t: int64 [{draft}] is needed, got {_shape(d2t)}")
-    ids = d2t.to(torch.int64) + torch.arange(draft, dtype=torch.int64, device="cpu")
-    if ids[0] < 0 or ids[-1] >= target or not bool((ids[1:] > ids[:-1]).all()):
-        hint = " (they look like ids, not offsets)" if bool((d2t[1:] > d2t[:-1]).all()) else ""
-        found = f"{ids.min()} to {ids.max()}{hint}"
-        raise CheckpointError(f"{folder}: d2t: offsets to ascending tokens below {target} are needed, got {found}")
+    ids = _drafted_ids(folder, d2t, draft, target)
     if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), ids):
         raise CheckpointError(f"{folder}: t2d marks other tokens than d2t leads to")
     if draft == target:
@@ -271,6 +317,18 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
         notes.append(f"d2t is all zero: the first {draft} of {target} tokens are drafted")
     state["d2t"] = d2t.to(torch.int64)
     return notes
+
+
+def _drafted_ids(folder: Path, d2t: Tensor, draft: int, target: int) -> Tensor:
+    """Return the target's token of each column, int64 [draft]; CheckpointError unless they ascend below `target`."""
+    if d2t.shape != (draft,) or d2t.is_floating_point() or d2t.dtype is torch.bool:
+        raise CheckpointError(f"{folder}: d2t: int64 [{draft}] is needed, got {_shape(d2t)}")
+    ids = d2t.to(torch.int64) + torch.arange(draft, dtype=torch.int64, device="cpu")
+    if ids[0] < 0 or ids[-1] >= target or not bool((ids[1:] > ids[:-1]).all()):
+        hint = " (they look like ids, not offsets)" if bool((d2t[1:] > d2t[:-1]).all()) else ""
+        ends = f"{ids.min()} to {ids.max()}{hint}"
+        raise CheckpointError(f"{folder}: d2t: offsets to ascending tokens below {target} are needed, got {ends}")
+    return ids
 
 
 def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, str]) -> None:
@@ -292,14 +350,14 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
     if not any(wrong.values()):
         largest = {name: float(tensor.abs().max()) for name, tensor in weights.items()}
         wrong["not finite"] = [name for name, most in largest.items() if not math.isfinite(most)]
-        wrong[f"beyond {MOST_WEIGHT:g}"] = [n for n, most in largest.items() if MOST_WEIGHT < most < math.inf]
+        wrong[f"beyond {MAX_WEIGHT:g}"] = [n for n, most in largest.items() if MAX_WEIGHT < most < math.inf]
     found = [f"{kind}: {', '.join(with_prefix(n, back) for n in names)}" for kind, names in wrong.items() if names]
     if found:
         raise CheckpointError(f"{folder}: its tensors are not those of {_described(config)}; {'; '.join(found)}")
 
 
 def _dtype_name(state: Mapping[str, Tensor]) -> str:
-    """Of the fusion layer, which every whole head has, and so of engines that load the head as it is stored."""
+    """Return the dtype of the fusion layer, which every whole head has."""
     weight = state.get("fc.weight")
     return "float32" if weight is None else str(weight.dtype).removeprefix("torch.")
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from specengine import checkpoints as models
 from specengine import registry
 from specengine.checkpoints.configs import config_of
-from specengine.checkpoints.dialects import Layout, Verifier, unread
-from specengine.checkpoints.eagle import Checkpoint, HeadOptions, head_folder, load_head, save_head
+from specengine.checkpoints.eagle import Checkpoint, HeadOptions, Verifier, head_folder, load_head, save_head, writer
 from specengine.checkpoints.hub import why_absent
 from specengine.cli.terminal import say
 from specengine.errors import InputError
@@ -24,23 +23,23 @@ class _Source(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    layout: Layout = cast(Layout, arguments.format)
+    layout = writer(arguments.format)
     _require_new(arguments.folder)
-    if layout == "official" and arguments.tokens is not None:
+    if arguments.tokens is not None and not layout.names_target:
         raise InputError("tokens: the eagle format has no field for it; engines are told when they start")
     source = _source(arguments)
     head = _read(source.folder, arguments)
-    target = arguments.target or (source.target if layout == "speculators" else None)
+    target = arguments.target or (source.target if layout.names_target else None)
     verifier = Verifier()
     if target is not None:
         config, verifier = _fitted(head.config, target, arguments)
         head = head._replace(config=config)
     if arguments.tokens is not None:
         verifier = replace(verifier, tokens=arguments.tokens)
-    save_head(head.config, head.state, arguments.folder, layout, verifier=verifier)
+    save_head(head.config, head.state, arguments.folder, arguments.format, verifier=verifier)
     for note in head.dialect.notes:
         say(f"specengine: note: {note}")
-    for line in unread(head.config, layout):
+    for line in layout.unread(head.config):
         say(f"specengine: warning: {line}")
     print(arguments.folder)
     return 0
@@ -66,7 +65,7 @@ def _source(arguments: argparse.Namespace) -> _Source:
 
 def _read(folder: Path, arguments: argparse.Namespace) -> Checkpoint:
     options = registry.build(HeadOptions, dict(arguments.draft_option), "draft_options")
-    return load_head(folder, producer=cast(Any, options.producer), layer_ids=options.layer_ids)
+    return load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
 
 
 def _fitted(head: EagleConfig, target: str, arguments: argparse.Namespace) -> tuple[EagleConfig, Verifier]:

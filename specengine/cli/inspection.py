@@ -10,7 +10,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -19,8 +19,7 @@ from specengine import checkpoints as models
 from specengine import drafters, ops, policies, registry
 from specengine.checkpoints import store
 from specengine.checkpoints.agreement import Convention, one_step_agreement
-from specengine.checkpoints.dialects import listed
-from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
+from specengine.checkpoints.eagle import HeadOptions, head_folder, listed, load_head
 from specengine.cli import given
 from specengine.cli.arguments.option_lists import as_typed
 from specengine.cli.terminal import as_json, say
@@ -147,7 +146,7 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     if folder is None:
         raise InputError(f"draft: {arguments.draft} is no folder or Hub id of an EAGLE head")
     options = registry.build(HeadOptions, dict(arguments.draft_option), "draft_options")
-    config, state, dialect = load_head(folder, producer=cast(Any, options.producer), layer_ids=options.layer_ids)
+    config, state, dialect = load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
     described = {
         "name": arguments.draft,
         "dialect": str(dialect),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class Eagle(RowDraft):
         cls, folder: Path, target: CausalLM | NativeLM, options: HeadOptions, *, pack: bool | None = None
     ) -> Eagle:
         """Load the head in `folder`, in the target's dtype and on its device, for the C++ forward if possible."""
-        found = load_head(folder, producer=cast(Any, options.producer), layer_ids=options.layer_ids)
+        found = load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
         config, state = with_appended_tokens(found.config, found.state, target)
         require_fit(config, target)
         if isinstance(target, NativeLM) and pack is None:

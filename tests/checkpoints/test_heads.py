@@ -14,8 +14,7 @@ from torch import Tensor
 
 from specengine import Engine, policies
 from specengine.checkpoints import eagle as checkpoints
-from specengine.checkpoints.dialects import Verifier
-from specengine.checkpoints.eagle import load_head, save_head
+from specengine.checkpoints.eagle import Verifier, load_head, save_head
 from specengine.drafters.eagle import Eagle
 from specengine.errors import CheckpointError, InputError
 from specengine.models.eagle import EagleConfig, causal, head_from

@@ -10,8 +10,7 @@ import pytest
 import specengine
 from specengine import policies
 from specengine.checkpoints import embedded
-from specengine.checkpoints.dialects import official_config
-from specengine.checkpoints.eagle import load_head
+from specengine.checkpoints.eagle import Verifier, load_head, writer
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
 
@@ -44,8 +43,8 @@ def test_it_loads_and_its_vocabulary_is_sound() -> None:
     config, _, dialect = load_head(shipped())
     assert (config.version, config.vocab_size, config.target_hidden_size) == (3, 49152, 576)
     assert dialect.layout == "official"
-    assert json.loads((shipped() / "config.json").read_text()) == official_config(
-        config, "bfloat16"
+    assert json.loads((shipped() / "config.json").read_text()) == writer("official").written(
+        config, "bfloat16", Verifier()
     )  # as other engines read it
 
 

@@ -17,8 +17,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config
 
-from specengine.checkpoints.dialects import Verifier
-from specengine.checkpoints.eagle import Checkpoint, load_head, save_head
+from specengine.checkpoints.eagle import Checkpoint, Verifier, load_head, save_head
 from specengine.models.eagle import causal, head_from
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 

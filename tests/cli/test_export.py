@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from specengine.checkpoints import embedded
-from specengine.checkpoints.dialects import unread
-from specengine.checkpoints.eagle import Checkpoint, load_head, save_head
+from specengine.checkpoints.eagle import Checkpoint, load_head, save_head, writer
 from specengine.cli import main
 from specengine.cli.arguments import make_parser
 from specengine.models.eagle import causal, head_from
@@ -155,4 +154,4 @@ def test_what_a_reader_would_not_do_is_said(
 
 def test_the_usual_head_is_read_as_it_means_everywhere() -> None:
     usual = head_config(layer_ids=(2, 3, 4))
-    assert unread(usual, "official") == unread(usual, "speculators") == []
+    assert writer("official").unread(usual) == writer("speculators").unread(usual) == []

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 from transformers import PreTrainedModel
 
-from specengine.checkpoints.dialects import Verifier
-from specengine.checkpoints.eagle import save_head
+from specengine.checkpoints.eagle import Verifier, save_head
 from specengine.errors import InputError, why_not_loaded
 from specengine.files import atomic
 from specengine.models.eagle import EagleHead, require_fit

@@ -1,0 +1,443 @@
+"""Published layouts of draft heads: one file per layout, whose name is the file's.
+
+A layout recognises its config.json, reads it into the fields of EagleConfig, and names the tensors. What a config
+leaves open is refused, or taken with a note.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from transformers.activations import ACT2FN
+
+from specengine import registry
+from specengine.errors import CheckpointError, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specengine.models.eagle import EagleConfig
+
+FALLBACK = "eagle"  # reads configs that no layout recognises: those of EAGLE-1 have no mark
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+DEFAULT_THETA = 10000.0  # with which the EAGLE repository trains
+MAX_SIZE = 1 << 24  # of any size: torch's counts of elements overflow beyond
+MAX_POSITIONS = 1 << 30
+MAX_DEPTHS = 64
+MAX_FEATURES = 64
+_ORIGINAL = "original_max_position_embeddings"
+_TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
+# Numbers of rotary sets beside rope_theta: range, and by type the required and the optional ones.
+_ROPE_RANGES = {
+    "factor": (1.0, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "mscale": (0.0, 1e3),
+    "mscale_all_dim": (0.0, 1e3),
+}
+_ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor",),
+}
+_ROPE_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", _ORIGINAL),
+}
+_ROPE_IGNORED = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """The target, as configs describe it that name the target.
+
+    name           a Hub id or a path, from which engines load the target when they are given the head alone
+    architectures  as in the target's config.json
+    tokens         length of the chain that is drafted per cycle where nobody asks for another
+    """
+
+    name: str | None = None
+    architectures: tuple[str, ...] = ()
+    tokens: int = 3
+
+
+class Layout(ABC):
+    """Read one config.json. A file of this folder defines one subclass.
+
+    family         layouts of one family have the same tensor names; `producer` chooses among them
+    marks          fields that only configs of this layout have
+    architectures  entries of the field `architectures` that only they have
+    names_target   whether a config names the target and the length of a chain
+
+    A layout that defines `written` can be written as well, under its family's name.
+    """
+
+    family: ClassVar[str]
+    marks: ClassVar[tuple[str, ...]] = ()
+    architectures: ClassVar[tuple[str, ...]] = ()
+    names_target: ClassVar[bool] = False
+
+    def __init__(
+        self, raw: Mapping[str, Any], names: Iterable[str], *, chosen: bool, layer_ids: tuple[int, ...] | None
+    ) -> None:
+        """Start to read.
+
+        raw: the config; names: of the tensors on disk; chosen: whether the user named the layout; layer_ids: hidden
+        states to read instead of the config's.
+        """
+        self.fields = Fields(raw)
+        self.names = frozenset(names)
+        self.chosen = chosen
+        self.chosen_layer_ids = layer_ids
+        self.notes: list[str] = []
+        self.version = self.read_version()
+        self.names = frozenset(with_prefix(name, self.prefixes(self.version)) for name in self.names)
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name of the layout's file."""
+        return cls.__module__.rpartition(".")[2]
+
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any]) -> bool:
+        """Return whether a config can only be of this layout."""
+        stated = raw.get("architectures")
+        architectures = stated if isinstance(stated, list) else []
+        return any(mark in raw for mark in cls.marks) or any(name in architectures for name in cls.architectures)
+
+    @abstractmethod
+    def read_version(self) -> Literal[1, 3]:
+        """Return the version of EAGLE; CheckpointError for any other kind of head."""
+
+    @abstractmethod
+    def read(self) -> dict[str, Any]:
+        """Return the fields of EagleConfig, `version` left out; CheckpointError names the field that is refused."""
+
+    @classmethod
+    def prefixes(cls, version: int) -> dict[str, str]:
+        """Return the beginnings of tensor names on disk, and those of EagleHead's names in their place."""
+        return {}
+
+    def converted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors under the names of EagleHead; state: those on disk, their prefixes replaced.
+
+        Absent tensors are left absent: the loader lists all that are missing or unused.
+        """
+        return state
+
+    @classmethod
+    def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+        """Return the config.json of a head; dtype: of its weights. CheckpointError where the layout cannot state it."""
+        raise CheckpointError(f"layout: {cls.family} is read, not written")
+
+    @classmethod
+    def unread(cls, config: EagleConfig) -> list[str]:
+        """Return a line for each field that engines read otherwise than the head means it; usual heads have none."""
+        return []
+
+    # ---- what configs of all layouts share
+
+    def read_layer(self, fields: Fields) -> dict[str, Any]:
+        """Read the sizes and numbers of the decoder layer from the object that holds them."""
+        sizes = {name: fields.size(name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
+        heads = fields.size("num_attention_heads")
+        kv_heads = fields.size("num_key_value_heads", heads)
+        target = self.fields.size("target_hidden_size", sizes["hidden_size"])
+        activation = fields.text("hidden_act", "silu")
+        if heads % kv_heads:
+            raise CheckpointError(f"num_attention_heads: got {heads}, no multiple of {kv_heads} key-value heads")
+        if activation not in ACT2FN:
+            raise CheckpointError(f"hidden_act: unknown name {shown(activation)}")
+        return sizes | {
+            "own_embeddings": self._own_embeddings(sizes["hidden_size"], target),
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": _head_dim(fields, sizes["hidden_size"], heads),
+            "target_hidden_size": target,
+            "draft_vocab_size": self._draft_vocab_size(sizes["vocab_size"]),
+            "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0),
+            "hidden_act": activation,
+            "rope": self._rope(fields),
+            "max_position_embeddings": fields.size("max_position_embeddings", 2048, MAX_POSITIONS),
+            "temperatures": tuple(fields.numbers(_TEMPERATURES, count=MAX_DEPTHS, least=0.05, most=20.0)),
+        }
+
+    def read_fusion(self, ids: list[int], stated: list[int]) -> dict[str, Any]:
+        """Read how EAGLE-3 fuses hidden states; ids: theirs, as transformers counts; stated: as the config does."""
+        each, whole = self.fields.flag("fc_norm"), self.fields.flag("norm_before_fc")
+        if each and whole:
+            raise CheckpointError("fc_norm, norm_before_fc: only one of them can be set")
+        return {
+            "layer_ids": self._layer_ids(ids, stated),
+            "fusion_norm": "each" if each else "whole" if whole else "none",
+            "norm_before_residual": self.fields.flag("norm_before_residual"),
+        }
+
+    def _layer_ids(self, ids: list[int], stated: list[int]) -> tuple[int, ...] | None:
+        if self.chosen_layer_ids is not None:
+            self.notes.append(f"layer ids as given: hidden states {listed(self.chosen_layer_ids)}")
+            return tuple(self.chosen_layer_ids)
+        if not ids:
+            self.notes.append("no layer ids: hidden states 2, L/2 and L - 3 of the target's L layers")
+            return None
+        self.notes.append(
+            f"layer ids {listed(stated)} of the config count layers; as transformers counts hidden states, "
+            f"from the embeddings, the head reads {listed(ids)}"
+        )
+        return tuple(ids)
+
+    def _own_embeddings(self, hidden_size: int, target_hidden_size: int) -> bool:
+        if self.version == 1 and target_hidden_size != hidden_size:
+            raise CheckpointError(f"target_hidden_size: got {target_hidden_size}, EAGLE-1 needs {hidden_size}")
+        there = "embed_tokens.weight" in self.names
+        if not there and target_hidden_size != hidden_size:
+            raise CheckpointError("embed_tokens.weight: is missing, and the target's embeddings have another width")
+        return there
+
+    def _draft_vocab_size(self, vocab_size: int) -> int:
+        if self.version == 1:
+            return vocab_size
+        size = self.fields.size("draft_vocab_size", vocab_size)
+        if size > vocab_size:
+            raise CheckpointError(f"draft_vocab_size: got {size}, more than the target's {vocab_size}")
+        return size
+
+    def _rope(self, fields: Fields) -> dict[str, Any]:
+        """Read the draft's own rotary parameters; never the target's, which drafts were not trained with."""
+        stated = fields.part("rope_parameters")
+        stated = stated if stated.raw else fields.part("rope_scaling")
+        if any(isinstance(value, dict) for value in stated.raw.values()):
+            raise CheckpointError(f"rope_parameters: one set is needed, got those of {', '.join(stated.raw)}")
+        kind = stated.text("rope_type", stated.text("type", "default"))
+        if kind not in _ROPE_REQUIRED:
+            raise CheckpointError(f"rope_type: got {shown(kind)}, accepted {', '.join(_ROPE_REQUIRED)}")
+        if any(part.number("partial_rotary_factor", 1.0, least=0, most=1) != 1.0 for part in (fields, stated)):
+            raise CheckpointError("partial_rotary_factor: only whole heads are rotated")
+        theta = {"least": 1.0, "most": 1e15}
+        holder = stated if "rope_theta" in stated else fields
+        if "rope_theta" not in holder:
+            self.notes.append(f"no rope_theta: {DEFAULT_THETA}, with which the EAGLE repository trains")
+        rope = {"rope_type": kind, **_rope_numbers(stated, kind)}
+        return rope | {"rope_theta": holder.number("rope_theta", DEFAULT_THETA, **theta)}
+
+    # ---- what written configs of all layouts share
+
+    @classmethod
+    def refuse(cls, **variants: bool) -> None:
+        """Raise CheckpointError for the first variant that a head has and the layout has no field for."""
+        for name, there in variants.items():
+            if there:
+                raise CheckpointError(f"{name}: the {cls.family} layout has no word for it")
+
+    @staticmethod
+    def layer_config(config: EagleConfig) -> dict[str, Any]:
+        """Return the fields of the decoder layer."""
+        rope = dict(config.rope)
+        scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+        ours = {_TEMPERATURES: list(config.temperatures)} if config.temperatures else {}
+        return {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "rms_norm_eps": config.rms_norm_eps,
+            "hidden_act": config.hidden_act,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": scaling,
+            "max_position_embeddings": config.max_position_embeddings,
+            **ours,
+        }
+
+    @staticmethod
+    def fusion_config(config: EagleConfig) -> dict[str, bool]:
+        """Return the fields of EAGLE-3's fusion."""
+        return {
+            "fc_norm": config.fusion_norm == "each",
+            "norm_before_fc": config.fusion_norm == "whole",
+            "norm_before_residual": config.norm_before_residual,
+        }
+
+    @staticmethod
+    def unread_by_vllm(config: EagleConfig) -> dict[str, bool]:
+        """Return each problem that vLLM 0.32 has with some EAGLE-3 heads, and whether it has it with this one."""
+        partly = config.qkv_bias != config.o_bias
+        return {
+            "vLLM knows no head whose logits are read before the final norm": not config.norm_logits,
+            "vLLM drops biases that only some of the attention's projections have": partly,
+            f"vLLM runs no hidden_act but silu, this head has {config.hidden_act}": config.hidden_act != "silu",
+        }
+
+
+# ---- finding layouts
+
+
+def names() -> list[str]:
+    """Return the names of all layouts, sorted: those of the folder's files."""
+    return registry.names(sys.modules[__name__])
+
+
+def named(name: str) -> type[Layout]:
+    """Return the layout of this name; InputError lists the known ones."""
+    return registry.find(sys.modules[__name__], Layout, name, "producer")  # type: ignore[type-abstract]
+
+
+def is_head(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config is that of a draft head and of nothing else. EAGLE-1's in the EAGLE layout is not."""
+    return "draft_vocab_size" in raw or any(named(name).recognises(raw) for name in names())
+
+
+def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
+    """Return the layout of a config: of those that recognise it, the variant of the others.
+
+    CheckpointError where two recognise it and neither is a variant of the other.
+    """
+    known = [named(name) for name in names()]
+    matching = [layout for layout in known if layout.recognises(raw)] or [named(FALLBACK)]
+    matching = [one for one in matching if not any(other is not one and issubclass(other, one) for other in matching)]
+    if len(matching) > 1:
+        raise CheckpointError(f"its fields are those of {' and of '.join(one.name() for one in matching)}")
+    return matching[0]
+
+
+def writers() -> dict[str, type[Layout]]:
+    """Return the layouts that can be written, by family."""
+    return {layout.family: layout for layout in map(named, names()) if "written" in vars(layout)}
+
+
+# ---- reading fields
+
+
+class Fields:
+    """Read the fields of one JSON object. A missing field, or null, is the default; without one it is refused.
+
+    Methods raise CheckpointError, which names the field and what it accepts.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+
+    def __contains__(self, name: str) -> bool:
+        return self.raw.get(name) is not None
+
+    def size(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """Read a whole number, 1 to `most`."""
+        value = self._value(name, default)
+        if type(value) is not int or not 1 <= value <= most:
+            raise refused(name, value, f"a whole number, 1 to {most}")
+        return value
+
+    def number(self, name: str, default: float | None = None, *, least: float, most: float) -> float:
+        """Read a number, `least` to `most`."""
+        value = self._value(name, default)
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise refused(name, value, f"a number, {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise refused(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise refused(name, value, "text")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """Read a list of text; empty by default."""
+        value = self._value(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise refused(name, value, "a list of text")
+        return value
+
+    def ids(self, name: str = LAYER_IDS) -> list[int]:
+        """Read a list of layer ids; empty by default."""
+        value = self._value(name, [])
+        fits = isinstance(value, list) and len(value) <= MAX_FEATURES
+        if not fits or not all(type(item) is int and abs(item) <= MAX_SIZE for item in value):
+            raise refused(name, value, f"a list of at most {MAX_FEATURES} whole numbers")
+        return value
+
+    def numbers(self, name: str, *, count: int, least: float, most: float) -> list[float]:
+        """Read a list of up to `count` numbers, `least` to `most` each; empty by default."""
+        value = self._value(name, [])
+        fits = isinstance(value, list) and len(value) <= count
+        if not fits or not all(type(item) in (int, float) and least <= item <= most for item in value):
+            raise refused(name, value, f"a list of at most {count} numbers, {least:g} to {most:g}")
+        return [float(item) for item in value]
+
+    def part(self, name: str) -> Fields:
+        """Read an object; empty by default."""
+        value = self._value(name, {})
+        if not isinstance(value, dict):
+            raise refused(name, value, "an object")
+        return Fields(value)
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        return default if value is None else value
+
+
+def refused(name: str, value: Any, accepted: str) -> CheckpointError:
+    """Return the error for a field of this value."""
+    return CheckpointError(f"{name}: got {shown(value)}, accepted {accepted}")
+
+
+def listed(ids: Iterable[int]) -> str:
+    return ", ".join(map(str, ids))
+
+
+def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a tensor's name with its beginning replaced, where the table has it."""
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
+    if "head_dim" not in fields and hidden_size % heads:
+        raise CheckpointError(f"head_dim: is missing, and hidden_size {hidden_size} is no multiple of {heads} heads")
+    size = fields.size("head_dim", hidden_size // heads)
+    if size % 2:
+        raise CheckpointError(f"head_dim: got {size}, an even size is needed, of which halves are rotated")
+    if heads * size > MAX_SIZE:
+        raise CheckpointError(f"num_attention_heads, head_dim: got {heads} and {size}, accepted up to {MAX_SIZE}")
+    return size
+
+
+def _rope_numbers(stated: Fields, kind: str) -> dict[str, Any]:
+    """Read the numbers of a rotary set beside its theta; CheckpointError for missing and for unknown ones."""
+    required, optional = _ROPE_REQUIRED[kind], _ROPE_OPTIONAL.get(kind, ())
+    known = (*_ROPE_IGNORED, *required, *optional)
+    unknown = [name for name in stated.raw if name not in known]
+    if unknown:
+        problem = f"unknown field {shown(unknown[0])} of type {kind}"
+        raise CheckpointError(f"rope_parameters: {problem}, known are {', '.join(known)}")
+    missing = [name for name in required if name not in stated]
+    if missing:
+        raise CheckpointError(f"rope_parameters: type {kind} needs {missing[0]}")
+    numbers = {name: _rope_number(stated, name) for name in (*required, *optional) if name in stated}
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise refused("low_freq_factor", numbers["low_freq_factor"], "less than high_freq_factor")
+    return numbers
+
+
+def _rope_number(stated: Fields, name: str) -> int | bool | float:
+    if name == _ORIGINAL:
+        return stated.size(name, most=MAX_POSITIONS)
+    if name == "truncate":
+        return stated.flag(name)
+    least, most = _ROPE_RANGES[name]
+    return stated.number(name, least=least, most=most)

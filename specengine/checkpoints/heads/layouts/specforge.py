@@ -1,0 +1,16 @@
+"""The layout of SpecForge and AngelSlim: that of the EAGLE repository, and fields of their own."""
+
+from __future__ import annotations
+
+from specengine.checkpoints.heads.layouts.eagle import Eagle
+
+
+class SpecForge(Eagle):
+    """EAGLE-3. An `eagle_config` counts layers by their outputs."""
+
+    marks = ("eagle_config",)
+    architectures = ("LlamaForCausalLMEagle3",)
+
+    def read_norm_output(self) -> bool:
+        """Read whether logits are read behind the final norm. Speculators means another thing by this field."""
+        return self.fields.flag("norm_output")

@@ -1,0 +1,98 @@
+"""The layout of speculators, which vLLM reads: the decoder layer's config is an object of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from specengine.checkpoints.heads.layouts import LAYER_IDS, Layout, Verifier, refused
+from specengine.errors import CheckpointError, shown
+
+if TYPE_CHECKING:
+    from specengine.models.eagle import EagleConfig
+
+MAX_TOKENS = 64  # of a chain
+VERSIONS: dict[str, Literal[1, 3]] = {"eagle": 1, "eagle3": 3}
+
+
+class Speculators(Layout):
+    """EAGLE-1 and EAGLE-3 with a layer of Llama or of Qwen3. A written config names the target."""
+
+    family = "speculators"
+    marks = ("speculators_model_type",)
+    names_target = True
+
+    @classmethod
+    def prefixes(cls, version: int) -> dict[str, str]:
+        return {"transformer.": "layers.0.", "fusion_fc.": "fc."} if version == 1 else {}
+
+    def read_version(self) -> Literal[1, 3]:
+        kind = self.fields.raw["speculators_model_type"]
+        if not isinstance(kind, str) or kind not in VERSIONS:
+            raise CheckpointError(f"speculators_model_type: got {shown(kind)}, known are {', '.join(VERSIONS)}")
+        return VERSIONS[kind]
+
+    def read(self) -> dict[str, Any]:
+        if "transformer_layer_config" not in self.fields:
+            raise CheckpointError("transformer_layer_config: is missing")
+        layer = self.fields.part("transformer_layer_config")
+        kind = layer.raw.get("model_type")
+        if kind not in ("llama", "qwen3"):
+            # Older releases take a missing type as llama, newer ones as qwen3, which has other tensors.
+            raise CheckpointError(f"transformer_layer_config.model_type: got {shown(kind)}, accepted llama or qwen3")
+        if "sliding_attention" in layer.texts("layer_types"):
+            raise CheckpointError("transformer_layer_config.layer_types: sliding-window drafts are not supported")
+        bias = layer.flag("attention_bias")
+        common = self.read_layer(layer) | {"qkv_bias": bias, "o_bias": bias, "qk_norm": kind == "qwen3"}
+        if self.version == 1:
+            if self.fields.flag("layernorms"):
+                raise CheckpointError("layernorms: this variant of EAGLE-1 is not supported")
+            return common | {"fc_bias": self.fields.flag("fusion_bias")}
+        ids = self.fields.ids()
+        return common | self.read_fusion(ids, ids) | {"norm_recurrent": self.fields.flag("norm_output")}
+
+    @classmethod
+    def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+        """As of Layout. Readers of this layout load the tensors that head and target share from the target's name."""
+        if not verifier.name:
+            raise refused("target", verifier.name, "the name of the model that the head was made for")
+        if type(verifier.tokens) is not int or not 1 <= verifier.tokens <= MAX_TOKENS:
+            raise refused("tokens", verifier.tokens, f"a whole number, 1 to {MAX_TOKENS}")
+        cls.refuse(norm_logits_false=not config.norm_logits)
+        if config.qkv_bias != config.o_bias:
+            raise CheckpointError("qkv_bias, o_bias: the speculators layout knows only both or none")
+        layer = cls.layer_config(config) | {"attention_bias": config.qkv_bias, "num_hidden_layers": 1}
+        layer["model_type"] = "qwen3" if config.qk_norm else "llama"
+        algorithm = next(name for name, version in VERSIONS.items() if version == config.version)
+        raw: dict[str, Any] = {"speculators_model_type": algorithm, "transformer_layer_config": layer, "dtype": dtype}
+        raw["speculators_config"] = {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": verifier.tokens}],
+            "verifier": {"architectures": list(verifier.architectures), "name_or_path": verifier.name},
+        }
+        if config.version == 1:
+            return raw | {"architectures": ["EagleSpeculator"], "fusion_bias": config.fc_bias, "layernorms": False}
+        cls.refuse(fc_bias=config.fc_bias)
+        layer["num_aux_hidden_states"] = config.num_features  # vLLM counts the layer ids of the official layout alone
+        same = config.target_hidden_size == config.hidden_size
+        return raw | {
+            "architectures": ["Eagle3Speculator"],
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": None if same else config.target_hidden_size,
+            "norm_output": config.norm_recurrent,
+            LAYER_IDS: None if config.layer_ids is None else list(config.layer_ids),
+            **cls.fusion_config(config),
+        }
+
+    @classmethod
+    def unread(cls, config: EagleConfig) -> list[str]:
+        """As of Layout; found in the sources of vLLM 0.32 and speculators 0.9."""
+        if config.version == 1:
+            return ["vLLM and speculators have no reader of EAGLE-1 in this layout any more"]
+        ids = config.layer_ids or ()
+        wide = config.target_hidden_size != config.hidden_size
+        lines = cls.unread_by_vllm(config) | {
+            "speculators loads no head whose hidden size is not the target's": wide,
+            "speculators loads no head that reads a hidden state twice": len(set(ids)) < len(ids),
+        }
+        return [line for line, there in lines.items() if there]

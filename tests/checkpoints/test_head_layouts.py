@@ -1,0 +1,103 @@
+"""The folder of layouts: which of them reads a config, and which are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specengine.checkpoints.eagle import load_head, save_head
+from specengine.checkpoints.heads import layouts
+from specengine.checkpoints.heads.layouts.eagle import Eagle
+from specengine.checkpoints.heads.layouts.specforge import SpecForge
+from specengine.checkpoints.heads.layouts.speculators import Speculators
+from specengine.errors import CheckpointError
+from specengine.models.eagle import DEFAULT_THETA, ROPE_TYPES
+from tests.checkpoints.layouts import FLAT, LAYER_IDS, READ, THIRD, official, write
+from tests.toy import head_config, random_state
+
+
+def test_each_file_is_a_layout() -> None:
+    assert layouts.names() == ["eagle", "specforge", "speculators"]
+    assert [layouts.named(name) for name in layouts.names()] == [Eagle, SpecForge, Speculators]
+    assert layouts.FALLBACK in layouts.names()
+
+
+@pytest.mark.parametrize(
+    ("raw", "layout", "head"),
+    [
+        ({}, Eagle, False),
+        ({"architectures": ["LlamaForCausalLM"]}, Eagle, False),
+        ({"architectures": 5}, Eagle, False),
+        (THIRD, Eagle, True),
+        ({"eagle_config": {}}, SpecForge, True),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, SpecForge, True),
+        ({"speculators_model_type": "eagle3", **THIRD}, Speculators, True),
+    ],
+)
+def test_a_config_is_read_by_the_layout_that_recognises_it(
+    raw: dict[str, Any], layout: type[layouts.Layout], head: bool
+) -> None:
+    assert layouts.layout_of(raw) is layout
+    assert layouts.is_head(raw) == head
+
+
+def test_a_config_of_two_layouts_is_refused(tmp_path: Path) -> None:
+    config = head_config(**READ)
+    raw = {**FLAT, **THIRD, "eagle_config": {LAYER_IDS: [1]}, "speculators_model_type": "eagle3"}
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: its fields are those of specforge and of speculators$"
+    ) as refused:
+        load_head(write(tmp_path, raw, official(config, random_state(config))))
+    assert str(tmp_path) in str(refused.value)
+
+
+class Variant(SpecForge):
+    """A dialect of a dialect."""
+
+
+class Stranger(layouts.Layout):
+    family = "strange"
+    marks = ("eagle_config", "strange")
+
+    def read_version(self) -> Any:
+        return 3
+
+    def read(self) -> dict[str, Any]:
+        return self.read_layer(self.fields) | self.read_fusion([], [])
+
+
+def known(monkeypatch: pytest.MonkeyPatch, **more: type[layouts.Layout]) -> None:
+    """Have these layouts in the folder as well."""
+    classes = {name: layouts.named(name) for name in layouts.names()} | more
+    monkeypatch.setattr(layouts, "names", lambda: sorted(classes))
+    monkeypatch.setattr(layouts, "named", classes.__getitem__)
+
+
+def test_the_variant_of_the_layouts_that_recognise_a_config_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    known(monkeypatch, variant=Variant)
+    assert layouts.layout_of({"eagle_config": {}}) is Variant
+
+
+def test_unrelated_layouts_are_not_chosen_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    known(monkeypatch, stranger=Stranger)
+    with pytest.raises(CheckpointError, match="its fields are those of specforge and of test_head_layouts"):
+        layouts.layout_of({"eagle_config": {}})
+    assert layouts.layout_of({"strange": 1}) is Stranger
+
+
+def test_a_layout_without_a_writer_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known(monkeypatch, stranger=Stranger)
+    config = head_config(**READ)
+    state = random_state(config)
+    assert load_head(write(tmp_path, {**FLAT, **THIRD, "strange": 1}, state)).config == config
+    with pytest.raises(CheckpointError, match="layout: got 'strange', accepted official, speculators"):
+        save_head(config, state, tmp_path / "other", "strange")
+    with pytest.raises(CheckpointError, match="layout: strange is read, not written"):
+        Stranger.written(config, "float32", layouts.Verifier())
+
+
+def test_layouts_know_the_rotary_sets_of_the_head() -> None:
+    """They do not import the network, so these stand twice."""
+    assert (layouts.DEFAULT_THETA, tuple(layouts._ROPE_REQUIRED)) == (DEFAULT_THETA, ROPE_TYPES)
