@@ -9,14 +9,14 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from specengine import checkpoints as models
 from specengine import drafters, policies
-from specengine.checkpoints.adapters import model_in
+from specengine.checkpoints import embedded
+from specengine.checkpoints.checks import model_in
 from specengine.checkpoints.pretrained import LoadedModel, given_tokenizer, is_gguf, load_model
 from specengine.drafters import Drafter, Maker
 from specengine.drafters.lookup import Lookup
@@ -27,8 +27,10 @@ from specengine.models import Target
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget
 from specengine.models.tensor_parallel import lead_or_follow, require_launched
-from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
+
+if TYPE_CHECKING:
+    from specengine.options import LoadOptions
 
 PLAIN = ("plain", "none")
 P = ParamSpec("P")
@@ -37,10 +39,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of.
+    """The parts of an engine.
 
-    models  those that run it, of target and draft
-    notes   what a user should know about how they fit
+    models  those of target and draft
+    notes   lines for the user on how the parts fit
     """
 
     target: HuggingFaceTarget | NativeTarget
@@ -53,7 +55,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an engine's parts are loaded from, and loaded again where a model that was given has become another."""
+    """The names or models that an engine's parts are loaded from, to load them again if a model has changed."""
 
     model: str | PreTrainedModel | None
     draft: str | PreTrainedModel | Drafter | None
@@ -65,12 +67,12 @@ class Recipe:
 
     @property
     def again(self) -> bool:
-        """Whether these parts can be loaded again: a Drafter was made for the model as it was."""
+        """Return whether these parts can be loaded again: a Drafter was made for the model as it was."""
         return not isinstance(self.draft, Drafter)
 
 
 def _as_if_alone(run: Callable[P, T]) -> Callable[P, T]:
-    """Have a function make its tensors on the CPU and compute in the models' own dtypes, whatever the caller set."""
+    """Return the function with tensors made on the CPU and the models' own dtypes, whatever the caller set."""
 
     @functools.wraps(run)
     def alone(*arguments: P.args, **options: P.kwargs) -> T:
@@ -88,10 +90,8 @@ def load(
     policy: str | TreePolicy | None,
     options: LoadOptions,
 ) -> Parts:
-    """The parts for these names; cheap checks come before any weights are read."""
-    model, draft = model_in("model", model), model_in("draft", draft)
-    for field, name in (("model", model), ("draft", draft)):
-        _require_name(field, name)
+    """Return the parts for these names; cheap checks come before any weights are read."""
+    model, draft = _checked("model", model), _checked("draft", draft)
     _check_names(draft, policy, options)
     if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
         raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
@@ -103,49 +103,51 @@ def load(
     if drafts:
         check_draft(draft, options)
     loaded = load_model(model, options, given_tokenizer(options))
-    taken = dataclasses.replace(options, graphs=_captures(loaded, options))
+    resolved = dataclasses.replace(options, graphs=_captures(loaded, options))
     try:
-        target, drafter = _pair(loaded, draft, drafts, taken)
+        target, drafter = _pair(loaded, draft, drafts, resolved)
     except (InputError, UnsupportedModelError) as error:
-        if options.graphs is not None or not taken.graphs:
+        if options.graphs is not None or not resolved.graphs:
             raise
-        taken = dataclasses.replace(options, graphs=False)
-        target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, drafts, taken)
+        resolved = dataclasses.replace(options, graphs=False)
+        target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, drafts, resolved)
     models = target.lm, *((drafter.lm,) if isinstance(drafter, SmallModel) else ())
-    drafter = _mixed(draft, drafter, target, taken)
+    drafter = _mixed(draft, drafter, target, resolved)
     notes = _notes(target, draft, drafter)
     return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models, notes)
 
 
 @_as_if_alone
 def draft_for(target: Target, tokenizer: Any, draft: str, options: LoadOptions) -> Drafter:
-    """One more draft for a target that is loaded, as `load` would give it; raises what `load` raises."""
-    taken = dataclasses.replace(options, graphs=target.captured)
-    return cast(Drafter, _mixed(draft, _maker(draft, taken)(target, tokenizer), target, taken))
+    """Return one more draft for a target that is loaded, as `load` would; raises the same errors."""
+    resolved = dataclasses.replace(options, graphs=target.captured)
+    return cast(Drafter, _mixed(draft, _maker(draft, resolved)(target, tokenizer), target, resolved))
 
 
 def check_draft(draft: Any, options: LoadOptions) -> None:
-    """Raise what loading this draft would raise as far as that shows before any weights are read."""
+    """Raise the errors of loading this draft that show before any weights are read."""
     _maker(draft, options)
 
 
 def _mixed(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> Drafter | None:
-    """With lookup, where that is wanted."""
+    """Return the drafter with lookup, where that is wanted."""
     if not _looks_up(draft, drafter, target, options):
         return drafter
     return Lookup(cast(Drafter, drafter), None if isinstance(drafter, Recycling) else Recycling())
 
 
 def _captures(loaded: LoadedModel, options: LoadOptions) -> bool:
-    """Whether graphs are tried: unasked on a CUDA device."""
-    unasked = options.tp_plan is None and not isinstance(loaded.model, NativeLM) and loaded.model.device.type == "cuda"
-    return unasked if options.graphs is None else options.graphs
+    """Return whether graphs are tried: by default on a CUDA device."""
+    by_default = (
+        options.tp_plan is None and not isinstance(loaded.model, NativeLM) and loaded.model.device.type == "cuda"
+    )
+    return by_default if options.graphs is None else options.graphs
 
 
 def _pair(
     loaded: LoadedModel, draft: Any, drafts: bool, options: LoadOptions
 ) -> tuple[HuggingFaceTarget | NativeTarget, Drafter | None]:
-    """Target and draft, both for graphs or neither."""
+    """Return target and draft, both for graphs or neither."""
     target = _target(loaded, options)
     alone = dataclasses.replace(options, tp_plan=None)
     return target, _maker(draft, alone)(target, loaded.tokenizer) if drafts else None
@@ -167,16 +169,21 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
     )
 
 
-def _require_name(field: str, name: Any) -> None:
-    """Raise InputError for a string that can be no path and no id: no Unicode, or longer than names are."""
+def _checked(field: str, name: Any) -> Any:
+    """Return the name, or the model without the wrappers of PEFT.
+
+    InputError for a string that is no path and no id, as it is no Unicode or too long.
+    """
+    if not isinstance(name, str):
+        return name if name is None else model_in(field, name)
     try:
-        if isinstance(name, str):
-            os.lstat(name)
+        os.lstat(name)
     except ValueError as error:
         raise InputError(f"{field}: got {shown(name)}, accepted a name or a path ({error})") from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise InputError(f"{field}: got {shown(name)}, accepted a name or a path (it is too long)") from error
+    return name
 
 
 def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
@@ -196,7 +203,7 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
 
 
 def _maker(draft: Any, options: LoadOptions) -> Maker:
-    """What gives the draft once the target is there."""
+    """Return the function that makes the draft once the target is there."""
     if isinstance(draft, Drafter):
         return lambda target, tokenizer: draft
     if draft is None:
@@ -205,21 +212,21 @@ def _maker(draft: Any, options: LoadOptions) -> Maker:
 
 
 def _default(target: str) -> str:
-    """The draft for a target of this name: the head that ships for it, else what it says itself, recycled."""
-    folder = models.embedded.draft_head(target) if target else None
+    """Return the draft for a target of this name: the head that ships for it, else its own tokens, recycled."""
+    folder = embedded.draft_head(target) if target else None
     return "recycling" if folder is None else str(folder)
 
 
 def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> list[str]:
-    """Return what a user may not expect of this draft: that a better one is at hand, or that it costs too much."""
+    """Return notes for the user: a better draft is at hand, or this one costs too much."""
     if draft is None and drafter is not None and _default(target.name) == "recycling" and _takes_shipped_head(target):
         return [
-            f"draft: the head that ships for {models.embedded.NAME} fits this model; if it is a fine-tune of that, "
-            f"try draft={models.embedded.HEAD!r} and compare"
+            f"draft: the head that ships for {embedded.NAME} fits this model; if it is a fine-tune of that, "
+            f"try draft={embedded.HEAD!r} and compare"
         ]
     model = drafter.inner if isinstance(drafter, Lookup) else drafter
     if isinstance(model, SmallModel) and _size(model.lm) >= _size(target.lm):
-        shipped = f"; the head that ships is draft={models.embedded.HEAD!r}" if draft == models.embedded.NAME else ""
+        shipped = f"; the head that ships is draft={embedded.HEAD!r}" if draft == embedded.NAME else ""
         return [
             f"draft: {model.name} is a whole model of no fewer weights than the target, so a draft pass costs as much "
             f"as plain decoding{shipped}"
@@ -228,7 +235,7 @@ def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafte
 
 
 def _takes_shipped_head(target: HuggingFaceTarget | NativeTarget) -> bool:
-    folder = models.embedded.draft_head(models.embedded.NAME)
+    folder = embedded.draft_head(embedded.NAME)
     if folder is None:
         return False
     head = json.loads((folder / "config.json").read_text(encoding="utf-8"))

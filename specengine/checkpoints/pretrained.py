@@ -16,10 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 
 from specengine import checkpoints as models
 from specengine.checkpoints import gguf
-from specengine.checkpoints.adapters import Adapter, adapter_of
-from specengine.checkpoints.configs import config_of, refuse_other_shapes
+from specengine.checkpoints.checks import (
+    Adapter,
+    adapter_of,
+    config_of,
+    looks_like_path,
+    refuse_other_shapes,
+    why_absent,
+)
 from specengine.checkpoints.embedded import Progress
-from specengine.checkpoints.hub import looks_like_path, why_absent
 from specengine.checkpoints.sources import FolderSource, GGUFSource, generation_config_of, no_loading_bars, stored_dtype
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
 from specengine.models import native
@@ -82,7 +87,7 @@ def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> st
 
 def _native(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any) -> tuple[NativeLM, Any]:
     if isinstance(model, PreTrainedModel):
-        name = model.config._name_or_path
+        name = model.config.name_or_path
         lm = native.from_model(model, quantize=options.quantize)
         return lm, tokenizer or (_tokenizer(name, options) if name else None)
     opened = open_native(model, dtype=options.dtype, offline=options.offline, progress=options.progress)
@@ -93,7 +98,7 @@ def _huggingface(
     model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any, adapter: Adapter | None = None
 ) -> tuple[PreTrainedModel, Any]:
     if isinstance(model, PreTrainedModel):
-        name = model.config._name_or_path
+        name = model.config.name_or_path
         return model, tokenizer or (_tokenizer(name, options) if name else None)
     if model is not None and is_gguf(model):
         opened = open_gguf(model, options.dtype)
@@ -262,7 +267,7 @@ def open_native(
 def _opened_gguf(path: Path, dtype: Any, name: str) -> Opened:
     file = gguf.read(path, gguf.architecture_of)
     config = gguf.config(file)
-    config._name_or_path = name
+    config.name_or_path = name
     chosen = torch.bfloat16 if dtype == "auto" else dtype
     return Opened(GGUFSource(file, config, chosen, name=name), lambda: gguf.tokenizer(file))
 

@@ -124,7 +124,7 @@ class GGUFSource(Source):
         model.load_state_dict(state, strict=False, assign=True)  # a tied head has no tensor of its own
         model.tie_weights()
         model.generation_config = self.generation_config
-        model.config._name_or_path = self.name
+        model.config.name_or_path = self.name
         return with_buffers(model).eval()
 
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from specengine import checkpoints as models
 from specengine import registry
-from specengine.checkpoints.configs import config_of
+from specengine.checkpoints.checks import config_of, why_absent
 from specengine.checkpoints.eagle import Checkpoint, HeadOptions, Verifier, head_folder, load_head, save_head, writer
-from specengine.checkpoints.hub import why_absent
 from specengine.cli.terminal import say
 from specengine.errors import InputError
 from specengine.models.eagle import EagleConfig, require_shape

@@ -17,7 +17,6 @@ import torch
 import specengine
 from specengine import checkpoints as models
 from specengine import drafters, ops, policies, registry
-from specengine.checkpoints import store
 from specengine.checkpoints.agreement import Convention, one_step_agreement
 from specengine.checkpoints.eagle import HeadOptions, head_folder, listed, load_head
 from specengine.cli import given
@@ -93,7 +92,7 @@ def _cache() -> dict[str, str]:
     folder = root / "models" / models.embedded.NAME
     state = "not there yet, it is fetched at first use"
     if folder.exists():
-        damage = store.folder_damage(folder)
+        damage = models.embedded.folder_damage(folder)
         state = f"damaged: {damage}" if damage else "ready"
     return {"folder": str(root), models.embedded.NAME: state}
 

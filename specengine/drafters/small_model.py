@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specengine import registry
 from specengine.checkpoints import embedded
-from specengine.checkpoints.hub import why_absent
+from specengine.checkpoints.checks import why_absent
 from specengine.checkpoints.pretrained import load_model
 from specengine.drafters import NO_HINTS, About, Given, Hints, Maker, RowDraft
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError, did_you_mean

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from specengine import Engine
-from specengine.checkpoints import adapters
+from specengine.checkpoints import checks
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError
 from tests.toy import byte_tokenizer, tiny
 
@@ -154,7 +154,7 @@ def written(folder: Path, **fields: Any) -> Path:
 def test_without_peft_an_adapter_is_refused_by_name(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "is_peft_available", lambda: False)
+    monkeypatch.setattr(checks, "is_peft_available", lambda: False)
     written(tmp_path, base_model_name_or_path=str(base))
     shutil.copytree(base, tmp_path / "both")
     for folder in (tmp_path, written(tmp_path / "both")):
@@ -185,14 +185,14 @@ def test_a_damaged_adapter_config_is_refused_by_name(base: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["/nowhere/base", "nobody/no-such-model"])
 def test_an_adapter_of_a_model_that_is_not_there(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "_require_applicable", lambda *_: None)
+    monkeypatch.setattr(checks, "_require_applicable", lambda *_: None)
     written(tmp_path, base_model_name_or_path=name)
     with pytest.raises(UnsupportedModelError, match=f"for '{name}' .*there is no such.*correct that field, or merge"):
         Engine.from_pretrained(tmp_path, offline=True)
 
 
 def test_an_adapter_upon_an_adapter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "_require_applicable", lambda *_: None)
+    monkeypatch.setattr(checks, "_require_applicable", lambda *_: None)
     (tmp_path / "first").mkdir()
     first = written(tmp_path / "first", base_model_name_or_path="x/y")
     with pytest.raises(UnsupportedModelError, match="it is an adapter itself"):

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from specengine import checkpoints as models
-from specengine.checkpoints import embedded, store
+from specengine.checkpoints import embedded
 from specengine.errors import CacheFolderError, CorruptCacheError, ModelFetchError
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 40
 
 
-def pinned(name: str, content: bytes) -> store.PinnedFile:
-    return store.PinnedFile(name, len(content), hashlib.sha256(content).hexdigest())
+def pinned(name: str, content: bytes) -> embedded.PinnedFile:
+    return embedded.PinnedFile(name, len(content), hashlib.sha256(content).hexdigest())
 
 
 class Workshop:
@@ -64,7 +64,7 @@ class Workshop:
 
     def assert_complete(self, model: Path) -> None:
         assert (model / "model.safetensors").read_bytes() == WEIGHTS[::-1]
-        assert store.folder_damage(model) is None
+        assert embedded.folder_damage(model) is None
         assert self.leftovers() == []
 
     def leftovers(self) -> list[str]:
@@ -115,7 +115,7 @@ def test_progress_goes_to_stderr_by_default(workshop: Workshop, capsys: pytest.C
 
 
 def test_manifest_tells_where_the_files_came_from(workshop: Workshop) -> None:
-    manifest = json.loads((workshop.path() / store.MANIFEST).read_text())
+    manifest = json.loads((workshop.path() / embedded.MANIFEST).read_text())
     assert manifest["source_sha256"] == embedded.GGUF.sha256
     assert manifest["files"]["config.json"]["sha256"] == hashlib.sha256(b"{}").hexdigest()
     assert set(manifest["files"]) == {"model.safetensors", "config.json"}
@@ -142,7 +142,7 @@ def test_resolve_and_cache_dir(workshop: Workshop, monkeypatch: pytest.MonkeyPat
 
 def test_what_an_earlier_version_converted_is_renewed_where_that_needs_no_network(workshop: Workshop) -> None:
     model = workshop.path()
-    manifest = model / store.MANIFEST
+    manifest = model / embedded.MANIFEST
     old = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "revision"}
     manifest.write_text(json.dumps(old))
     assert workshop.path(offline=True) == model
@@ -320,11 +320,11 @@ def test_other_failures_pass_unchanged(workshop: Workshop) -> None:
 
 
 def remove_manifest(model: Path) -> None:
-    (model / store.MANIFEST).unlink()
+    (model / embedded.MANIFEST).unlink()
 
 
 def garble_manifest(model: Path) -> None:
-    (model / store.MANIFEST).write_text('{"files": {"config.json": 1}}')
+    (model / embedded.MANIFEST).write_text('{"files": {"config.json": 1}}')
 
 
 def truncate_weights(model: Path) -> None:
@@ -343,7 +343,7 @@ def remove_config(model: Path) -> None:
 
 
 def nest_manifest(model: Path) -> None:
-    (model / store.MANIFEST).write_text("[" * 100_000 + "]" * 100_000)
+    (model / embedded.MANIFEST).write_text("[" * 100_000 + "]" * 100_000)
 
 
 DAMAGES = [remove_manifest, garble_manifest, nest_manifest, truncate_weights, flip_one_bit, remove_config]

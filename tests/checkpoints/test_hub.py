@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specengine.checkpoints import hub
+from specengine.checkpoints import checks
 from specengine.engine import Engine
 from specengine.errors import InputError
 from tests.toy import byte_tokenizer, tiny
@@ -29,8 +29,8 @@ class Hub:
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> Hub:
     found = Hub(ConnectionError("Name or service not known\nand more"))
-    monkeypatch.setattr(hub, "file_exists", found.file_exists)
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda name, file: None)
+    monkeypatch.setattr(checks, "file_exists", found.file_exists)
+    monkeypatch.setattr(checks, "try_to_load_from_cache", lambda name, file: None)
     return found
 
 
@@ -38,29 +38,29 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Hub:
     "name", ["./hd", "../hd", "~/hd", "/no/hd", "a/b/hd", "hd/", "hd.gguf", "hd.safetensors", "a\\hd"]
 )
 def test_what_looks_like_a_path_is_looked_up_on_the_disk_alone(name: str, away: Hub) -> None:
-    assert hub.why_absent(name) == "there is no such file or folder"
+    assert checks.why_absent(name) == "there is no such file or folder"
     assert away.asked == 0
 
 
 @pytest.mark.parametrize("name", ["hd", "owner/hd"])
 def test_a_name_is_asked_for_once(name: str, away: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    why = hub.why_absent(name)
+    why = checks.why_absent(name)
     assert why == "there is no such folder, and the Hub does not answer (Name or service not known)"
     assert away.asked == 1
-    assert "cache does not hold it" in str(hub.why_absent(name, offline=True))
+    assert "cache does not hold it" in str(checks.why_absent(name, offline=True))
     assert away.asked == 1
     away.answer = False
-    assert "no such model on the Hub" in str(hub.why_absent(name))
+    assert "no such model on the Hub" in str(checks.why_absent(name))
     away.answer = True
-    assert hub.why_absent(name) is None
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda name, file: "/somewhere/config.json")
+    assert checks.why_absent(name) is None
+    monkeypatch.setattr(checks, "try_to_load_from_cache", lambda name, file: "/somewhere/config.json")
     away.asked = 0
-    assert hub.why_absent(name) is None
+    assert checks.why_absent(name) is None
     assert away.asked == 0
 
 
 def test_what_is_on_the_disk_is_there(tmp_path: Path, away: Hub) -> None:
-    assert hub.why_absent(str(tmp_path)) is None
+    assert checks.why_absent(str(tmp_path)) is None
     assert away.asked == 0
 
 

@@ -1,0 +1,277 @@
+"""Checks of a model's name before any weights are read: that it is there, its config.json, and its adapter."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import constants, file_exists, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import CONFIG_NAME, is_peft_available
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
+
+from specengine.errors import CheckpointError, UnsupportedModelError, shown
+from specengine.files import read_object, safetensors_files
+from specengine.models.configs import NO_MEMORY, empty_model, unsupported
+
+CONFIGS = ("config.json", "adapter_config.json")  # of a model, and of an adapter alone
+WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
+# So that no config asks for all memory or for hours; a list is one number per layer.
+MAX_SIZES = {
+    "num_hidden_layers": 1 << 10,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "vocab_size": 1 << 24,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 16,
+    "max_position_embeddings": 1 << 30,
+}
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+MAX_THETA = 1e15
+_ORIGINAL = "original_max_position_embeddings"
+_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
+_BASE = "base_model_name_or_path"
+_REMEDY = "merge it into its model (merge_and_unload() of peft's AutoPeftModelForCausalLM), save that and load it"
+_PROMPTS = "which adds more than layers to its model and cannot be applied; accepted are LORA and other kinds of layers"
+# Kinds whose forward is more than their layers: PeftModel computes it, transformers does not.
+_ROUTED = ("POLY", "XLORA")
+
+
+def why_absent(name: str, *, offline: bool = False) -> str | None:
+    """Return why neither the disk nor the Hub has a model `name`; None where one of them has.
+
+    A name that looks like a path is looked up on the disk alone.
+    """
+    if Path(name).exists():
+        return None
+    if looks_like_path(name):
+        return "there is no such file or folder"
+    if ":" in name:
+        return "names with a colon are those of other programs; give the model's id on the Hub, or a GGUF file's path"
+    try:
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in CONFIGS):
+            return None
+        if offline or constants.HF_HUB_OFFLINE:
+            return "there is no such folder, and the Hub's cache does not hold it"
+        there = any(file_exists(name, file) for file in CONFIGS)
+        return None if there else "there is no such folder, and no such model on the Hub"
+    except Exception as error:  # the Hub's own, of many kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"there is no such folder, and the Hub does not answer ({reason})"
+
+
+def looks_like_path(name: str) -> bool:
+    """Return whether this cannot be meant as a name on the Hub, which is `model` or `owner/model`."""
+    is_path = name.startswith((".", "~")) or Path(name).is_absolute() or "\\" in name or name.endswith(("/", os.sep))
+    return is_path or name.count("/") > 1 or name.lower().endswith(WEIGHTS)
+
+
+# ---- config.json
+
+
+def config_of(name: str | Path, **options: Any) -> PretrainedConfig:
+    """Return the config of a folder or Hub id; UnsupportedModelError where there is none or it is nonsense.
+
+    options: as AutoConfig.from_pretrained takes them.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
+    except NO_MEMORY:
+        raise
+    except Exception as error:  # a config class may raise anything over fields of another type
+        raise unsupported(name, error, "its config.json cannot be read") from error
+    refuse_nonsense(name, config)
+    return config
+
+
+def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError, which names the field, for sizes and numbers that no model has."""
+    decoder = config.get_text_config(decoder=True)
+    if not isinstance(decoder, PretrainedConfig):
+        raise _refused(name, "text_config", decoder, "an object")
+    for field, most in MAX_SIZES.items():
+        value = getattr(decoder, field, None)
+        for size in value if isinstance(value, list | tuple) else [value]:
+            if size is not None and (type(size) is not int or not 1 <= size <= most):
+                raise _refused(name, field, size, f"a whole number, 1 to {most}")
+    for field in EPSILONS:
+        value = getattr(decoder, field, None)
+        if value is not None and (type(value) not in (int, float) or not 0 < value <= 1):
+            raise _refused(name, field, value, "a number above 0, at most 1")
+    if not isinstance(config.dtype, torch.dtype | None):
+        raise _refused(name, "dtype", config.dtype, "the name of a torch.dtype")
+    window = getattr(decoder, "sliding_window", None)
+    if not isinstance(window, int | None):
+        raise _refused(name, "sliding_window", window, "a whole number")
+    _refuse_rotary_nonsense(name, getattr(decoder, "rope_parameters", None) or {})
+
+
+def _refuse_rotary_nonsense(name: str | Path, stated: dict[str, Any]) -> None:
+    for rope in (stated, *(value for value in stated.values() if isinstance(value, dict))):  # or one by layer type
+        theta = rope.get("rope_theta", 1)
+        if type(theta) not in (int, float) or not 1 <= theta <= MAX_THETA:
+            raise _refused(name, "rope_theta", theta, f"a number, 1 to {MAX_THETA:g}")
+        if not isinstance(original := rope.get(_ORIGINAL), int | float | None):
+            raise _refused(name, _ORIGINAL, original, "a whole number")
+
+
+def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
+    """Raise CheckpointError where a local folder's safetensors have other shapes than a model of this config.
+
+    Only headers are read, and no memory is taken for weights of sizes that no file has.
+    """
+    if getattr(config, "quantization_config", None) is not None or getattr(config, "auto_map", None) is not None:
+        return
+    model = empty_model(copy.deepcopy(config), torch.float32)  # which notes its dtype in the config
+    wanted = {key: list(weight.shape) for key, weight in model.named_parameters()}
+    differing = []
+    for file in safetensors_files(Path(name)):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                shapes = {key: opened.get_slice(key).get_shape() for key in opened.keys() if key in wanted}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"model {name!r}: its weights are damaged, fetch them again ({error})") from error
+        differing += [f"{key} {has}, not {wanted[key]}" for key, has in shapes.items() if has != wanted[key]]
+    if differing:
+        raise CheckpointError(
+            f"model {name!r}: its weights do not fit its config.json; of another shape: {', '.join(differing[:4])}"
+        )
+
+
+def _refused(name: str | Path, field: str, value: Any, accepted: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"model {str(name)!r}: config.json: {field}: got {shown(value)}, accepted {accepted}")
+
+
+# ---- adapters of PEFT: transformers applies them, or they are refused by name
+
+
+class Adapter(NamedTuple):
+    """An adapter on disk or on the Hub.
+
+    name  folder or Hub id that holds adapter_config.json
+    kind  as PEFT calls it: LORA, IA3, PROMPT_TUNING
+    base  folder or Hub id of the model that it changes; the adapter's own folder where that holds a config.json too
+    """
+
+    name: str
+    kind: str
+    base: str
+
+    @property
+    def reason(self) -> str:
+        """Return why the native forward does not run it."""
+        return f"it holds an adapter of kind {self.kind}, which transformers applies; for the native forward {_REMEDY}"
+
+    @property
+    def described(self) -> str:
+        """Return the adapter as an error names it."""
+        return f"model {self.name!r}: it holds an adapter of kind {self.kind} ({ADAPTER_CONFIG_NAME})"
+
+    def unfit(self, why: str) -> UnsupportedModelError:
+        """Return the error for an adapter that transformers cannot apply."""
+        return UnsupportedModelError(f"{self.described} that transformers cannot apply ({why}); {_REMEDY}")
+
+    @property
+    def tokenizer(self) -> str:
+        """Return where its tokenizer is: beside the adapter, as trainers save it, else with the model."""
+        beside = any((Path(self.name) / file).exists() for file in _TOKENIZERS)
+        return self.name if beside else self.base
+
+
+def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
+    """Return the adapter that transformers would apply for this folder or Hub id; None where there is none.
+
+    Raises CheckpointError for a damaged adapter_config.json, UnsupportedModelError for an adapter that cannot be
+    applied: without peft, of a kind that PeftModel alone computes, or upon a model that is not there.
+    """
+    if Path(name).exists() and not Path(name).is_dir():
+        return None
+    try:
+        file = find_adapter_config_file(name, local_files_only=offline)
+    except Exception:  # the Hub's own errors, of many kinds; whoever loads the model says why it cannot be had
+        return None
+    if file is None:
+        return None
+    try:
+        raw = read_object(Path(file))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"model {name!r}: {ADAPTER_CONFIG_NAME} is damaged ({error})") from error
+    adapter = Adapter(name, _kind(name, raw), _base(name, raw))
+    _require_applicable(adapter, Path(file).parent)
+    if adapter.base != name:
+        _require_base(adapter, offline)
+    return adapter
+
+
+def model_in(field: str, model: Any) -> Any:
+    """Return the transformers model with its adapters' layers that a PeftModel wraps; any other object as it is.
+
+    field: what the model was given as. Raises UnsupportedModelError for adapters that are more than layers, as prompts.
+    """
+    peft = sys.modules.get("peft")  # an object of peft's cannot be there without it
+    wrappers: Any = [getattr(peft, name, None) for name in ("PeftModel", "PeftMixedModel")]
+    if not any(isinstance(kind, type) and isinstance(model, kind) for kind in wrappers):
+        return model
+    for config in model.peft_config.values():
+        if _adds_more_than_layers(config) or getattr(config, "alora_invocation_tokens", None):
+            kind = _name_of(config.peft_type)
+            raise UnsupportedModelError(
+                f"{field}: its {type(model).__name__} has an adapter of kind {kind}, {_PROMPTS}"
+            )
+    return model.base_model.model
+
+
+def _kind(name: str, raw: dict[str, Any]) -> str:
+    kind = raw.get("peft_type")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"model {name!r}: {ADAPTER_CONFIG_NAME}: peft_type: got {shown(kind)}, accepted a name")
+    return kind[:40]
+
+
+def _base(name: str, raw: dict[str, Any]) -> str:
+    if (Path(name) / CONFIG_NAME).exists():
+        return name
+    base = raw.get(_BASE)
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(
+            f"model {name!r}: it is an adapter of kind {_kind(name, raw)} without a model; {_BASE} of its "
+            f"{ADAPTER_CONFIG_NAME}: got {shown(base)}, accepted the path or Hub id of the model that it changes"
+        )
+    return base
+
+
+def _require_applicable(adapter: Adapter, folder: Path) -> None:
+    if not is_peft_available():
+        raise UnsupportedModelError(f"{adapter.described}, for which peft is needed: pip install peft, or {_REMEDY}")
+    import peft
+
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # peft may raise anything over fields that it does not know
+        raise adapter.unfit(f"peft {peft.__version__} says {type(error).__name__}: {error}") from error
+    if _adds_more_than_layers(config):
+        raise UnsupportedModelError(f"{adapter.described}, {_PROMPTS}")
+
+
+def _adds_more_than_layers(config: Any) -> bool:
+    return bool(config.is_prompt_learning or config.is_adaption_prompt or _name_of(config.peft_type) in _ROUTED)
+
+
+def _name_of(kind: Any) -> str:
+    return str(getattr(kind, "value", kind))
+
+
+def _require_base(adapter: Adapter, offline: bool) -> None:
+    absent = why_absent(adapter.base, offline=offline)
+    if absent is None and (Path(adapter.base) / ADAPTER_CONFIG_NAME).exists():
+        absent = None if (Path(adapter.base) / CONFIG_NAME).exists() else "it is an adapter itself"
+    if absent is not None:
+        raise UnsupportedModelError(
+            f"{adapter.described} for {adapter.base!r:.300} ({_BASE}), and {absent}; correct that field, or {_REMEDY}"
+        )
