@@ -1,7 +1,7 @@
-"""How often an EAGLE head's first guess is the target's next token, for each way of counting the target's layers.
+"""How often a head's first guess is the target's next token, for each way of counting the target's layers.
 
-The same three hidden states have other numbers with other producers, and a head that reads the wrong ones drafts
-without an error, only worse. So it is measured.
+Producers number the same hidden states differently. A head that reads the wrong ones drafts without an error, only
+worse, so its agreement is measured.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Convention:
 
     @property
     def agreement(self) -> float:
-        """Share of hits, 0 to 1."""
+        """Return the share of hits, 0 to 1."""
         return float(self.hits.float().mean())
 
     def surely_better_than(self, other: Convention) -> bool:
-        """Whether the difference, row by row, is beyond chance."""
+        """Return whether the difference, row by row, is beyond chance."""
         differences = self.hits.float() - other.hits.float()
         error = float(differences.std()) / math.sqrt(len(differences))
         return float(differences.mean()) > CERTAIN * error
 
 
 def conventions(config: EagleConfig, layers: int) -> dict[str, tuple[int, ...]]:
-    """The hidden states that the head may have been made for, by name; first those that its config names."""
+    """Return the hidden states that the head may have been made for, by name; the config's come first."""
     as_read, usual = config.feature_ids(layers), default_layer_ids(layers)
     if config.version == 1:
         return {"as read": as_read}
@@ -52,19 +52,19 @@ def conventions(config: EagleConfig, layers: int) -> dict[str, tuple[int, ...]]:
         "EAGLE, + 1": tuple(i + 1 for i in usual),
         "EAGLE, - 1": tuple(i - 1 for i in usual),
     }
-    found: dict[str, tuple[int, ...]] = {}
+    distinct: dict[str, tuple[int, ...]] = {}
     for name, ids in candidates.items():
         possible = len(ids) == config.num_features and all(0 <= i < layers for i in ids)
-        if possible and ids not in found.values():
-            found[name] = ids
-    return found
+        if possible and ids not in distinct.values():
+            distinct[name] = ids
+    return distinct
 
 
 @torch.inference_mode()
 def one_step_agreement(head: EagleHead, target: CausalLM | NativeLM, texts: list[list[int]]) -> list[Convention]:
-    """Each convention's hits over all texts, in order of `conventions`.
+    """Return each convention's hits over all texts, in order of `conventions`.
 
-    texts: token ids, at least 3 each; those that the target wrote itself are what drafts are made for.
+    texts: token ids, at least 3 each; drafts are made for text that the target wrote.
     """
     by_name = conventions(head.config, target.layers)
     target.prepare_features(tuple({i for ids in by_name.values() for i in ids}))
@@ -74,7 +74,7 @@ def one_step_agreement(head: EagleHead, target: CausalLM | NativeLM, texts: list
 
 
 def _hits(head: EagleHead, target: CausalLM | NativeLM, text: list[int], candidates: list[tuple[int, ...]]) -> Tensor:
-    """bool [candidates, rows]: whether the head's best token after each token but the first is the target's."""
+    """Return whether the head's best token after each token but the first is the target's: bool [candidates, rows]."""
     device, count = target.device, len(text)
     tokens = torch.tensor(text, device=device, dtype=torch.int64)
     read = tuple(sorted({i for ids in candidates for i in ids}))
@@ -88,7 +88,7 @@ def _hits(head: EagleHead, target: CausalLM | NativeLM, text: list[int], candida
 
 
 def _guesses(head: EagleHead, target: CausalLM | NativeLM, features: Tensor, embeddings: Tensor) -> Tensor:
-    """The head's best token after each token but the first, int64 [rows]; features: one row more."""
+    """Return the head's best token after each token but the first, int64 [rows]; features: one row more."""
     hidden = head.fuse(features[:-1].to(head.dtype))
     positions = torch.arange(len(hidden), device=hidden.device, dtype=torch.int64)
     states = head(hidden[None], embeddings[None], positions[None], causal)[0]

@@ -1,6 +1,6 @@
 """The networks of EAGLE drafts: one decoder layer that predicts the target's hidden states, and so its tokens.
 
-Serving, training and measuring run these modules; they differ in the attention function that they hand in.
+Serving, training and measuring run these modules, each with its own attention function.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RotatingAttend(ABC):
-    """An Attend that takes queries and keys as they were projected and rotates them itself."""
+    """Attend to queries and keys as they were projected, and rotate them itself."""
 
     @abstractmethod
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
@@ -38,7 +38,7 @@ class RotatingAttend(ABC):
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the length
 DEFAULT_THETA = 10000.0
-MOST_APPENDED = 1024  # tokens that a fine-tune or padding adds; beyond, it is another model's vocabulary
+MAX_APPENDED = 1024  # tokens that a fine-tune or padding adds; beyond, it is another model's vocabulary
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class EagleConfig:
     fusion_norm          RMSNorm before EAGLE-3's fusion layer: of each hidden state, or of the whole of them
     norm_before_residual the residual is the normalised input instead of the input itself
     norm_logits          logits are read behind the final norm
-    norm_recurrent       what a node hands to its children is the state behind the final norm
-    temperatures         that logits are divided by when the head serves: those of a root's children, of their children,
-                         and so on, the last one from there on; none: as they are. They change what probabilities
-                         policies read, not which token ranks first
+    norm_recurrent       children read their parent's state behind the final norm
+    temperatures         divisors of the logits when the head serves, by depth from the root's children on; the last
+                         one also holds below, none changes nothing. They change the probabilities that policies read,
+                         not the order of tokens
 
     The two last differ by producer: `norm_output` of SpecForge is the former, that of speculators the latter.
     Sources: Li et al. 2024 (EAGLE, EAGLE-2), 2025 (EAGLE-3); their code and that of SpecForge and speculators.
@@ -95,30 +95,30 @@ class EagleConfig:
 
     @property
     def num_features(self) -> int:
-        """Hidden states of the target that are read."""
+        """Return how many hidden states of the target are read."""
         if self.version == 1:
             return 1
         return 3 if self.layer_ids is None else len(self.layer_ids)
 
     def feature_ids(self, layers: int) -> tuple[int, ...]:
-        """The hidden states read of a target with so many layers; EAGLE-1 reads the one behind the final norm."""
+        """Return the hidden states read of a target of `layers` layers; EAGLE-1 reads the one behind the final norm."""
         if self.version == 1:
             return (layers,)
         return default_layer_ids(layers) if self.layer_ids is None else self.layer_ids
 
 
 def default_layer_ids(layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's low, middle and high hidden state: what layers 2, L/2 and L - 3 (0-based) read."""
+    """Return EAGLE-3's low, middle and high hidden state: the inputs of layers 2, L/2 and L - 3 (0-based)."""
     return 2, layers // 2, layers - 3
 
 
 def make_head(config: EagleConfig) -> EagleHead:
-    """The network, with freshly initialised weights."""
+    """Return the network with freshly initialised weights."""
     return Eagle1Head(config) if config.version == 1 else Eagle3Head(config)
 
 
 def head_from(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> EagleHead:
-    """The network with these weights (see checkpoints.eagle), ready to serve."""
+    """Return the network with these weights (see checkpoints.eagle), ready to serve."""
     with torch.device("meta"):
         head = make_head(config)
     head.load_state_dict(dict(state), assign=True)
@@ -126,7 +126,7 @@ def head_from(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dty
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of a whole sequence: each row sees itself and the rows before it."""
+    """Attend over a whole sequence: each row sees itself and the rows before it."""
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
@@ -154,35 +154,35 @@ class EagleHead(nn.Module, ABC):
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features, [..., rows, features * target hidden size], as `hidden`."""
+        """Return `hidden` from the target's features, [..., rows, features * target hidden size]."""
 
     @abstractmethod
     def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Recurrent states [..., rows, hidden size] of rows.
+        """Return the recurrent states of rows, [..., rows, hidden size].
 
         hidden, embeddings: [..., rows, hidden size], of the row's feature and of its token; positions: int64
         [..., rows], those of the features.
         """
 
     def rotation(self, positions: Tensor, dtype: torch.dtype, attend: Attend) -> Rotation | None:
-        """How queries and keys are rotated before `attend` gets them; None where it does that."""
+        """Return the rotation of queries and keys before `attend`; None where it rotates them itself."""
         return None if isinstance(attend, RotatingAttend) else self.rope(positions, dtype)
 
     def readout(self, recurrent: Tensor) -> Tensor:
-        """What the vocabulary head reads of recurrent states."""
+        """Return the states that the vocabulary head reads, [..., rows, hidden size]."""
         return recurrent
 
     def vocabulary_head(self) -> nn.Linear | None:
-        """The draft's own, [draft vocabulary, hidden size]; None where the target's takes its place."""
+        """Return the draft's own head, [draft vocabulary, hidden size]; None where the target's takes its place."""
         return None
 
     def logits(self, recurrent: Tensor) -> Tensor | None:
-        """Logits [..., rows, draft vocabulary]; None where the target's head reads the `readout`."""
+        """Return logits [..., rows, draft vocabulary]; None where the target's head reads the `readout`."""
         layer = self.vocabulary_head()
         return None if layer is None else layer(self.readout(recurrent))
 
     def target_ids(self) -> Tensor | None:
-        """int64 [draft vocabulary]: the target's token of each column; None where they are the same."""
+        """Return the target's token of each column, int64 [draft vocabulary]; None where they are the same."""
         return None
 
 
@@ -220,15 +220,15 @@ class Eagle3Head(EagleHead):
         if config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # Offsets, not ids: column d stands for target token d + d2t[d].
-        part = config.draft_vocab_size < config.vocab_size
-        self.register_buffer("d2t", torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64) if part else None)
+        partial = config.draft_vocab_size < config.vocab_size
+        self.register_buffer("d2t", torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64) if partial else None)
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.fusion_norm == "whole":
             features = self.input_norm(features)
         elif self.config.fusion_norm == "each":
-            parts = features.chunk(self.config.num_features, dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            states = features.chunk(self.config.num_features, dim=-1)
+            features = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
         return self.fc(features)
 
     def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -258,13 +258,13 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, inputs: Tensor, residual: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        """inputs: [..., rows, width]; residual, and what is returned: [..., rows, hidden size]."""
+        """Return states [..., rows, hidden size]; inputs: [..., rows, width]; residual: [..., rows, hidden size]."""
         out = residual + self.self_attn(inputs, rotation, attend)
         return out + self.mlp(self.post_attention_layernorm(out))
 
 
 class Eagle3Layer(DecoderLayer):
-    """Attends over the normalised embedding and hidden state side by side."""
+    """Attend over the normalised embedding and hidden state side by side."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config, 2 * config.hidden_size)
@@ -331,7 +331,7 @@ class Rope:
         return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
 
     def tables(self, count: int, device: torch.device) -> Rotation:
-        """Cosines and sines of positions 0 to count, float32 [count, head size / 2] each."""
+        """Return cosines and sines of positions 0 to count, float32 [count, head size / 2] each."""
         angles = self._angles(torch.arange(count, device=device, dtype=torch.int64))
         return angles.cos() * self._scale, angles.sin() * self._scale
 
@@ -344,7 +344,7 @@ class Rope:
 
 
 def rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
-    """Radians per position, float32 [head size / 2], and the factor on cosines and sines."""
+    """Return radians per position, float32 [head size / 2], and the factor on cosines and sines."""
     if config.rope["rope_type"] == "default":
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
         return 1.0 / config.rope["rope_theta"] ** exponents, 1.0
@@ -373,19 +373,19 @@ def _norm(size: int, config: EagleConfig) -> nn.RMSNorm:
 
 
 def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Token embeddings as the head reads them, [..., hidden size], without a scale that the target may have."""
+    """Return token embeddings as the head reads them, [..., hidden size], without the target's scale."""
     return embedding(tokens, embedding_table(head, target)).to(head.dtype)
 
 
 def embed_for(head: EagleHead, target: CausalLM | NativeLM, tokens: Tensor) -> Tensor:
-    """As `embed`, for a target of whatever backend."""
+    """Return the same as `embed`, for a target of any backend."""
     if head.config.own_embeddings:
         return embedding(tokens, head.embed_tokens.weight)
     return target.embed(tokens).to(head.dtype)
 
 
 def embedding_table(head: EagleHead, target: PreTrainedModel) -> Tensor:
-    """[vocabulary, hidden size of the target]: the head's own, or the target's."""
+    """Return the head's own embeddings, or the target's: [vocabulary, hidden size of the target]."""
     table = head.embed_tokens if head.config.own_embeddings else target.get_input_embeddings()
     return table.weight
 
@@ -393,14 +393,14 @@ def embedding_table(head: EagleHead, target: PreTrainedModel) -> Tensor:
 def with_appended_tokens(
     config: EagleConfig, state: Mapping[str, Tensor], target: CausalLM | NativeLM
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """The head for a target whose vocabulary has grown behind the one that the head was made for; else as it is.
+    """Return the head for a target whose vocabulary has grown since the head was made; any other head as it is.
 
-    Its tokens keep their ids. It drafts those behind them only where the target's head reads its states, and reads them
-    by the target's embeddings.
+    Its tokens keep their ids. It reads the appended ones by the target's embeddings, and drafts them only where the
+    target's head reads its states.
     """
     known, size, added = config.vocab_size, target.vocab_size, dict(state)
     widened = config.own_embeddings and config.hidden_size != config.target_hidden_size
-    if widened or not known < size <= known + MOST_APPENDED:
+    if widened or not known < size <= known + MAX_APPENDED:
         return config, added
     if config.own_embeddings:
         table = added["embed_tokens.weight"]
@@ -422,12 +422,11 @@ def require_fit(config: EagleConfig, target: CausalLM | NativeLM) -> None:
 
 def require_shape(config: EagleConfig, *, hidden_size: int, vocab_size: int, layers: int) -> None:
     """Raise InputError unless the head was made for a target of these sizes."""
-    wanted = {"hidden size": config.target_hidden_size, "vocabulary": config.vocab_size}
-    given = {"hidden size": hidden_size, "vocabulary": vocab_size}
-    for name, value in wanted.items():
-        if value != given[name]:
+    sizes = {"hidden size": (config.target_hidden_size, hidden_size), "vocabulary": (config.vocab_size, vocab_size)}
+    for name, (expected, actual) in sizes.items():
+        if expected != actual:
             raise InputError(
-                f"draft: it was made for a target with {name} {value}, this one has {given[name]}; train one for this "
+                f"draft: it was made for a target with {name} {expected}, this one has {actual}; train one for this "
                 "target: specengine train draft FOLDER --target MODEL"
             )
     ids = config.feature_ids(layers)

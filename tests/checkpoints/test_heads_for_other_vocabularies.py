@@ -11,7 +11,7 @@ from specengine import Engine
 from specengine.checkpoints.agreement import one_step_agreement
 from specengine.checkpoints.eagle import load_head, save_head
 from specengine.errors import CheckpointError, InputError
-from specengine.models.eagle import MOST_APPENDED, head_from, with_appended_tokens
+from specengine.models.eagle import MAX_APPENDED, head_from, with_appended_tokens
 from specengine.models.huggingface import CausalLM
 from tests.heads import deep
 from tests.toy import CPU, VOCABULARY, head_config, random_state
@@ -106,7 +106,7 @@ def test_appended_tokens_change_nothing_for_the_others(version: Literal[1, 3]) -
     assert ids is None if version == 1 else ids.tolist() == list(range(VOCABULARY))
 
 
-@pytest.mark.parametrize("size", [VOCABULARY - 1, VOCABULARY + MOST_APPENDED + 1])
+@pytest.mark.parametrize("size", [VOCABULARY - 1, VOCABULARY + MAX_APPENDED + 1])
 def test_another_vocabulary_is_refused_with_what_to_do(tmp_path: Path, size: int) -> None:
     with pytest.raises(InputError, match=f"vocabulary 260, this one has {size}; train one for this target"):
         Engine.from_pretrained(deep(vocab_size=size), saved(tmp_path))
