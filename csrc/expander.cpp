@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "border.hpp"
+#include "copies_binding.hpp"
 #include "spec/best_first.hpp"
 #include "spec/candidates.hpp"
 #include "spec/classifier.hpp"
@@ -147,7 +148,7 @@ auto by_dtype(const Rows& rows, const Run& run) {
 
 PYBIND11_MODULE(_expander, module) {
   border::start();
-  module.attr("INTERFACE") = 11;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 12;  // specengine/ops/cpp.py asks for it: an extension may be left from other sources
   module.def("ancestor_words", [](handle parents, handle out) {
     const auto above = take_input<int64_t>(parents, "parents", {kAny});
     const int64_t nodes = above.size(0);
@@ -572,4 +573,5 @@ PYBIND11_MODULE(_expander, module) {
     py::gil_scoped_release release;
     spec::couple(given.floats(), rows, columns, given.stride(), tokens.at(), places.at(), key, by, coupled.at());
   });
+  copies_binding::add_to(module);
 }

@@ -16,5 +16,6 @@ int main() {
   spec_test::test_step_queues();
   spec_test::test_compact_rows();
   spec_test::test_worth();
+  spec_test::test_copies();
   return verdict();
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specengine.drafters import NO_HINTS, About, Drafter, Hints, Traits
-from specengine.drafters.lookup import Context, Suffixes, contexts_of, predicted, require_lengths
+from specengine.drafters.lookup import Suffixes, backend, contexts, require_lengths
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
@@ -21,11 +21,11 @@ from specengine.records import Cycle
 
 @dataclass
 class NGram(Drafter):
-    """A tree of the continuations of the longest suffixes that occurred before.
+    """Drafts trees of the continuations of the longest suffixes that occurred before.
 
     The longest suffix of `longest` to `shortest` tokens that occurred earlier decides: a continuation seen c times
     among n has probability c / (n + 1). The remaining 1 / (n + 1) goes to the next shorter suffix, in the same
-    way; what is left after the shortest belongs to tokens never seen here (escape method A of prediction by
+    way; the remainder after the shortest belongs to tokens that never occurred (escape method A of prediction by
     partial matching, Cleary and Witten 1984). Of suffixes of one length, that in a text that the caller expects the
     answer to be like decides before that in prompt and answer.
     """
@@ -41,7 +41,7 @@ class NGram(Drafter):
 
     def __post_init__(self) -> None:
         require_lengths("ngram", self.shortest, self.longest)
-        self._seen, self._predicted = (Suffixes(self.shortest, self.longest) for _ in range(2))
+        self._seen, self._predicted = (backend().Suffixes(self.shortest, self.longest) for _ in range(2))
 
     @property
     def traits(self) -> Traits:
@@ -49,11 +49,12 @@ class NGram(Drafter):
 
     def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
         self._seen.become(prompt)
-        self._predicted = predicted(self._seen, hints.expected)
+        self._predicted.restart([*self._seen.tail, hints.expected[0]] if hints.expected else [])
+        self._predicted.extend(hints.expected[1:])
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        before = contexts_of(self._seen.context(), tree, frontier.alive().tolist())
-        rows = [self._continuations(context) for context in before]
+        nodes, tokens, parents = frontier.alive().tolist(), tree.tokens.tolist(), tree.parents.tolist()
+        rows = [self._continuations(context) for context in contexts(self._seen.tail, tokens, parents, nodes)]
         columns = {token: column for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))}
         log_probs = torch.full((len(rows), max(1, len(columns))), float("-inf"), dtype=torch.float32, device="cpu")
         for index, row in enumerate(rows):
@@ -67,17 +68,17 @@ class NGram(Drafter):
         self._seen.extend([int(cycle.tree.tokens[0]), *cycle.tokens[:-1]])
 
     def reset(self) -> None:
-        self._seen.restart()
-        self._predicted.restart()
+        self._seen.restart([])
+        self._predicted.restart([])
 
-    def _continuations(self, context: Context) -> dict[int, float]:
-        """Probability of each token that followed a suffix of `context` before."""
+    def _continuations(self, context: list[int]) -> dict[int, float]:
+        """Return the probability of each token that followed a suffix of `context` before."""
         probabilities: dict[int, float] = defaultdict(float)
-        left = 1.0
-        found = [*self._predicted.matches(context), *self._seen.matches(context)]
-        for _, followers in sorted(found, key=itemgetter(0), reverse=True):
-            total = followers.total + 1
+        escaped = 1.0
+        matches = [*self._predicted.matches(context), *self._seen.matches(context)]
+        for _, followers in sorted(matches, key=itemgetter(0), reverse=True):
+            total = sum(followers.values()) + 1
             for token, count in followers.items():
-                probabilities[token] += left * count / total
-            left /= total
+                probabilities[token] += escaped * count / total
+            escaped /= total
         return probabilities

@@ -10,23 +10,24 @@ import torch
 from torch import Tensor
 
 from specengine.drafters import NO_HINTS, About, Drafter, Hints, Traits
+from specengine.drafters.lookup import SuccessorTable, backend
 from specengine.errors import InputError
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle
 
-MOST = 64  # successors: more than any tree has room for
+SUCCESSORS_LIMIT = 64  # more than any tree has room for
 
 
 @dataclass
 class Recycling(Drafter):
-    """A tree of the target's own likeliest successors of each token, rejected tokens included, as seen last.
+    """Drafts trees of the target's own likeliest successors of each token, rejected tokens included, as seen last.
 
-    Every verification gives the target's distribution after each node of the tree; the `successors` best of it, 1 to
+    Every verification gives the target's distribution after each node of the tree. The `successors` best of it, 1 to
     64, with the probabilities that they have among themselves, are kept by the node's token and proposed where that
-    token stands next. It needs no training and fits any model. What it knows stays from answer to answer, through
-    `reset` too, and takes at most some kilobyte for each token of the vocabulary; `forget` drops it.
+    token stands next. It needs no training and fits any model. The successors stay from answer to answer, through
+    `reset` too, and take at most some kilobyte per token of the vocabulary; `forget` drops them.
 
     After Luo et al. 2024, Turning Trash into Treasure (arXiv 2408.08696), which draws trees of one fixed shape.
     """
@@ -36,11 +37,13 @@ class Recycling(Drafter):
     name = "recycling"
     about: ClassVar[About] = About(lookup=True, origin="recycled")
 
-    _rows: dict[int, dict[int, float]] = field(default_factory=dict, init=False, repr=False)
+    table: SuccessorTable = field(
+        default_factory=lambda: backend().SuccessorTable(), init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.successors <= MOST:
-            raise InputError(f"draft recycling.successors: got {self.successors}, accepted 1 to {MOST}")
+        if not 1 <= self.successors <= SUCCESSORS_LIMIT:
+            raise InputError(f"draft recycling.successors: got {self.successors}, accepted 1 to {SUCCESSORS_LIMIT}")
 
     @property
     def traits(self) -> Traits:
@@ -50,8 +53,8 @@ class Recycling(Drafter):
         """Do nothing: prompts are taken in without logits."""
 
     def row(self, token: int) -> dict[int, float]:
-        """The successors of a token and their probabilities, likeliest first; empty for one never seen. Not a copy."""
-        return self._rows.get(token, {})
+        """Return the successors of a token with their probabilities, the likeliest first; none where it is new."""
+        return self.table.row(token)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         rows = [self.row(token) for token in tree.tokens[frontier.alive()].tolist()]
@@ -64,18 +67,13 @@ class Recycling(Drafter):
 
     def accept(self, cycle: Cycle) -> None:
         """Take in all nodes' successors; of a token that occurs twice those on the accepted path, else the last."""
-        if cycle.successors is None:
-            return
-        probabilities = cycle.successors.logits.softmax(1).tolist()  # of a row without any: NaN
-        found, tokens = cycle.successors.tokens.tolist(), cycle.tree.tokens.tolist()
-        for node in (*range(len(tokens)), *cycle.path):
-            row = {token: share for token, share in zip(found[node], probabilities[node], strict=True) if share > 0}
-            if row:
-                self._rows[tokens[node]] = row
+        if (best := cycle.successors) is not None:
+            shares = best.logits.softmax(1)  # NaN in a row without any
+            self.table.learn(cycle.tree.tokens.cpu(), cycle.path, best.tokens.cpu(), shares.cpu())
 
     def reset(self) -> None:
-        """Nothing: what it knows is of the model, not of a text."""
+        """Do nothing: successors are the model's, not a text's."""
 
     def forget(self) -> None:
-        """Drop all that was seen."""
-        self._rows.clear()
+        """Drop all successors."""
+        self.table.clear()

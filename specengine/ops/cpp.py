@@ -29,7 +29,7 @@ from specengine.ops.tree import NOT_THERE, WRONG_PARENTS, WRONG_SUBTREE
 from specengine.ops.worth import MEMORY, Counts, Ledger, Notes, Prices
 
 _expander: Any = importlib.import_module("specengine._expander")
-INTERFACE = 11  # as in csrc/expander.cpp
+INTERFACE = 12  # as in csrc/expander.cpp
 
 if getattr(_expander, "INTERFACE", 1) != INTERFACE:
     raise ImportError("specengine._expander was built from other sources")

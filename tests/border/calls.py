@@ -362,6 +362,39 @@ CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[int]]] = {
 }
 
 
+def copies(expander: Any) -> Any:
+    made = expander.Copies([0.5, 0.6], 8.0, 0.98, 8)
+    made.begin([100, 101, 3, 100, 101, 4], [])
+    made.columns(torch.tensor([3, 101]))
+    return made
+
+
+def table(expander: Any) -> Any:
+    return expander.SuccessorTable()
+
+
+def plan_of_copies(m: Memory) -> Arguments:
+    carried, parents = tree(m)[:2]
+    return [(carried, parents), whole(m, 1, 0, 4), one(m, 3), 2]
+
+
+def free_of_copies(m: Memory) -> Arguments:
+    parts = tree(m)
+    return [(parts[0], parts[1], parts[4], one(m, NODES)), whole(m, 1, 0, 4), one(m, 3), 6, -9.0, None]
+
+
+def rows_of_table(m: Memory) -> Arguments:
+    return [whole(m, 5, 6, 5), [0, 2], m.put(torch.arange(8).view(4, 2)), m.put(torch.rand(4, 2))]
+
+
+MEMORY: dict[str, tuple[Callable[[Any], Any], str, Builder, set[int]]] = {
+    "plan": (copies, "plan", plan_of_copies, set()),
+    "free": (copies, "free", free_of_copies, {5}),
+    "columns": (copies, "columns", lambda m: [whole(m, 3, 101)], {0}),
+    "learn": (table, "learn", rows_of_table, set()),
+}
+
+
 # ---------------------------------------------------------------------------------------------------- hostile tensors
 
 

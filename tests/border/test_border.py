@@ -18,6 +18,7 @@ from tests.border.calls import (
     HEADS,
     HIDDEN,
     LAYERS,
+    MEMORY,
     OPTIONAL,
     VOCABULARY,
     WRONG,
@@ -36,7 +37,7 @@ from tests.border.calls import (
 _expander = pytest.importorskip("specengine._expander")
 _cpu = pytest.importorskip("specengine._cpu")
 
-NAMES = [*EXPANDER, *CPU]
+NAMES = [*EXPANDER, *CPU, *MEMORY]
 REFUSED = (ValueError, TypeError)
 MADE: dict[str, Any] = {}
 
@@ -45,9 +46,9 @@ def function(name: str) -> tuple[Callable[..., Any], Callable[[Memory], Argument
     """The function, what builds right arguments of it, and which of these may be None."""
     if name in EXPANDER:
         return getattr(_expander, name), EXPANDER[name], OPTIONAL[name]
-    make, method, build, optional = CPU[name]
+    make, method, build, optional = (CPU | MEMORY)[name]
     if make.__name__ not in MADE:
-        MADE[make.__name__] = make(_cpu)
+        MADE[make.__name__] = make(_cpu if name in CPU else _expander)
     return getattr(MADE[make.__name__], method), build, optional
 
 
@@ -64,7 +65,8 @@ def outcome(run: Callable[..., Any], memory: Memory, arguments: Arguments) -> An
 
 
 def test_every_function_is_called() -> None:
-    assert {name for name in dir(_expander) if callable(getattr(_expander, name))} == set(EXPANDER)
+    functions = {name for name in dir(_expander) if callable(getattr(_expander, name))}
+    assert functions == {*EXPANDER, "Copies", "SuccessorTable", "Suffixes"}
     methods = {
         f"{kind}.{name}" for kind in ("Decoder", "Eagle") for name in vars(getattr(_cpu, kind)) if name[0] != "_"
     }
@@ -127,7 +129,7 @@ def test_strided_outputs_are_refused(name: str) -> None:
     memory = Memory()
     arguments = build(memory)
     last = [place for place in tensors_of(arguments) if at(arguments, place).numel() > 1][-1]
-    if name in ("keyed_gumbel_argmax", "next_pass", "chances", "compact_rows", "best_action"):
+    if name in ("keyed_gumbel_argmax", "next_pass", "chances", "compact_rows", "best_action", *MEMORY):
         return  # the last of which is no output, or covered by the others
     assert outcome(run, memory, replaced(arguments, last, spread(at(arguments, last)))) is not None
 
@@ -136,7 +138,7 @@ def test_strided_outputs_are_refused(name: str) -> None:
 DENSE_ALONE = ("top_children", "top_entropy", "mix_rows", "classify_row", "settle")
 
 
-@pytest.mark.parametrize("name", list(EXPANDER))
+@pytest.mark.parametrize("name", [*EXPANDER, *MEMORY])
 def test_strided_inputs_give_the_results_of_dense_ones(name: str) -> None:
     run, make, _ = function(name)
 
@@ -242,6 +244,32 @@ def test_rows_may_stand_at_any_distance() -> None:
         values, columns = torch.empty(rows, 1), torch.empty(rows, 1, dtype=torch.int64)
         _expander.top_children(given_rows, True, values, columns)
         assert columns[:, 0].tolist() == best.tolist()
+
+
+# ---------------------------------------------------------------------------------------------------- copies
+
+
+def test_nodes_of_no_tree_are_refused() -> None:
+    made, live = MEMORY["plan"][0](_expander), torch.ones(1, dtype=torch.int32)
+    tokens, scores = torch.arange(3), torch.zeros(3)
+    for parents in ([-1, 2, 1], [-1, -1, 0], [-1, 1, 0], [-1, 3, 0], [-1, 2**40, 0]):
+        above, below = torch.tensor(parents), torch.tensor([1])
+        with pytest.raises(ValueError, match=r"parents: got .*, accepted earlier nodes"):
+            made.plan((tokens, above), below, live, 2)
+        with pytest.raises(ValueError, match=r"parents: got .*, accepted earlier nodes"):
+            made.free((tokens, above, scores, torch.tensor([3], dtype=torch.int32)), below, live, 4, -9.0, None)
+    sized = tokens, tokens - 1, scores, torch.tensor([2], dtype=torch.int32)
+    with pytest.raises(ValueError, match="nodes: got 2"):
+        made.free(sized, torch.tensor([2]), live, 4, -9.0, None)
+    for path in ([3], [-1], [0, 2**40]):
+        with pytest.raises(ValueError, match="path: got"):
+            _expander.SuccessorTable().learn(tokens, path, torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize(("arguments", "name"), [(([], 8.0, 0.98, 8), "hits"), (([0.5], 8.0, 0.98, 0), "followers")])
+def test_copies_of_no_length_are_refused(arguments: tuple[Any, ...], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: got 0"):
+        _expander.Copies(*arguments)
 
 
 # ---------------------------------------------------------------------------------------------------- weights

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from specengine.drafters import Drafter, Hints, Traits
-from specengine.drafters.lookup import PRIOR_HITS, Lookup
+from specengine.drafters.lookup import PRIOR_HITS, Lookup, backend
 from specengine.drafters.ngram import NGram
 from specengine.ops import Nodes
 from specengine.ops.select import COPIED, FREE, RECYCLED, Step
@@ -28,10 +28,10 @@ class Recycled:
     traits = Traits(successors=3)
 
     def __init__(self, rows: dict[int, dict[int, float]] | None = None) -> None:
-        self.rows, self.told = rows or {}, list[str]()
-
-    def row(self, token: int) -> dict[int, float]:
-        return self.rows.get(token, {})
+        self.table, self.told = backend().SuccessorTable(), list[str]()
+        for token, row in (rows or {}).items():
+            successors, shares = torch.tensor([list(row)]), torch.tensor([list(row.values())])
+            self.table.learn(torch.tensor([token]), [], successors, shares)
 
     def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None:
         self.told.append("begin")

@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import policies
-from specengine.drafters.lookup import Lookup, contexts
+from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import first_layers
@@ -31,17 +32,22 @@ class Watched(Lookup):
         tree = cycle.grown
         assert tree is not None
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        after = [self._copies.after(context) for context in contexts(self._copies.context(), tokens, parents)]
+        copied = [self._copies_it(cycle, token, parent) for token, parent in zip(tokens[1:], parents[1:], strict=True)]
         below = list(zip(tokens, parents, strict=True))[1:]
-        mixtures = [after[parent] for _, parent in below]
-        copied = [
-            mixture is not None and token in mixture.copied for (token, _), mixture in zip(below, mixtures, strict=True)
-        ]
         recycled = [
-            self.recycling is not None and token in self.recycling.row(tokens[parent]) for token, parent in below
+            self.recycling is not None and token in self.recycling.table.row(tokens[parent]) for token, parent in below
         ]
         self.seen.append((cycle, copied, recycled))
         super().accept(cycle)
+
+    def _copies_it(self, cycle: Cycle, token: int, parent: int) -> bool:
+        """Whether `token` is among the copies below a node: with the one column of it, it would gain there."""
+        tree, node, live = cycle.grown, torch.tensor([parent]), torch.ones(1, dtype=torch.int32)
+        assert tree is not None
+        self._copies.columns(torch.tensor([token]))
+        self._token_ids = torch.empty(0)  # the columns are other ones in the next step
+        plan = self._copies.plan((tree.tokens, tree.parents), node, live, 1)
+        return plan is not None and 0 in plan[1]
 
 
 @settings(deadline=None, max_examples=60)

@@ -36,5 +36,6 @@ void test_best_first();
 void test_step_queues();
 void test_compact_rows();
 void test_worth();
+void test_copies();
 
 }  // namespace spec_test

@@ -1,0 +1,131 @@
+// The classes of csrc/spec/copies.hpp for Python; tensors and indices are checked here.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+
+#include "border.hpp"
+#include "spec/copies.hpp"
+
+namespace copies_binding {
+
+namespace py = pybind11;
+using border::kAny;
+using border::require;
+using border::take_count;
+using border::take_input;
+using py::handle;
+
+constexpr int64_t kMostColumns = int64_t{1} << 31, kMostFree = 1 << 20, kMostLength = int64_t{1} << 31;
+
+inline py::dict dict_of(const spec::Shares& shares) {
+  py::dict out;
+  for (const spec::Share& share : shares) out[py::int_(share.token)] = share.probability;
+  return out;
+}
+
+// Length and followers of each match, the longest first.
+inline py::list matches(const spec::Suffixes& suffixes, const spec::Tokens& context) {
+  py::list out;
+  for (const auto& match : suffixes.matches(spec::Context(context.rbegin(), context.rend()))) {
+    py::dict followers;
+    if (match.followers)
+      for (const auto& count : match.followers->counts()) followers[py::int_(count.token)] = count.times;
+    else
+      followers[py::int_(suffixes.follower(match))] = 1;
+    out.append(py::make_tuple(match.length, followers));
+  }
+  return out;
+}
+
+// None where nothing is copied, else what ops.mix_rows takes, and the tokens of the new columns.
+// tree: tokens and parents.
+inline py::object plan(const spec::Copies& copies, handle tree, handle nodes, handle live, int64_t width) {
+  const border::Parts given(tree, "tree", 2);
+  const auto carried = take_input<int64_t>(given[0], "tokens", {kAny});
+  const auto above = take_input<int64_t>(given[1], "parents", {carried.size(0)});
+  const auto rows = take_input<int64_t>(nodes, "nodes", {kAny});
+  const int64_t count = take_count(live, "live", rows.size(0));
+  border::require_below(rows.at(), count, carried.size(0), "nodes");
+  require(width >= 0 && width < kMostColumns, "width", width, "0 to 2^31 - 1");
+  spec::MixturePlan out;
+  if (!copies.plan(carried.at(), above.at(), rows.at(), count, width, out)) return py::none();
+  return py::make_tuple(out.left, out.places, out.gains, out.fresh);
+}
+
+// None where there are none, else the parts of an ops.select.Free.
+// tree: tokens, parents, path log-probabilities and size.
+inline py::object free_nodes(const spec::Copies& copies, handle tree, handle nodes, handle live, int64_t most,
+                             double least, const spec::SuccessorTable* table) {
+  const border::Parts given(tree, "tree", 4);
+  const auto carried = take_input<int64_t>(given[0], "tokens", {kAny});
+  const int64_t room = carried.size(0), there = take_count(given[3], "size", room);
+  const auto above = take_input<int64_t>(given[1], "parents", {room});
+  const auto paths = take_input<float>(given[2], "scores", {room});
+  const auto below = take_input<int64_t>(nodes, "nodes", {kAny});
+  const int64_t count = take_count(live, "live", below.size(0));
+  border::require_below(below.at(), count, there, "nodes");
+  require(most <= kMostFree, "most", most, "at most 2^20");
+  const spec::FreeNodes out =
+      copies.free({carried.at(), above.at(), paths.at(), there, below.at(), count}, most, least, table);
+  if (out.tokens.empty()) return py::none();
+  return py::make_tuple(out.parents, out.tokens, out.log_probs, out.marks, out.ranks);
+}
+
+inline void learn(spec::SuccessorTable& table, handle tokens, const spec::Tokens& path, handle successors,
+                  handle probabilities) {
+  const auto carried = take_input<int64_t>(tokens, "tokens", {kAny});
+  const int64_t nodes = carried.size(0);
+  const auto next = take_input<int64_t>(successors, "successors", {border::at_least(nodes), kAny});
+  const auto shares = take_input<float>(probabilities, "probabilities", {next.size(0), next.size(1)});
+  border::require_below(path.data(), static_cast<int64_t>(path.size()), nodes, "path");
+  table.learn(carried.at(), nodes, path, next.at(), shares.at(), next.size(1));
+}
+
+inline void add_to(py::module_& module) {
+  py::class_<spec::Suffixes>(module, "Suffixes")
+      .def(py::init([](int64_t shortest, int64_t longest) {
+        require(longest >= 1 && longest < kMostLength, "longest", longest, "1 to 2^31 - 1");
+        return new spec::Suffixes(shortest, longest);
+      }))
+      .def_property_readonly("tail",
+                             [](const spec::Suffixes& suffixes) {
+                               const spec::Context last = suffixes.context();
+                               return spec::Tokens(last.rbegin(), last.rend());
+                             })
+      .def("become", &spec::Suffixes::become)
+      .def("restart", [](spec::Suffixes& suffixes, spec::Tokens before) { suffixes.restart(std::move(before)); })
+      .def("extend",
+           [](spec::Suffixes& suffixes, const spec::Tokens& tokens) {
+             for (const int64_t token : tokens) suffixes.extend(token);
+           })
+      .def("matches", matches);
+  py::class_<spec::SuccessorTable>(module, "SuccessorTable")
+      .def(py::init<>())
+      .def("learn", learn)
+      .def("row", [](const spec::SuccessorTable& table, int64_t token) { return dict_of(table.row(token)); })
+      .def("clear", &spec::SuccessorTable::clear);
+  py::class_<spec::Copies>(module, "Copies")
+      .def(py::init([](std::vector<double> hits, double weight, double ceiling, int64_t followers) {
+        require(!hits.empty(), "hits", 0, "one length or more");
+        require(followers >= 1, "followers", followers, "1 or more");
+        return new spec::Copies(std::move(hits), weight, ceiling, static_cast<size_t>(followers));
+      }))
+      .def("begin", &spec::Copies::begin)
+      .def("clear", &spec::Copies::clear)
+      .def("observe", &spec::Copies::observe)
+      .def("columns",
+           [](spec::Copies& copies, handle ids) {
+             const auto known = border::take_input_or_none<int64_t>(ids, "token_ids", {kAny});
+             if (ids.is_none()) return copies.columns(nullptr, 0);
+             static const int64_t none = 0;  // an empty tensor has no address
+             copies.columns(known.at() ? known.at() : &none, known.size(0));
+           })
+      .def("plan", plan)
+      .def("free", free_nodes);
+}
+
+}  // namespace copies_binding
