@@ -1,4 +1,4 @@
-"""specengine: tree speculative decoding that makes a language model answer faster without changing its answer."""
+"""Tree speculative decoding: generate faster with a causal language model without changing its output."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Draw the generated blocks of the pages: tables and plots of result files, and the options of the command line.
+"""Draw the generated blocks of the pages: tables, plots, the options of the command line, the packages.
 
 python -m docs.build           rewrite the blocks, between `<!-- drawn: NAME ARGUMENTS -->` and `<!-- /drawn -->`
 python -m docs.build --check   list the pages and plots that differ, and exit with 1
 
-NAME is a function of tables.py or head_tables.py, or `plot` or `options`. ARGUMENTS are words, result files first.
+NAME is a function of tables.py or head_tables.py, or `plot`, `options` or `packages`. ARGUMENTS are words, result files
+first.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from docs.build import drawings, pages
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where something differs")
-    checks = parser.parse_args(argv).check
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page or plot differs")
+    check = parser.parse_args(argv).check
     old = pages.stale()
     for file in old:
         print(file.relative_to(pages.ROOT), file=sys.stderr)
-    if checks:
+    if check:
         if old:
-            print("these differ from what would be drawn: run python -m docs.build and commit", file=sys.stderr)
+            print("out of date: run python -m docs.build and commit", file=sys.stderr)
         return bool(old)
     for name in drawings.DRAWINGS:
         if not drawings.is_current(name):

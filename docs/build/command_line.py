@@ -1,4 +1,4 @@
-"""The command line's options as the parsers have them."""
+"""The list of all commands and options, from the parsers."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from specengine.cli.arguments import make_parser
 
 
 def listing() -> str:
-    """Every command in its order: usage, what it is for, a list per group of options."""
+    """Return every command with its description and its groups of options."""
     return "\n\n".join(
         text for name, parser in commands(make_parser(), "specengine") for text in _command(name, parser)
     )
 
 
 def commands(parser: argparse.ArgumentParser, name: str) -> list[tuple[str, argparse.ArgumentParser]]:
-    """Return this parser and those below it by their whole names, without parsers that only lead to others."""
+    """Return the parser and its subparsers with their full names, without those that only hold subparsers."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    found = [(name, parser)] if not below or any(map(_is_own, parser._actions)) else []
-    return found + [
+    own_entry = [(name, parser)] if not below or any(map(_is_own, parser._actions)) else []
+    return own_entry + [
         entry for action in below for word, own in action.choices.items() for entry in commands(own, f"{name} {word}")
     ]
 
 
 def _is_own(action: argparse.Action) -> bool:
-    """Return whether this is an argument of the command itself: no help, no command below, no option of every one."""
+    """Return whether an argument is the command's own: not help, not a subcommand, not an option of all commands."""
     everywhere = {"help", "debug"}
     return not isinstance(action, argparse._SubParsersAction) and action.dest not in everywhere
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
-    """Return the paragraphs of a command; ValueError where nothing says what it is for."""
+    """Return the paragraphs of a command. Raise ValueError if it has no description."""
     if not parser.description:
         raise ValueError(f"{name}: it has no description")
     lines = [f"### `{name}`", _sentence(parser.description)]
-    left_out = argparse._HelpAction | argparse._SubParsersAction  # each command has a heading of its own
+    skipped = argparse._HelpAction | argparse._SubParsersAction  # each subcommand has a heading of its own
     for group in parser._action_groups:
-        actions = [action for action in group._group_actions if not isinstance(action, left_out)]
+        actions = [action for action in group._group_actions if not isinstance(action, skipped)]
         if actions:
             title = {"positional arguments": "arguments"}.get(group.title or "", group.title or "options")
             lines += [f"*{title.capitalize()}*", "\n".join(_line(action, parser) for action in actions)]
@@ -57,5 +57,5 @@ def _sentence(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Without what markdown would take for HTML."""
+    """Escape characters that markdown would read as HTML."""
     return text.replace("<", "&lt;")

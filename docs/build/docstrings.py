@@ -1,4 +1,4 @@
-"""Docstrings for the site: a list in columns, as they have it for options and fields, becomes a list in markdown."""
+"""Docstrings for the site: turn lists in columns, as docstrings have for options and fields, into markdown lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GAP = re.compile(r"(?<=\S) {2,}(?=\S)")  # between a name and what it means
 
 
 class Columns(griffe.Extension):
-    """What mkdocstrings passes every object through."""
+    """The extension that mkdocstrings runs on every object."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
@@ -19,7 +19,7 @@ class Columns(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    """The docstring with each paragraph in columns, `name   what it means`, as a list."""
+    """Return the docstring with each paragraph in columns, `name   meaning`, as a list."""
     return "\n\n".join(_listed(paragraph) for paragraph in text.split("\n\n"))
 
 
@@ -34,14 +34,14 @@ def _listed(paragraph: str) -> str:
             items[-1].append(line.strip())
         elif gap := GAP.search(line):
             items.append([line[: gap.start()], line[gap.end() :]])
-        elif line[column - 1 : column] == " ":  # the longest name, which one space parts from its meaning
+        elif line[column - 1 : column] == " ":  # the longest name: a single space before its meaning
             items.append([line[:column].strip(), line[column:]])
-        else:  # a list of names, what they mean below it
+        else:  # a list of names, with their meaning on the next line
             items.append([line.strip()])
     return "\n".join(f"- `{name}`: {' '.join(words)}" for name, *words in items)
 
 
 def _column(lines: list[str]) -> int | None:
-    """Where the second column begins; None where there are no columns."""
+    """Return where the second column begins, or None if there are no columns."""
     gaps = [gap.end() for line in lines if not line.startswith(" ") and (gap := GAP.search(line))]
     return min(gaps, default=None)

@@ -1,4 +1,4 @@
-"""Build the site, and check it: links and anchors lead somewhere, and no page fetches anything from elsewhere.
+"""Build the site and check it: links and anchors must resolve, and no page may fetch from other hosts.
 
 python -m docs.build.site
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SITE = "build/docs"  # site_dir of zensical.toml
 GENERATED = {"guide/traces/example.html": "guide/traces/example.jsonl"}  # pages of traces, below docs/ and the site
 FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href"}
-NAMED_ONLY = {"canonical", "sitemap", "alternate", "next", "prev"}  # of <link>: nothing is fetched
+LINK_ONLY = {"canonical", "sitemap", "alternate", "next", "prev"}  # of <link>: nothing is fetched
 
 
 class _Page(HTMLParser):
@@ -32,19 +32,19 @@ class _Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attrs}
-        self.anchors |= {found[name] for name in ("id", "name") if name in found}
-        if tag == "a" and "href" in found:
-            self.links.append(found["href"])
-        if tag in FETCHED and found.get(FETCHED[tag]) and found.get("rel") not in NAMED_ONLY:
-            self.fetched.append(found[FETCHED[tag]])
+        values = {name: value or "" for name, value in attrs}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        if tag in FETCHED and values.get(FETCHED[tag]) and values.get("rel") not in LINK_ONLY:
+            self.fetched.append(values[FETCHED[tag]])
 
 
 def problems(site: Path) -> Iterator[str]:
-    """A line for each link that leads nowhere and each thing that a page would fetch from elsewhere."""
+    """Yield a line for each link that does not resolve and each file that a page would fetch from another host."""
     pages = {file.resolve(): _Page(file.read_text()) for file in sorted(site.rglob("*.html"))}
     if not pages:
-        yield f"{site}: there is no page"
+        yield f"{site}: no pages"
     for file, own in pages.items():
         name = file.relative_to(site.resolve())
         if name.name == "404.html":  # served at any address
@@ -58,16 +58,16 @@ def problems(site: Path) -> Iterator[str]:
             target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
             target = target / "index.html" if target.is_dir() else target
             if not target.is_file():
-                yield f"{name}: {link} leads nowhere"
+                yield f"{name}: {link} does not exist"
             elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
                 yield f"{name}: {link} has no such anchor"
 
 
 def build(root: Path = ROOT) -> Path:
-    """Return the folder of the site, built of the checkout at `root`; CalledProcessError where Zensical complains."""
+    """Build the site of the checkout at `root` and return its folder. Raise CalledProcessError if Zensical fails."""
     subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=root, check=True)
     site = root / SITE
-    shutil.rmtree(site / "build")  # this program: Zensical copies all that is in docs/
+    shutil.rmtree(site / "build")  # Zensical copies all of docs/, this program included
     for name, trace in GENERATED.items():
         (site / name).write_text(page([read_trace(root / "docs" / trace)]), encoding="utf-8")
     return site
@@ -75,9 +75,9 @@ def build(root: Path = ROOT) -> Path:
 
 def main() -> int:
     site = build()
-    found = list(problems(site))
-    print("\n".join(found) or f"{site.relative_to(ROOT)}: all links lead somewhere", file=sys.stderr)
-    return bool(found)
+    errors = list(problems(site))
+    print("\n".join(errors) or f"{site.relative_to(ROOT)}: all links resolve", file=sys.stderr)
+    return bool(errors)
 
 
 if __name__ == "__main__":

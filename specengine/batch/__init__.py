@@ -1,1 +1,1 @@
-"""A file of prompts answered into a file of answers: the same bytes however often it is interrupted."""
+"""Answer a file of prompts; the answers have the same bytes however often the run is interrupted."""

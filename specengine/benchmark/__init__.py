@@ -1,1 +1,1 @@
-"""Measuring ways of decoding against each other: prompts, ways, the interleaved run, its log and its tables."""
+"""Compare methods of decoding: prompts, methods, the interleaved run, its log and its tables."""

@@ -1,4 +1,4 @@
-"""Model names: the embedded default, and whatever `from_pretrained` accepts."""
+"""Read and write files: model folders, GGUF, adapters, draft heads, the default model and its shipped head."""
 
 from specengine.checkpoints import embedded
 from specengine.checkpoints.embedded import Progress

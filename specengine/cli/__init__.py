@@ -1,4 +1,4 @@
-"""The command `specengine`: answers go to standard output, everything else to standard error.
+"""The command `specengine`. Answers go to standard output, everything else to standard error.
 
 Exit status: 0, or 1 where `check` found a mismatch, 2 for an error in what was asked, 70 for one that nobody
 expected, 130 after Ctrl-C.

@@ -1,4 +1,4 @@
-"""What verifying n nodes and drafting from n nodes take: measured on a machine, or published."""
+"""Costs of verifying and drafting, by number of nodes: measured on this machine, or published."""
 
 from __future__ import annotations
 

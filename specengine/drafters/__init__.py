@@ -1,4 +1,4 @@
-"""Drafters: one file = one source of draft distributions; the file's name is its name."""
+"""Sources of draft distributions, one file each. The file's name is the drafter's name."""
 
 from __future__ import annotations
 

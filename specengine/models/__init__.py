@@ -1,4 +1,4 @@
-"""Models: what runs a language model over tree rows, and `Target`, the model whose output must not change."""
+"""Run a causal LM or a draft head over the rows of a tree; `Target` is the model whose output must not change."""
 
 from __future__ import annotations
 

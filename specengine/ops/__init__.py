@@ -1,4 +1,4 @@
-"""ops: what the compiled parts (csrc/, kernels/) compute; every op also exists in plain torch.
+"""Operations on trees and logits: plain torch references, and the compiled code of csrc/ and kernels/.
 
 A family is a module: signature, checks and torch meaning of each op stand there once. Backends attach to them: `cpp` is
 the extension built from csrc/, for CPU tensors; `triton` is kernels/ and `cuda` the library built from csrc/*.cu, both

@@ -1,4 +1,4 @@
-"""Tree policies: one file = one TreePolicy; the file's name is its name, its fields are its options."""
+"""Rules that shape the draft tree, one file each. The file's name is the policy's name, its fields are its options."""
 
 from __future__ import annotations
 

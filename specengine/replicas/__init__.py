@@ -1,1 +1,1 @@
-"""Several engines side by side, each in a process of its own: how one is loaded, and the cluster that they run on."""
+"""Run several engines, each in its own process, on one machine or a cluster."""

@@ -1,1 +1,1 @@
-"""What a generation is asked for and gives: options, prompts, sampling, stopping."""
+"""One request: options, prompts, sampling, stopping, grammars, text."""

@@ -1,1 +1,1 @@
-"""The server: OpenAI's chat and completions over HTTP, from one engine."""
+"""The server: OpenAI's API over HTTP."""

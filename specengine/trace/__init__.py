@@ -1,4 +1,4 @@
-"""Traces: every cycle's tree in a file, and the ways to look at it."""
+"""Record the tree of every cycle in a file, read it, and show it."""
 
 from typing import TYPE_CHECKING, Any
 

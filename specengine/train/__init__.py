@@ -1,1 +1,1 @@
-"""Training drafts: text that the target writes itself, the losses, and the loop that runs them."""
+"""Train draft heads and classifiers: self-written text, losses, training loops."""

@@ -68,15 +68,15 @@ def test_agreement_by_distance() -> None:
         ["agreement in %", "1 ahead", "2 ahead"],
         ["`eagle`", "49.0", "37.5"],
         ["`talf`", "42.0", "38.0"],
-        ["less `eagle`'s", "-7.0 (-8.0 to -6.0)", "+0.5 (-0.5 to +1.5)"],
+        ["minus `eagle`", "-7.0 (-8.0 to -6.0)", "+0.5 (-0.5 to +1.5)"],
     ]
 
 
 def test_differences_of_losses() -> None:
     assert cells(head_tables.loss_acceptance_beside(FILE)) == [
-        ["tau less `eagle`'s", "beam", "salf"],
+        ["tau minus `eagle`", "beam", "salf"],
         ["`talf`", "+0.05 (-0.05 to +0.07)", "-0.10 (-0.20 to -0.08)"],
     ]
     header, accuracy, *_ = cells(head_tables.loss_ranks_beside(FILE))
-    assert header == ["less `eagle`'s", "in points of %", "rank 1", "rank 2"]
+    assert header == ["minus `eagle`", "in percentage points", "rank 1", "rank 2"]
     assert accuracy == ["`talf`", "accuracy", "-0.4 (-1.4 to +1.6)", "+3.1 (+2.1 to +5.1)"]

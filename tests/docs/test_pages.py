@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.build import command_line, drawings, pages, results
+from docs.build import command_line, drawings, packages, pages, results
 from docs.build.__main__ import main
 from specengine.cli.arguments import make_parser
 from tests.docs.blocks import PAGES, ROOT
@@ -41,7 +41,7 @@ def test_every_plot_is_on_a_page_and_every_file_is_there() -> None:
 
 
 def test_an_unknown_part_is_named() -> None:
-    with pytest.raises(ValueError, match=r"page\.md: 'nothing' is drawn by nothing, known are plot, headline"):
+    with pytest.raises(ValueError, match=r"page\.md: unknown block 'nothing', known are plot, headline"):
         pages.drawn("<!-- drawn: nothing -->\n<!-- /drawn -->", Path("page.md"))
 
 
@@ -55,13 +55,24 @@ def test_every_command_is_listed_with_every_option() -> None:
     assert "### `specengine train draft`" in text
 
 
+def test_every_package_is_listed_with_its_purpose(tmp_path: Path) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = {file.parent.relative_to(ROOT) for file in (ROOT / "specengine").rglob("__init__.py")}
+    assert folders
+    for folder in folders:
+        assert f"| `{folder.as_posix()}/`" in text
+    (tmp_path / "__init__.py").write_text('"""Do one thing.\n\nMore about it.\n"""\n')
+    assert packages.purpose(tmp_path) == "Do one thing."
+    (tmp_path / "__init__.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match="the package has no docstring"):
+        packages.purpose(tmp_path)
+
+
 def test_check_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(pages, "stale", lambda: [ROOT / "README.md"])
     before = (ROOT / "README.md").read_text()
     assert main(["--check"]) == 1
-    assert capsys.readouterr().err == (
-        "README.md\nthese differ from what would be drawn: run python -m docs.build and commit\n"
-    )
+    assert capsys.readouterr().err == ("README.md\nout of date: run python -m docs.build and commit\n")
     assert (ROOT / "README.md").read_text() == before
 
 

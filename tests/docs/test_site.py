@@ -55,10 +55,10 @@ def test_what_is_wrong_with_a_site_is_told(tmp_path: Path) -> None:
     )
     assert list(problems(tmp_path)) == [
         "index.html: other/#there has no such anchor",
-        "index.html: gone.html leads nowhere",
+        "index.html: gone.html does not exist",
         "index.html: fetches https://elsewhere.example/a.png",
     ]
-    assert list(problems(tmp_path / "nothing")) == [f"{tmp_path / 'nothing'}: there is no page"]
+    assert list(problems(tmp_path / "nothing")) == [f"{tmp_path / 'nothing'}: no pages"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="needs pip install -e '.[docs]'")
@@ -77,4 +77,4 @@ def test_a_site_with_a_dead_link_fails(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(building, "ROOT", tmp_path)
     monkeypatch.setattr(building, "build", lambda: tmp_path)
     assert building.main() == 1
-    assert capsys.readouterr().err == "index.html: gone.html leads nowhere\n"
+    assert capsys.readouterr().err == "index.html: gone.html does not exist\n"

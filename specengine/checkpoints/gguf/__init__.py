@@ -1,4 +1,4 @@
-"""GGUF files: their tensors as packed blocks, their configuration and tokenizer as transformers has them."""
+"""GGUF files: tensors as packed blocks, configuration and tokenizer in the form of transformers."""
 
 from specengine.checkpoints.gguf.configuration import architecture_of, config, suppressed_ids
 from specengine.checkpoints.gguf.file import KINDS, GGUFFile, dequantize, read

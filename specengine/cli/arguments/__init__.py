@@ -1,4 +1,4 @@
-"""What can be typed: parsers alone, so that help and mistakes need neither torch nor transformers.
+"""Argument parsers, one file per command. They import neither torch nor transformers, so help is fast.
 
 A file here is a command: HELP, `add(parser)`, and where the function stands that runs it, as `module:function`.
 """

@@ -1,1 +1,1 @@
-"""Training of the classifiers that C2T, Disco and SpecDec++ read."""
+"""Train the classifiers of C2T, Disco and SpecDec++."""

@@ -1,1 +1,1 @@
-"""Training of EAGLE heads."""
+"""Train EAGLE heads."""

@@ -1,1 +1,1 @@
-"""Text that a model writes itself, to train on."""
+"""Training text that the target writes itself."""
