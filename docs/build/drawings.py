@@ -1,4 +1,4 @@
-"""Plots of the pages, SVG files in docs/pictures. Each carries what it was drawn from, so that a test can compare."""
+"""Plots of the pages, SVG files in docs/pictures. Each file holds its data, so that a test can compare."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from specengine.files import atomic
 from specengine.trace.pictures import COLOURS
 
 FOLDER = Path(__file__).parents[1] / "pictures"
-Points = dict[str, Any]  # what is drawn, JSON-ready
+Points = dict[str, Any]  # data of a plot, JSON-ready
 
 
 class Drawing(NamedTuple):
-    """A plot: what it says in words, what it is drawn from, and what draws that; nothing draws a copy of a file."""
+    """A plot: alternative text, data, and the function that draws it; None for a copy of a result file."""
 
     alt: str
     points: Callable[[], Points]
@@ -31,7 +31,7 @@ class Drawing(NamedTuple):
 
 
 def image(name: str, page: Path) -> str:
-    """The plot in markdown, as `page` links to it."""
+    """Return the plot in markdown, with a link relative to `page`."""
     link = os.path.relpath(file_of(name), page.parent)
     return f"![{DRAWINGS[name].alt}]({link})"
 
@@ -41,18 +41,18 @@ def file_of(name: str) -> Path:
 
 
 def is_current(name: str) -> bool:
-    """Whether the file holds what would be drawn now; matplotlib's version does not matter."""
+    """Return whether the file holds the present data, whatever the version of matplotlib."""
     file, drawing = file_of(name), DRAWINGS[name]
     if not file.is_file():
         return False
     if drawing.onto is None:
         return file.read_bytes() == (results.RESULTS / file.name).read_bytes()
-    found = re.search(r"<dc:description>(.*?)</dc:description>", file.read_text(), re.DOTALL)
-    return found is not None and json.loads(html.unescape(found[1])) == drawing.points()
+    data = re.search(r"<dc:description>(.*?)</dc:description>", file.read_text(), re.DOTALL)
+    return data is not None and json.loads(html.unescape(data[1])) == drawing.points()
 
 
 def draw(name: str) -> None:
-    """Write the plot's file anew."""
+    """Write the file of the plot."""
     file, drawing = file_of(name), DRAWINGS[name]
     file.parent.mkdir(parents=True, exist_ok=True)
     if drawing.onto is None:
@@ -62,19 +62,19 @@ def draw(name: str) -> None:
     from matplotlib.figure import Figure
 
     points = drawing.points()
-    with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "specengine"}), atomic(file) as part:
+    with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "specengine"}), atomic(file) as temporary:
         figure = Figure(layout="constrained", facecolor="white")
         drawing.onto(figure, points)
-        figure.savefig(part, format="svg", metadata={"Date": None, "Description": json.dumps(points)})
+        figure.savefig(temporary, format="svg", metadata={"Date": None, "Description": json.dumps(points)})
 
 
-# ---- what is drawn
+# ---- data
 
 
 def _policies() -> Points:
-    found = summaries("auto-policies.jsonl")
+    by_way = summaries("auto-policies.jsonl")
     speeds = {
-        way.partition(",")[0]: r["speed_mean"] for (way, name), r in found.items() if name == ALL and way != "plain"
+        way.partition(",")[0]: r["speed_mean"] for (way, name), r in by_way.items() if name == ALL and way != "plain"
     }
     return dict(sorted(speeds.items(), key=lambda item: -item[1]))
 
@@ -88,18 +88,18 @@ def _answers() -> Points:
 
 
 def _thresholds() -> Points:
-    found = {r["way"]: r for r in records("replay-sweeps.jsonl") if r["record"] == "replay"}
+    by_setting = {r["way"]: r for r in records("replay-sweeps.jsonl") if r["record"] == "replay"}
     curves = {"end-to-end-shipped-head": "two cores", "qwen3-8b-h200": "Qwen3-8B on an H200"}
     steps = [f"{tenths / 10:g}" for tenths in range(10)]
     return {
-        f"{label}, {kind}": [[float(t), found[f"salf,threshold={t}{end}"]["speedup"][curve]] for t in steps]
+        f"{label}, {kind}": [[float(t), by_setting[f"salf,threshold={t}{end}"]["speedup"][curve]] for t in steps]
         for curve, label in curves.items()
         for kind, end in (("as published", ",fill=false"), ("filled up", ""))
     }
 
 
 def _bars(label: str, mark: float | None, own: str) -> Callable[[Any, Points], None]:
-    """Horizontal bars; those whose name begins with `own` in the first colour, a line at `mark`."""
+    """Return a function that draws horizontal bars, with names that begin with `own` coloured and a line at `mark`."""
 
     def onto(figure: Any, points: Points) -> None:
         figure.set_size_inches(7.6, 0.7 + 0.29 * len(points))
@@ -136,9 +136,11 @@ DRAWINGS = {
     "policies": Drawing(
         "Speed of each policy over plain decoding", _policies, _bars("speed over plain decoding", 1.0, "auto")
     ),
-    "answers": Drawing("Tokens per second of each way", _answers, _bars("tokens per second", None, "specengine")),
+    "answers": Drawing("Tokens per second of each method", _answers, _bars("tokens per second", None, "specengine")),
     "salf-thresholds": Drawing("SALF's speed by its threshold, replayed", _thresholds, _curves),
-    "auto-regret": Drawing("Expected tokens lost over cycles, by counted and by stated chances", _copied, None),
+    "auto-regret": Drawing(
+        "Expected tokens lost over cycles, with counted rates and with stated probabilities", _copied, None
+    ),
     "ltd-training-cpu": Drawing("Reward in training and speed on held-back answers, two cores", _copied, None),
     "ltd-training-paper": Drawing("The same at the costs of an A100", _copied, None),
 }

@@ -1,4 +1,4 @@
-"""Tables of the pages about a trained head: its shape, its learning, its acceptance and calibration."""
+"""Tables of the pages about a trained head: shape, training, acceptance and calibration."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specengine.benchmark.tables import NOTHING, Record, number
 RANKED = {
     "accuracy": "accuracy",
     "calibration": "calibration error of the target's best token",
-    "standard_calibration": "calibration error of its own best",
+    "standard_calibration": "calibration error of the draft's own best token",
 }
 
 
 def shapes(file: str) -> str:
-    """From research.head_shapes: what heads of each shape are worth under the costs that were measured beside them."""
+    """Return acceptance and predicted speed of heads by shape, under measured costs, from research.head_shapes."""
     costs = {r["name"]: r["draft_pass_ms_by_width"] for r in records(file) if r["record"] == "costs"}
     heads: dict[str, dict[str, Record]] = {}
     for record in records(file):
@@ -31,12 +31,12 @@ def shapes(file: str) -> str:
         for tree in trees:
             row += [number(by_tree[tree], "acceptance_length", 2), number(by_tree[tree], "predicted_tokens_per_s", 1)]
         rows.append(row)
-    header = ["MLP's units", "draft vocabulary", "parameters", "ms of a pass, 1 / 4 nodes"]
+    header = ["units of the MLP", "draft vocabulary", "parameters", "ms per pass, 1 / 4 nodes"]
     return table([*header, *(f"{tree}: {of}" for tree in trees for of in ("tau", "tokens/s"))], rows, file)
 
 
 def learning(file: str) -> str:
-    """From research.learning_curve: acceptance against what the head was shown, and what twice as much would add."""
+    """Return acceptance by training tokens, and a prediction for twice as many, from research.learning_curve."""
     rows = [
         [
             "start" if not record["stage"] else f"stage {record['stage']}, step {record['step']:,}",
@@ -49,25 +49,27 @@ def learning(file: str) -> str:
     ]
     more = next(record for record in records(file) if record["record"] == "doubling")
     change, interval = _bounded(more, "more_acceptance_length", 2)
-    rows.append(["foretold: twice the tokens", f"{more['tokens'] / 1e6:.2f}", NOTHING, f"{change} more", interval])
-    return table(("head", "million tokens shown", "processor hours", "tau", "95 % over prompts"), rows, file)
+    rows.append(["predicted: twice the tokens", f"{more['tokens'] / 1e6:.2f}", NOTHING, f"{change} more", interval])
+    return table(
+        ("head", "million training tokens", "processor hours", "tau", "95 % interval over prompts"), rows, file
+    )
 
 
 def ranks(file: str) -> str:
-    """From research.learning_curve: accuracy and calibration behind the ranked tokens, of the ends of the stages."""
+    """Return accuracy and calibration by rank at the end of each stage, from research.learning_curve."""
     ends = [record for record in records(file) if record["record"] == "head" and record["is_end"]]
     names = ["start" if not record["stage"] else f"after stage {record['stage']}" for record in ends]
     return _by_rank("head", names, ends, file)
 
 
 def loss_ranks(file: str) -> str:
-    """From research.losses: the same of the heads that were trained by each loss, with intervals."""
+    """Return accuracy and calibration by rank of the heads of each loss, with intervals, from research.losses."""
     heads = [record for record in records(file) if record["record"] == "head"]
     return _by_rank("loss", [code(record["loss"]) for record in heads], heads, file, bounded=True)
 
 
 def loss_acceptance(file: str) -> str:
-    """From research.losses: how long each head was trained, and its acceptance length on each tree, with intervals."""
+    """Return training time and acceptance length of each loss's head on each tree, from research.losses."""
     heads = {record["loss"]: record for record in records(file) if record["record"] == "head"}
     cells = {(r["loss"], r["tree"]): r for r in records(file) if r["record"] == "cell"}
     trees = list(dict.fromkeys(tree for _, tree in cells))
@@ -84,89 +86,94 @@ def loss_acceptance(file: str) -> str:
 
 
 def loss_acceptance_beside(file: str) -> str:
-    """From research.losses: by how much each acceptance length is longer than the first loss's on the same prompts."""
-    found = [record for record in records(file) if record["record"] == "beside" and "tree" in record]
-    cells = {(r["loss"], r["tree"]): r for r in found}
+    """Return differences of acceptance length to the first loss on the same prompts, from research.losses."""
+    differences = [record for record in records(file) if record["record"] == "beside" and "tree" in record]
+    cells = {(r["loss"], r["tree"]): r for r in differences}
     trees = list(dict.fromkeys(tree for _, tree in cells))
     rows = [
         [code(loss), *(_signed(cells[loss, tree], "mean_acceptance_length", 1, 2) for tree in trees)]
         for loss in dict.fromkeys(loss for loss, _ in cells)
     ]
-    return table((f"tau less `{found[0]['first']}`'s", *trees), rows, file)
+    return table((f"tau minus `{differences[0]['first']}`", *trees), rows, file)
 
 
 def loss_ahead(file: str) -> str:
-    """From research.losses: agreement by distance along held-back text, and the difference to the first loss's."""
-    found = [record for record in records(file) if record["record"] == "ahead"]
+    """Return agreement by distance along held-back text, and differences to the first loss, from research.losses."""
+    heads = [record for record in records(file) if record["record"] == "ahead"]
     rows = []
-    for record in found:
+    for record in heads:
         own = [f"{100 * share:.1f}" for share in record["hits"]]
         more = [
             "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * each for each in (share, *interval)))
             for share, interval in zip(record["more"], record["more_interval"], strict=True)
         ]
         rows.append([code(record["loss"]), *own])
-        if record is not found[0]:
-            rows.append([f"less {code(found[0]['loss'])}'s", *more])
-    return table(("agreement in %", *(f"{n} ahead" for n in range(1, len(found[0]["hits"]) + 1))), rows, file)
+        if record is not heads[0]:
+            rows.append([f"minus {code(heads[0]['loss'])}", *more])
+    return table(("agreement in %", *(f"{n} ahead" for n in range(1, len(heads[0]["hits"]) + 1))), rows, file)
 
 
 def loss_ranks_beside(file: str) -> str:
-    """From research.losses: the differences to the first loss behind the ranked tokens, on the same texts."""
-    found = [record for record in records(file) if record["record"] == "beside" and "by_rank" in record]
+    """Return differences to the first loss by rank, on the same texts, from research.losses."""
+    differences = [record for record in records(file) if record["record"] == "beside" and "by_rank" in record]
     rows = [
         [code(record["loss"]), called, *(_signed(rank, what, 100, 1) for rank in record["by_rank"])]
-        for record in found
+        for record in differences
         for what, called in RANKED.items()
     ]
-    header = (f"less `{found[0]['first']}`'s", "in points of %")
-    return table((*header, *(f"rank {rank['rank']}" for rank in found[0]["by_rank"])), rows, file)
+    header = (f"minus `{differences[0]['first']}`", "in percentage points")
+    return table((*header, *(f"rank {rank['rank']}" for rank in differences[0]["by_rank"])), rows, file)
 
 
 def _signed(record: Record, name: str, scale: float, digits: int) -> str:
-    """A difference and its interval."""
+    """Return a difference and its interval."""
     value, low, high = (f"{scale * each:+.{digits}f}" for each in (record[name], *record[f"{name}_interval"]))
     return f"{value} ({low} to {high})"
 
 
-def _by_rank(head: str, names: Sequence[str], found: Sequence[Record], file: str, *, bounded: bool = False) -> str:
-    """Rows of RANKED for each name, columns of ranks; in percent."""
+def _by_rank(head: str, names: Sequence[str], heads: Sequence[Record], file: str, *, bounded: bool = False) -> str:
+    """Return rows of RANKED for each name, columns of ranks, in percent."""
     rows = []
-    for name, record in zip(names, found, strict=True):
+    for name, record in zip(names, heads, strict=True):
         for what, called in RANKED.items():
             cells = [f"{100 * rank[what]:.1f}" for rank in record["by_rank"]]
             if bounded:
                 bounds = [[100 * bound for bound in rank[f"{what}_interval"]] for rank in record["by_rank"]]
                 cells = [f"{cell} ({low:.1f} to {high:.1f})" for cell, (low, high) in zip(cells, bounds, strict=True)]
             rows.append([name, called, *cells])
-    return table((head, "in %", *(f"rank {rank['rank']}" for rank in found[0]["by_rank"])), rows, file)
+    return table((head, "in %", *(f"rank {rank['rank']}" for rank in heads[0]["by_rank"])), rows, file)
 
 
 def scaled(file: str) -> str:
-    """From research.calibration: both calibration errors along text, with its temperatures and with lower ones."""
-    found = [record for record in records(file) if record["record"] == "text"]
+    """Return both calibration errors along text, by scale of the temperatures, from research.calibration."""
+    by_scale = [record for record in records(file) if record["record"] == "text"]
     rows = [
         [
             code(record["head"]),
             f"{record['temperatures_scale']:g}",
             *(f"{100 * r['calibration']:.1f} / {100 * r['standard_calibration']:.1f}" for r in record["by_rank"]),
         ]
-        for record in found
+        for record in by_scale
     ]
-    return table(("head", "temperatures times", *(f"rank {r['rank']}" for r in found[0]["by_rank"])), rows, file)
+    return table(
+        ("head", "temperatures multiplied by", *(f"rank {r['rank']}" for r in by_scale[0]["by_rank"])), rows, file
+    )
 
 
 def served(file: str) -> str:
-    """From research.calibration: best children of accepted nodes, by the rank of the node, in percent."""
+    """Return best children of accepted nodes by the rank of the node, in percent, from research.calibration."""
     by_way: dict[tuple[str, str], dict[int, Record]] = {}
     for record in records(file):
         if record["record"] == "served":
             by_way.setdefault((record["head"], record["sampling"]), {})[record["behind"]] = record
-    last = max(behind for found in by_way.values() for behind in found)
+    last = max(behind for by_rank in by_way.values() for behind in by_rank)
     rows = []
-    for (head, sampling), found in by_way.items():
-        for label, first, second in (("right / stated", "accuracy", "stated"), ("error / chance", "error", "chance")):
-            pairs = [(found[n][first], found[n][second]) if n in found else None for n in range(last + 1)]
+    for (head, sampling), by_rank in by_way.items():
+        for label, first, second in (
+            ("accuracy / stated", "accuracy", "stated"),
+            ("error / chance", "error", "chance"),
+        ):
+            pairs = [(by_rank[n][first], by_rank[n][second]) if n in by_rank else None for n in range(last + 1)]
             cells = [f"{100 * pair[0]:.1f} / {100 * pair[1]:.1f}" if pair else NOTHING for pair in pairs]
             rows.append([code(head), sampling, label, *cells])
     header = ("head", "sampling", "in %", "the root", *(f"rank {n}" for n in range(1, last)), f"{last} and above")
@@ -178,9 +185,9 @@ def _bounded(record: Record, name: str, digits: int) -> tuple[str, str]:
     return number(record, name, digits), f"{low:.{digits}f} to {high:.{digits}f}"
 
 
-def accepted(*given: str) -> str:
-    """Acceptance length by set; `given` are files of one way each, from bench.policies, a label behind each file."""
-    files, labels = given[::2], given[1::2]
+def accepted(*files_and_labels: str) -> str:
+    """Return the acceptance length by set; a file of one method, from bench.policies, precedes its label."""
+    files, labels = files_and_labels[::2], files_and_labels[1::2]
     rows = []
     for file, label in zip(files, labels, strict=True):
         tau = {name: number(record, "tau", 2) for (_, name), record in summaries(file).items()}
@@ -189,15 +196,15 @@ def accepted(*given: str) -> str:
 
 
 def beside(file: str) -> str:
-    """From specengine bench, by set: speed over plain decoding, mean of prompts, and in brackets acceptance length."""
-    found = {(r["way"], r["set"]): r for r in summarized(records(file))}
-    names = [name for name in SETS if ("plain", name) in found]
+    """Return speed over plain decoding with the acceptance length in brackets, by set, from specengine bench."""
+    by_set = {(r["way"], r["set"]): r for r in summarized(records(file))}
+    names = [name for name in SETS if ("plain", name) in by_set]
     rows = [
         [
             code(way),
-            *(f"{found[way, name]['speed_mean']:.2f} ({found[way, name]['tau']:.2f})" for name in names),
+            *(f"{by_set[way, name]['speed_mean']:.2f} ({by_set[way, name]['tau']:.2f})" for name in names),
         ]
-        for way in dict.fromkeys(way for way, _ in found if way != "plain")
+        for way in dict.fromkeys(way for way, _ in by_set if way != "plain")
     ]
     return table(("", *(SETS[name] for name in names)), rows, file)
 

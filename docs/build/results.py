@@ -1,4 +1,4 @@
-"""The result files in bench/results as the pages read them, and a table with the files that it is made of."""
+"""Result files of bench/results as the pages read them, and tables that name their files."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def records(file: str) -> list[Record]:
 
 
 def table(header: Sequence[str], rows: list[list[str]], *files: str) -> str:
-    """A table in markdown, and below it the files that it is made of."""
-    made = Table("", "", tuple(header), rows).markdown().partition("\n\n")[2]
-    return f"{made}\n\n{source(*files)}"
+    """Return a table in markdown, with the files of its figures below it."""
+    body = Table("", "", tuple(header), rows).markdown().partition("\n\n")[2]
+    return f"{body}\n\n{source(*files)}"
 
 
 def source(*files: str) -> str:
-    """Where figures come from: file, machine, date."""
+    """Return file, machine and date of the figures."""
     lines = []
     for file in dict.fromkeys(files):
         origin = next(record for record in records(file) if record["record"] == "provenance")
@@ -45,10 +45,10 @@ def code(way: str) -> str:
 
 
 def summaries(file: str) -> dict[tuple[str, str], Record]:
-    """The summaries of bench.policies by way and set."""
+    """Return the summaries of bench.policies by method and set."""
     return {(r["way"], r["set"]): r for r in records(file) if r["record"] == "summary" and "way" in r}
 
 
 def means(file: str) -> dict[str, Record]:
-    """Of bench.cpu's answers, by part: the mean of the sets."""
+    """Return the mean of the sets of bench.cpu's answers, by part."""
     return {r["part"]: r for r in records(file) if r["record"] == "summary" and r["set"] == "mean of the sets"}

@@ -1,4 +1,4 @@
-"""Tables of the pages, each from the result files that it names below itself."""
+"""Tables of the pages. Each names its result files below itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS = {  # as bench.cpu calls them
 }
 
 
-BENCHED = {  # ways of specengine bench that are no policies
+BENCHED = {  # methods of specengine bench other than policies
     "generate": "transformers' `generate`",
     "prompt-lookup": "transformers' prompt lookup",
     "llama.cpp": "llama.cpp, plain decoding of the same GGUF file",
@@ -31,7 +31,7 @@ BENCHED = {  # ways of specengine bench that are no policies
 
 
 def versus(file: str) -> str:
-    """From specengine bench: each way over all prompts, beside what people run instead."""
+    """Return the table of specengine bench: each method over all prompts."""
     whole = benched(file)
     rows = [
         [
@@ -47,14 +47,14 @@ def versus(file: str) -> str:
 
 
 def headline(file: str) -> str:
-    """The one figure of specengine bench: the default beside transformers' `generate`, over all prompts."""
+    """Return the headline: speed of the default over transformers' `generate`, over all prompts of specengine bench."""
     times = over_generate(benched(file), "auto")
-    said = "with output\nequal to plain decoding, token for token ([measured](#measured))."
-    return f"**{times:.1f}x** the tokens per second of transformers' `generate` on two CPU cores with AMX, {said}"
+    claim = "with output\nequal to plain decoding, token for token ([measured](#measured))."
+    return f"**{times:.1f}x** the tokens per second of transformers' `generate` on two CPU cores with AMX, {claim}"
 
 
 def untiled(file: str) -> str:
-    """The headline's figure on a machine without AMX, and how much of it is plain decoding."""
+    """Return the headline for a machine without AMX, split into the gains of the forward and of speculation."""
     whole = benched(file)
     times, plain = (over_generate(whole, way) for way in ("auto", "plain"))
     page = "docs/results/cpu.md#without-amx"
@@ -70,7 +70,7 @@ def over_generate(whole: dict[str, Record], way: str) -> float:
 
 
 def benched(file: str) -> dict[str, Record]:
-    """The summaries of specengine bench over all sets, by way."""
+    """Return the summaries of specengine bench over all sets, by method."""
     return {r["way"]: r for r in summarized(records(file)) if r["set"] == ALL}
 
 
@@ -79,19 +79,19 @@ FIVE = {
     "salf/cpu": "SALF: best-first search, stopped once the next batch holds too little probability",
     "talon/cpu": "TALON: a node budget, gated by the level's best path: deep where the draft is sure, wide where not",
     "ltd,networks=cpu": "Learning to Draft: two networks choose depth and size, trained on throughput",
-    "eagle/cpu": "EAGLE-2: a beam, then the best of all that were scored",
+    "eagle/cpu": "EAGLE-2: a beam, then the best of all scored nodes",
 }
 
 
 def five(file: str) -> str:
-    """Five policies and what they do, from bench.policies."""
-    found = summaries(file)
-    rows = [[code(way.partition(",")[0]), text, f"{found[way, ALL]['speed_mean']:.2f}"] for way, text in FIVE.items()]
+    """Return five policies with a description and their speed, from bench.policies."""
+    by_way = summaries(file)
+    rows = [[code(way.partition(",")[0]), text, f"{by_way[way, ALL]['speed_mean']:.2f}"] for way, text in FIVE.items()]
     return table(("policy", "the tree", "speed over plain decoding"), rows, file)
 
 
 def answers(file: str, part: str) -> str:
-    """From bench.cpu: each way of one part over all sets."""
+    """Return the table of one part of bench.cpu: each method over all sets."""
     whole = means(file)[part]
     rows = [
         [
@@ -103,30 +103,17 @@ def answers(file: str, part: str) -> str:
         ]
         for way, rate in whole["tokens_per_second"].items()
     ]
-    header = ("way", "tokens/s", "over `generate`", "over llama.cpp", "acceptance length")
+    header = ("method", "tokens/s", "over `generate`", "over llama.cpp", "acceptance length")
     return table(header, rows, file)
 
 
-def rivals(file: str) -> str:
-    """From bench.cpu, in a sentence: answers from the packed file beside what people run instead."""
-    mean, own = means(file)["default"], "native gguf"
-    rates, lookup = mean["tokens_per_second"], "generate, prompt lookup"
-    told = {
-        "`generate`": (mean["speedup_over_generate"][own], rates["generate"]),
-        "prompt lookup": (rates[own] / rates[lookup], rates[lookup]),
-        "llama.cpp's plain decoding": (mean["speedup_over_llama.cpp"][own], rates["llama.cpp"]),
-    }
-    others = ", ".join(f"{over:.1f}x {name} ({rate:.0f})" for name, (over, rate) in told.items())
-    return f"from the packed GGUF file {rates[own]:.0f} tokens/s: {others}\n(`bench/results/{file}`)."
-
-
 def policies(file: str, *ways: str) -> str:
-    """From bench.policies: counters, the policy's time, speed over plain decoding; of all ways if none is named."""
-    found = summaries(file)
+    """Return counters, the policy's share of time and speed, from bench.policies; of all methods if none is named."""
+    by_way = summaries(file)
     rows = []
-    for way in ways or [way for way, name in found if name == ALL and way != "plain"]:
-        whole = found[way, ALL]
-        by_set = {name: r for (w, name), r in found.items() if w == way and name != ALL and "speed_mean" in r}
+    for way in ways or [way for way, name in by_way if name == ALL and way != "plain"]:
+        whole = by_way[way, ALL]
+        by_set = {name: r for (w, name), r in by_way.items() if w == way and name != ALL and "speed_mean" in r}
         lowest = min(by_set, key=lambda name: by_set[name]["speed_mean"], default=None)
         rows.append(
             [
@@ -142,28 +129,28 @@ def policies(file: str, *ways: str) -> str:
 
 
 def sets(file: str, *ways: str) -> str:
-    """From bench.policies: speed over plain decoding by set, mean of prompts."""
-    found = summaries(file)
-    names = [name for name in SETS if ("plain", name) in found]
+    """Return the speed over plain decoding by set, mean of prompts, from bench.policies."""
+    by_way = summaries(file)
+    names = [name for name in SETS if ("plain", name) in by_way]
     rows = [
-        [code(way), *(number(found[way, name], "speed_mean", 2) for name in names)]
-        for way in ways or dict.fromkeys(way for way, _ in found if way != "plain")
+        [code(way), *(number(by_way[way, name], "speed_mean", 2) for name in names)]
+        for way in ways or dict.fromkeys(way for way, _ in by_way if way != "plain")
     ]
     return table(("policy", *(SETS[name] for name in names)), rows, file)
 
 
 def adversarial(file: str) -> str:
-    """From bench.adversarial: each case, the median of its rounds and the first of them."""
+    """Return each case of bench.adversarial: median of its rounds, and first round."""
     rows = [
         [r["case"], f"{r['over_plain']:.2f}", f"{r['rounds'][0]:.2f}", number(r, "tau", 2), str(r["draft_passes"])]
         for r in records(file)
         if r["record"] == "row"
     ]
-    return table(("case", "speed over plain", "in the first round", "tau", "draft passes in all"), rows, file)
+    return table(("case", "speed over plain", "in the first round", "tau", "draft passes in total"), rows, file)
 
 
 def chances(file: str) -> str:
-    """From bench.chances: expected calibration errors."""
+    """Return expected calibration errors, from bench.chances."""
     rows = [
         [r["source"], r["sampling"], f"{r['outcomes']:,}", f"{r['stated_error']:.3f}", f"{r['counted_error']:.3f}"]
         for r in records(file)
@@ -173,69 +160,77 @@ def chances(file: str) -> str:
 
 
 def coupling(file: str) -> str:
-    """From bench.coupling: sampled drafts that know the noise of the draws, and that do not."""
-    found = {(r["sampling"], r["policy"], r["coupled"]): r for r in records(file) if r["record"] == "coupling"}
+    """Return sampled drafts with and without the sampler's noise, from bench.coupling."""
+    by_case = {(r["sampling"], r["policy"], r["coupled"]): r for r in records(file) if r["record"] == "coupling"}
     rows = [
         [
             sampling,
             code(policy),
-            *(number(found[sampling, policy, knows], "tau", 2) for knows in (True, False)),
-            *(number(found[sampling, policy, knows], "over_plain", 2) for knows in (True, False)),
+            *(number(by_case[sampling, policy, knows], "tau", 2) for knows in (True, False)),
+            *(number(by_case[sampling, policy, knows], "over_plain", 2) for knows in (True, False)),
         ]
-        for sampling, policy in dict.fromkeys((sampling, policy) for sampling, policy, _ in found if policy != "plain")
+        for sampling, policy in dict.fromkeys(
+            (sampling, policy) for sampling, policy, _ in by_case if policy != "plain"
+        )
     ]
     header = ("sampling", "policy", "tau, coupled", "not coupled", "speed over plain, coupled", "not coupled")
     return table(header, rows, file)
 
 
 def regret(file: str) -> str:
-    """From research.regret: expected tokens lost per cycle."""
+    """Return the expected tokens lost per cycle, from research.regret."""
     lost = {(r["law"], r["by"]): f"{r['per_cycle']:.3f}" for r in records(file) if r["record"] == "regret"}
-    rows = [[law, lost[law, "counted"], lost[law, "stated"]] for law in dict.fromkeys(law for law, _ in lost)]
-    return table(("the law", "by counted chances", "by stated ones"), rows, file)
+    names = {"still": "stand still", "drifts": "drift", "jumps": "jump"}
+    laws = dict.fromkeys(law for law, _ in lost)
+    rows = [[names.get(law, law), lost[law, "counted"], lost[law, "stated"]] for law in laws]
+    return table(("true probabilities", "loss with counted rates", "with stated probabilities"), rows, file)
 
 
 def exactness(*files: str) -> str:
-    """From bench.exactness: verdicts over all answers of each file."""
+    """Return the verdicts over all answers of each file of bench.exactness."""
     rows = []
     for file in files:
         whole = next(r for r in records(file) if r["record"] == "summary")
         seeds = sorted({"greedy" if r["seed"] is None else f"seed {r['seed']}" for r in records(file) if "seed" in r})
         verdicts = [str(whole["verdicts"][name]) for name in ("exact", "near-tie", "mismatch")]
         rows.append([whole["dtype"], ", ".join(seeds), str(whole["runs"]), f"{whole['tokens']:,}", *verdicts])
-    header = ("dtype", "decoding", "answers", "tokens", "equal", "left it at a near-tie", "mismatches")
+    header = ("dtype", "decoding", "answers", "tokens", "equal", "differ at a near-tie", "mismatches")
     return table(header, rows, *files)
 
 
 def same(*files: str) -> str:
-    """From bench.policies: answers that leave plain decoding's, over all policies of each file."""
+    """Return how many answers differ from plain decoding, over all policies of each file of bench.policies."""
     rows = []
     for file in files:
-        asked = next(r for r in records(file) if r["record"] == "settings")
+        settings = next(r for r in records(file) if r["record"] == "settings")
         whole = [r for (way, name), r in summaries(file).items() if name == ALL and way != "plain"]
-        decoding = f"temperature {asked['temperature']:g}" if asked["temperature"] else "greedy"
-        strict = "yes" if asked.get("strict") else ""
+        decoding = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+        strict = "yes" if settings.get("strict") else ""
         counts = (str(len(whole)), str(sum(r["prompts"] for r in whole)), str(sum(r["diverging"] for r in whole)))
-        rows.append([code(file.removesuffix(".jsonl")), asked["dtype"], decoding, strict, *counts])
-    header = ("file", "dtype", "decoding", "`strict`", "policies", "answers", "differ from plain decoding's")
+        rows.append([code(file.removesuffix(".jsonl")), settings["dtype"], decoding, strict, *counts])
+    header = ("file", "dtype", "decoding", "`strict`", "policies", "answers", "differ from plain decoding")
     return table(header, rows, *files)
 
 
 def forward(file: str) -> str:
-    """From bench.cpu: milliseconds of one forward by rows."""
+    """Return milliseconds of one forward by number of rows, from bench.cpu."""
     ways = [r for r in records(file) if r["record"] == "forward"]
     counts = list(ways[0]["ms"])
     rows = [[_forward(r["way"]), *(f"{r['ms'][count]:.1f}" for count in counts), f"{r['read_ms']:.1f}"] for r in ways]
-    return table(("weights", *(f"{n} rows, ms" for n in counts), "reading them once, ms"), rows, file)
+    return table(("weights", *(f"{_rows(n)}, ms" for n in counts), "one read of the weights, ms"), rows, file)
+
+
+def _rows(count: str) -> str:
+    return f"{count} row" if int(count) == 1 else f"{count} rows"
 
 
 def _forward(way: str) -> str:
-    names = {"native": "bfloat16", "native int8": "int8", "native gguf": "packed GGUF", "default": "as by default"}
+    names = {"native": "bfloat16", "native int8": "int8", "native gguf": "packed GGUF", "default": "default"}
     return names.get(way, "bfloat16, transformers' modules")
 
 
 def start(file: str) -> str:
-    """From bench.cpu: seconds to the first token of a process, and what memory it takes."""
+    """Return seconds to the first token of a process, and its memory, from bench.cpu."""
     memory = {r["way"]: r for r in records(file) if r["record"] == "memory"}
     seconds = {r["way"]: r for r in records(file) if r["record"] == "start"}
     rows = [
@@ -247,32 +242,37 @@ def start(file: str) -> str:
         ]
         for way in dict.fromkeys([*seconds, *memory])
     ]
-    header = ("weights", "first token, nothing cached, s", "later starts, s", "peak MB beyond imports and tokenizer")
+    header = (
+        "weights",
+        "first token, nothing cached, s",
+        "first token, cached, s",
+        "peak MB beyond imports and tokenizer",
+    )
     return table(header, rows, file)
 
 
 def instructions(file: str) -> str:
-    """From bench.cpu: a forward under each instruction set that was forced, over transformers' modules."""
+    """Return the speed of a forward under each forced instruction set over transformers' modules, from bench.cpu."""
     ways = [r for r in records(file) if r["record"] == "isa"]
     counts = list(ways[0]["speedup_over_huggingface"])
     rows = [[code(r["isa"]), *(f"{r['speedup_over_huggingface'][n]:.2f}" for n in counts)] for r in ways]
-    return table(("`SPECENGINE_CPU`", *(f"{n} rows" for n in counts)), rows, file)
+    return table(("`SPECENGINE_CPU`", *map(_rows, counts)), rows, file)
 
 
 def perplexity(file: str) -> str:
-    """From bench.perplexity: each way, and how far a token's log-likelihood is from float32's."""
+    """Return perplexities, and how far a token's log-likelihood is from float32's, from bench.perplexity."""
     rows = []
     for r in records(file):
         if r["record"] == "perplexity":
             way = {"huggingface float32": "float32, transformers' modules"}.get(r["way"]) or _forward(r["way"])
             far = r.get("nats_from_float32", {})
             rows.append([way, f"{r['perplexity']:.3f}", number(far, "mean", 3), number(far, "max", 2)])
-    return table(("weights", "perplexity", "nats from float32, mean", "largest"), rows, file)
+    return table(("weights", "perplexity", "nats from float32, mean", "largest difference"), rows, file)
 
 
 def replays(file: str, *starts: str) -> str:
-    """From research.replay: predicted speeds of the settings whose names begin so, under each cost curve."""
-    found = [r for r in records(file) if r["record"] == "replay" and r["way"].startswith(starts or "")]
+    """Return predicted speeds under each cost curve of the settings whose names begin with one of `starts`."""
+    chosen = [r for r in records(file) if r["record"] == "replay" and r["way"].startswith(starts or "")]
     curves = {"end-to-end-shipped-head": "speed, two cores", "qwen3-8b-h200": "speed, Qwen3-8B on an H200"}
     rows = [
         [
@@ -280,40 +280,40 @@ def replays(file: str, *starts: str) -> str:
             *(number(r, name, digits) for name, digits in (("tau", 2), ("delta", 2), ("gamma", 1))),
             *(f"{r['speedup'][curve]:.2f}" for curve in curves),
         ]
-        for r in found
+        for r in chosen
     ]
     return table(("setting", "tau", "delta", "nodes verified", *curves.values()), rows, file)
 
 
 def published(file: str) -> str:
-    """From research.replay: `auto`, told each published cost curve, beside LTD and the best of all other settings."""
-    found = {r["way"]: r for r in records(file) if r["record"] == "replay"}
+    """Return the speed of `auto` under each published cost curve, next to LTD and the best other setting."""
+    by_way = {r["way"]: r for r in records(file) if r["record"] == "replay"}
     rows = []
-    for curve in next(iter(found.values()))["speedup"]:
+    for curve in next(iter(by_way.values()))["speedup"]:
 
         def speed(way: str, curve: str = curve) -> float:
-            return float(found[way]["speedup"][curve])
+            return float(by_way[way]["speedup"][curve])
 
-        told = [way for way in found if way.startswith(f"auto,costs={curve},")]
-        others = [way for way in found if not way.startswith(("auto", "ltd"))]
-        small = max((way for way in others if found[way]["gamma"] <= 61), key=speed)
+        own = [way for way in by_way if way.startswith(f"auto,costs={curve},")]
+        others = [way for way in by_way if not way.startswith(("auto", "ltd"))]
+        small = max((way for way in others if by_way[way]["gamma"] <= 61), key=speed)
         best = [f"{speed(way):.3f} ({code(way)})" for way in (small, max(others, key=speed))]
-        few, many = (max((way for way in told if f"budget={cap}," in way), key=speed) for cap in (60, 240))
+        few, many = (max((way for way in own if f"budget={cap}," in way), key=speed) for cap in (60, 240))
         rows.append([curve, f"{speed(few):.3f}", best[0], f"{speed(many):.3f}", f"{speed('ltd/paper'):.3f}", best[1]])
     header = "costs", "auto, 60 nodes", "best other, 60", "auto, 240 nodes", "ltd/paper (120)", "best other, 240"
     return table(header, rows, file)
 
 
 def compared(*files: str) -> str:
-    """From bench.ltd: each way's speed over plain decoding under the cost table of each file."""
-    found = {file: {r["way"]: r for r in records(file) if r["record"] == "replay"} for file in files}
-    ways = dict.fromkeys(way for own in found.values() for way in own)
-    rows = [[code(way), *(number(found[file].get(way, {}), "speed", 3) for file in files)] for way in ways]
-    return table(("way", *(code(file.removesuffix(".jsonl")) for file in files)), rows, *files)
+    """Return the speed of each method of research.ltd over plain decoding, under the cost table of each file."""
+    replays_by_file = {file: {r["way"]: r for r in records(file) if r["record"] == "replay"} for file in files}
+    ways = dict.fromkeys(way for by_way in replays_by_file.values() for way in by_way)
+    rows = [[code(way), *(number(replays_by_file[file].get(way, {}), "speed", 3) for file in files)] for way in ways]
+    return table(("method", *(code(file.removesuffix(".jsonl")) for file in files)), rows, *files)
 
 
 def load(*files: str) -> str:
-    """From bench.load: the server under one client and more; every run's figures, in the order of the files."""
+    """Return the figures of bench.load by number of clients: one per run, in the order of the files."""
     runs: dict[int, list[Record]] = {}
     for file in files:
         for r in records(file):
@@ -326,41 +326,41 @@ def load(*files: str) -> str:
     rows = [
         [
             str(clients),
-            f"{sum(r['answered'] for r in found)} of {sum(r['answered'] + r['failed'] for r in found)}",
-            each(found, "tokens_per_second", 0),
-            each(found, "first_token_ms_p50", 0),
-            each(found, "answer_s_p50", 2),
-            each(found, "answer_s_p95", 2),
+            f"{sum(r['answered'] for r in own)} of {sum(r['answered'] + r['failed'] for r in own)}",
+            each(own, "tokens_per_second", 0),
+            each(own, "first_token_ms_p50", 0),
+            each(own, "answer_s_p50", 2),
+            each(own, "answer_s_p95", 2),
         ]
-        for clients, found in sorted(runs.items())
+        for clients, own in sorted(runs.items())
     ]
-    header = ("clients", "answered", "tokens/s", "ms to the first token, p50", "s an answer, p50", "s an answer, p95")
+    header = ("clients", "answered", "tokens/s", "ms to the first token, p50", "s per answer, p50", "s per answer, p95")
     return table(header, rows, *files)
 
 
 def storm(file: str) -> str:
-    """From tests.serve.storm: what became of crowds of clients."""
+    """Return the outcomes of crowds of clients, from tests.serve.storm."""
     rows = [
         [
-            "about half rude" if r["rude"] else "all patient",
+            "half misbehave" if r["rude"] else "all well-behaved",
             str(r["clients"]),
             *(str(r.get(outcome, 0)) for outcome in ("right", "error", "left", "refused", "lost")),
         ]
         for r in records(file)
         if r["record"] == "storm"
     ]
-    header = ("crowd", "clients", "right answers", "deserved errors", "left", "told to come again", "lost")
+    header = ("crowd", "clients", "right answers", "expected errors", "disconnected", "asked to retry", "lost")
     return table(header, rows, file)
 
 
 def memory(file: str) -> str:
-    """From tests.serve.storm: what the server's process holds after so many requests in a row."""
+    """Return the memory of the server's process by number of requests, from tests.serve.storm."""
     rows = [[f"{r['requests']:,}", f"{r['resident_mb']:.1f}"] for r in records(file) if r["record"] == "memory"]
     return table(("requests", "MB resident"), rows, file)
 
 
 def replicas(file: str) -> str:
-    """Throughput of replicas that share a machine's cores."""
+    """Return the throughput of replicas that share the cores of a machine."""
     rows = [
         [
             str(record["replicas"]),
@@ -373,12 +373,12 @@ def replicas(file: str) -> str:
         for record in records(file)
         if record["record"] == "row"
     ]
-    header = ("replicas", "threads of each", "tokens/s", "of each replica", "over the first", "seconds of an answer")
+    header = ("replicas", "threads each", "tokens/s", "per replica", "over the first row", "seconds per answer")
     return table(header, rows, file)
 
 
 def split(file: str) -> str:
-    """Tokens a second of a model on one process and split over ranks."""
+    """Return tokens per second of a model in one process and split over ranks."""
     rows = [
         [
             record["way"],
@@ -395,7 +395,7 @@ def split(file: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        *(headline, untiled, rivals, five, versus, answers),
+        *(headline, untiled, five, versus, answers),
         *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, start, instructions, perplexity),
         *(replays, published, compared, replicas, split),
