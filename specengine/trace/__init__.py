@@ -12,7 +12,7 @@ __all__ = ["Query", "Trace", "TraceWriter", "TracedCycle", "read_trace"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TraceWriter":  # which writes of an engine, and so needs torch; reading does not
+    if name == "TraceWriter":  # imports torch; reading a trace does not
         from specengine.trace.writer import TraceWriter
 
         return TraceWriter

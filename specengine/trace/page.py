@@ -1,4 +1,4 @@
-"""A trace as one HTML page that needs nothing else: no server, no network."""
+"""Show traces as one self-contained HTML page, without a server or a network."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ SECONDS_DIGITS = 5
 
 
 def page(traces: Sequence[Trace]) -> str:
-    """The page of all queries of these traces.
+    """Return the page with all queries of these traces.
 
-    What the traces hold reaches it as JSON that cannot end its script element, and the page shows it as text only.
-    Its policy lets no other script run and nothing be fetched.
+    The content of the traces is embedded as JSON that cannot end its script element, and shown as text only. The
+    page's security policy allows no other script and no requests.
     """
-    template, style, script = (_part(kind) for kind in ("html", "css", "js"))
-    parts = {
+    template, style, script = (_resource(kind) for kind in ("html", "css", "js"))
+    texts = {
         "{{script-hash}}": _hash(script),
         "{{style-hash}}": _hash(style),
         "{{style}}": style,
         "{{script}}": script,
         "{{data}}": _embedded(_data(traces)),
     }
-    for name, text in parts.items():  # the data last: nothing in it is taken for a name
+    for name, text in texts.items():  # the data last, so that nothing in it is read as a name
         template = template.replace(name, text, 1)
     return template
 
 
-def _part(kind: str) -> str:
+def _resource(kind: str) -> str:
     return resources.files("specengine.trace").joinpath(f"page.{kind}").read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
-    """A source of a Content-Security-Policy: exactly this text."""
+    """Return the hash of a text as a source of a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -51,7 +51,7 @@ def _embedded(data: Any) -> str:
 
 
 def _data(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Short names and no texts twice: page.js reads this."""
+    """Return the data for page.js, with short names and each text once."""
     return {
         "runs": [_run(trace) for trace in traces],
         "queries": [_query(query, number) for number, trace in enumerate(traces) for query in trace.queries],
@@ -96,5 +96,5 @@ def _cycle(cycle: TracedCycle) -> dict[str, Any]:
         "c": cycle.committed,
         "s": cycle.text,
         "d": cycle.passes,
-        "sec": {part: round(seconds, SECONDS_DIGITS) for part, seconds in cycle.seconds.items()},
+        "sec": {step: round(seconds, SECONDS_DIGITS) for step, seconds in cycle.seconds.items()},
     }

@@ -1,4 +1,4 @@
-"""The per-run pictures of the papers, from one trace or from several that are compared."""
+"""Plots of one trace or of several, after those of the papers."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from specengine.trace.records import ACCEPTED, PRUNED, Query, Trace
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's
 MARKERS = "osD^vP"
-FEW = 5  # a share of fewer nodes than this is not written into its cell
-LEAST_RANKS, MOST_RANKS = 4, 12  # in a panel
+MIN_NODES = 5  # a cell with fewer nodes has no number
+MIN_RANKS, MAX_RANKS = 4, 12  # columns of a panel
 LABEL_WIDTH = 42
-# By suffix, what of a file would be another in the next run, and is left out.
-WRITTEN: dict[str, dict[str, None]] = {
+# Metadata by suffix that would differ in the next run, and is left out.
+METADATA: dict[str, dict[str, None]] = {
     ".svg": {"Date": None},
     ".png": {"Software": None},
     ".pdf": {"CreationDate": None},
 }
-DOT = 320.0  # square points, of all cycles of a query
+DOT = 320.0  # area of all dots of a query, square points
 
 
 def draw(traces: Sequence[Trace], folder: Path) -> list[Path]:
-    """Write the three pictures as SVG files into `folder`; their paths. Several traces share each picture.
+    """Write three plots as SVG files into `folder` and return their paths. All traces share each plot.
 
-    Raises InputError without matplotlib, without a cycle, and where the folder cannot be written.
+    Raise InputError without matplotlib, without cycles, or if the folder cannot be written.
     """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError("pictures: matplotlib draws them, run pip install matplotlib") from error
+        raise InputError("pictures: needs matplotlib, run pip install matplotlib") from error
     traces = [trace for trace in traces if _with_cycles(trace)]
     runs = list(zip(_labels(traces), map(_with_cycles, traces), strict=True))
     if not runs:
-        raise InputError("pictures: there is no cycle in these traces")
+        raise InputError("pictures: these traces have no cycles")
     drawings = {
         "acceptance-by-depth-and-rank": _heat_maps,
         "acceptance-length": _lengths,
@@ -65,7 +65,7 @@ def _with_cycles(trace: Trace) -> list[Query]:
 
 
 def _labels(traces: Sequence[Trace]) -> list[str]:
-    """What tells the traces apart: the policy, with the draft or the file where the policy alone does not."""
+    """Return distinct labels: the policy, with the draft or the file if policies are equal."""
     for names in (
         [trace.policy for trace in traces],
         [f"{trace.policy}, {trace.draft}" for trace in traces],
@@ -78,18 +78,21 @@ def _labels(traces: Sequence[Trace]) -> list[str]:
 
 
 def literal(text: str) -> str:
-    """Without letters that cannot be drawn, and with no formula for matplotlib to read."""
+    """Return text without unprintable characters and without formulas for matplotlib."""
     return "".join(letter if letter.isprintable() else "?" for letter in text).replace("$", r"\$")
 
 
 def save(figure: Any, file: Path, field: str) -> None:
-    """Write a figure as its file's suffix says, the same bytes every time; InputError naming the field otherwise."""
-    require_suffix(field, file, WRITTEN)
+    """Write a figure in the format of the file's suffix, with the same bytes every time.
+
+    Raise InputError naming `field` for another suffix, or if the file cannot be written.
+    """
+    require_suffix(field, file, METADATA)
     suffix = file.suffix.lower()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(file) as part:
-            figure.savefig(part, format=suffix[1:], metadata=WRITTEN[suffix])
+        with atomic(file) as temporary:
+            figure.savefig(temporary, format=suffix[1:], metadata=METADATA[suffix])
     except OSError as error:
         raise InputError(f"{field}: {file} cannot be written ({error.strerror or error})") from error
 
@@ -98,7 +101,7 @@ def save(figure: Any, file: Path, field: str) -> None:
 
 
 def acceptance_counts(queries: Sequence[Query]) -> tuple[np.ndarray, np.ndarray]:
-    """Accepted and verified draft nodes, int64 [depths, ranks], both counted from 1; ranks are those among siblings."""
+    """Return accepted and verified draft nodes, int64 [depths, ranks], by depth and rank among siblings from 1."""
     counts: dict[bool, Counter[tuple[int, int]]] = {True: Counter(), False: Counter()}
     for cycle in (cycle for query in queries for cycle in query.cycles):
         for node, state in enumerate(cycle.states):
@@ -118,7 +121,7 @@ def _grid(counts: Counter[tuple[int, int]], shape: tuple[int, int]) -> np.ndarra
 
 def _heat_maps(figure: Any, runs: Sequence[Run]) -> None:
     grids = [acceptance_counts(queries) for _, queries in runs]
-    ranks = [min(max(LEAST_RANKS, verified.shape[1]), MOST_RANKS) for _, verified in grids]
+    ranks = [min(max(MIN_RANKS, verified.shape[1]), MAX_RANKS) for _, verified in grids]
     depths = max(1, *(verified.shape[0] for _, verified in grids))
     best = max((float(share) for grid in grids for share in _share(*grid).flat if share > 0), default=1.0)
     figure.set_size_inches(1.8 + 0.62 * sum(ranks), 2.0 + 0.42 * max(depths, 3))
@@ -137,13 +140,13 @@ def _share(accepted: np.ndarray, verified: np.ndarray) -> np.ndarray:
 
 
 def _heat_map(axes: Any, accepted: np.ndarray, verified: np.ndarray, shape: tuple[int, int], best: float) -> Any:
-    """One panel, coloured up to the share `best`; a cell that no node ever stood in stays grey."""
+    """Draw one panel, coloured up to the share `best`. Cells without nodes stay grey."""
     share = np.full(shape, np.nan)
     share[: verified.shape[0], : verified.shape[1]] = _share(accepted, verified)
     axes.set_facecolor("0.9")
     image = axes.imshow(share, cmap="viridis", vmin=0, vmax=best, aspect="auto")
     for (depth, rank), count in np.ndenumerate(verified):
-        if count >= FEW:
+        if count >= MIN_NODES:
             colour = "black" if share[depth, rank] > 0.6 * best else "white"
             axes.text(rank, depth, f"{share[depth, rank]:.2f}", ha="center", va="center", color=colour, fontsize=10)
     axes.set_xticks(range(shape[1]), range(1, shape[1] + 1))
@@ -156,8 +159,8 @@ def _heat_map(axes: Any, accepted: np.ndarray, verified: np.ndarray, shape: tupl
 
 
 def _lengths(figure: Any, runs: Sequence[Run]) -> None:
-    most = max(len(queries) for _, queries in runs)
-    figure.set_size_inches(min(14.0, 6.5 + 0.25 * most * len(runs)), 4.6)
+    longest = max(len(queries) for _, queries in runs)
+    figure.set_size_inches(min(14.0, 6.5 + 0.25 * longest * len(runs)), 4.6)
     axes = figure.subplots()
     for number, (label, queries) in enumerate(runs):
         colour, marker = _look(number)
@@ -170,7 +173,7 @@ def _lengths(figure: Any, runs: Sequence[Run]) -> None:
         label = f"{textwrap.fill(label, LABEL_WIDTH)}\nmean {np.mean(means):.2f}"
         axes.plot(places, means, marker=marker, color=colour, linewidth=1.2, label=label)
     axes.set(xlabel="query", ylabel="tokens per verification")
-    axes.set_xlim(0.5, most + 0.5)
+    axes.set_xlim(0.5, longest + 0.5)
     cycles = (cycle for _, queries in runs for query in queries for cycle in query.cycles)
     axes.set_ylim(0, max(len(cycle.committed) for cycle in cycles) + 0.6)
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -209,5 +212,5 @@ def _look(number: int) -> tuple[str, str]:
 
 
 def _legend(axes: Any, entries: int) -> None:
-    """Beneath the picture, where it hides no point."""
+    """Draw the legend below the plot, where it hides no point."""
     axes.figure.legend(loc="outside lower center", ncols=min(2, entries), fontsize=10, frameon=False)

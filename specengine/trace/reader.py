@@ -1,4 +1,4 @@
-"""Reading a trace file. It is data from elsewhere: every field is checked, nothing in it is run."""
+"""Read a trace file. Its content is untrusted: every field is checked, and nothing in it is run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Check = tuple[str, Callable[[Any], bool]]
 
 
 def read_trace(file: Path) -> Trace:
-    """The trace in `file`. A last line that is incomplete, as a killed run leaves it, is left out and reported.
+    """Return the trace in `file`.
 
-    Raises InputError naming line and field for anything else that is not as it is written.
+    An incomplete last line, as a killed run leaves it, is skipped and reported. Raise InputError naming line and field
+    for any other error.
     """
     try:
         lines = file.read_bytes().split(b"\n")
@@ -40,7 +41,7 @@ def read_trace(file: Path) -> Trace:
 
 
 class _Reading:
-    """The records so far."""
+    """Collects the records of a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -57,13 +58,13 @@ class _Reading:
             raise InputError(
                 f"trace: {where}: format: got {_short(record.get('format'))}, this specengine reads {FORMAT}"
             )
-        record = {**_LATER.get(kind, {}), **record}
+        record = {**_DEFAULTS.get(kind, {}), **record}
         _check_fields(record, kind, where)
         getattr(self, f"_take_{kind}")(record, where)
 
     def done(self, truncated: bool) -> Trace:
         if self._header is None:
-            raise InputError(f"trace: {self._file} holds no record")
+            raise InputError(f"trace: {self._file} has no records")
         return Trace(
             self._file, **self._header, queries=[Query(**query) for query in self._queries], truncated=truncated
         )
@@ -93,14 +94,14 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"trace: {where} is no JSON ({error})") from error
+        raise InputError(f"trace: {where} is not JSON ({error})") from error
     if not isinstance(record, dict):
         raise InputError(f"trace: {where}: got {_short(record)}, expected an object")
     return record
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 # ---- fields
@@ -133,7 +134,7 @@ _ORIGINS: Check = (
     lambda value: value is None or _every(lambda name: name is None or name in ORIGINS)(value),
 )
 
-_LATER = {"cycle": {"origins": None}}  # what earlier versions did not write
+_DEFAULTS = {"cycle": {"origins": None}}  # fields that earlier versions did not write
 _FIELDS: dict[str, dict[str, Check]] = {
     "trace": {
         "format": (str(FORMAT), _is_int),
@@ -188,7 +189,7 @@ def _check_fields(record: dict[str, Any], kind: str, where: str) -> None:
 
 
 def _check_tree(record: dict[str, Any], where: str) -> None:
-    """The lists of a cycle fit together."""
+    """Raise InputError unless the lists of a cycle fit together."""
 
     def require(name: str, expected: str, holds: bool) -> None:
         if not holds:

@@ -1,12 +1,12 @@
-"""What a trace file holds: JSON, one record per line, in this order.
+"""The records of a trace file. It is JSON, one record per line, in this order:
 
 trace   the file: format, model, draft, policy, versions
 query   one generation: prompt, prompt_tokens, seed
-cycle   one round of it, the fields of TracedCycle
-end     its end: finish_reason (null where it was stopped from outside), stats (Stats.to_dict)
+cycle   one cycle: the fields of TracedCycle
+end     the end of the query: finish_reason (null if it was stopped from outside), stats (Stats.to_dict)
 
-A file holds any number of queries, each with its cycles and its end. A run that was killed leaves a file without the
-last end, and perhaps with half a line.
+A file has any number of queries, each with its cycles and its end. The file of a killed run has no last end, and its
+last line may be incomplete.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ ORIGINS = ("draft", "copied", "recycled", "forced")
 
 @dataclass(frozen=True)
 class TracedCycle:
-    """One cycle: everything that was drafted, and what became of it. Nodes are numbered as drafted, 0 is the root.
+    """One cycle: all drafted nodes and what became of them. Nodes are numbered in the order of drafting, 0 is the root.
 
     tokens, texts, parents   by node; the root's parent is -1, a node's parent comes before it
-    probabilities            by node, the draft's of the edge to it; 1 at the root
-    path_probabilities       by node, their product from the root
+    probabilities            by node, the draft's probability of the edge to it; 1 at the root
+    path_probabilities       by node, the product of the probabilities from the root
     kept                     nodes that the target verified, ascending, the root included; the others were pruned
     accepted                 the accepted path, the root first
     committed                token ids: those of the accepted path below the root, then the target's own
     committed_texts          their texts, token by token
-    text                     what the committed tokens added to the answer; it may lag inside a character
-    passes                   draft passes
-    seconds                  by part, the fields of cycle.Seconds
-    origins                  by node, where it comes from: the draft itself, a copy from the text, what the target said
-                             after the same token before, or a grammar that forces it; None at the root and where that
-                             is not known. None as a whole where none is, as in files of earlier versions
+    text                     the text that the committed tokens added; it may lag inside a character
+    passes                   number of draft passes
+    seconds                  by step, the fields of records.Seconds
+    origins                  by node: draft, copied (from the text), recycled (the target's predictions after the same
+                             token before) or forced (by a grammar); None for the root and for unknown origins. None
+                             instead of a list if all are unknown, as in files of earlier versions
     """
 
     tokens: list[int]
@@ -66,7 +66,7 @@ class TracedCycle:
 
     @cached_property
     def children(self) -> list[list[int]]:
-        """Of each node, its children, the most likely first; ties as drafted."""
+        """The children of each node, the most likely first; equals in the order of drafting."""
         children: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents[1:], start=1):
             children[parent].append(node)
@@ -74,7 +74,7 @@ class TracedCycle:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """Of each node, its place among its siblings, from 1; 0 at the root."""
+        """The rank of each node among its siblings, from 1; 0 for the root."""
         ranks = [0] * len(self.tokens)
         for nodes in self.children:
             for rank, node in enumerate(nodes, start=1):
@@ -83,7 +83,7 @@ class TracedCycle:
 
     @cached_property
     def states(self) -> list[str]:
-        """Of each node: root, accepted, rejected (verified, but not accepted) or pruned (never verified)."""
+        """The state of each node: root, accepted, rejected (verified, but not accepted) or pruned (never verified)."""
         states = [PRUNED] * len(self.tokens)
         for node in self.kept:
             states[node] = REJECTED
@@ -95,7 +95,7 @@ class TracedCycle:
 
 @dataclass(frozen=True)
 class Query:
-    """One generation: its prompt, its cycles, and how it ended (None where the run was stopped before)."""
+    """One generation: prompt, cycles, and finish reason (None if the run was stopped before its end)."""
 
     prompt: str
     prompt_tokens: list[int]
@@ -106,14 +106,14 @@ class Query:
 
     @property
     def title(self) -> str:
-        """The last thing said in the prompt, without the marks of a chat template, on one line."""
-        parts = [part.strip() for part in _TEMPLATE_MARK.split(self.prompt)]
-        spoken = [part for part in parts if len(part.split()) > 1] or parts
-        return " ".join(spoken[-1].removeprefix("user\n").split())
+        """The last turn of the prompt, without the marks of a chat template, on one line."""
+        turns = [turn.strip() for turn in _TEMPLATE_MARK.split(self.prompt)]
+        texts = [turn for turn in turns if len(turn.split()) > 1] or turns
+        return " ".join(texts[-1].removeprefix("user\n").split())
 
     @property
     def tau(self) -> float:
-        """Mean acceptance length: tokens committed per verification; 0 without a cycle."""
+        """Mean acceptance length: tokens committed per verification; 0 without cycles."""
         return self._mean([len(cycle.committed) for cycle in self.cycles])
 
     @property
@@ -123,12 +123,12 @@ class Query:
 
     @property
     def verified(self) -> float:
-        """Mean nodes verified per cycle, the root included."""
+        """Mean number of verified nodes per cycle, the root included."""
         return self._mean([len(cycle.kept) for cycle in self.cycles])
 
     @property
     def drafted(self) -> float:
-        """Mean draft nodes proposed per cycle, the root excluded."""
+        """Mean number of drafted nodes per cycle, the root excluded."""
         return self._mean([len(cycle.tokens) - 1 for cycle in self.cycles])
 
     def _mean(self, values: list[int]) -> float:
@@ -137,7 +137,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace file. `truncated`: its last line is incomplete and was left out."""
+    """A trace file. `truncated`: its last line is incomplete and was skipped."""
 
     file: Path
     model: str

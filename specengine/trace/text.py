@@ -1,4 +1,4 @@
-"""A trace in the terminal: a table of its queries, and a cycle as a tree. Token texts are shown with escapes."""
+"""Show a trace in the terminal: a table of its queries, and a cycle as a tree. Texts of tokens are escaped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TITLE_WIDTH = 44
 
 
 def summary(traces: Sequence[Trace]) -> Iterator[str]:
-    """One line per query of all traces, numbered from 1."""
+    """Yield a table with one line per query of all traces, numbered from 1."""
     number = 0
     for trace in traces:
         yield f"{trace.file}: {_plain(trace.model)}, draft {_plain(trace.draft)}, policy {_plain(trace.policy)}"
         if trace.truncated:
-            yield "  its last line is incomplete and was left out; the run was killed"
+            yield "  the run was killed: the last line is incomplete and was skipped"
         yield (
             f"  {'query':>5}{'cycles':>8}{'tokens':>8}{'tau':>7}{'delta':>7}{'verified':>10}{'drafted':>9}"
             f"  {'end':<10}prompt"
@@ -42,21 +42,21 @@ def _title(query: Query) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without what a terminal would obey."""
+    """Return text without the control characters of a terminal."""
     return repr(text)[1:-1]
 
 
 def cycle_lines(cycle: TracedCycle, *, pruned: bool = False) -> Iterator[str]:
-    """The tree of a cycle, a node per line: probability of the edge and of the path, mark, branches, text.
+    """Yield the tree of a cycle, one node per line: probability of edge and path, mark, branches, text.
 
-    Where a node has several pruned children, they share a line unless `pruned`.
+    pruned: show each pruned node. Otherwise several pruned children of a node share a line.
     """
     yield (
         f"{len(cycle.tokens) - 1} drafted in {cycle.passes} passes, {len(cycle.kept)} verified with the root, "
         f"{len(cycle.accepted) - 1} accepted; committed {cycle.text!r}"
     )
     yield f"{'edge':>6}{'path':>9}"
-    stack = [(0, "", "")]  # node, its branch, what stands before its children; no recursion: a chain can be long
+    stack = [(0, "", "")]  # node, its branch, prefix of its children; no recursion, because a chain can be long
     while stack:
         node, branch, before = stack.pop()
         if node < 0:
@@ -74,7 +74,7 @@ def _probabilities(cycle: TracedCycle, node: int) -> str:
 
 
 def _below(cycle: TracedCycle, node: int, before: str, pruned: bool) -> Iterator[tuple[int, str, str]]:
-    """What stands under `node`, in the form of the stack; a line that is no node has the number -1."""
+    """Yield the lines below `node` as entries of the stack. Lines that are not nodes have the number -1."""
     hidden = [child for child in cycle.children[node] if cycle.states[child] == PRUNED]
     folded = len(hidden) > 1 and not pruned
     shown = [child for child in cycle.children[node] if not (folded and child in hidden)]

@@ -1,4 +1,4 @@
-"""One cycle's tree as a picture, root to the left."""
+"""Draw the tree of one cycle, with the root on the left."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from specengine.errors import InputError, require_suffix
-from specengine.trace.pictures import WRITTEN, literal, save
+from specengine.trace.pictures import METADATA, literal, save
 from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT, TracedCycle
 
-OWN = "own"  # the state of the target's own token, which stands in no tree
+OWN = "own"  # state of the target's own token, which is not in the tree
 LOOKS: dict[str, dict[str, Any]] = {
     ROOT: {"facecolor": "#ffffff", "edgecolor": "#333333", "linewidth": 1.6},
     ACCEPTED: {"facecolor": "#cfeadd", "edgecolor": "#009e73", "linewidth": 2.0},
@@ -25,24 +25,24 @@ LABELS = {
     REJECTED: "verified, not accepted",
     PRUNED: "drafted, not verified",
 }
-MOST_LETTERS = 11
+MAX_LETTERS = 11
 COLUMN, ROW = 1.45, 0.36  # inches
 MARGIN = 0.5
-LEAST_COLUMNS = 6  # the legend's width
-BEND, BOX = 0.55, 0.22  # columns before a node's place: where its edge turns, and where its box begins
+MIN_COLUMNS = 6  # width of the legend
+BEND, BOX = 0.55, 0.22  # columns before a node: where its edge bends, and where its box begins
 
 
 def draw_tree(cycle: TracedCycle, file: Path, *, pruned: bool = False) -> None:
-    """Write the tree of `cycle` as an SVG, PNG or PDF file, by its suffix; pruned nodes only if `pruned`.
+    """Write the tree of `cycle` as an SVG, PNG or PDF file, by suffix. pruned: draw pruned nodes too.
 
-    Raises InputError for another suffix, without matplotlib, and where the file cannot be written.
+    Raise InputError for another suffix, without matplotlib, or if the file cannot be written.
     """
-    require_suffix("tree", file, WRITTEN)
+    require_suffix("tree", file, METADATA)
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError("tree: matplotlib draws it, run pip install matplotlib") from error
+        raise InputError("tree: needs matplotlib, run pip install matplotlib") from error
     layout = _Layout.of(cycle, pruned)
     with matplotlib.rc_context({"font.size": 10, "font.family": "monospace", "svg.hashsalt": "specengine"}):
         size = (COLUMN * layout.columns, ROW * layout.rows + 2 * MARGIN)
@@ -53,7 +53,7 @@ def draw_tree(cycle: TracedCycle, file: Path, *, pruned: bool = False) -> None:
 
 @dataclass
 class _Layout:
-    """Where nodes stand: column by depth, row by a walk, most likely child first; -1 is the target's own token."""
+    """Places of nodes: column by depth, row by a walk, most likely child first. -1 is the target's own token."""
 
     cycle: TracedCycle
     pruned: bool
@@ -67,7 +67,7 @@ class _Layout:
         while stack:
             order.append(stack.pop())
             stack += reversed(layout.below(order[-1]))
-        for node in order:  # leaves from top to bottom, then what is above them in the middle of its children
+        for node in order:  # leaves from top to bottom, then each parent in the middle of its children
             if not layout.below(node):
                 layout.places[node] = (layout.depth(node), float(layout.rows))
                 layout.rows += 1
@@ -79,7 +79,7 @@ class _Layout:
 
     @property
     def columns(self) -> int:
-        return max(LEAST_COLUMNS, 1 + max(column for column, _ in self.places.values()))
+        return max(MIN_COLUMNS, 1 + max(column for column, _ in self.places.values()))
 
     def below(self, node: int) -> list[int]:
         if node < 0:
@@ -123,6 +123,6 @@ def _edge(axes: Any, start: tuple[float, float], end: tuple[float, float], look:
 
 
 def _shown(text: str) -> str:
-    """A token's text in one line, its spaces visible."""
+    """Return a token's text on one line, with visible spaces."""
     text = repr(text)[1:-1].replace(" ", "␣")
-    return literal(text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 1] + "…")
+    return literal(text if len(text) <= MAX_LETTERS else text[: MAX_LETTERS - 1] + "…")

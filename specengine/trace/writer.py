@@ -1,4 +1,4 @@
-"""Writing a trace while an engine generates."""
+"""Write a trace while an engine generates."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from specengine.records import Cycle, StreamPiece
 from specengine.request.text import Decoder
 from specengine.trace.records import FORMAT, TracedCycle
 
-DIGITS = 6  # of a probability
+DIGITS = 6  # significant digits of a probability
 
 
 class TraceWriter:
-    """Writes what an engine does to `file`, a record at a time; a file that was there is replaced.
+    """Writes the cycles of an engine to `file`, one record at a time. Replaces an existing file.
 
-    Each record reaches the file whole before the generation goes on, so what a killed run leaves can be read.
+    Each record is written completely before the generation continues. So the trace of a killed run can be read.
     """
 
     def __init__(self, file: str | Path, engine: Engine) -> None:
@@ -48,9 +48,9 @@ class TraceWriter:
         self._file.close()
 
     def follow(self, generation: TextGeneration) -> Generator[StreamPiece, None, None]:
-        """The pieces of `generation`, each written down before it is passed on.
+        """Yield the pieces of `generation`, each written to the file first.
 
-        Closing this iterator, or an error, ends the query in the file with no finish reason.
+        Closing this iterator, or an error, ends the query in the file without a finish reason.
         """
         self._write(
             "query",
@@ -80,7 +80,7 @@ class TraceWriter:
 
 
 class Texts:
-    """The texts of tokens, each by itself; special tokens too, unlike in answers: they are nodes like any other."""
+    """The text of each token by itself, special tokens included: they are nodes like any other."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.decode = Decoder(tokenizer, special=True)
@@ -93,12 +93,12 @@ class Texts:
 
 
 def cycle_record(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """The record of a trace file of a cycle that added `text` to the answer; text_of: of a token alone."""
+    """Return the trace record of a cycle that added `text` to the answer. text_of: returns the text of a token."""
     return {"record": "cycle", **vars(traced(cycle, text, text_of))}
 
 
 def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycle:
-    """What a trace holds of a cycle that added `text` to the answer; text_of: of a token alone."""
+    """Return the traced cycle of a cycle that added `text` to the answer. text_of: returns the text of a token."""
     grown = cycle.tree if cycle.grown is None else cycle.grown
     kept = list(range(len(grown))) if cycle.kept is None else cycle.kept.tolist()
     tokens = grown.tokens.tolist()
@@ -114,7 +114,7 @@ def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycl
         committed_texts=[text_of(token) for token in cycle.tokens],
         text=text,
         passes=int(grown.passes),
-        seconds={part: round(seconds, 7) for part, seconds in asdict(cycle.seconds).items() if part != "split"},
+        seconds={step: round(seconds, 7) for step, seconds in asdict(cycle.seconds).items() if step != "split"},
         origins=cycle.origins,
     )
 
@@ -123,7 +123,7 @@ def _described(engine: Engine) -> dict[str, Any]:
     config = getattr(getattr(engine.target, "model", None), "config", None)
     name = str(getattr(config, "_name_or_path", "") or type(engine.target).__name__)
     return {
-        "model": Path(name).name if Path(name).is_dir() else name,  # without the folders of this machine
+        "model": Path(name).name if Path(name).is_dir() else name,  # without the folders of the machine
         "draft": engine.drafter.name if engine.drafter is not None else "none",
         "policy": repr(engine.policy) if engine.policy is not None else "plain",
         "versions": {
@@ -136,7 +136,7 @@ def _described(engine: Engine) -> dict[str, Any]:
 
 
 def _probabilities(log_probs: torch.Tensor) -> list[float]:
-    """Rounded to DIGITS significant digits. NaN counts as zero, as in ops; rounding in float32 may not exceed 1."""
+    """Return probabilities with DIGITS significant digits. NaN becomes zero, as in ops; none exceeds 1 by rounding."""
     finite = (-math.inf if math.isnan(value) else min(value, 0.0) for value in log_probs.tolist())
     return [float(f"{math.exp(value):.{DIGITS}g}") for value in finite]
 

@@ -53,14 +53,14 @@ def test_pictures_of_a_run_without_a_draft(tmp_path: Path) -> None:
 def test_pictures_say_what_they_need(written: Trace, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["trace", str(written.file), "--pictures", str(tmp_path)]) == 2
-    assert "pictures: matplotlib draws them" in capsys.readouterr().err
+    assert "pictures: needs matplotlib" in capsys.readouterr().err
 
 
 def test_pictures_need_a_cycle(written: Trace, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     file = rewritten(written, lambda lines: lines.__delitem__(slice(2, None)))
     assert main(["trace", str(file), "--pictures", str(tmp_path)]) == 2
-    assert "there is no cycle" in capsys.readouterr().err
+    assert "these traces have no cycles" in capsys.readouterr().err
     assert main(["trace", str(file), "--html", str(tmp_path / "page.html")]) == 0
     assert main(["trace", str(file)]) == 0
 

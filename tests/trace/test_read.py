@@ -27,7 +27,7 @@ def test_a_killed_run_can_be_read_up_to_its_last_line(share: float, tmp_path_fac
     cut = file.with_name("cut.jsonl")
     cut.write_bytes(part)
     if b"}" not in part.rstrip(b"\n") or not part.startswith(content.split(b"\n")[0]):
-        with pytest.raises(InputError, match="holds no record"):
+        with pytest.raises(InputError, match="has no records"):
             read_trace(cut)
         return
     trace = read_trace(cut)
@@ -56,7 +56,7 @@ BROKEN: list[tuple[Any, str]] = [
     (set_field(2, "parents", [-1, *range(1, 22)]), "line 3: cycle.parents"),
     (set_field(2, "parents", [0, *[0] * 21]), "line 3: cycle.parents"),
     (set_field(2, "probabilities", [2.0] * 22), "expected a list of numbers from 0 to 1"),
-    (set_field(2, "probabilities", [float("nan")] * 22), "line 3 is no JSON (NaN is no number of JSON)"),
+    (set_field(2, "probabilities", [float("nan")] * 22), "line 3 is not JSON (NaN is not a JSON number)"),
     (set_field(2, "kept", [1, 2]), "line 3: cycle.kept: got [1, 2], expected ascending nodes, the root first"),
     (set_field(2, "kept", [0, 21]), "line 3: cycle.kept"),
     (set_field(2, "kept", [0, 22]), "line 3: cycle.kept"),
@@ -96,10 +96,10 @@ def test_what_is_broken_is_named(written: Trace, change: Any, message: str) -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no record"),
-        (b"half a li", "holds no record"),
-        (b"\x00\xff\n", "line 1 is no JSON"),
-        (b"[" * 100_000 + b"\n", "line 1 is no JSON"),
+        (b"", "has no records"),
+        (b"half a li", "has no records"),
+        (b"\x00\xff\n", "line 1 is not JSON"),
+        (b"[" * 100_000 + b"\n", "line 1 is not JSON"),
         (b"[]\n", "line 1: got [], expected an object"),
         (b'{"record":"trace","format":' + b"9" * 5000 + b"}\n", "line 1"),
     ],

@@ -52,7 +52,7 @@ def test_it_says_what_it_needs(tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(InputError, match=r"tree: .*cannot be written"):
         drawn(tmp_path / "file" / "tree.svg")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(InputError, match="tree: matplotlib draws it"):
+    with pytest.raises(InputError, match="tree: needs matplotlib"):
         draw_tree(TREE, tmp_path / "tree.svg")
 
 
