@@ -169,29 +169,40 @@ void run(Model& model, handle positions, int64_t prefix, int64_t start, handle s
   model.decoder.forward(call, team);
 }
 
-void run_head(Draft& draft, handle positions, int64_t prefix, int64_t start, handle seen, handle hidden,
-              handle embeddings, handle slab, handle states, handle logits, int64_t threads) {
+// features, or rows `sources` of `states`: the hidden states that the rows are run from.
+void run_head(Draft& draft, const Model& target, handle positions, int64_t prefix, int64_t start, handle seen,
+              handle tokens, handle features, handle states, handle sources, handle slab, handle out, handle logits,
+              int64_t threads) {
   const cpu::EagleShape& shape = draft.head.shape();
+  const cpu::Shape& read = target.decoder.shape();
+  require(read.hidden == shape.hidden, "target", read.hidden, "a hidden size of " + std::to_string(shape.hidden));
   const cpu::Rows rows = rows_of(positions, prefix, start, seen);
-  const auto given = take<float>(hidden, "hidden", {rows.count, shape.hidden});
-  const auto embedded = take<float>(embeddings, "embeddings", {rows.count, shape.hidden});
+  const auto ids = take<int64_t>(tokens, "tokens", {rows.count});
+  border::require_below(ids.at(), rows.count, read.vocabulary, "tokens");
+  const auto given = take_or_none<float>(features, "features", {rows.count, draft.head.fused_inputs()});
+  const auto before = take_or_none<float>(states, "states", {at_least(1), shape.hidden});
+  const auto places = take_or_none<int64_t>(sources, "sources", {rows.count});
+  if (before && places) border::require_below(places.at(), rows.count, before.size(0), "sources");
+  if (!given && !(before && places)) border::refuse("features", "None", "None beside states and sources alone");
   const border::Tensor cache = take_slab(slab, 1, shape.heads, rows);
-  const auto recurrent = take<float>(states, "states", {rows.count, shape.hidden});
+  const auto recurrent = take<float>(out, "out", {rows.count, shape.hidden});
   const auto rated = take_logits(logits, rows.count, shape.vocabulary);
-  const cpu::Eagle::Call call{rows,           given.at(),     embedded.at(), cache.data, cache.size(3),
-                              is_half(cache), recurrent.at(), rated.at(),
-                              logits.is_none() ? rows.count : rows.count - rated.size(0)};
+  cpu::Eagle::Call call{};
+  call.rows = rows;
+  call.slab = cache.data, call.capacity = cache.size(3), call.half = is_half(cache);
+  call.states = recurrent.at(), call.logits = rated.at();
+  call.first_logits = logits.is_none() ? rows.count : rows.count - rated.size(0);
   const int team = threads_of(threads);
   py::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(draft.turn);
-  draft.head.forward(call, team);
+  draft.head.forward({&target.decoder, ids.at(), given.at(), before.at(), places.at()}, call, team);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 5;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 6;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   module.def("instruction_sets", [] {
     std::vector<std::string> names;
     for (const cpu::Kernels* kernels : cpu::available_kernels()) names.push_back(kernels->name);
@@ -268,14 +279,5 @@ PYBIND11_MODULE(_cpu, module) {
                          cpu::Eagle(kernels_of(kernels), shape, known, cpu::Rope(std::move(frequencies), factor)),
                          {}};
       }))
-      .def("forward", run_head)
-      .def("fuse", [](Draft& draft, handle features, handle out, int64_t threads) {
-        const auto read = take<float>(features, "features", {kAny, draft.head.fused_inputs()});
-        const auto fused = take<float>(out, "out", {read.size(0), draft.head.shape().hidden});
-        const int team = threads_of(threads);
-        if (read.size(0) == 0) return;
-        py::gil_scoped_release release;
-        const std::lock_guard<std::mutex> turn(draft.turn);
-        draft.head.fuse(read.at(), read.size(0), fused.at(), team);
-      });
+      .def("forward", run_head);
 }

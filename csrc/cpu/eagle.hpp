@@ -38,6 +38,31 @@ class Eagle {
     int64_t first_logits;
   };
 
+  // The inputs of a forward's rows: the embeddings of these tokens, and hidden states, which are fused from the target's
+  // features, or are rows of earlier states.
+  struct Inputs {
+    const Decoder* target;
+    const int64_t* tokens;    // [rows]
+    const float* features;    // [rows][inputs of the fusion layer] or null
+    const float* states;      // [any][hidden]
+    const int64_t* sources;   // [rows]: the rows of `states`
+  };
+
+  // call: without hidden states and embeddings.
+  void forward(const Inputs& inputs, Call call, int threads) {
+    const int64_t hidden = shape_.hidden, rows = call.rows.count;
+    float* states = given_.reserve(static_cast<size_t>(rows * hidden));
+    float* embeddings = read_.reserve(static_cast<size_t>(rows * hidden));
+    for (int64_t r = 0; r < rows; ++r) {
+      inputs.target->embedding(inputs.tokens[r], embeddings + r * hidden);
+      if (!inputs.features) std::copy_n(inputs.states + inputs.sources[r] * hidden, hidden, states + r * hidden);
+    }
+    if (inputs.features) fuse(inputs.features, rows, states, threads);
+    call.hidden = states;
+    call.embeddings = embeddings;
+    forward(call, threads);
+  }
+
   void forward(const Call& call, int threads) {
     const int64_t hidden = shape_.hidden;
     space_.prepare(call.rows, hidden, shape_.heads, rope_, threads, 1);
@@ -118,7 +143,7 @@ class Eagle {
   const Matrix fusion_, head_;
   const float *input_norm_, *hidden_norm_, *norm_;
   Buffer<uint32_t> normed_, fused_;
-  Buffer<float> embedded_, plain_, wide_;
+  Buffer<float> embedded_, plain_, wide_, given_, read_;
 };
 
 }  // namespace cpu

@@ -263,7 +263,10 @@ NOT_FINITE = "draft: its logits are NaN or infinite, so nothing of it is used; i
 
 
 class Given(NamedTuple):
-    """Rows of a state buffer that a pass reads its recurrent states from and writes them to: int64 [n] each."""
+    """Rows of a state buffer that a pass reads its recurrent states from and writes them to: int64 [n] each.
+
+    A root pass reads the features of the tokens that wait, by their place, instead of states.
+    """
 
     sources: Tensor
     targets: Tensor
@@ -335,23 +338,18 @@ class RowDraft(CapturedDrafter):
         if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
             self._best.zero_()
             return Step(torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32), normalized=True)
-        self._read(count)
         place, filled = torch.arange(count, device=self.device, dtype=torch.int64), self.cache.filled
         last = (self.taken.long() - 1).clamp(min=0)
         tokens = self.pending[:count].scatter(0, last, tree.tokens[:1])
         if ops.is_free(filled):
             self.cache.reserve(int(filled) + count + tree.capacity)
         rows = Rows(tokens, filled + place, self._causal[:count], filled.long(), filled, self.taken)
-        spare = self._nodes
-        given = Given(place + (spare + 1), torch.where(place == last, 0, spare))
+        given = Given(place, torch.where(place == last, 0, self._nodes))
         logits, states = self._run(rows, given, one=last)
         self._best.copy_(logits.amax(1))
         filled += self.taken
         self.taken.zero_()
         return Step(logits, self.token_ids, hidden=states)
-
-    def _read(self, count: int) -> None:
-        """Prepare for a pass over the first `count` waiting tokens."""
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         nodes, count, filled = *frontier, self.cache.filled

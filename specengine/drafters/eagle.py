@@ -32,9 +32,8 @@ class Eagle(RowDraft):
     tokens 0 to t committed and the root at t + 1, the rows 0 to t are stable: the last row's output gives the
     root's children. A tree node at depth d is run from its parent's output and its own token at position t + d.
 
-    States stand in one buffer: by node those that children are run from, a spare one for padding, and behind it the
-    target's own for the tokens that were accepted last. These are fused from its features by the pass that reads them,
-    so cycles without a pass do without.
+    States stand in one buffer: by node those that children are run from, and a spare one for padding. The root pass
+    reads the target's features of the tokens that were accepted last, so cycles without a pass do without.
 
     head: as `models.eagle.head_from` makes it, or a NativeHead; target: the model that the hidden states come
     from. Raises InputError if head and target do not fit.
@@ -111,8 +110,8 @@ class Eagle(RowDraft):
     def reserve(self, tokens: int, nodes: int, longest: int) -> None:
         super().reserve(tokens, nodes, longest)
         waiting = len(self.pending)
-        if len(self._states) < self._nodes + 1 + waiting:
-            self._states = self._states.new_zeros(self._nodes + 1 + waiting, self._states.shape[1])
+        if len(self._states) < self._nodes + 1:
+            self._states = self._states.new_zeros(self._nodes + 1, self._states.shape[1])
         if len(self._features) < waiting:
             more = self._features.new_zeros(waiting - len(self._features), self._features.shape[1])
             self._features = torch.cat([self._features, more])
@@ -138,7 +137,7 @@ class Eagle(RowDraft):
             unread = torch.cat([unread, features.to(unread.dtype)])
         self.cache.crop(stable)
         self._tokens = list(prompt)
-        self.head.extend(self.head.fuse(unread[:-1]), prompt[stable + 1 :])
+        self.head.extend(unread[:-1], prompt[stable + 1 :])
         last = unread[-1:].clone()  # waits for the root
         self.taken.fill_(len(last))
         self._features[: len(last)] = last
@@ -154,15 +153,10 @@ class Eagle(RowDraft):
         self._seconds += time.perf_counter() - began
 
     @torch.inference_mode()
-    def _read(self, count: int) -> None:
-        began = time.perf_counter()
-        self._states[self._nodes + 1 :][:count] = self.head.fuse(self._features[:count])
-        self._seconds += time.perf_counter() - began
-
-    @torch.inference_mode()
     def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, Tensor]:
         began = time.perf_counter()
-        logits, states = self.head.forward(self._states, given.sources, rows, one)
+        unread = None if one is None else self._features[: rows.tokens.shape[0]]
+        logits, states = self.head.forward(self._states, given.sources, rows, one, unread)
         targets = given.targets if one is None else given.targets.index_select(0, one)
         self._states.index_copy_(0, targets, states)
         if self._sharpness is not None:

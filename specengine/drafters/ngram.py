@@ -36,8 +36,8 @@ class NGram(Drafter):
     name = "ngram"
     about: ClassVar[About] = About(lookup=False, origin="copied")  # it copies already
 
-    _seen: Suffixes = field(init=False, repr=False)
-    _predicted: Suffixes = field(init=False, repr=False)
+    _seen: Suffixes = field(init=False, repr=False, compare=False)
+    _predicted: Suffixes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_lengths("ngram", self.shortest, self.longest)

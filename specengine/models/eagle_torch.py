@@ -44,11 +44,9 @@ class TorchHead:
         if len(self._tables[0]) < self.cache.capacity:  # a position is never beyond its slot
             self._tables = self.module.rope.tables(self.cache.capacity, self.cache.slab.device)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return self._runs.fuse(features.to(self.dtype))
-
-    def extend(self, hidden: Tensor, tokens: list[int]) -> None:
-        """Run consecutive rows behind the cache's, and commit them; hidden: [rows, hidden size]."""
+    def extend(self, features: Tensor, tokens: list[int]) -> None:
+        """Run consecutive rows behind the cache's, and commit them; features: the target's, [rows, features]."""
+        hidden = self._runs.fuse(features.to(self.dtype))
         for first in range(0, len(tokens), huggingface.PREFILL_ROWS):
             ids = tokens[first : first + huggingface.PREFILL_ROWS]
             piece = torch.tensor(ids, device=hidden.device, dtype=torch.int64)
@@ -60,10 +58,17 @@ class TorchHead:
             self._runs(*(part[None] for part in given), _PromptAttention(self.cache, length))
             self.cache.length = length + rows
 
-    def forward(self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits and recurrent states of rows whose inputs stand at `sources` in `states`; of the row `one` alone."""
+    def forward(
+        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits and recurrent states of rows, or of the row `one` alone.
+
+        The inputs of the rows are at `sources` in `states`, or there in the target's features, which are fused then.
+        """
         if len(self._tables[0]) < self.cache.capacity and ops.is_free(rows.slot):
             self.refresh()
+        if features is not None:
+            states = self._runs.fuse(features.to(self.dtype))
         hidden, embeddings = self._inputs(states, sources, rows)
         given = hidden, embeddings.to(self.dtype), rows.positions
         found = self._runs(*(part[None] for part in given), _RowAttention(self.cache, rows, self._tables))[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 
 from specengine.errors import BackendError
 
-INTERFACE = 5  # as in csrc/cpu_binding.cpp
+INTERFACE = 6  # as in csrc/cpu_binding.cpp
 try:
     _extension: Any = importlib.import_module("specengine._cpu")
 except ImportError:  # no compiler was there at installation
@@ -24,6 +22,7 @@ NOT_BUILT = "the extension specengine._cpu is not built: install a C++17 compile
 
 
 def is_built() -> bool:
+    """Return whether specengine._cpu is built from these sources."""
     return _extension is not None
 
 
@@ -34,30 +33,9 @@ def extension() -> Any:
     return _extension
 
 
-_given: ContextVar[int | None] = ContextVar("threads", default=None)
-_before: list[int] = []  # what torch had in the threads that are in `one_torch_thread`
+team: ContextVar[int | None] = ContextVar("team", default=None)  # threads of a forward inside `one_torch_thread`
 
 
 def thread_count() -> int:
-    """As many as torch has outside `one_torch_thread`."""
-    return _given.get() or torch.get_num_threads()
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Torch runs on one thread inside.
-
-    After an operation on several threads OpenMP's wait for the next one, spinning for some milliseconds on the cores
-    that the forward needs; the tensors between two forwards are too small to gain from them.
-    """
-    # torch gives a thread that is begun meanwhile the one that is set here
-    before = max([torch.get_num_threads(), *_before])
-    mark = _given.set(_given.get() or before)
-    _before.append(before)
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        _before.remove(before)
-        _given.reset(mark)
+    """Return the number of threads of a forward: torch's, outside `one_torch_thread`."""
+    return team.get() or torch.get_num_threads()

@@ -12,8 +12,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -25,7 +25,7 @@ from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import Chosen, Successors
 from specengine.models.configs import empty_model
 from specengine.models.eagle import EagleConfig, rope_frequencies
-from specengine.models.extension import extension, is_built, one_torch_thread, thread_count
+from specengine.models.extension import extension, is_built, team, thread_count
 from specengine.models.families import Shape, shape_of
 from specengine.models.huggingface import Logits, context_limit, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
@@ -163,13 +163,13 @@ class NativeLM:
         rows = states.float().contiguous()
         logits = torch.empty(rows.shape[0], self.vocab_size, dtype=torch.float32, device="cpu")
         with self._turn:
-            self._decoder.read(rows, logits, thread_count())
+            self.decoder.read(rows, logits, thread_count())
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings, float32 [rows, hidden size]."""
         found = torch.empty(tokens.shape[0], self.shape.hidden, dtype=torch.float32, device="cpu")
-        self._decoder.embedding(tokens.contiguous(), found)
+        self.decoder.embedding(tokens.contiguous(), found)
         return found
 
     def extend(
@@ -197,27 +197,13 @@ class NativeLM:
         features: tuple[int, ...] = (),
         *,
         one: Tensor | None = None,
-        best: Successors | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As CausalLM.forward, with logits and features in float32; best: as in `run`, instead of logits.
-
-        The row `one` can be the last one alone.
-        """
+        """As CausalLM.forward, with logits and features in float32. The row `one` can be the last one alone."""
         live = int(rows.live)
-        rated = 0 if best is not None else live if one is None else 1
-        logits = torch.empty(rated, self.vocab_size, dtype=torch.float32, device="cpu")
-        states = self.run(
-            rows.tokens[:live],
-            rows.positions[:live],
-            cache,
-            int(rows.slot),
-            prefix=int(rows.prefix),
-            words=rows.words[:live],
-            features=features,
-            logits=logits if len(logits) else None,
-            best=best,
-        )
-        return logits, states
+        logits = torch.empty(live if one is None else 1, self.vocab_size, dtype=torch.float32, device="cpu")
+        seen = int(rows.prefix), rows.words[:live]
+        given = rows.tokens[:live], rows.positions[:live], cache, int(rows.slot), seen
+        return logits, self.run(*given, features=features, logits=logits if live else None)
 
     def run(
         self,
@@ -225,47 +211,44 @@ class NativeLM:
         positions: Tensor,
         cache: KVCache,
         start: int,
+        seen: tuple[int, Tensor | None] | None = None,
         *,
-        prefix: int | None = None,
-        words: Tensor | None = None,
         features: tuple[int, ...] = (),
         logits: Tensor | None = None,
         best: Successors | None = None,
         layers: int | None = None,
     ) -> Tensor | None:
-        """One forward; keys and values go to cache slots start to start + rows.
+        """Run rows in one call of C++; keys and values go to cache slots start to start + rows.
 
         tokens, positions   int64 [rows]
-        prefix, words       slots before `prefix` are seen by all rows; bit j of a row's int64 words says whether it
-                            sees slot prefix + j. Without words each row sees all slots up to its own
+        seen                prefix and words: slots before `prefix` are seen by all rows; bit j of a row's int64 words
+                            says whether it sees slot prefix + j. By default each row sees all slots up to its own
         logits              float32 [n, vocabulary], filled with those of the last n rows
         best                [rows, count], filled with the largest finite logits and their tokens
-        layers              how many are run; all by default
+        layers              number of layers to run; all by default
 
         Returns the hidden states `features`, numbered as in transformers, float32 [rows, features * hidden size].
         """
         began = time.perf_counter()
-        rows = tokens.shape[0]
-        tokens, positions = tokens.contiguous(), positions.clamp(max=self.max_context - 1).contiguous()
-        words = None if words is None else words.contiguous()
-        states = None
+        prefix, words = (start, None) if seen is None else seen
+        width, states = len(features) * self.shape.hidden, None
         if features:
-            states = torch.empty(rows, len(features) * self.shape.hidden, dtype=torch.float32, device="cpu")
+            states = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
         with self._turn:
-            self._decoder.forward(
-                positions,
-                start if prefix is None else prefix,
+            self.decoder.forward(
+                positions.clamp(max=self.max_context - 1).contiguous(),
+                prefix,
                 start,
-                words,
-                tokens,
+                None if words is None else words.contiguous(),
+                tokens.contiguous(),
                 cache.slab,
                 features,
                 states,
                 logits,
                 None if best is None else best.tokens,
                 None if best is None else best.logits,
-                self.layers if layers is None else layers,
-                thread_count(),
+                self.shape.layers if layers is None else layers,
+                team.get() or torch.get_num_threads(),
             )
         self.seconds += time.perf_counter() - began
         return states
@@ -291,7 +274,7 @@ class NativeLM:
         self.stored = ", ".join(dict.fromkeys(kind for kind in kinds if kind))  # what the matrices are kept as
         shape, (frequencies, scale) = self.shape, self.source.rope(self.shape)
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
-        self._decoder = extension().Decoder(
+        self.decoder = extension().Decoder(
             self.instruction_set, sizes, shape.eps, self._weights, frequencies.tolist(), scale
         )
         self._state = state
@@ -440,51 +423,43 @@ class NativeHead:
     def refresh(self) -> None:
         """Its weights are its own."""
 
-    def fuse(self, features: Tensor) -> Tensor:
-        features = features.float().contiguous()
-        fused = torch.empty(features.shape[0], self.config.hidden_size, dtype=torch.float32, device="cpu")
-        if len(fused):
-            self._head.fuse(features, fused, thread_count())
-        return fused
-
-    def extend(self, hidden: Tensor, tokens: list[int]) -> None:
-        """Run consecutive rows behind the cache's, and commit them; hidden: [rows, hidden size]."""
+    def extend(self, features: Tensor, tokens: list[int]) -> None:
+        """Run consecutive rows behind the cache's, and commit them; features: the target's, [rows, features]."""
         for first in range(0, len(tokens), PREFILL_ROWS):
             piece = torch.tensor(tokens[first : first + PREFILL_ROWS], dtype=torch.int64, device="cpu")
-            length = self.cache.length
-            self.cache.reserve(length + len(piece))
-            positions = torch.arange(length, length + len(piece), dtype=torch.int64, device="cpu")
-            self._call(hidden[first : first + len(piece)], piece, positions, (length, length, None), 0)
-            self.cache.length = length + len(piece)
+            start, count = self.cache.length, len(piece)
+            self.cache.reserve(start + count)
+            positions = torch.arange(start, start + count, dtype=torch.int64, device="cpu")
+            out = torch.empty(count, self.config.hidden_size, dtype=torch.float32, device="cpu")
+            hidden = features[first : first + count].contiguous(), None, None
+            where = positions, start, start, None
+            self._head.forward(self._target.decoder, *where, piece, *hidden, self.cache.slab, out, None, thread_count())
+            self.cache.length = start + count
 
-    def forward(self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As TorchHead.forward; the row `one` can be the last one alone."""
-        seen = int(rows.prefix), int(rows.slot), rows.words.contiguous()
-        wanted = len(rows) if one is None else 1
-        found, logits = self._call(states.index_select(0, sources), rows.tokens, rows.positions, seen, wanted)
-        return logits, found[-wanted:]
-
-    def _call(
-        self, hidden: Tensor, tokens: Tensor, positions: Tensor, seen: tuple[int, int, Tensor | None], wanted: int
+    def forward(
+        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """States of all rows, logits of the last `wanted`; seen: prefix, first slot, words."""
-        rows, (prefix, slot, words) = len(tokens), seen
-        hidden, positions, embeddings = hidden.contiguous(), positions.contiguous(), self._target.embed(tokens)
-        states = torch.empty(rows, self.config.hidden_size, dtype=torch.float32, device="cpu")
+        """As TorchHead.forward; the row `one` can be the last one alone."""
+        count = rows.tokens.shape[0]
+        wanted = count if one is None else 1
+        out = torch.empty(count, self.config.hidden_size, dtype=torch.float32, device="cpu")
         logits = torch.empty(wanted, self.config.draft_vocab_size, dtype=torch.float32, device="cpu")
         self._head.forward(
-            positions,
-            prefix,
-            slot,
-            words,
-            hidden,
-            embeddings,
-            self.cache.slab,
+            self._target.decoder,
+            rows.positions.contiguous(),
+            int(rows.prefix),
+            int(rows.slot),
+            rows.words.contiguous(),
+            rows.tokens.contiguous(),
+            features,
             states,
-            logits if wanted else None,
-            thread_count(),
+            sources,
+            self.cache.slab,
+            out,
+            logits,
+            team.get() or torch.get_num_threads(),
         )
-        return states, logits
+        return logits, out[-wanted:]
 
 
 def refuse_head(config: EagleConfig) -> None:
@@ -501,6 +476,29 @@ def refuse_head(config: EagleConfig) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"native: an EAGLE head with {reason}")
+
+
+_before: list[int] = []  # torch's number of threads before each `one_torch_thread` that is entered
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Run torch on one thread inside.
+
+    After an operation on several threads OpenMP's wait for the next one, spinning for some milliseconds on the cores
+    that the forward needs; the tensors between two forwards are too small to gain from them.
+    """
+    # torch gives a thread that is begun meanwhile the number that is set here
+    before = max([torch.get_num_threads(), *_before])
+    mark = team.set(team.get() or before)
+    _before.append(before)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _before.remove(before)
+        team.reset(mark)
 
 
 class NativeTarget(CachedTarget):
@@ -525,16 +523,21 @@ class NativeTarget(CachedTarget):
         return in_own_dtype(one_torch_thread(), "cpu")
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        return self.lm.forward(self._rows(tree), self.cache, self._features)
+        logits = torch.empty(int(tree.size), self.vocab_size, dtype=torch.float32, device="cpu")
+        return logits, self._run(tree, logits=logits)
 
     def choose(self, tree: TokenTree) -> Chosen:
-        rows = self._rows(tree)
-        shape = int(rows.live), max(1, self.successors)
+        shape = int(tree.size), max(1, self.successors)
         tokens = torch.empty(shape, dtype=torch.int64, device="cpu")
         best = Successors(tokens, torch.empty(shape, dtype=torch.float32, device="cpu"))
-        _, features = self.lm.forward(rows, self.cache, self._features, best=best)
+        features = self._run(tree, best=best)
         return Chosen(best.tokens[:, 0].tolist(), features, best if self.successors else None)
 
-    def _rows(self, tree: TokenTree) -> Rows:
-        self.cache.reserve(self.cache.length + len(tree))
-        return Rows.of(tree, self.cache.filled)
+    def _run(self, tree: TokenTree, *, logits: Tensor | None = None, best: Successors | None = None) -> Tensor | None:
+        """Run the nodes of a tree, wherever it is, behind the committed tokens; return their features."""
+        cache, live = self.cache, int(tree.size)
+        start = int(cache.filled)
+        cache.reserve(start + live)
+        tokens, depths, words = (tree.tokens[:live].cpu(), tree.depths[:live].cpu(), tree.ancestors[:live].cpu())
+        given = tokens, depths + start, cache, start, (start, words)
+        return self.lm.run(*given, features=self._features, logits=logits, best=best)

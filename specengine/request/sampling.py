@@ -27,9 +27,9 @@ MINUS_INF = float("-inf")
 
 
 class History:
-    """The committed tokens and, during a walk, those of the path so far: `ids` is int64 [1, length].
+    """Hold the committed tokens and, during a walk, those of the path so far: `ids` is int64 [1, length].
 
-    capacity: of tokens that there is room for at once; it doubles when they fill it.
+    capacity: the number of tokens that there is room for; it doubles when they fill it.
     """
 
     def __init__(self, tokens: Sequence[int], capacity: int, device: torch.device | str = "cpu") -> None:
@@ -49,12 +49,12 @@ class History:
 
 
 class Sampler:
-    """The target's choice at a position, as a function of its logits, the tokens before it and the seed.
+    """Choose the target's token at a position from its logits, the tokens before it and the seed.
 
-    Greedy where `seed` is None: the processors' argmax, the lowest id winning ties. Otherwise the Gumbel-max draw
+    Greedy if `seed` is None: the processors' argmax, the lowest id winning ties. Otherwise the Gumbel-max draw
     whose noise is a pure function of (seed, absolute position, token): a tree around the position cannot change it.
-    logprobs: log-probabilities of the chosen tokens are wanted, and of so many of the likeliest; None: none.
-    coupled: whether drafts may know the noise, which changes no choice.
+    logprobs: the number of likeliest tokens to report log-probabilities of, beside those of the chosen tokens; None:
+    report none. coupled: whether drafts may know the noise, which changes no choice.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class Sampler:
 
     @property
     def couples(self) -> bool:
-        """Whether there is noise that drafts may know."""
+        """Return whether there is noise that drafts may know."""
         return self.coupled and self.seed is not None
 
     @property
     def reads_history(self) -> bool:
-        """Whether a choice depends on more than the logits, the seed and the position."""
+        """Return whether a choice depends on more than the logits, the seed and the position."""
         return len(self.processors) > 1 or any(type(item) is not TemperatureLogitsWarper for item in self.processors)
 
     @property
     def temperature(self) -> float:
-        """That tokens are drawn at; 0 where they are not drawn."""
+        """Return the temperature that tokens are drawn at; 0 if they are not drawn."""
         if self.seed is None:
             return 0.0
         return math.prod(
@@ -89,25 +89,25 @@ class Sampler:
 
     @property
     def truncates(self) -> bool:
-        """Whether only the likely tokens can be drawn."""
+        """Return whether only the likely tokens can be drawn."""
         return any(isinstance(item, TRUNCATIONS) for item in self.processors)
 
     @property
     def takes_largest(self) -> bool:
-        """Whether a choice is the largest logit and nothing else, and all that is wanted of the logits."""
+        """Return whether a choice is the largest logit, and nothing else of the logits is read."""
         return self.seed is None and not self.processors and self.logprobs is None
 
     def chooser_of_tree(self, logits: Tensor, history: History, depths: Tensor) -> Callable[[int], int | None]:
-        """`chooser`, which may choose for all nodes at once; depths: int64 [nodes], those of the tree."""
+        """Return a `chooser` that may choose for all nodes at once; depths: int64 [nodes], those of the tree."""
         if self.seed is None or self.reads_history or logits.device.type == "cpu":
             return self.chooser(logits, history)
         chosen = self.choose_rows(logits, [history.length + depth for depth in depths.tolist()])
         return lambda node: chosen[node] if chosen[node] >= 0 else None
 
     def choose_rows(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
-        """What `choose` gives for each row, [nodes, vocabulary], at its position, in one transfer; -1 for None.
+        """Return the result of `choose` for each row, [nodes, vocabulary], at its position; -1 for None.
 
-        Only where a choice does not read the history.
+        One transfer from a device. Only for choices that do not read the history.
         """
         assert not self.reads_history
         if self.seed is None:
@@ -117,9 +117,9 @@ class Sampler:
         return ops.choose_tokens(logits, sent[1:], sent[:1], divisor).tolist()
 
     def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
-        """A function from node to chosen token, given logits [nodes, vocabulary] of a tree.
+        """Return a function from node to chosen token, for logits [nodes, vocabulary] of a tree.
 
-        It reads `history` when called: the tokens from the start to the node. None where no logit is finite.
+        It reads `history` when called: the tokens from the start to the node. None if no logit is finite.
         """
         if self.seed is None and not self.processors and logits.device.type != "cpu":
             chosen = self.choose_rows(logits, ())
@@ -127,7 +127,7 @@ class Sampler:
         return lambda node: self.choose(logits[node], history)
 
     def choose(self, logits: Tensor, history: History) -> int | None:
-        """The token chosen by one row of logits, [vocabulary]; None where none is finite."""
+        """Return the token chosen by one row of logits, [vocabulary]; None if none is finite."""
         if self.seed is None and not self.processors:
             token = int(logits.argmax())
             if torch.isfinite(logits[token]):
@@ -166,19 +166,19 @@ class Sampler:
 
 
 def signed(value: int) -> int:
-    """The int64 with the bits of a number modulo 2**64."""
+    """Return the int64 with the bits of a number modulo 2**64."""
     return ((value + 2**63) & ops.MASK64) - 2**63
 
 
 def refuse_no_choice(token: int | None, position: int) -> int:
-    """`token`, or NumericalError where the target's logits at `position` were all NaN or infinite."""
+    """Return `token`; raise NumericalError if it is None: the logits at `position` were all NaN or infinite."""
     if token is None:
         raise NumericalError(f"the target's logits at position {position} are NaN or infinite throughout")
     return token
 
 
 class PresenceFrequencyPenalty(LogitsProcessor):
-    """Subtracts `presence` once and `frequency` per occurrence for each token generated since `prompt_length`.
+    """Subtract `presence` once and `frequency` per occurrence for each token generated since `prompt_length`.
 
     The OpenAI definition, as in vLLM: the prompt's own tokens do not count.
     """
@@ -194,7 +194,7 @@ class PresenceFrequencyPenalty(LogitsProcessor):
 
 
 class TopP(LogitsProcessor):
-    """Keeps the smallest set of most likely tokens whose probability reaches `top_p` (nucleus sampling).
+    """Keep the smallest set of most likely tokens whose probability reaches `top_p` (nucleus sampling).
 
     The same set as transformers' TopPLogitsWarper, without sorting the vocabulary: the candidates are widened until
     they hold enough probability.
@@ -224,7 +224,7 @@ TRUNCATIONS = (TopP, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, Typic
 
 
 class Stopper:
-    """Says after each committed token whether the answer ends there, and why.
+    """Decide after each committed token whether the answer ends there, and why.
 
     Reasons: `stop` (an end-of-sequence token, a stop string or the end of a grammar), `length` (max_new_tokens or the
     context is full), `criteria` (a StoppingCriteria).
@@ -251,19 +251,17 @@ class Stopper:
         self._shown = self._showing(decode) if self._texts is not None else None
 
     def reason(self, token: int, history: History) -> str | None:
-        """The reason to end after `token`, which `history` already holds; None to go on."""
+        """Return the reason to end after `token`, which `history` already holds; None to continue."""
         self.tokens.append(token)
         self.left -= 1
-        if token in self.eos_token_ids or self._is_complete() or (self.stop_strings and self._hit_stop_string()):
+        ends = token in self.eos_token_ids or (self.complete is not None and self.complete(self.tokens))
+        if ends or (self.stop_strings and self._hit_stop_string()):
             self.last_reason = "stop"
-        elif any(_is_true(criterion(history.ids, None)) for criterion in self.criteria):
+        elif self.criteria and any(_is_true(criterion(history.ids, None)) for criterion in self.criteria):
             self.last_reason = "criteria"
         elif self.left <= 0:
             self.last_reason = "length"
         return self.last_reason
-
-    def _is_complete(self) -> bool:
-        return self.complete is not None and self.complete(self.tokens)
 
     def _hit_stop_string(self) -> bool:
         token = self.tokens[-1]
@@ -276,14 +274,14 @@ class Stopper:
         return hit or behind is not None
 
     def _showing(self, decode: Any) -> _Tail | None:
-        """The text with those special tokens whose own text stands in a stop string; None where none does."""
+        """Return the text with the special tokens whose own text is in a stop string; None if there are none."""
         if not (tokens := getattr(decode, "specials_in", _no_specials)(self.stop_strings)):
             return None
         return _Tail(decode.showing(tokens), self.stop_strings, tokens)
 
 
 class _Tail:
-    """The end of a growing text, as far back as a stop string may begin.
+    """Hold the end of a growing text, as far back as a stop string may begin.
 
     shown: special tokens that the text shows.
     """
@@ -291,14 +289,14 @@ class _Tail:
     def __init__(self, decode: Callable[[list[int]], str], strings: Sequence[str], shown: Collection[int] = ()) -> None:
         self.shown = shown
         self._strings, self._stream, self._text = strings, TextStream(decode), ""
-        self._most = max(map(len, strings))
+        self._longest = max(map(len, strings))
 
     def push(self, token: int) -> int | None:
-        """How many characters stand behind the stop string that ends first, a last token included; None: there is none.
+        """Return the number of characters behind the stop string that ends first, or None if there is none.
 
-        The text before was looked through when its tokens came.
+        A last token included. The text before was searched when its tokens came.
         """
-        self._text = self._text[-self._most :] + self._stream.push([token])
+        self._text = self._text[-self._longest :] + self._stream.push([token])
         text = self._text + self._stream.rest
         ends = [text.find(string) + len(string) for string in self._strings if string in text]
         return len(text) - min(ends) if ends else None
@@ -309,7 +307,7 @@ def _no_specials(strings: Sequence[str]) -> Collection[int]:
 
 
 def cut_after_stop(text: str, stop_strings: Sequence[str]) -> str:
-    """`text` up to and including the stop string that ends first; the whole text where there is none."""
+    """Return `text` up to and including the stop string that ends first; the whole text if there is none."""
     ends = [text.find(string) + len(string) for string in stop_strings if string in text]
     return text[: min(ends)] if ends else text
 
@@ -319,7 +317,7 @@ def _is_true(verdict: bool | Tensor) -> bool:
 
 
 def of_rows(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """Each row's token among the whole row; logits [rows, vocabulary], count: how many of the likeliest are wanted."""
+    """Return each row's token with its log-probability, and the `count` likeliest; logits: [rows, vocabulary]."""
     scores = logits.float()
     scores = scores.masked_fill(~torch.isfinite(scores), -math.inf)
     rated = scores.log_softmax(-1)

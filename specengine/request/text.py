@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Decoder:
-    """Token ids to text, without special tokens but those of `shown`.
+    """Decode token ids to text, without special tokens other than those of `shown`.
 
-    Never raises: an id for which the tokenizer has no text, or none without an error, writes nothing, and without a
-    tokenizer nothing does. special: whether all special tokens are shown.
+    Never raises: an id that the tokenizer has no text for, or raises an error for, writes nothing, and without a
+    tokenizer no id writes anything. special: whether all special tokens are shown.
     """
 
     def __init__(self, tokenizer: Any, shown: Collection[int] = (), *, special: bool = False, **options: Any) -> None:
@@ -24,6 +24,13 @@ class Decoder:
 
     def __call__(self, tokens: list[int]) -> str:
         if self.shown.isdisjoint(tokens):
+            if tokens and not self._without_text and self.tokenizer is not None:  # the usual case, several per cycle
+                try:
+                    text = self.tokenizer.decode(tokens, **self._options)
+                except Exception:  # looked into below
+                    text = None
+                if isinstance(text, str):
+                    return text
             return self._text(tokens)
         parts, start = [], 0
         for at, token in enumerate(tokens):
@@ -33,20 +40,20 @@ class Decoder:
         return "".join(parts) + self._text(tokens[start:])
 
     def is_byte(self, token: int) -> bool:
-        """Whether it is one of SentencePiece's bytes: in a run of them a later one may change what the run writes."""
+        """Return whether it is a byte of SentencePiece: in a run of them a later one may change the run's text."""
         if token not in self._bytes:
             name = self.name(token)
             self._bytes[token] = isinstance(name, str) and _BYTE.fullmatch(name) is not None
         return self._bytes[token]
 
     def specials_in(self, strings: Collection[str]) -> frozenset[int]:
-        """The special tokens, hidden in the text, whose own text stands in one of these strings."""
+        """Return the special tokens, hidden in the text, whose own text stands in one of these strings."""
         texts = special_texts(self.tokenizer).items() if strings else ()
         found = {token for token, text in texts if text and any(text in string for string in strings)}
         return frozenset(found - self.shown)
 
     def showing(self, tokens: Collection[int]) -> Decoder:
-        """The same with further special tokens shown."""
+        """Return the same decoder with further special tokens shown."""
         return Decoder(self.tokenizer, self.shown | frozenset(tokens))
 
     def _text(self, tokens: list[int], **changes: Any) -> str:
@@ -63,7 +70,7 @@ class Decoder:
         return "".join(self._attempt([token], options) or "" for token in tokens) if text is None else text
 
     def _attempt(self, tokens: list[int], options: Mapping[str, Any]) -> str | None:
-        """None where the tokenizer, somebody else's program, raises or gives something else than text."""
+        """Return None if the tokenizer, somebody else's program, raises or returns anything but text."""
         try:
             text = self.tokenizer.decode(tokens, **options)
         except Exception:
@@ -71,7 +78,7 @@ class Decoder:
         return text if isinstance(text, str) else None
 
     def name(self, token: int) -> Any:
-        """The tokenizer's own name of it; None where it has none."""
+        """Return the tokenizer's own name of a token; None if it has none."""
         try:
             return self.tokenizer.convert_ids_to_tokens(token)
         except Exception:  # there is no such method, or no such token
@@ -82,12 +89,12 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def decoder(tokenizer: Any, shown: Collection[int] = ()) -> Decoder:
-    """Token ids to text without special tokens but those of `shown`; empty text where there is no tokenizer."""
+    """Return a decoder without special tokens other than those of `shown`; its texts are empty without a tokenizer."""
     return Decoder(tokenizer, shown)
 
 
 def special_texts(tokenizer: Any) -> dict[int, str]:
-    """The text of each token that the tokenizer leaves out of what it writes."""
+    """Return the text of each token that the tokenizer leaves out of its texts."""
     named = (getattr(tokenizer, name, None) or () for name in ("all_special_ids", "all_special_tokens"))
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     special = {token: item.content for token, item in added.items() if getattr(item, "special", False)}
@@ -95,7 +102,7 @@ def special_texts(tokenizer: Any) -> dict[int, str]:
 
 
 def _takes_options(tokenizer: Any) -> bool:
-    """Whether its `decode` knows transformers' options."""
+    """Return whether its `decode` knows transformers' options."""
     try:
         parameters = inspect.signature(tokenizer.decode).parameters
     except (AttributeError, TypeError, ValueError):  # none, or of a kind that does not say
@@ -104,70 +111,66 @@ def _takes_options(tokenizer: Any) -> bool:
     return "skip_special_tokens" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
-MOST_HELD_BACK = 256  # tokens
-MOST_CONTEXT = 64  # tokens, where they write blanks alone
+HELD_BACK_LIMIT = 256  # tokens
+CONTEXT_LIMIT = 64  # tokens, where they write blanks alone
 
 
 class TextStream:
-    """Decodes a growing list of tokens piece by piece; the pieces add up to the decoded whole.
+    """Decode a growing list of tokens piece by piece; the pieces add up to the decoded whole.
 
-    Tokens that write nothing are left out, wherever they stand. Text is held back from where it ends in replacement
-    characters, which the next bytes may make a character of, and from where SentencePiece's bytes begin, until they
-    end: over at most MOST_HELD_BACK tokens, which no text needs.
+    Tokens that write nothing are left out, wherever they are. Text is held back from a replacement character at its end
+    on, as the next bytes may complete a character, and from the beginning of a run of SentencePiece's bytes to its end:
+    over at most HELD_BACK_LIMIT tokens, which no text needs.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        """decode: an outputs.Decoder, or any function."""
+        """decode: a Decoder, or any function."""
         self._decode = decode
         self._is_byte: Callable[[int], bool] = getattr(decode, "is_byte", lambda token: False)
-        self._tokens: list[int] = []  # settled ones as context, since spaces depend on it, then what is not settled
+        self._tokens: list[int] = []  # settled ones as context, since spaces depend on it, then those not settled
         self._end = 0  # of the settled ones
-        self._given = ""  # of the text of all these, what was given
+        self._sent = ""  # of the text of all these, the part that was returned
         self._writes: dict[int, bool] = {}
         self._visible: int | None = None  # a token that writes more than blanks
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete."""
-        before = len(self._tokens)
-        self._tokens.extend(filter(self._is_written, tokens))
-        if len(self._tokens) == before:
+        """Return the text that these tokens complete."""
+        before, known = len(self._tokens), self._writes
+        for token in tokens:
+            if known[token] if token in known else self._is_written(token):
+                self._tokens.append(token)
+        count = stable = len(self._tokens)
+        if count == before:
             return ""
-        held = len(self._tokens) - self._end < MOST_HELD_BACK
-        stable = self._before_bytes() if held else len(self._tokens)
-        if stable <= self._end:
-            return ""
+        if held := count - self._end < HELD_BACK_LIMIT:
+            while stable > self._end and self._is_byte(self._tokens[stable - 1]):
+                stable -= 1
+            if stable == self._end:
+                return ""
         now = self._decode(self._tokens[:stable])
         settled = now.rstrip("\N{REPLACEMENT CHARACTER}") if held else now
-        piece = settled[len(self._given) :]
+        piece = settled[len(self._sent) :]
         if settled == now:
             self._settle(now, stable)
         else:
-            self._given += piece
+            self._sent += piece
         return piece
 
     @property
     def rest(self) -> str:
-        """The text behind what was given, as it would be if no token followed."""
-        return self._decode(self._tokens)[len(self._given) :] if len(self._tokens) > self._end else ""
+        """The text that is held back, as it is if no token follows."""
+        return self._decode(self._tokens)[len(self._sent) :] if len(self._tokens) > self._end else ""
 
     def _settle(self, text: str, end: int) -> None:
-        """The first `end` tokens have given their text. The last of them stay as context, if they are enough of it."""
+        """Settle the first `end` tokens, whose text was returned. The last ones stay as context, if they suffice."""
         context = self._decode(self._tokens[self._end : end])
-        if context.strip() or end > MOST_CONTEXT:
+        if context.strip() or end > CONTEXT_LIMIT:
             del self._tokens[: self._end]
             text, end = context, end - self._end
-        self._given, self._end = text, end
-
-    def _before_bytes(self) -> int:
-        end = len(self._tokens)
-        while end > self._end and self._is_byte(self._tokens[end - 1]):
-            end -= 1
-        return end
+        self._sent, self._end = text, end
 
     def _is_written(self, token: int) -> bool:
-        """Whether a token writes anything between others; a blank that is left out at the beginning does."""
-        if (known := self._writes.get(token)) is not None:
-            return known
+        """Return whether a new token writes anything between others, as does a blank that is left out at the start."""
         alone = self._decode([token])
         if not alone:
             if (letter := self._visible) is None:

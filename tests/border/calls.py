@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -340,25 +342,31 @@ def forward_of_decoder(m: Memory) -> Arguments:
     return [*given, [0, LAYERS], *out, LAYERS, 1]
 
 
+@cache
+def target() -> Any:
+    return decoder(importlib.import_module("specengine._cpu"))
+
+
 def forward_of_eagle(m: Memory) -> Arguments:
-    given = whole(m, 4, 5, 5), 4, 4, m.put(torch.tensor([[1], [3], [5]]))
-    return [
-        *given,
-        real(m, ROWS, HIDDEN),
-        real(m, ROWS, HIDDEN),
-        slab(m, 1),
-        real(m, ROWS, HIDDEN),
-        real(m, 2, VOCABULARY),
-        1,
-    ]
+    where = whole(m, 4, 5, 5), 4, 4, m.put(torch.tensor([[1], [3], [5]]))
+    hidden = real(m, ROWS, 3 * HIDDEN), real(m, 2, HIDDEN), whole(m, 1, 0, 1)
+    out = slab(m, 1), real(m, ROWS, HIDDEN), real(m, 2, VOCABULARY)
+    return [target(), *where, whole(m, 1, 2, 3), *hidden, *out, 1]
+
+
+def later_forward_of_eagle(m: Memory) -> Arguments:
+    """From earlier states instead of features."""
+    arguments = forward_of_eagle(m)
+    arguments[6] = None
+    return arguments
 
 
 CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[int]]] = {
     "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9}),
     "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
     "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),
-    "eagle": (eagle, "forward", forward_of_eagle, {3, 8}),
-    "fuse": (eagle, "fuse", lambda m: [real(m, ROWS, 3 * HIDDEN), real(m, ROWS, HIDDEN), 1], set()),
+    "eagle": (eagle, "forward", forward_of_eagle, {4, 6, 7, 8, 11}),
+    "eagle, later": (eagle, "forward", later_forward_of_eagle, {4, 11}),
 }
 
 

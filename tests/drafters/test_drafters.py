@@ -103,7 +103,6 @@ def test_ngram_follows_what_is_committed() -> None:
     grown.begin([5, 6])
     grown.accept(committed(root=7, tokens=[5, 6, 7]))  # the last one is the next root
     whole.begin([5, 6, 7, 5, 6])
-    assert grown == whole
     assert proposed(grown, root=7) == proposed(whole, root=7) != {}
 
 
@@ -114,9 +113,11 @@ def test_ngram_begins_where_prompts_agree_and_anew_where_they_do_not() -> None:
         draft.begin(prompt)
         fresh = NGram(longest=2, shortest=1)
         fresh.begin(prompt)
-        assert draft == fresh
+        for context in ([1], [2, 3], [9], [4]):
+            assert draft._seen.matches(context) == fresh._seen.matches(context)
+        assert draft._seen.tail == fresh._seen.tail
     draft.reset()
-    assert draft == NGram(longest=2, shortest=1)
+    assert draft._seen.tail == draft._seen.matches([4]) == []
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specengine import Engine
-from specengine.models.extension import one_torch_thread, thread_count
-from specengine.models.native import NativeLM, NativeTarget
+from specengine.models.extension import thread_count
+from specengine.models.native import NativeLM, NativeTarget, one_torch_thread
 from tests.models.native_engines import PROMPT, engine_of, lm_of, model_of, native_lm, needs_extension
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
