@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specengine import cycle, ops
-from specengine.contracts import named
+from specengine import cycle, ops, policies
 from specengine.cuda_graphs import WARM_UPS, Graphs, room
 from specengine.cycle import Draft, EagerDriver, Lane
 from specengine.drafters import CapturedDrafter, Drafter, reserve
@@ -244,7 +243,7 @@ class CapturedDriver(EagerDriver):
         grown = self.tree.to(self.tree.device if self._learns_there() else HOST)
         seconds.draft += time.perf_counter() - began
         if int(grown.overflow):
-            raise named(self.policy, overfull(grown.capacity, len(grown)))
+            raise policies.named(self.policy, overfull(grown.capacity, len(grown)))
         return cycle.keep(self.policy, grown, seconds)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
@@ -320,7 +319,7 @@ class CapturedDriver(EagerDriver):
         count, grown, kept, passes, length, overflow, _ = numbers.tolist()
         if overflow:
             assert self.policy is not None
-            raise named(self.policy, overfull(self.tree.capacity, grown))
+            raise policies.named(self.policy, overfull(self.tree.capacity, grown))
         nodes, parents, depths, *sums = (array[:kept].clone() for array in arrays)
         edges, paths = (bits.int().view(torch.float32) for bits in sums)
         tree = TokenTree.of(nodes, parents, depths, edges, paths, passes)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specengine import contracts, ops
-from specengine.drafters import Drafter, reserve
+from specengine import drafters, ops, policies
+from specengine.drafters import Drafter, Wrapped, reserve
 from specengine.drafters._origins import Origins
-from specengine.errors import InputError, NumericalError, SpecEngineError
+from specengine.errors import DrafterError, InputError, NumericalError, PolicyError, SpecEngineError
 from specengine.models import Successors, Target
 from specengine.ops import Nodes
 from specengine.ops.select import Step
@@ -88,7 +88,7 @@ def first(policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
     root = tree.root_alone()
     frontier = policy.grow(tree, root.where(False), Step(tree.log_probs[:0, None]))
     if not isinstance(frontier, Nodes):
-        raise contracts.no_nodes(policy, "grow", frontier)
+        raise policies.no_nodes(policy, "grow", frontier)
     seconds.policy += time.perf_counter() - began
     return frontier
 
@@ -117,7 +117,7 @@ def _grown(policy: TreePolicy, tree: TokenTree, frontier: Nodes, found: Step, be
     tree.passes += frontier.live > 0
     grown = policy.grow(tree, frontier, found)
     if not isinstance(grown, Nodes):
-        raise contracts.no_nodes(policy, "grow", grown)
+        raise policies.no_nodes(policy, "grow", grown)
     seconds.draft += drafted - began
     seconds.policy += time.perf_counter() - drafted
     return grown
@@ -128,7 +128,7 @@ def keep(policy: TreePolicy, grown: TokenTree, seconds: Seconds) -> Draft:
     clock = time.perf_counter()
     kept = policy.keep(grown)
     if not isinstance(kept, Nodes):
-        raise contracts.no_nodes(policy, "keep", kept)
+        raise policies.no_nodes(policy, "keep", kept)
     kept = Nodes(kept.alive(), kept.live)
     verified = grown.subtree(kept)
     seconds.policy += time.perf_counter() - clock
@@ -159,16 +159,44 @@ def draft_tree(
     while width := int(frontier.live):
         drafted += width
         if drafted > tree.capacity:
-            raise contracts.endless(policy)
+            raise policies.endless(policy)
         frontier = level(drafter, policy, tree, frontier, seconds)
     return keep(policy, tree, seconds)
+
+
+class Inspected(Wrapped):
+    """A drafter whose distributions are checked before a policy sees them, and the frontiers that it is asked for.
+
+    Raises DrafterError where a step is none, has another number of rows than the frontier, or holds NaN or what is no
+    token; PolicyError where the frontier is none of the tree.
+    """
+
+    def __init__(self, inner: Drafter, policy: TreePolicy, vocab_size: int) -> None:
+        super().__init__(inner)
+        self._policy, self._vocab_size = policy, vocab_size
+
+    def root(self, tree: TokenTree) -> Step:
+        return self._checked(self.inner.root(tree), 1)
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        if (fault := policies.fault_of_nodes(frontier, tree)) is not None:
+            raise PolicyError(f"{policies.name_of(self._policy)}: grow returned {fault}")
+        return self._checked(self.inner.step(tree, frontier), frontier.ids.shape[0])
+
+    def _checked(self, step: Step, rows: int) -> Step:
+        if (fault := drafters.fault_of_step(step, rows, self._vocab_size)) is not None:
+            raise DrafterError(f"{drafters.name_of(self.inner)}: step returned {fault}")
+        return step
 
 
 class EagerDriver:
     """Runs the cycles of these parts without capture."""
 
     def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> None:
-        contracts.require_parts(drafter, policy)
+        if policy is not None:
+            policies.require_sizes(policy)
+        if drafter is not None and not isinstance(getattr(drafter, "name", None), str):
+            raise DrafterError(f"{drafters.name_of(drafter)}.name: it has none, accepted a text")
         self.target, self.drafter, self.policy = target, drafter, policy
         self.device = target.device if drafter is None else drafter.device
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
@@ -190,9 +218,9 @@ class EagerDriver:
 
     def _inspect(self, token: int, seconds: Seconds, source: Drafter, policy: TreePolicy) -> Draft:
         """Draft as `draft` does. Raises PolicyError or DrafterError if a part breaks its contract."""
-        looked_at = contracts.Inspected(source, policy, self.target.vocab_size)
+        looked_at = Inspected(source, policy, self.target.vocab_size)
         draft = draft_tree(token, looked_at, policy, seconds, self.device)
-        contracts.require_kept(policy, draft.kept, draft.grown)
+        policies.require_kept(policy, draft.kept, draft.grown)
         self._inspected = len(draft.grown) > 1
         return draft
 
@@ -236,7 +264,7 @@ def walk(
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     if len(child) < len(tokens):
-        raise contracts.twins(tokens, parents)
+        raise policies.twins(tokens, parents)
     path: list[int] = [0]
     committed: list[int] = []
     token = choose(0)
@@ -278,7 +306,7 @@ def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
         if driver.policy is not None and draft.tree.capacity > 1:
             tokens = draft.tree.tokens.tolist()
             if len(tokens) > driver.budget or not 0 <= min(tokens) <= max(tokens) < driver.target.vocab_size:
-                raise contracts.no_tree(driver.policy, tokens, driver.budget, driver.target.vocab_size)
+                raise policies.no_tree(driver.policy, tokens, driver.budget, driver.target.vocab_size)
         verdict = verify(driver, lane, draft.tree, seconds, plan)
         clock = time.perf_counter()
         cycle = commit(driver, lane, draft, verdict, seconds)

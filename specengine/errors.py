@@ -208,3 +208,10 @@ def shown(value: Any, most: int = 60) -> str:
     except (RecursionError, ValueError):
         return f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a value in a word or two; of a tensor its dtype and shape."""
+    if hasattr(value, "untyped_storage"):  # a tensor, without importing torch
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -21,7 +21,8 @@ LAYERS = (
     {"errors", "plain", "files", "registry", "options", "_expander", "_cpu"},
     {"ops"},
     {"records", "request", "models", "checkpoints", "costs", "cuda_graphs", "policies", "drafters"},
-    {"contracts", "cycle", "captured"},
+    {"cycle", "captured"},
+    {"contracts"},
     {"engine", "loading"},
     {"train", "replicas", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops, registry
-from specengine.errors import InputError
+from specengine.errors import InputError, kind_of
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes
 from specengine.ops.select import Step as Step
@@ -257,6 +257,36 @@ def maker(draft: Any, options: LoadOptions) -> Maker:
     if made is None:
         raise InputError(f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter")
     return made
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of logits
+
+
+def name_of(drafter: Drafter) -> str:
+    """Return the name of a draft in messages: its own, else that of its class."""
+    name = getattr(drafter, "name", None)
+    return f"draft {name if isinstance(name, str) else type(drafter).__name__}"
+
+
+def fault_of_step(step: Any, rows: int, vocab_size: int) -> str | None:
+    """Return what is wrong with a step over so many nodes, in words; None for nothing."""
+    if not isinstance(step, Step):
+        return f"{kind_of(step)}, accepted a Step"
+    logits, ids = step.logits, step.token_ids
+    if not (isinstance(logits, Tensor) and logits.dtype in DTYPES and logits.dim() == 2 and logits.shape[0] == rows):
+        return f"logits of {kind_of(logits)}, accepted float32, bfloat16 or float16 [{rows}, vocabulary]"
+    if bool(torch.isnan(logits).any()):
+        return "logits that are NaN"
+    if step.normalized is False and bool((logits == torch.inf).any()):
+        return "logits that are infinite"
+    columns = logits.shape[1]
+    if ids is None:
+        return None if columns <= vocab_size else f"{columns} columns without token_ids, accepted up to {vocab_size}"
+    if not (isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.shape == (columns,)):
+        return f"token_ids of {kind_of(ids)}, accepted int64 [{columns}], a token for each column"
+    if columns and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        return f"token_ids from {int(ids.min())} to {int(ids.max())}, accepted 0 to {vocab_size - 1}"
+    return None
 
 
 NOT_FINITE = "draft: its logits are NaN or infinite, so nothing of it is used; its weights or its dtype are at fault"

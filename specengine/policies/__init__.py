@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from specengine import errors, registry
 from specengine.costs import Costs
-from specengine.errors import InputError, did_you_mean, shown
+from specengine.errors import InputError, PolicyError, did_you_mean, kind_of, shown
 from specengine.ops import Nodes
-from specengine.ops.tree import TokenTree
+from specengine.ops.tree import CAPACITY, TokenTree
 
 if TYPE_CHECKING:
     from specengine.ops.select import Step
@@ -180,3 +181,102 @@ class PerDevice(Generic[T]):
     def copies(self) -> Iterable[T]:
         """Return all copies, to change them in place."""
         return self._copies.values()
+
+
+# ---- the contract of a policy, and errors of policies that break it
+
+TREE = "tree: "  # how the error of a tree begins, before it is said whose
+
+
+def name_of(policy: TreePolicy) -> str:
+    """Return the name of a policy in messages: the one for users, else that of its class."""
+    cls = type(policy)
+    shipped = cls.__module__.startswith("specengine.policies.")
+    return f"policy {cls.__module__.rpartition('.')[2] if shipped else cls.__name__}"
+
+
+def require_sizes(policy: TreePolicy) -> None:
+    """Raise PolicyError where the policy's capacity or budget is no number of nodes."""
+    for name in ("capacity", "budget"):
+        try:
+            value = getattr(policy, name)
+        except NotImplementedError:
+            raise PolicyError(f"{name_of(policy)}.{name}: it states none; accepted {_SIZES}") from None
+        if not _is_size(value):
+            raise PolicyError(f"{name_of(policy)}.{name}: got {shown(value)}, accepted {_SIZES}")
+
+
+_SIZES = f"how many nodes its trees can have, 1 to {MOST_NODES}"
+
+
+def _is_size(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and 1 <= operator.index(value) <= MOST_NODES
+    except TypeError:
+        return False
+
+
+def no_nodes(policy: TreePolicy, method: str, found: Any) -> PolicyError:
+    """Return the error of a method that must return Nodes and returned something else."""
+    ends = "" if method == "keep" else ", of which an empty one ends the tree"
+    return PolicyError(f"{name_of(policy)}: {method} returned {kind_of(found)}, accepted Nodes{ends}")
+
+
+def endless(policy: TreePolicy) -> PolicyError:
+    """Return the error of a policy that has drafted from more nodes than its trees can have."""
+    return PolicyError(
+        f"{name_of(policy)}: grow returned nodes that have been drafted from already, so the tree never ends; "
+        "return new nodes, or an empty Nodes to stop"
+    )
+
+
+def twins(tokens: Sequence[int], parents: Sequence[int]) -> PolicyError:
+    """Return the error of a tree in which two siblings carry the same token."""
+    seen: dict[tuple[int, int], int] = {}
+    for node, edge in enumerate(zip(parents, tokens, strict=True)):
+        if edge in seen:
+            break
+        seen[edge] = node
+    return PolicyError(
+        f"{TREE}nodes {seen[edge]} and {node} below node {edge[0]} both carry token {edge[1]}; "
+        "siblings must carry distinct tokens, as must the columns of a Step"
+    )
+
+
+def no_tree(policy: TreePolicy, tokens: Sequence[int], budget: int, vocab_size: int) -> PolicyError:
+    """Return the error of a tree, about to be verified, with more nodes than stated or with a number that is no token.
+
+    tokens: those of its nodes.
+    """
+    if len(tokens) > budget:
+        return PolicyError(f"{name_of(policy)}.budget: it states {budget} nodes, and keep returned {len(tokens)}")
+    node = next(node for node, token in enumerate(tokens) if not 0 <= token < vocab_size)
+    return PolicyError(
+        f"{name_of(policy)}: node {node} of its tree carries token {tokens[node]}, accepted 0 to {vocab_size - 1}"
+    )
+
+
+def require_kept(policy: TreePolicy, kept: Tensor | None, grown: TokenTree) -> None:
+    """Raise PolicyError where `keep` returned nodes that the tree does not have."""
+    if kept is not None and (fault := fault_of_nodes(Nodes.of(kept), grown)) is not None:
+        raise PolicyError(f"{name_of(policy)}: keep returned {fault}")
+
+
+def fault_of_nodes(nodes: Any, tree: TokenTree) -> str | None:
+    """Return what is wrong with nodes of this tree, in words; None for nothing."""
+    if not isinstance(nodes, Nodes):
+        return f"{kind_of(nodes)}, accepted Nodes"
+    ids, live = nodes
+    if not (isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.dim() == 1):
+        return f"ids of {kind_of(ids)}, accepted int64 [nodes]"
+    if not (isinstance(live, Tensor) and live.dtype == torch.int32 and live.shape == (1,)):
+        return f"a count of {kind_of(live)}, accepted int32 [1]"
+    size = len(tree)
+    beyond = [node for node in ids[: int(live)].tolist() if not 0 <= node < size]
+    return f"node {beyond[0]}, which a tree of {size} nodes does not have" if beyond else None
+
+
+def named(policy: TreePolicy, error: Exception) -> PolicyError:
+    """Return the error of a tree, a full one or one with twins, as that of the policy that grew it."""
+    text = str(error)
+    return PolicyError(f"{name_of(policy)}.{text}" if text.startswith(CAPACITY) else f"{name_of(policy)}: {text}")

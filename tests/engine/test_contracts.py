@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specengine import Engine, contracts
+from specengine import Engine, cycle
 from specengine.drafters import Drafter
 from specengine.errors import DrafterError, PolicyError
 from specengine.ops import Nodes
@@ -323,12 +323,12 @@ def test_an_interrupt_passes_as_it_is() -> None:
 
 def test_only_the_first_tree_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[float] = []
-    original = contracts.Inspected._checked
+    original = cycle.Inspected._checked
 
     def count(self: Any, *given: Any) -> Step:
         looked.append(time.perf_counter())
         return original(self, *given)
 
-    monkeypatch.setattr(contracts.Inspected, "_checked", count)
+    monkeypatch.setattr(cycle.Inspected, "_checked", count)
     assert run(policy(), tokens=12) == plainly(12)
     assert len(looked) == 3, "as many as the first tree has passes"
