@@ -8,7 +8,7 @@ TEST_WORKERS ?= 2
 GPU_WORKERS ?= 8
 GPU_TESTS := -m gpu --most-seconds 300
 PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.txt
-INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/cpu/* csrc/cpu/*/*)
+INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-sanitized test-clients lint bench bench-server docs test-gpu test-gpu-offline bench-gpu clean

@@ -150,7 +150,7 @@ def extensions() -> list[Extension]:
         return cuda
     expander = Pybind11Extension(
         EXPANDER,
-        ["csrc/expander.cpp"],
+        ["csrc/expander.cpp", *sorted(glob("csrc/ops/*.cpp"))],
         include_dirs=["csrc"],
         depends=headers,
         cxx_std=17,
@@ -190,7 +190,7 @@ if __name__ == "__main__":
             "specengine_kernels": ["README.md"],
             "specengine_csrc": ["best_first.cu", "spec/*.hpp"],
         },
-        exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "cpu/*/*", "tests/*", "tests/*/*"]},
+        exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "cpu/*/*", "ops/*", "tests/*", "tests/*/*"]},
         ext_modules=extensions(),
         cmdclass={"build_ext": OptionalBuildExt},
     )

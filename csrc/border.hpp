@@ -12,6 +12,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace border {
@@ -175,10 +176,11 @@ struct Tensor {
   }
 };
 
-// Of torch; made once, by `start`.
+// Of torch and of Python; made once, by `start`.
 struct Torch {
   PyTypeObject* tensor = nullptr;
   int (*lend)(void* object, LentTensor* out) = nullptr;
+  py::handle new_empty;  // the name of the method
 };
 
 inline Torch& torch() {
@@ -186,8 +188,33 @@ inline Torch& torch() {
   return known;
 }
 
+// An empty tensor of a dtype on the CPU, for its `new_empty`: that takes two thirds of what torch.empty does, whatever the
+// process's defaults are.
+template <typename T>
+py::handle blank() {
+  static const py::handle made = [] {
+    const py::module_ library = py::module_::import("torch");
+    return library.attr("empty")(0, py::arg("dtype") = library.attr(DtypeOf<T>::name), py::arg("device") = "cpu").release();
+  }();
+  return made;
+}
+
+// What std::invalid_argument says is an InputError, which is a ValueError.
+inline void raise_input_errors() {
+  static const py::handle type = py::object(py::module_::import("specengine.errors").attr("InputError")).release();
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const std::invalid_argument& error) {
+      PyErr_SetString(type.ptr(), error.what());
+    }
+  });
+}
+
 // To be called when an extension is imported.
 inline void start() {
+  raise_input_errors();
+  torch().new_empty = py::str("new_empty").release();
   const py::object type = py::module_::import("torch").attr("Tensor");
   torch().tensor = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
   if (!py::hasattr(type, "__dlpack_c_exchange_api__")) return;
@@ -328,15 +355,56 @@ Array<T> take_or_none(py::handle object, const char* name, Sizes wanted) {
   return object.is_none() ? Array<T>{} : take<T>(object, name, wanted);
 }
 
-// One element.
+// A new tensor, and the object that Python has of it.
+template <typename T>
+struct Made : Array<T> {
+  py::object object;
+};
+
+template <typename T>
+Made<T> make(Sizes sizes) {
+  py::tuple shape(sizes.size());
+  py::ssize_t axis = 0;
+  for (const int64_t size : sizes) shape[static_cast<size_t>(axis++)] = py::int_(size);
+  Made<T> out;
+  PyObject* made = PyObject_CallMethodObjArgs(blank<T>().ptr(), torch().new_empty.ptr(), shape.ptr(), nullptr);
+  if (!made) throw py::error_already_set();
+  out.object = py::reinterpret_steal<py::object>(made);
+  if (!read(out.object, out)) throw std::runtime_error("a new tensor cannot be read");
+  return out;
+}
+
+// An int32 tensor of one element.
+inline py::object make_count(int64_t value) {
+  auto out = make<int32_t>({1});
+  out[0] = static_cast<int32_t>(value);
+  return out.object;
+}
+
+// One element, [1].
 template <typename T>
 T& take_one(py::handle object, const char* name) {
-  return take_flat<T>(object, name, 1)[0];
+  return take<T>(object, name, {1})[0];
 }
 
 template <typename T>
 T one_or(py::handle object, const char* name, T without) {
   return object.is_none() ? without : take_one<T>(object, name);
+}
+
+// A tensor of one element or a number of Python; `without` where it is None.
+template <typename T>
+T number_or(py::handle object, const char* name, T without) {
+  if (object.is_none()) return without;
+  if (std::is_floating_point_v<T> && PyFloat_Check(object.ptr())) return static_cast<T>(PyFloat_AS_DOUBLE(object.ptr()));
+  if (!PyLong_Check(object.ptr())) return take_one<T>(object, name);
+  int overflows = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflows);
+  if (overflows) refuse(name, "a number of more than 64 bits", DtypeOf<T>::name);
+  if constexpr (std::is_integral_v<T>)
+    return static_cast<T>(std::clamp<long long>(value, std::numeric_limits<T>::min(), std::numeric_limits<T>::max()));
+  else
+    return static_cast<T>(value);
 }
 
 // A count, which may say more than there is room for.
@@ -364,6 +432,23 @@ inline Rows take_rows(py::handle object, const char* name, int64_t least_columns
   if (!read(object, out) || !is_real(out) || out.rank != 2 || !out.is_dense(1) || out.sizes[1] < least_columns)
     refuse(name, described(object),
            "float32 or bfloat16 " + shown({kAny, at_least(least_columns)}) + ", dense rows, on the CPU");
+  return out;
+}
+
+// As `take_rows`; rows of float16, or whose columns stand apart, are copied, the former to float32. The copy lives as long
+// as this object.
+struct RowsInput : Rows {
+  py::object copy;
+};
+
+inline RowsInput take_rows_input(py::handle object, const char* name, int64_t least_columns = 0) {
+  RowsInput out;
+  const bool known = read(object, out) && out.rank == 2;
+  if (known && out.dtype == Dtype{kFloat, 16})
+    out.copy = object.attr("float")().attr("contiguous")();
+  else if (known && !out.is_dense(1))
+    out.copy = object.attr("contiguous")();
+  static_cast<Rows&>(out) = take_rows(out.copy ? out.copy : py::reinterpret_borrow<py::object>(object), name, least_columns);
   return out;
 }
 

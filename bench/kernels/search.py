@@ -32,10 +32,10 @@ def torch_search(case: Search, layers: Layers) -> Callable[[], Any]:
 
 def host_search(case: Search, layers: Layers) -> Callable[[], Any]:
     """The C++ queues, candidates copied to the host and what is drawn back to the device."""
-    try:
-        run = importlib.import_module("specengine.ops.cpp").implementations()["step_queues"]
-    except ImportError as error:
-        raise Unavailable(str(error)) from error
+    module = importlib.import_module(OPS)
+    if (taken := module.backends("cpu")["step_queues"]).name != "cpp":
+        raise Unavailable(taken.reason)
+    run = module.step_queues
     device = layers.nodes.device
 
     def search(queues: Any, found: Any, *given: Any) -> Any:

@@ -1,4 +1,4 @@
-// What a search promises against what it costs; see specengine/ops/worth.py.
+// The worth of a search against its costs; see specengine/ops/worth.py.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace spec {
 constexpr double kWorth = 1e-9;  // tokens: by so little rounding can make equal values differ
 constexpr float kOdds = 7.0f;    // the greatest log-odds that a table of chances tells apart
 constexpr int64_t kSources = 8, kDepths = 4, kRanks = 5, kKnots = 15, kPlaces = 10, kLevels = 8;
-constexpr float kFewest = 1e-4f, kMost = 0.999f;    // chances
+constexpr float kMinChance = 1e-4f, kMaxChance = 0.999f;    // chances
 constexpr float kWindow = 150.0f, kPasses = 60.0f;  // tries that a knot remembers, nodes that a level of a profile does
 
 // Where on the knots of a table a log-probability stands: `part` of the way from knot `low` to the next.
@@ -52,7 +52,7 @@ inline int64_t level_of(float chance, int64_t levels) {
   return !(at > 0) ? 1 : at < static_cast<float>(levels - 2) ? static_cast<int64_t>(at) + 1 : levels - 1;
 }
 
-// [cells, kKnots] x 3, [kLevels, kPlaces], [kLevels], [kLevels, kPlaces]; what became of drafted tokens.
+// [cells, kKnots] x 3, [kLevels, kPlaces], [kLevels], [kLevels, kPlaces]; outcomes of drafted tokens.
 struct OutcomeCounts {
   float *hits, *tries, *table, *gains, *passes, *profile;
   int64_t group;
@@ -106,7 +106,7 @@ inline void forget_and_divide(const OutcomeCounts& counts, int64_t knot) {
   const float kept = std::min(kWindow / counts.tries[knot], 1.0f);
   counts.tries[knot] *= kept;
   counts.hits[knot] *= kept;
-  counts.table[knot] = std::clamp(counts.hits[knot] / counts.tries[knot], kFewest, kMost);
+  counts.table[knot] = std::clamp(counts.hits[knot] / counts.tries[knot], kMinChance, kMaxChance);
 }
 
 // The target went down `path` through a tree of `size` nodes, choosing a token after each node.

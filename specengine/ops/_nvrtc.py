@@ -31,7 +31,7 @@ _P, _L = ctypes.c_void_p, ctypes.c_int64
 
 
 class Step(ctypes.Structure):
-    """spec::Step of csrc/spec/device_best_first.hpp, part by part."""
+    """spec::Step of csrc/spec/device_best_first.hpp, member by member."""
 
     _fields_ = (
         ("queues", _P * 7),
@@ -48,7 +48,7 @@ class Step(ctypes.Structure):
 
 
 def find() -> Path | None:
-    """NVRTC's library, if this environment has one and the sources are installed."""
+    """Return NVRTC's library, if this environment has one and the sources are installed."""
     if sources() is None:
         return None
     folders = [Path(place) / "lib" for package in PACKAGES for place in _places(package)]
@@ -58,7 +58,7 @@ def find() -> Path | None:
 
 
 def sources() -> Path | None:
-    """The folder of csrc/ as it is installed, or of the repository."""
+    """Return the folder of csrc/ as it is installed, or of the repository."""
     places = [*(Path(place) for place in _places("specengine_csrc")), Path(__file__).parents[2] / "csrc"]
     return next((place for place in places if (place / SOURCE).exists()), None)
 
@@ -73,7 +73,7 @@ def _places(package: str) -> Iterator[str]:
 
 @cache
 def compile_kernel(target: str) -> bytes:
-    """The cubin for sm_80, sm_90 and so on; needs no device."""
+    """Return the cubin for sm_80, sm_90 and so on; needs no device."""
     path, folder = find(), sources()
     if path is None or folder is None:
         raise BackendError(f"NVRTC or csrc/{SOURCE} was not found")
@@ -101,7 +101,7 @@ def compile_kernel(target: str) -> bytes:
 
 
 def launch(step: Step, counts: tuple[int, int, int], device: torch.device) -> None:
-    """One pass; counts: addresses of found.live, frontier.live and passes."""
+    """Run one pass; counts: addresses of found.live, frontier.live and passes."""
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         start(_function(torch.cuda.current_device()), step, counts, stream)

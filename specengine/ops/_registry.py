@@ -1,41 +1,89 @@
-"""Which implementation runs an op on which device: the torch meaning, or what a backend attaches to it."""
+"""The implementation of an op on a device: the torch meaning, or one that a backend attaches by the op's name."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from specengine.errors import BackendError
 
 VARIABLE = "SPECENGINE_BACKEND"
 REFERENCE = "reference"
+INTERFACE = 13  # as in csrc/expander.cpp
 OPS: dict[str, Callable[..., Any]] = {}
 
-Op = TypeVar("Op", bound=Callable[..., Any])
+Implementation = Callable[..., Any]
+Op = TypeVar("Op", bound=Implementation)
+
+
+class _Bound(dict[torch.device, Implementation | None]):
+    """Implementations of one op by device, None where torch runs it. Bound when the op first meets a device."""
+
+    def __init__(self, name: str, checks: bool) -> None:
+        self.name, self.checks = name, checks
+
+    def __missing__(self, device: torch.device) -> Implementation | None:
+        backend = _choose(self.name, device.type, os.environ.get(VARIABLE, "")).name
+        taken = backend != REFERENCE and _PROVIDERS[backend].checks is self.checks
+        run = self[device] = _loaded(backend)[self.name] if taken else None
+        return run
+
+
+class _Always(dict[torch.device, Implementation | None]):
+    """One implementation on every device."""
+
+    def __init__(self, run: Implementation | None) -> None:
+        self.run = run
+
+    def __missing__(self, device: torch.device) -> Implementation | None:
+        return self.run
+
+
+class _Native(threading.local):
+    """Implementations by op and device that check their arguments: `native.walk[tokens.device]`."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Mapping[torch.device, Implementation | None]: ...
+
+
+class _Kernels(threading.local):
+    """Implementations by op and device that rely on arguments as the op has checked them."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Mapping[torch.device, Implementation | None]: ...
+
+
+# Attributes of the classes are the process's, those of the objects a thread's own, within `meaning`.
+native, kernels = _Native(), _Kernels()
 
 
 def op(function: Op) -> Op:
-    """Makes a function an op: it checks what it is given, asks for what is `attached` to it, and else goes on in torch.
+    """Register a function as an op, under its name.
 
-    So signature, checks and meaning stand once. Shapes and dtypes are checked by comparisons of attributes alone, as
-    most ops run several times per cycle.
+    Its body asks `native` for an implementation that takes arguments as they come, checks them, asks `kernels` for an
+    implementation that takes checked ones, and goes on in torch. A line for which no backend has the op is left out.
     """
-    OPS[function.__name__] = function
+    name = function.__name__
+    OPS[name] = function
+    setattr(_Native, name, _Bound(name, checks=True))
+    setattr(_Kernels, name, _Bound(name, checks=False))
     return function
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What runs an op: the backend `name` taken, the `reason`, and all that are `available` for it, best first."""
+    """The backend `name` that runs an op, the `reason`, and all that are `available` for it, best first."""
 
     name: str
     reason: str
@@ -44,25 +92,27 @@ class Backend:
 
 @dataclass(frozen=True)
 class _Provider:
-    """A set of implementations: on which device types (empty: all), in which module (importing it raises ImportError
-    where something is missing), how to build it.
+    """A set of implementations.
 
-    interpreted: on CPU tensors as well, where TRITON_INTERPRET=1 lets Triton run its kernels there; on request alone.
+    devices      types of device that it serves; empty: all
+    build        how to build it
+    checks       it checks its arguments itself
+    interpreted  it serves CPU tensors as well, on request, where TRITON_INTERPRET=1 lets Triton run its kernels there
     """
 
     devices: tuple[str, ...]
-    module: str
     build: str
+    checks: bool = False
     interpreted: bool = False
 
 
 _PROVIDERS = {  # best first; a new backend is a new entry
-    "cpp": _Provider(("cpu",), "cpp", "pip install -e ."),
-    "triton": _Provider(("cuda",), "triton", "pip install -e '.[kernels]'", interpreted=True),
-    "cuda": _Provider(("cuda",), "cuda", "SPECENGINE_CUDA=1 pip install -e ."),
-    REFERENCE: _Provider((), "", ""),
+    "cpp": _Provider(("cpu",), "pip install -e .", checks=True),
+    "triton": _Provider(("cuda",), "pip install -e '.[kernels]'", interpreted=True),
+    "cuda": _Provider(("cuda",), "SPECENGINE_CUDA=1 pip install -e ."),
+    REFERENCE: _Provider((), ""),
 }
-_LOADERS = dict[str, Callable[[], Any]]()  # by module, of specengine.ops: they import what imports this
+_LOADERS = dict[str, Callable[[], Any]]()  # of modules of specengine.ops, which import this one
 TRIED = ("cuda",)  # kinds of device on which an implementation is compared with its meaning before it is taken
 
 
@@ -71,57 +121,43 @@ def load_by(loaders: Mapping[str, Callable[[], Any]]) -> None:
     _LOADERS.update(loaders)
 
 
+def bind() -> None:
+    """Forget what is bound, so that SPECENGINE_BACKEND is read again."""
+    for name in OPS:
+        for table in (_Native, _Kernels):
+            getattr(table, name).clear()
+
+
 def backends(device: torch.device | str = "cpu") -> dict[str, Backend]:
-    """Which backend runs each op on `device`, and why; BackendError as for the ops themselves. On a CUDA device that
-    tries those that have not been tried yet."""
+    """Return the backend that runs each op on `device`, and why.
+
+    On a CUDA device, try those that have not been tried yet. Raises BackendError as the ops themselves do.
+    """
     kind, asked = torch.device(device).type, os.environ.get(VARIABLE, "")
     return {name: _choose(name, kind, asked) for name in OPS}
 
 
-class _Meaning(threading.local):
-    only: Mapping[str, Callable[..., Any]] | None = None
-
-
-_meaning = _Meaning()
-
-
 @contextmanager
-def meaning(but: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[None]:
-    """Within it, ops of this thread are what they mean in torch: for tests, and for what a kernel does not take.
+def meaning(but: Mapping[str, Implementation] | None = None) -> Iterator[None]:
+    """Within it, run the ops of this thread in torch: for tests, and for inputs that a kernel does not take.
 
     but: implementations of some ops, which run these all the same.
     """
-    before, _meaning.only = _meaning.only, but or {}
+    before = dict(native.__dict__), dict(kernels.__dict__)
+    native.__dict__.update({name: _Always(None) for name in OPS})
+    kernels.__dict__.update({name: _Always((but or {}).get(name)) for name in OPS})
     try:
         yield
     finally:
-        _meaning.only = before
+        for table, attributes in zip((native, kernels), before, strict=True):
+            table.__dict__.clear()
+            table.__dict__.update(attributes)
 
 
-def by_meaning(function: Callable[..., Any], *given: Any) -> Any:
-    """What the op means in torch for what it is given."""
+def by_meaning(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a function whose ops run in torch."""
     with meaning():
-        return function(*given)
-
-
-def attached(name: str, tensor: Tensor) -> Callable[..., Any] | None:
-    """What runs the op on that tensor's device; None where that is its meaning."""
-    if _meaning.only is not None:
-        return _meaning.only.get(name)
-    asked = _environment.get(_KEY)
-    kind = "cpu" if type(tensor) is Tensor and tensor.is_cpu else tensor.device.type  # device.type is slow
-    return _resolve(name, kind, os.environ.decodevalue(asked) if asked else "")
-
-
-# What os.environ keeps: os.environ itself costs as much per call as a small op, as it raises where a name is missing.
-_environment: Mapping[Any, Any] = os.environ._data  # type: ignore[attr-defined]
-_KEY: Any = os.environ.encodekey(VARIABLE)
-
-
-@lru_cache(maxsize=256)
-def _resolve(name: str, kind: str, asked: str) -> Callable[..., Any] | None:
-    backend = _choose(name, kind, asked).name
-    return None if backend == REFERENCE else _loaded(backend)[name]
+        return function(*arguments)
 
 
 def _choose(name: str, kind: str, asked: str) -> Backend:
@@ -155,7 +191,7 @@ def _best(name: str, kind: str, able: tuple[str, ...]) -> Backend:
 
 @cache
 def _fault(name: str, key: str, kind: str) -> str:
-    """Why this implementation is not taken, which is said once; empty where it gives what the op means."""
+    """Why this implementation is not taken, with a warning; empty where it gives what the op means."""
     if not _is_there(kind):
         return f"{key} cannot be tried without a {kind} device"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -197,14 +233,22 @@ def _serves(provider: _Provider, kind: str) -> bool:
 
 
 @cache
-def _load(name: str) -> tuple[dict[str, Callable[..., Any]], str]:
+def _load(name: str) -> tuple[dict[str, Implementation], str]:
     if name == REFERENCE:
         return OPS, ""
     try:
-        return _LOADERS[_PROVIDERS[name].module]().implementations(), ""
+        return _extension() if name == "cpp" else _LOADERS[name]().implementations(), ""
     except ImportError as error:
         return {}, str(error)
 
 
-def _loaded(name: str) -> dict[str, Callable[..., Any]]:
+def _loaded(name: str) -> dict[str, Implementation]:
     return _load(name)[0]
+
+
+def _extension() -> dict[str, Implementation]:
+    """The functions of specengine._expander, of csrc/ops; ImportError where it is not built, or from other sources."""
+    module = importlib.import_module("specengine._expander")
+    if module.INTERFACE != INTERFACE:
+        raise ImportError("specengine._expander was built from other sources")
+    return {name: function for name, function in vars(module).items() if callable(function)}

@@ -1,4 +1,4 @@
-"""Small inputs of each op that a device runs otherwise than torch does, and whether that gives what the op means."""
+"""Trials of implementations for a device: small inputs of each op, on which they are compared with its meaning."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor
 
 from specengine.ops import attention, queue, select
 from specengine.ops._registry import OPS, meaning
-from specengine.ops.numbers import Nodes
-from specengine.ops.tree import ancestor_words
+from specengine.ops.tree import Nodes, ancestor_words
 
-RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; what is whole must be equal
+RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; integers must be equal
 HALF = 2e-2  # both, of bfloat16
 
 ROWS, COLUMNS, HEADS, SLOTS, SIZE = 5, 300, 4, 70, 32
 
 
 def differs(names: tuple[str, ...], run: dict[str, Callable[..., Any]], device: torch.device) -> str:
-    """What is wrong with `run`, an implementation of each of these ops, of which the last is called: what it raises, or
-    where its results differ from the meaning's; empty where all is right."""
+    """Return the fault of `run`, implementations of these ops, of which the last is called; empty where there is none.
+
+    A fault is an exception, or a result that differs from the meaning's.
+    """
     if names[-1] not in INPUTS:
         return "it has no inputs to be tried on"
     for number, given in enumerate(INPUTS[names[-1]](device)):
@@ -56,7 +57,7 @@ def _copied(given: Any) -> Any:
 
 
 def _counted(value: Any) -> list[Any]:
-    """What of a result, or of what was changed, has a meaning: no padding."""
+    """Return the values of a result, or of a changed argument, without padding."""
     if isinstance(value, queue.Queues):
         waiting = int((value.scores > -math.inf).sum())
         kept = ("accepted", "scores", "bound")
@@ -98,7 +99,7 @@ def _difference(found: list[Any], wanted: list[Any]) -> str:
 
 
 def _wave(device: torch.device, *shape: int, phase: float = 0.0) -> Tensor:
-    """Numbers between -3 and 3, none equal."""
+    """Return numbers between -3 and 3, none equal."""
     place = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
     return ((place * 0.7310585 + phase).sin() * 3).float().view(shape).to(device)
 
@@ -116,7 +117,7 @@ def _real(device: torch.device, value: float) -> Tensor:
 
 
 def _tree(device: torch.device, capacity: int) -> tuple[Tensor, ...]:
-    """Arrays of a tree of 5 nodes."""
+    """Return the arrays of a tree of 5 nodes."""
     parents = [-1, 0, 0, 1, 3]
     room = [0] * (capacity - 5)
     words = ancestor_words(torch.tensor(parents, dtype=torch.int64, device="cpu"))
@@ -139,7 +140,7 @@ def _append_nodes(device: torch.device) -> list[tuple[Any, ...]]:
 
 def _logits(device: torch.device) -> list[Tensor]:
     logits = _wave(device, ROWS, COLUMNS)
-    logits[0, :9], logits[1, 3], logits[2, 5:] = 2.5, math.inf, -math.inf  # ties, and what is not finite
+    logits[0, :9], logits[1, 3], logits[2, 5:] = 2.5, math.inf, -math.inf  # ties, and values that are not finite
     return [logits, logits.bfloat16()]
 
 
@@ -231,7 +232,7 @@ def _step_queues(device: torch.device) -> list[tuple[Any, ...]]:
     return [(queues, found, frontier, _whole(device, *[0] * 9), None, _count(device, 1), search)]
 
 
-PACKED = ("pack_mask", "tree_attention")  # only together do they mean something
+PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only together with the second
 INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "append_nodes": _append_nodes,
     "best_candidates": _best_candidates,
@@ -252,5 +253,5 @@ INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
 
 
 def needed(name: str) -> tuple[str, ...]:
-    """The ops that are tried together with this one, the one that is called last."""
+    """Return the ops that are tried together with this one; the last of them is called."""
     return PACKED if name in PACKED else (name,)

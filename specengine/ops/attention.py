@@ -1,4 +1,4 @@
-"""Ops over a key-value cache: attention, and what is written and moved there."""
+"""Ops over a key-value cache: attention, and the rotated keys and values written there."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specengine.errors import InputError
-from specengine.ops._registry import attached, op
-from specengine.ops.numbers import WORD_BITS, are_counts, describe, insist
+from specengine.ops._meanings import WORD_BITS, describe, require
+from specengine.ops._registry import kernels, native, op
 
-WRONG_PATH = "path: ascending node ids from 0 within the slots of the slab are needed"
 CHUNK = 64  # positions that are summed together
 
 
@@ -26,49 +25,24 @@ class Paths(NamedTuple):
 
 
 @op
-def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
-    """Move slot prefix + path[j] to slot prefix + j of every layer and head, in place, for the first `count` of path.
-
-    slab: [layers, 2, KV heads, capacity, head size]; path: int64 [n], those that count ascending from 0; count, prefix:
-    int32 [1]. prefix + n slots must exist; InputError where they don't (on a CUDA device: an asynchronous assertion).
-    """
-    if slab.dim() != 5 or path.dtype is not torch.int64 or path.dim() != 1 or not are_counts(count, prefix):
-        given = describe(slab, path, count, prefix)
-        raise InputError(f"slab, path, count, prefix: a cache, int64 [n], int32 [1] x 2 are needed, got {given}")
-    if run := attached("compact_kv", slab):
-        run(slab, path, count, prefix)
-        return
-    if not path.shape[0]:
-        return
-    place = torch.arange(path.shape[0], device=slab.device, dtype=torch.int64)
-    there = place < count
-    rises = (path[1:] > path[:-1]) | ~there[1:]
-    inside = (prefix >= 0) & (prefix + path.masked_fill(~there, 0).amax() < slab.shape[3])
-    insist(((path[:1] == 0) | (count < 1)).all() & rises.all() & inside.all(), WRONG_PATH)
-    slots = prefix.long() + place
-    moved = slab.index_select(3, torch.where(there, prefix.long() + path, slots))
-    slab.index_copy_(3, slots, moved)
-
-
-@op
 def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int = 0) -> Any:
-    """A visibility mask as `tree_attention` takes it at the least cost there: make it once per forward.
+    """Return a visibility mask in the form that `tree_attention` reads fastest; make it once per forward.
 
     mask: bool [n, L], True where row sees slot; groups: query heads per key-value head; dtype: that of the queries;
-    prefix: how many slots at the start every row sees, as far as is known without looking.
+    prefix: slots at the start that every row sees, as far as is known without reading the mask.
     """
     if mask.dtype is not torch.bool or mask.dim() != 2 or not 0 <= prefix <= mask.shape[1]:
         raise InputError(f"mask: bool [n, L] with L of {prefix} or more is needed, got {describe(mask)}")
-    if run := attached("pack_mask", mask):
+    if run := kernels.pack_mask[mask.device]:
         return run(mask, groups, dtype, prefix)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf).repeat(groups, 1)
 
 
 @op
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float) -> Tensor:
-    """Attention of n tree rows over L slots; query head h reads key-value head h // G, with G = Hq / Hkv.
+    """Return attention of n tree rows over L slots; query head h reads key-value head h // G, with G = Hq / Hkv.
 
-    query: [Hq, n, D]; key, value: [Hkv, L, D], one floating dtype, any strides. mask: what `pack_mask` gives, or
+    query: [Hq, n, D]; key, value: [Hkv, L, D], one floating dtype, any strides. mask: a result of `pack_mask`, or
     bool [n, L], or that repeated for the heads of a group, [G * n, L]; None where every row sees every slot.
     Returns [Hq, n, D]; a row that sees nothing gives 0.
     """
@@ -81,7 +55,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: 
             mask = mask.repeat(groups, 1)
         if mask.shape[0] != groups * rows or mask.shape[1] != key.shape[1]:
             raise InputError(f"mask: [{rows} or {groups * rows}, {key.shape[1]}] is needed, got {describe(mask)}")
-    if run := attached("tree_attention", query):
+    if run := kernels.tree_attention[query.device]:
         return run(query, key, value, mask, scale)
     # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
     heads, rows, size = query.shape
@@ -107,21 +81,22 @@ def cached_attention(
     seen: Tensor,
     scale: float,
 ) -> Tensor:
-    """As `tree_attention` with static shapes: over a whole cache, of which each row sees the first `prefix` slots and,
-    of the `seen` slots behind them, those that its words name.
+    """Return attention with static shapes over a whole cache, as `tree_attention`.
+
+    Each row sees the first `prefix` slots and, of the `seen` slots behind them, those that its words name.
 
     query: [Hq, n, D]; key, value: [Hkv, capacity, D], one floating dtype. words: int64 [n, w], bit j % 64 of word
     j // 64 names slot prefix + j. prefix, live, seen: int32 [1] on the device; rows from `live` on are padding and
-    give 0. What stands in the other slots, NaN too, changes nothing. No host read, so it can be captured.
+    give 0. The contents of other slots, NaN too, change nothing. No host read, so it can be captured.
     """
     heads, rows, _ = query.shape
     if key.shape != value.shape or heads % key.shape[0] or not query.dtype is key.dtype is value.dtype:
         raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}")
-    if words.dtype is not torch.int64 or words.dim() != 2 or words.shape[0] != rows:
-        raise InputError(f"words: int64 [{rows}, words] is needed, got {describe(words)}")
-    if any(number.dtype is not torch.int32 or number.shape != (1,) for number in (prefix, live, seen)):
-        raise InputError(f"prefix, live, seen: int32 [1] each is needed, got {describe(prefix, live, seen)}")
-    if run := attached("cached_attention", query):
+    wanted = "words: int64 [rows, words]; prefix: int32 [1]; live: int32 [1]; seen: int32 [1]"
+    require(wanted, words, prefix, live, seen)
+    if words.shape[0] != rows:
+        raise InputError(f"words: got {describe(words)}, accepted int64 [{rows}, words]")
+    if run := kernels.cached_attention[query.device]:
         return run(query, key, value, words, prefix, live, seen, scale)
     groups, rows = query.shape[0] // key.shape[0], query.shape[1]
     # which node's slot it is, negative in the prefix
@@ -147,11 +122,11 @@ def rope_store(
     slot: Tensor,
     live: Tensor,
 ) -> Tensor:
-    """The queries rotated by their positions; keys, rotated as well, and values go into the slots from `slot` on.
+    """Return the queries rotated by their positions; store rotated keys and values in the slots from `slot` on.
 
     query: [Hq, n, D]; key, value: [Hkv, n, D]; slab: [2, Hkv, capacity, D], of keys and of values, one floating dtype.
     positions: int64 [n]; tables: cosines and sines, float32 [positions, D / 2]; slot: int64 [1]; live: int32 [1]; all
-    on the device. Rows from `live` on are padding, and what is stored of them, if anything, stands behind the others.
+    on the device. Rows from `live` on are padding; if they are stored, they stand behind the others.
     Llama's rotation, channel c with channel c + D / 2, in float32. No host read, so it can be captured.
     """
     heads, rows, size = query.shape
@@ -165,7 +140,7 @@ def rope_store(
         raise InputError(
             f"positions, slot, live: int64 [n], int64 [1], int32 [1], got {describe(positions, slot, live)}"
         )
-    if run := attached("rope_store", query):
+    if run := kernels.rope_store[query.device]:
         return run(query, key, value, positions, tables, slab, slot, live)
     cosines, sines = (torch.cat([table[positions]] * 2, -1) for table in tables)
 
@@ -181,15 +156,12 @@ def rope_store(
 
 @op
 def order_paths(words: Tensor) -> Paths:
-    """The nodes that each row's words name, in the order of their bits; made once per forward.
+    """Return the nodes that each row's words name, in the order of their bits; make it once per forward.
 
     words: int64 [n, w], bit j % 64 of word j // 64: the row sees node j. Returns nodes int32 [n, 64 * w], ascending,
     and how many count, int32 [n]. No host read, so it can be captured.
     """
-    if words.dtype is not torch.int64 or words.dim() != 2:
-        raise InputError(f"words: int64 [n, words] is needed, got {describe(words)}")
-    if run := attached("order_paths", words):
-        return run(words)
+    require("words: int64 [n, words]", words)
     named = (words[:, :, None] >> torch.arange(WORD_BITS, device=words.device, dtype=torch.int64) & 1).flatten(1)
     rows, most = named.shape
     places = torch.where(named.bool(), named.cumsum(1) - 1, most)  # behind the end: not named
@@ -208,14 +180,16 @@ def strict_cached_attention(
 
     paths: of the rows, by `order_paths`; prefix, live: int32 [1] on the device. No host read, so it can be captured.
     """
+    if run := native.strict_cached_attention[query.device]:
+        return run(query, key, value, paths, prefix, live, scale)
     heads, rows, _ = query.shape
     if key.shape != value.shape or heads % key.shape[0] or not query.dtype is key.dtype is value.dtype:
         raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}")
-    if any(part.dtype is not torch.int32 or len(part) != rows for part in paths) or paths.nodes.dim() != 2:
-        raise InputError(f"paths: int32 [{rows}, most], int32 [{rows}] are needed, got {describe(*paths)}")
-    if any(number.dtype is not torch.int32 or number.shape != (1,) for number in (prefix, live)):
-        raise InputError(f"prefix, live: int32 [1] each is needed, got {describe(prefix, live)}")
-    if run := attached("strict_cached_attention", query):
+    wanted = "nodes: int32 [rows, most]; counts: int32 [rows]; prefix: int32 [1]; live: int32 [1]"
+    require(wanted, *paths, prefix, live)
+    if len(paths.counts) != rows:
+        raise InputError(f"counts: got {describe(paths.counts)}, accepted int32 [{rows}]")
+    if run := kernels.strict_cached_attention[query.device]:
         return run(query, key, value, paths, prefix, live, scale)
     # By whole chunks of absolute positions, of which the j-th node of a path has prefix + j, so that neither the tree
     # nor the size of the cache changes the order of sums.

@@ -1,42 +1,35 @@
-"""Ops of verification: the target's choice after each node, and the way down the tree."""
+"""Ops of verification: the target's choice after each node, and the noise of its draws."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._registry import attached, op
-from specengine.ops.numbers import FLOATS, are_counts, describe
+from specengine.ops._meanings import describe, require
+from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import defined
 
 MASK64 = (1 << 64) - 1
 
 
-class Walked(NamedTuple):
-    """A path down a tree. nodes: int64 [n], padded; live: int32 [1]; bonus: int64 [1]; 0 and -1 where the root has no
-    choice."""
-
-    nodes: Tensor
-    live: Tensor
-    bonus: Tensor
-
-
 @op
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
-    """A draw from softmax(scores) whose noise depends on (seed, position, index) alone: argmax of scores + noise.
+    """Draw from softmax(scores) by noise that depends on (seed, position, index) alone: argmax of scores + noise.
 
     scores: float32 [V], logits divided by the temperature. seed and position are taken modulo 2**64. The noise is
     -log(-log(u)) in float64, u = (x + 0.5) / 2**32, x = word i % 4 of Philox4x32-10 with the seed as its key and
     the counter (i // 4, position, 0). Ties go to the lowest index; NaN counts as -inf, +inf as 3e38. InputError
     (a ValueError) where no score is finite. Source: Salmon et al. 2011 (Philox); Gumbel-max.
     """
-    if scores.dtype is not torch.float32 or scores.dim() != 1:
-        raise InputError(f"scores: float32 [V] is needed, got {describe(scores)}")
-    index = _drawn(scores, seed & MASK64, position & MASK64)
+    run = native.keyed_gumbel_argmax[scores.device]
+    if run is None:
+        require("scores: float32 [V]", scores)
+        run = kernels.keyed_gumbel_argmax[scores.device] or _drawn
+    index = run(scores, seed & MASK64, position & MASK64)
     if index < 0:
         raise InputError("scores: none is finite, nothing can be drawn")
     return index
@@ -44,8 +37,6 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
 
 def _drawn(scores: Tensor, seed: int, position: int) -> int:
     """As keyed_gumbel_argmax, -1 where no score is finite."""
-    if run := attached("keyed_gumbel_argmax", scores):
-        return run(scores, seed, position)
     values = defined(scores).double()
     if not bool((values > -math.inf).any()):
         return -1
@@ -57,22 +48,20 @@ def _drawn(scores: Tensor, seed: int, position: int) -> int:
 def choose_tokens(
     logits: Tensor, positions: Tensor | None = None, seed: Tensor | None = None, temperature: Tensor | None = None
 ) -> Tensor:
-    """The choice in each row: its argmax, or with a seed `keyed_gumbel_argmax` of logits / temperature at its position.
+    """Choose in each row: its argmax, or with a seed `keyed_gumbel_argmax` of logits / temperature at its position.
 
     logits: float32, bfloat16 or float16 [n, V]; with a seed, int64 [1], 64 bits: positions, int64 [n], and temperature,
-    float32 [1], above 0. The division is in float32; what is not finite is never chosen, the lowest index wins a tie.
+    float32 [1], above 0. The division is in float32; only finite values are chosen, the lowest index wins a tie.
     Returns int64 [n], -1 for a row without a finite logit.
     """
-    if logits.dtype not in FLOATS or logits.dim() != 2 or not logits.shape[1]:
-        raise InputError(f"logits: float32, bfloat16 or float16 [n, V] is needed, got {describe(logits)}")
-    if seed is not None:
-        if positions is None or positions.dtype is not torch.int64 or positions.shape != logits.shape[:1]:
-            raise InputError(f"positions: int64 [{logits.shape[0]}] is needed where there is a seed")
-        if seed.dtype is not torch.int64 or seed.shape != (1,):
-            raise InputError(f"seed: int64 [1] is needed, got {describe(seed)}")
-        if temperature is None or temperature.dtype is not torch.float32 or temperature.shape != (1,):
-            raise InputError("temperature: float32 [1] is needed where there is a seed")
-    if run := attached("choose_tokens", logits):
+    wanted = "logits: floating [n, V]; positions: int64 [n]; seed: int64 [1]; temperature: float32 [1]"
+    require(wanted, logits, positions, seed, temperature)
+    if not logits.shape[1]:
+        raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
+    for name, value in (("positions", positions), ("temperature", temperature)):
+        if seed is not None and value is None:
+            raise InputError(f"{name}: got None, needed where there is a seed")
+    if run := kernels.choose_tokens[logits.device]:
         return run(logits, positions, seed, temperature)
     finite = torch.isfinite(logits)
     scores = logits.masked_fill(~finite, -math.inf)
@@ -86,21 +75,19 @@ def choose_tokens(
 
 @op
 def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor) -> Tensor:
-    """Logits of a draft and, times `scale`, the noise that the target's draw will have: that of `choose_tokens`.
+    """Add to a draft's logits, times `scale`, the noise of the target's draw: that of `choose_tokens`.
 
     logits: float32, bfloat16 or float16 [n, columns]; token_ids: int64 [columns], the tokens of the columns, None where
     they are that themselves; positions: int64 [n], of the tokens to be drawn; seed: int64 [1], 64 bits; scale: float32
     [1]. Returns float32 [n, columns]; noise to float32's precision, which is all that a draft needs.
     """
-    if logits.dtype not in FLOATS or logits.dim() != 2 or not logits.shape[1]:
-        raise InputError(f"logits: float32, bfloat16 or float16 [n, V] is needed, got {describe(logits)}")
-    if positions.dtype is not torch.int64 or positions.shape != logits.shape[:1]:
-        raise InputError(f"positions: int64 [{logits.shape[0]}] is needed, got {describe(positions)}")
-    if token_ids is not None and (token_ids.dtype is not torch.int64 or token_ids.shape != logits.shape[1:]):
-        raise InputError(f"token_ids: int64 [{logits.shape[1]}] is needed, got {describe(token_ids)}")
-    if not (seed.dtype is torch.int64 and scale.dtype is torch.float32 and seed.shape == scale.shape == (1,)):
-        raise InputError(f"seed, scale: int64 [1], float32 [1] are needed, got {describe(seed, scale)}")
-    if run := attached("couple", logits):
+    if run := native.couple[logits.device]:
+        return run(logits, token_ids, positions, seed, scale)
+    wanted = "logits: floating [n, V]; token_ids: int64 [V]; positions: int64 [n]; seed: int64 [1]; scale: float32 [1]"
+    require(wanted, logits, token_ids, positions, seed, scale)
+    if not logits.shape[1]:
+        raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
+    if run := kernels.couple[logits.device]:
         return run(logits, token_ids, positions, seed, scale)
     tokens = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int64) if token_ids is None else token_ids
     noise = -torch.log(-torch.log(_uniform_of(seed, positions, tokens)))
@@ -108,41 +95,13 @@ def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Te
 
 
 @op
-def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
-    """Nodes from the root down while a child carries the token that the target chose at its parent; the bonus token.
-
-    tokens, parents, chosen: int64 [n], of which the first `size`, int32 [1], count; siblings carry distinct tokens. A
-    node without a choice (-1) is not entered.
-    """
-    if not tokens.shape == parents.shape == chosen.shape or tokens.dim() != 1 or not are_counts(size):
-        given = describe(tokens, parents, chosen, size)
-        raise InputError(f"tokens, parents, chosen, size: int64 [n] x 3, int32 [1] are needed, got {given}")
-    if run := attached("walk", tokens):
-        return run(tokens, parents, chosen, size)
-    # A node is on the path if it and all above it were chosen: by pointer doubling. Siblings carry distinct tokens,
-    # so there is one path, and its nodes ascend.
-    n, node = tokens.shape[0], torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int64)
-    above = parents.clamp(min=0)
-    agreed = ((tokens == chosen[above]) | (node == 0)) & (chosen >= 0) & (node < size)
-    jump = above
-    for _ in range((n - 1).bit_length()):
-        agreed, jump = agreed & agreed[jump], jump[jump]
-    count = agreed.sum(0, keepdim=True)
-    path = node.masked_fill(~agreed, n).sort().values
-    last = path[(count - 1).clamp(min=0)].clamp(max=n - 1)
-    bonus = chosen[last].masked_fill(count == 0, -1)
-    return Walked(path.masked_fill(node >= count, 0), count.int(), bonus)
-
-
-@op
 def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """What the rows of a draft pass read: the states at `sources`, the embeddings of `tokens`.
+    """Gather the inputs of a draft pass: the states at `sources`, the embeddings of `tokens`.
 
     states: [rows, H]; table: [vocabulary, E]; sources, tokens: int64 [n]. Returns [n, H] and [n, E].
     """
-    if not sources.dtype is tokens.dtype is torch.int64 or sources.shape != tokens.shape or sources.dim() != 1:
-        raise InputError(f"sources, tokens: int64 [n] x 2 are needed, got {describe(sources, tokens)}")
-    if run := attached("gather_rows", states):
+    require("sources: int64 [n]; tokens: int64 [n]", sources, tokens)
+    if run := kernels.gather_rows[states.device]:
         return run(states, sources, table, tokens)
     return states.index_select(0, sources), table.index_select(0, tokens)
 
@@ -167,7 +126,7 @@ def _words(seed: Tensor, positions: Tensor, index: Tensor) -> Tensor:
 
 
 def philox_uniform(seed: int, position: int, n: int) -> Tensor:
-    """The uniforms behind `keyed_gumbel_argmax`: float64 [n], on the CPU, in the open interval (0, 1)."""
+    """Return the uniforms behind `keyed_gumbel_argmax`: float64 [n], on the CPU, in the open interval (0, 1)."""
     index = torch.arange(-(-n // 4), dtype=torch.int64, device="cpu")
     position &= MASK64
     counter = (index, index.new_tensor(position & 0xFFFFFFFF), index.new_tensor(position >> 32), index.new_tensor(0))
@@ -176,7 +135,7 @@ def philox_uniform(seed: int, position: int, n: int) -> Tensor:
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Any, Any]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 of four counter words (int64 tensors of values below 2**32); four tensors of the same kind.
+    """Return Philox4x32-10 of four counter words, int64 tensors of values below 2**32, as four such tensors.
 
     key: two words below 2**32, numbers or tensors.
     """

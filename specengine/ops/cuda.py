@@ -21,9 +21,9 @@ from torch import Tensor
 from specengine.errors import BackendError, InputError
 from specengine.ops import _nvrtc, queue
 from specengine.ops._registry import by_meaning
-from specengine.ops.numbers import Nodes
 from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import Candidates
+from specengine.ops.tree import Nodes
 
 LIBRARY = Path(__file__).parents[1] / "_cuda.so"
 BUILD = "SPECENGINE_CUDA=1 pip install -e ."
@@ -42,7 +42,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {  # of functions that return 0 or a CU
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library; BackendError, with the build command, where it is missing, damaged or of other sources."""
+    """Return the loaded library; raises BackendError, with the build command, where it is missing, damaged or stale."""
     return _open(LIBRARY)
 
 
@@ -64,7 +64,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def check(code: int) -> None:
-    """BackendError where `code`, of a call into the library, is a CUDA error."""
+    """Raise BackendError where `code`, of a call into the library, is a CUDA error."""
     if code == 0:
         return
     driver = driver_version()
@@ -73,14 +73,14 @@ def check(code: int) -> None:
 
 
 def driver_version() -> int:
-    """1000 * major + 10 * minor of the CUDA version that the driver knows; 0 without a driver."""
+    """Return 1000 * major + 10 * minor of the CUDA version that the driver knows; 0 without a driver."""
     version = ctypes.c_int(0)
     library().spec_driver_version(ctypes.byref(version))
     return version.value
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
-    """What `ops` finds here; ImportError where the library cannot be used and there is no NVRTC either."""
+    """Return the op that is here; raises ImportError where neither the library nor NVRTC can be used."""
     reason = why_not_built()
     if reason and _nvrtc.find() is None:
         raise ImportError(reason.partition(";")[0])  # ops adds the build command
@@ -88,7 +88,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
 
 
 def why_not_built() -> str:
-    """Why the library cannot be used; empty where it can."""
+    """Return why the library cannot be used; empty where it can."""
     try:
         library()
     except BackendError as error:
@@ -103,7 +103,7 @@ def _run(function: str, device: torch.device, *arguments: Any) -> None:
 
 
 def _address(name: str, tensor: Tensor, dtype: torch.dtype, least: int = 1) -> int:
-    """The address of a contiguous CUDA tensor of `dtype` that has `least` elements or more."""
+    """Return the address of a contiguous CUDA tensor of `dtype` that has `least` elements or more."""
     if tensor.device.type != DEVICE or tensor.dtype is not dtype or tensor.numel() < least:
         given = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
         kind = str(dtype).removeprefix("torch.")
@@ -125,7 +125,7 @@ def step_queues(
     passes: Tensor,
     search: Search,
 ) -> Drawn:
-    """One launch. A score of NaN is passed over as one of -inf is: to report it would take further launches."""
+    """Run in one launch. A score of NaN is passed over as -inf is: to report it would take further launches."""
     budget, device = queues.scores.shape[0], passes.device
     if budget > CAPACITY or not all(part.is_contiguous() for part in queues):
         return by_meaning(queue.step_queues, queues, found, frontier, depths, token_ids, passes, search)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._registry import attached, op
-from specengine.ops.numbers import HAS_NAN, Nodes, are_counts, describe, insist, order_keys
+from specengine.ops._meanings import HAS_NAN, insist, order_keys, require
+from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import Candidates
+from specengine.ops.tree import Nodes
 
 
 class Queues(NamedTuple):
@@ -32,7 +33,7 @@ class Queues(NamedTuple):
 
     @classmethod
     def start(cls, budget: int, device: torch.device | str) -> Queues:
-        """With the root in G."""
+        """Return queues that hold the root, in G."""
         accepted, scores, log_probs = torch.full((3, budget), -math.inf, device=device, dtype=torch.float32)
         accepted[:1].zero_()
         parents, depths, tokens = torch.zeros(3, budget, dtype=torch.int64, device=device)
@@ -50,7 +51,7 @@ class Search(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What comes out of the queues, best first. parents, tokens: int64 [budget]; log_probs: float32 [budget], of the
+    """Nodes drawn from the queues, best first. parents, tokens: int64 [budget]; log_probs: float32 [budget], of the
     edge; live: int32 [1]; expand: those of them to draft from, indices."""
 
     parents: Tensor
@@ -70,7 +71,7 @@ def step_queues(
     passes: Tensor,
     search: Search,
 ) -> Drawn:
-    """Put what was found under the frontier into Q, and draw a batch from it; changes `queues`.
+    """Push candidates under the frontier into Q, and draw a batch from it; changes `queues`.
 
     The best `batch` of Q above the greatest depth move into G, and all that rank before the last of them; those that G
     keeps become nodes. Drafted from are those of them above the worst of a full G and above the greatest depth, if the
@@ -82,27 +83,22 @@ def step_queues(
     1 the queues begin anew. Where the frontier is empty nothing changes and nothing is drawn. InputError on NaN scores
     (on a CUDA device an asynchronous assertion, or by the kernel they are passed over as -inf is).
     """
-    rows, columns, log_probs, scores, live = found
-    same = rows.shape == columns.shape == log_probs.shape == scores.shape and scores.dim() == 1
-    whole = rows.dtype is columns.dtype is torch.int64
-    if not same or not whole or not log_probs.dtype is scores.dtype is torch.float32:
-        raise InputError(f"found: int64 [m] x 2, float32 [m] x 2 are needed, got {describe(*found[:4])}")
-    nodes, ids = frontier.ids, depths if token_ids is None else token_ids
-    if not (nodes.dtype is depths.dtype is ids.dtype is torch.int64 and nodes.dim() == depths.dim() == ids.dim() == 1):
-        raise InputError(
-            f"frontier, depths, token_ids: int64 in one dimension is needed, got {describe(nodes, depths, ids)}"
-        )
-    accepted, waiting, edges, parents, levels, tokens, _ = queues
-    alike = accepted.shape == waiting.shape == edges.shape == parents.shape == levels.shape == tokens.shape
-    if not alike or waiting.dim() != 1 or not are_counts(live, frontier.live, passes):
-        given = describe(*queues, found.live, frontier.live, passes)
-        raise InputError(f"queues, live, passes: [budget] x 6, float32 [1], int32 [1] x 3 are needed, got {given}")
-    if search.batch < 1 or search.max_depth < 1:
-        raise InputError(f"batch, max_depth: 1 or more are needed, got {search.batch}, {search.max_depth}")
-    if run := attached("step_queues", passes):
+    if run := native.step_queues[passes.device]:
+        parents, tokens, log_probs, drawn_live, expand = run(queues, found, frontier, depths, token_ids, passes, search)
+        return Drawn(parents, tokens, log_probs, drawn_live, Nodes(*expand))
+    wanted = "rows: int64 [m]; columns: int64 [m]; log_probs: float32 [m]; scores: float32 [m]; live: int32 [1]"
+    require(wanted, *found)
+    wanted = "frontier: int64 [width]; live: int32 [1]; depths: int64 [n]; token_ids: int64 [V]; passes: int32 [1]"
+    require(wanted, *frontier, depths, token_ids, passes)
+    wanted = "accepted: float32 [n]; scores: float32 [n]; log_probs: float32 [n]; parents: int64 [n]; depths: int64 [n]"
+    require(f"{wanted}; tokens: int64 [n]; bound: float32 [1]", *queues)
+    for name, value in (("batch", search.batch), ("max_depth", search.max_depth)):
+        if value < 1:
+            raise InputError(f"{name}: got {value}, accepted 1 or more")
+    if run := kernels.step_queues[passes.device]:
         return run(queues, found, frontier, depths, token_ids, passes, search)
     going, begins = frontier.live > 0, passes == 1
-    fresh = Queues.start(waiting.shape[0], passes.device)
+    fresh = Queues.start(queues.scores.shape[0], passes.device)
     known = Queues(*(torch.where(begins, new, old) for new, old in zip(fresh, queues, strict=True)))
     pushed = _push(known, found, frontier.ids, depths, token_ids)
     after, drawn = _draw(pushed, search, going)
@@ -113,7 +109,7 @@ def step_queues(
 
 def _push(queues: Queues, found: Candidates, nodes: Tensor, depths: Tensor, token_ids: Tensor | None) -> Queues:
     scores = found.scores.masked_fill(Nodes(found.rows, found.live).padding(), -math.inf)
-    insist(~scores.isnan().any(), "scores: " + HAS_NAN)
+    insist(~scores.isnan().any(), HAS_NAN)
     parents = nodes.index_select(0, found.rows)
     tokens = found.columns if token_ids is None else token_ids.index_select(0, found.columns)
     given = scores, found.log_probs, parents, depths.index_select(0, parents) + 1, tokens

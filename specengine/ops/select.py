@@ -1,8 +1,9 @@
-"""Ops that choose what comes into a tree, and Step, the draft distributions that they choose from."""
+"""Step, the draft distributions of a frontier, and the ops that select and mix their rows."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._registry import attached, op
-from specengine.ops.numbers import FLOATS, Nodes, Number, are_counts, describe, held, order_keys, padded, row_of
-from specengine.ops.tree import TokenTree
+from specengine.ops._meanings import order_keys, padded, require
+from specengine.ops._registry import kernels, native, op
+from specengine.ops.tree import Nodes, Number, TokenTree, held, row_of
 
-LARGEST = 3e38  # what +inf counts as: finite in float32, so that differences of scores stay defined
+OUTSIDE = "places: not all of them are in the rows"
+FAINT = -20.0  # below a row's best logit: further columns that the row has no use for
+LARGEST = 3e38  # stands for +inf: finite in float32, so that differences of scores stay defined
 
 
 class Candidates(NamedTuple):
@@ -30,17 +33,19 @@ class Candidates(NamedTuple):
 
 @op
 def top_children(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tensor, Tensor]:
-    """The k best columns of each row by (value descending, column ascending), with log-probabilities.
+    """Select the k best columns of each row by (value descending, column ascending), with log-probabilities.
 
     logits: float32, bfloat16 or float16 [rows, V]; `normalized` says that they are log-probabilities already.
     Returns log_probs float32 [rows, min(k, V)] (natural log, over the whole row) and columns int64 of the same shape.
     Ties are those of the values as given. NaN counts as -inf and +inf as 3e38; columns of -inf come last, with -inf.
     """
-    require_logits(logits)
+    if run := native.top_children[logits.device]:
+        return run(logits, k, normalized)
+    require("logits: floating [rows, V]", logits)
     if k < 1 or logits.shape[1] < 1:
-        raise InputError(f"k: got {k} of {logits.shape[1]} columns, at least 1 of 1 is needed")
+        raise InputError(f"k: got {k}, accepted 1 or more, of 1 column or more")
     k = min(k, logits.shape[1])
-    if run := attached("top_children", logits):
+    if run := kernels.top_children[logits.device]:
         return run(logits, k, normalized)
     values = defined(logits.float())
     columns = order_keys(values).topk(k).indices
@@ -63,7 +68,7 @@ def best_candidates(
     bound: Number | None = None,
     normalized: bool = False,
 ) -> Candidates:
-    """The `most` best continuations of a whole layer, by path log-probability, as far as they pass gate and bound.
+    """Select the `most` best continuations of a layer by path log-probability, as far as they pass gate and bound.
 
     logits: float32, bfloat16 or float16 [rows, V], read as in `top_children`, of which the first `live` rows count;
     scores: float32 [rows], the rows' own path log-probabilities; on the same device or on the host, and the results are
@@ -74,25 +79,17 @@ def best_candidates(
     Ordered by (score descending, row ascending, log-probability descending, column ascending); -inf never passes.
     Sources: TALON Alg. 2 (gate); SALF Alg. 2 (bounded queue).
     """
+    if run := native.best_candidates[logits.device]:
+        return Candidates(*run(logits, scores, live, most, limit, log_gate, bound, normalized))
     if limit is not None and not isinstance(limit, Tensor):
         most = max(1, min(most, int(limit)))
         limit = held(limit)
-    if log_gate is not None:
-        log_gate = held(log_gate, torch.float32)
-    if bound is not None:
-        bound = held(bound, torch.float32)
-    require_logits(logits)
-    if scores.dtype is not torch.float32 or scores.shape != logits.shape[:1] or most < 1 or not logits.shape[1]:
-        raise InputError(
-            f"scores, most: float32 [{logits.shape[0]}], 1 or more of 1 column or more are needed, "
-            f"got {describe(scores)}, {most} of {logits.shape[1]}"
-        )
-    if not are_counts(live) or (limit is not None and not are_counts(limit)):
-        raise InputError(f"live, limit: int32 [1] is needed, got {describe(live)}")
-    for number in (log_gate, bound):
-        if number is not None and (number.dtype is not torch.float32 or number.shape != (1,)):
-            raise InputError(f"log_gate, bound: float32 [1] is needed, got {describe(number)}")
-    if run := attached("best_candidates", logits):
+    log_gate, bound = (None if value is None else held(value, torch.float32) for value in (log_gate, bound))
+    wanted = "logits: floating [rows, V]; scores: float32 [rows]; live: int32 [1]; limit: int32 [1]"
+    require(f"{wanted}; log_gate: float32 [1]; bound: float32 [1]", logits, scores, live, limit, log_gate, bound)
+    if most < 1 or not logits.shape[1]:
+        raise InputError(f"most: got {most} of {logits.shape[1]} columns, accepted 1 or more of 1 column or more")
+    if run := kernels.best_candidates[logits.device]:
         return run(logits, scores, live, most, limit, log_gate, bound, normalized)
     device, home = logits.device, scores.device
     live, scores = live.to(device), scores.to(device)
@@ -117,23 +114,68 @@ def best_candidates(
 
 @op
 def top_entropy(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
-    """-sum p log p over the `top` most likely columns of each row, in nats; p over the whole row, not renormalised.
+    """Return -sum p log p over the `top` most likely columns of each row, in nats; p is over the whole row.
 
     logits: as in `top_children`. Returns float32 [rows]; 0 for a row of -inf alone. Source: C2T App. C.
     """
-    require_logits(logits)
+    if run := native.top_entropy[logits.device]:
+        return run(logits, top, normalized)
+    require("logits: floating [rows, V]", logits)
     if top < 1 or logits.shape[1] < 1:
-        raise InputError(f"top: got {top} of {logits.shape[1]} columns, at least 1 of 1 is needed")
+        raise InputError(f"top: got {top}, accepted 1 or more, of 1 column or more")
     top = min(top, logits.shape[1])
-    if run := attached("top_entropy", logits):
+    if run := kernels.top_entropy[logits.device]:
         return run(logits, top, normalized)
     log_probs = top_children(logits, top, normalized)[0].double()
     return -torch.where(log_probs > -math.inf, log_probs.exp() * log_probs, 0.0).sum(1).float()
 
 
-def require_logits(logits: Tensor) -> None:
-    if logits.dtype not in FLOATS or logits.dim() != 2:
-        raise InputError(f"logits: float32, bfloat16 or float16 [rows, V] is needed, got {describe(logits)}")
+@op
+def mix_rows(
+    logits: Tensor,
+    more: int,
+    left: Sequence[float],
+    places: Sequence[int],
+    probabilities: Sequence[float],
+    normalized: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return rows that are `more` columns wider and keep the share `left` of their distribution; some columns gain.
+
+    logits: float32, bfloat16 or float16 [rows, V]; `normalized` says that they are log-probabilities already, and so
+    are the results; results for logits are logits, whose first columns stay as they are. left: above 0, at most 1, for
+    each row; places: distinct, row * (V + more) + column, each in a row of which less than 1 is left;
+    probabilities: above 0, what each of these gains. Further columns that gain nothing have a probability next to 0, or
+    of 0 where `normalized`.
+
+    Returns the rows, and uint8 alike: 1 for a column that has gained.
+    """
+    if logits.dtype is not torch.float16 and (run := native.mix_rows[logits.device]):
+        return run(logits, more, left, places, probabilities, normalized)
+    require("logits: floating [rows, V]", logits)
+    for name, count, wanted in (("left", len(left), len(logits)), ("probabilities", len(probabilities), len(places))):
+        if count != wanted:
+            raise InputError(f"{name}: got {count}, accepted {wanted}")
+    if more < 0:
+        raise InputError(f"more: got {more}, accepted 0 or more")
+    columns, device = logits.shape[1], logits.device
+    logs = torch.tensor([math.log(share) for share in left], device=device, dtype=torch.float32)[:, None]
+    if normalized:
+        levels, filler = torch.zeros_like(logs), torch.full_like(logs, -math.inf)
+        kept = logits + logs.to(logits.dtype)
+    else:
+        log_probs, best = top_children(logits, 1)
+        peaks = logits.gather(1, best).float()
+        levels, filler, kept = peaks - log_probs - logs, peaks + FAINT, logits
+    mixed = torch.cat([kept, filler.to(logits.dtype).expand(-1, more)], 1)
+    raised = torch.zeros(mixed.shape, dtype=torch.uint8, device=device)
+    if not all(0 <= place < mixed.numel() for place in places):
+        raise InputError(OUTSIDE)
+    index = torch.tensor(list(places), dtype=torch.int64, device=device)
+    gains = torch.tensor(list(probabilities), dtype=torch.float32, device="cpu")
+    flat, added = mixed.view(-1), gains.to(device).log() + levels[index // (columns + more), 0]
+    flat[index] = torch.logaddexp(flat[index].float(), added).to(logits.dtype)
+    raised.view(-1)[index] = 1
+    return mixed, raised
 
 
 def defined(values: Tensor) -> Tensor:
@@ -152,7 +194,7 @@ class Children(NamedTuple):
 
 # Bits of a mark: which other sources than the draft itself a continuation comes from.
 COPIED = 1  # from the text, or from the one that the caller expects
-RECYCLED = 2  # what the target said after the same token before
+RECYCLED = 2  # the target chose it after the same token before
 FREE = 4  # proposed without a draft pass; alone: a grammar forces it
 
 
@@ -177,8 +219,10 @@ class Step:
     marks: Tensor | None = None
 
     def best_children(self, count: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row;
-        -inf where a continuation was not proposed."""
+        """Return log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row.
+
+        A continuation that was not proposed has -inf.
+        """
         log_probs, columns = top_children(self.logits, count, normalized=self.normalized)
         return log_probs, self.tokens_of(columns)
 
@@ -192,13 +236,13 @@ class Step:
         log_gate: Number | None = None,
         bound: Number | None = None,
     ) -> Candidates:
-        """The `most` best continuations of all frontier nodes together; see `best_candidates`."""
+        """Select the `most` best continuations of all frontier nodes together; see `best_candidates`."""
         scores = tree.path_log_probs.index_select(0, frontier.ids)
         options = {"limit": limit, "log_gate": log_gate, "bound": bound}
         return best_candidates(self.logits, scores, frontier.live, most, **options, normalized=self.normalized)
 
     def children(self, frontier: Nodes, found: Candidates) -> Children:
-        """What was found, as nodes under the frontier."""
+        """Return candidates as nodes under the frontier."""
         parents = frontier.ids.index_select(0, found.rows)
         return Children(parents, self.tokens_of(found.columns), found.log_probs, found.live)
 
@@ -206,16 +250,16 @@ class Step:
         return columns if self.token_ids is None else self.token_ids[columns]
 
     def row(self, index: Tensor) -> Step:
-        """The step of one of the nodes alone; index: int64 [1]."""
+        """Return the step of one of the nodes alone; index: int64 [1]."""
         hidden, marks = (None if part is None else row_of(part, index) for part in (self.hidden, self.marks))
         return Step(row_of(self.logits, index), self.token_ids, self.normalized, hidden, marks)
 
     def entropy(self, top: int | None = None) -> Tensor:
-        """Of each row's distribution, float32 [rows], in nats; over its `top` likeliest tokens where that is given."""
+        """Return the entropy of each row, float32 [rows], in nats; with `top` over its likeliest tokens alone."""
         return top_entropy(self.logits, top or self.logits.shape[1], normalized=self.normalized)
 
     def add_best_children(self, tree: TokenTree, frontier: Nodes, count: int) -> Nodes:
-        """Hang the `count` most likely children under each frontier node; the new nodes, in creation order."""
+        """Append the `count` most likely children of each frontier node; return them in creation order."""
         log_probs, tokens = self.best_children(count)
         # only such rows are sparse: a full softmax gives every column some probability
         proposed = log_probs > -math.inf if self.normalized else None

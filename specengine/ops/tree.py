@@ -1,57 +1,148 @@
-"""TokenTree, the draft tree as flat arrays of fixed capacity, and the ops on it."""
+"""TokenTree, the draft tree as flat arrays of fixed capacity; the ops on it; numbers, counts and nodes.
+
+A number is what a rule computes with: Python's where reading it is free, else a tensor of one element on its device.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine.errors import InputError, PolicyError
-from specengine.ops._registry import attached, op
-from specengine.ops.numbers import (
-    HAS_NAN,
-    WORD_BITS,
-    Arrays,
-    Flag,
-    Nodes,
-    are_counts,
-    describe,
-    insist,
-    is_free,
-    number,
-    order_keys,
-    own_bits,
-    padded,
-)
+from specengine.ops._meanings import HAS_NAN, WORD_BITS, describe, insist, order_keys, own_bits, padded, require
+from specengine.ops._registry import kernels, native, op
 
 WRONG_PARENTS = "parents: the root's must be -1, every other's an earlier node"
 NOT_THERE = "parents: must be among the nodes that are there"
 WRONG_SUBTREE = "nodes: must be ascending, start with the root and contain every node's parent"
+WRONG_PATH = "path: ascending node ids from 0 within the slots of the slab are needed"
+FREE = "cpu"  # the kind of device whose numbers are read without waiting for it
+
+Number = Any
+Flag = Any  # a bool, or a bool tensor of one element on a device
+Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # as TokenTree.arrays
+Counters = tuple[Tensor, Tensor, Tensor]  # as TokenTree.counters
+
+
+# ---- numbers and counts
+
+
+def is_free(tensor: Tensor) -> bool:
+    """Whether the host reads this tensor without waiting for a device."""
+    return tensor.device.type == FREE
+
+
+def number(tensor: Tensor) -> Number:
+    """Return a tensor of one element as a number: on a device a tensor, in float64 as Python's floats are.
+
+    On single elements torch takes ten times as long as Python does.
+    """
+    if tensor.device.type == FREE:
+        return tensor.item()
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def held(value: Number, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Return a number as a tensor of one element, to be read alone."""
+    return value if isinstance(value, Tensor) else _constant(value, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _constant(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.full((1,), value, dtype=dtype, device="cpu")
+
+
+def where(flag: Flag, one: Number, other: Number) -> Number:
+    """Return `one` where the flag is up, else `other`."""
+    return torch.where(flag, one, other) if isinstance(flag, Tensor) else one if flag else other
+
+
+def row_of(values: Tensor, index: Tensor) -> Tensor:
+    """Return one row, [1, ...]; where reading its index, int64 [1], is free, as a view."""
+    at = number(index)
+    return values.index_select(0, at.to(values.device)) if isinstance(at, Tensor) else values[at : at + 1]
+
+
+def at_most(value: Number, limit: float) -> Number:
+    """Return the lesser of a number and a limit."""
+    return value.clamp(max=limit) if isinstance(value, Tensor) else min(value, limit)
+
+
+class Nodes(NamedTuple):
+    """Some nodes, or indices of other things. ids: int64 [width]; those from `live`, int32 [1], on are padding: any
+    that exist."""
+
+    ids: Tensor
+    live: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor) -> Nodes:
+        """Return these nodes, without padding."""
+        return cls(ids, torch.full((1,), ids.shape[0], dtype=torch.int32, device=ids.device))
+
+    def alive(self) -> Tensor:
+        """Return the ids without padding, int64 [live]. Synchronises with the device if they are on one."""
+        live = int(self.live)
+        return self.ids if live == self.ids.shape[0] else self.ids[:live]
+
+    def where(self, flag: Flag) -> Nodes:
+        """Return these nodes, or none where the flag is down."""
+        if isinstance(flag, Tensor):
+            flag = number(flag)
+        if isinstance(flag, Tensor):
+            return Nodes(self.ids, self.live * flag)
+        return self if flag else Nodes(self.ids, torch.zeros_like(self.live))
+
+    def unless(self, flag: Flag) -> Nodes:
+        """Return these nodes, or none where the flag is up."""
+        return self.where(~flag if isinstance(flag, Tensor) else not flag)
+
+    def masked(self, values: Tensor, filler: float) -> Tensor:
+        """Return the nodes' values, [width], with the filler for padding."""
+        live = number(self.live)
+        if not isinstance(live, Tensor) and live >= values.shape[0]:
+            return values
+        return values.masked_fill(self.padding(), filler)
+
+    def padding(self) -> Tensor:
+        """Return which of the ids are padding, bool [width]."""
+        return torch.arange(self.ids.shape[0], device=self.ids.device, dtype=torch.int64) >= self.live
+
+
+class Walked(NamedTuple):
+    """A path down a tree. nodes: int64 [n], padded; live: int32 [1]; bonus: int64 [1]; 0 and -1 where the root has no
+    choice."""
+
+    nodes: Tensor
+    live: Tensor
+    bonus: Tensor
+
+
+# ---- ops
 
 
 @op
 def append_nodes(
     tree: Arrays, size: Tensor, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor, overflow: Tensor
 ) -> Tensor:
-    """Write the first `count` entries into a tree's arrays from entry `size` on, which grows; their ids, int64 [m].
+    """Append the first `count` entries to a tree's arrays, at `size`, which grows; return their ids, int64 [m].
 
     tree: tokens, parents, depths, edge and path log-probabilities, ancestor words: int64 [capacity] x 3, float32
     [capacity] x 2, int64 [capacity, ceil(capacity / 64)], contiguous; parents, tokens: int64 [m], parents that the tree
     has, or InputError (on a CUDA device: an asynchronous assertion); log_probs: float32 [m]; size, count, overflow:
     int32 [1]. Where the capacity would be exceeded nothing is written and overflow becomes 1. Ids of padding are 0.
     """
-    if not parents.shape == tokens.shape == log_probs.shape or parents.dim() != 1:
-        raise InputError(f"parents, tokens, log_probs: [m] is needed, got {describe(parents, tokens, log_probs)}")
-    if not parents.dtype is tokens.dtype is torch.int64 or log_probs.dtype is not torch.float32:
-        given = describe(parents, tokens, log_probs)
-        raise InputError(f"parents, tokens, log_probs: int64 [m] x 2, float32 [m] are needed, got {given}")
-    if not are_counts(size, count, overflow):
-        raise InputError(f"size, count, overflow: int32 [1] is needed, got {describe(size, count, overflow)}")
-    if run := attached("append_nodes", size):
+    if run := native.append_nodes[size.device]:
+        return run(tree, size, parents, tokens, log_probs, count, overflow)
+    wanted = "parents: int64 [m]; tokens: int64 [m]; log_probs: float32 [m]; size: int32 [1]; count: int32 [1]"
+    require(f"{wanted}; overflow: int32 [1]", parents, tokens, log_probs, size, count, overflow)
+    if run := kernels.append_nodes[size.device]:
         return run(tree, size, parents, tokens, log_probs, count, overflow)
     if not parents.shape[0]:
         return parents
@@ -82,20 +173,16 @@ def append_nodes(
 
 @op
 def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
-    """The parents of the first `live` of some nodes, renumbered in their order, and their ancestor words.
+    """Return parents of the first `live` nodes, renumbered in their order, and their ancestor words.
 
     parents: int64 [capacity]; ancestors: int64 [capacity, words], of the whole tree; nodes: int64 [m], ascending, with
     the root first and closed under parent, or InputError (on a CUDA device: an asynchronous assertion). Returns int64
     [m], -1 in padding, and int64 [m, ceil(m / 64)], 0 in padding.
     """
-    whole = parents.dtype is ancestors.dtype is nodes.dtype is torch.int64
-    if not whole or not parents.dim() == nodes.dim() == 1 or ancestors.dim() != 2 or not are_counts(live):
-        given = describe(parents, ancestors, nodes, live)
-        raise InputError(
-            f"parents, ancestors, nodes, live: int64 [n], [n, words], [m], int32 [1] are needed, got {given}"
-        )
-    if run := attached("subtree", nodes):
+    if run := native.subtree[nodes.device]:
         return run(parents, ancestors, nodes, live)
+    wanted = "parents: int64 [n]; ancestors: int64 [n, words]; nodes: int64 [m]; live: int32 [1]"
+    require(wanted, parents, ancestors, nodes, live)
     rows, capacity, device = nodes.shape[0], parents.shape[0], nodes.device
     place = torch.arange(rows, device=device, dtype=torch.int64)
     there, inside = place < live, nodes.clamp(0, capacity - 1)
@@ -115,15 +202,14 @@ def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> 
 
 @op
 def ancestor_words(parents: Tensor) -> Tensor:
-    """For each node one row of words: bit j is set where node j is the node itself or one of its ancestors.
+    """Return a row of words per node: bit j is set where node j is the node itself or one of its ancestors.
 
     parents: int64 [n], parents[0] = -1, 0 <= parents[i] < i. Returns int64 [n, ceil(n / 64)], bit j in word j // 64.
     InputError where a parent is not an earlier node (on a CUDA device: an asynchronous assertion).
     """
-    if parents.dtype is not torch.int64 or parents.dim() != 1:
-        raise InputError(f"parents: int64 [n] is needed, got {describe(parents)}")
-    if run := attached("ancestor_words", parents):
+    if run := native.ancestor_words[parents.device]:
         return run(parents)
+    require("parents: int64 [n]", parents)
     # Pointer doubling: after round r a row knows its 2**r nearest ancestors. Row n stands for "above the root".
     n, device = parents.shape[0], parents.device
     nodes = torch.arange(n, device=device, dtype=torch.int64)
@@ -140,38 +226,35 @@ def ancestor_words(parents: Tensor) -> Tensor:
 
 @op
 def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
-    """The first `columns` bits of each word row as bool [n, columns].
+    """Return the first `columns` bits of each word row as bool [n, columns].
 
     ancestors: int64 [n, words], 0 <= columns <= 64 * words; InputError otherwise.
     """
-    if ancestors.dtype is not torch.int64 or ancestors.dim() != 2:
-        raise InputError(f"ancestors: int64 [n, words] is needed, got {describe(ancestors)}")
+    if run := native.tree_mask[ancestors.device]:
+        return run(ancestors, columns)
+    require("ancestors: int64 [n, words]", ancestors)
     if not 0 <= columns <= WORD_BITS * ancestors.shape[1]:
         raise InputError(f"columns: got {columns}, accepted 0 to {WORD_BITS * ancestors.shape[1]}")
-    if run := attached("tree_mask", ancestors):
-        return run(ancestors, columns)
     column = torch.arange(columns, device=ancestors.device, dtype=torch.int64)
     return ((ancestors[:, column // WORD_BITS] >> (column % WORD_BITS)) & 1).bool()
 
 
 @op
 def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = None) -> Nodes:
-    """Indices of the `most` best of the first `live` scores by (score descending, index ascending), in ascending order.
+    """Select the `most` best of the first `live` scores by (score descending, index ascending), in ascending order.
 
     scores: float32 [m], in creation order; limit: int32 [1], fewer than `most`. -inf is never selected; indices are
     padded with 0. For path log-probabilities the result is closed under parent, also under ties: a child is never
     better than its parent and comes later. InputError on NaN (on a CUDA device: an asynchronous assertion).
     """
-    if scores.dtype is not torch.float32 or scores.dim() != 1 or most < 0:
-        raise InputError(f"scores, most: float32 [m], 0 or more are needed, got {describe(scores)}, {most}")
-    if not are_counts(live) or (limit is not None and not are_counts(limit)):
-        given = describe(live) if limit is None else describe(live, limit)
-        raise InputError(f"live, limit: int32 [1] is needed, got {given}")
-    if run := attached("select_best", scores):
-        return run(scores, live, most, limit)
+    if run := native.select_best[scores.device]:
+        return Nodes(*run(scores, live, most, limit))
+    require("scores: float32 [m]; live: int32 [1]; limit: int32 [1]", scores, live, limit)
+    if most < 0:
+        raise InputError(f"most: got {most}, accepted 0 or more")
     place = torch.arange(scores.shape[0], device=scores.device, dtype=torch.int64)
     values = scores.masked_fill(place >= live, -math.inf)
-    insist(~values.isnan().any(), "scores: " + HAS_NAN)
+    insist(~values.isnan().any(), HAS_NAN)
     best = order_keys(values).topk(min(most, scores.shape[0])).indices
     count = (values[best] > -math.inf).sum(0, keepdim=True)
     if limit is not None:
@@ -184,36 +267,30 @@ def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = 
 @op
 def append_children(
     tree: Arrays,
-    size: Tensor,
+    counters: Counters,
     frontier: Nodes,
     tokens: Tensor,
     log_probs: Tensor,
-    overflow: Tensor,
     *,
     chosen: Tensor | None = None,
     most: int | None = None,
     limit: Tensor | None = None,
 ) -> Nodes:
-    """Hang children under some nodes as `append_nodes` does, parent by parent; the new nodes, ids [most].
+    """Append children under some nodes as `append_nodes` does, parent by parent; return the new nodes, ids [most].
 
-    tokens: int64 [rows, children], log_probs: float32 alike, a row for each frontier node. Of the entries that are
-    `chosen`, bool [rows, children], or of all, it is the first `most` (none: all), or `limit`, int32 [1], if that is
-    less. The count is that of the entries found, also where they overflow.
+    tokens: int64 [rows, children], log_probs: float32 alike, a row per frontier node. chosen: bool [rows, children];
+    without it all entries are. The first `most` chosen ones are appended, or fewer where `limit`, int32 [1], is less.
+    The count is that of these entries, also where they overflow.
     """
-    if tokens.dim() != 2 or tokens.shape != log_probs.shape or frontier.ids.shape != tokens.shape[:1]:
-        given = describe(frontier.ids, tokens, log_probs)
-        raise InputError(f"frontier, tokens, log_probs: [rows], [rows, children] x 2 are needed, got {given}")
-    if not frontier.ids.dtype is tokens.dtype is torch.int64 or log_probs.dtype is not torch.float32:
-        given = describe(frontier.ids, tokens, log_probs)
-        raise InputError(f"frontier, tokens, log_probs: int64, int64, float32 are needed, got {given}")
-    if not are_counts(size, frontier.live, overflow) or (limit is not None and not are_counts(limit)):
-        raise InputError(f"size, live, overflow, limit: int32 [1] is needed, got {describe(size, *frontier, overflow)}")
-    if chosen is not None and (chosen.dtype is not torch.bool or chosen.shape != tokens.shape):
-        raise InputError(f"chosen: bool {list(tokens.shape)} is needed, got {describe(chosen)}")
+    if run := native.append_children[tokens.device]:
+        return Nodes(*run(tree, counters, frontier, tokens, log_probs, chosen, most, limit))
+    size, _, overflow = counters
+    wanted = "frontier: int64 [rows]; tokens: int64 [rows, m]; log_probs: float32 [rows, m]; chosen: bool [rows, m]"
+    require(wanted, frontier.ids, tokens, log_probs, chosen)
+    wanted = "size: int32 [1]; live: int32 [1]; overflow: int32 [1]; limit: int32 [1]"
+    require(wanted, size, frontier.live, overflow, limit)
     children, entries = tokens.shape[1], tokens.numel()
     most = entries if most is None else min(most, entries)
-    if run := attached("append_children", size):
-        return run(tree, size, frontier, tokens, log_probs, overflow, chosen, most, limit)
     live, tokens, log_probs = frontier.live * children, tokens.reshape(-1), log_probs.reshape(-1)
     if chosen is None and limit is None and most == entries:
         parents = frontier.ids[:, None].expand(-1, children).reshape(-1)
@@ -227,8 +304,63 @@ def append_children(
     return Nodes(append_nodes(tree, size, parents, tokens, log_probs, found.live, overflow), found.live)
 
 
+@op
+def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
+    """Walk from the root down while a child carries the token chosen at its parent; return the path and a bonus token.
+
+    tokens, parents, chosen: int64 [n], of which the first `size`, int32 [1], count; siblings carry distinct tokens. A
+    node without a choice (-1) is not entered.
+    """
+    if run := native.walk[tokens.device]:
+        return Walked(*run(tokens, parents, chosen, size))
+    wanted = "tokens: int64 [n]; parents: int64 [n]; chosen: int64 [n]; size: int32 [1]"
+    require(wanted, tokens, parents, chosen, size)
+    if run := kernels.walk[tokens.device]:
+        return run(tokens, parents, chosen, size)
+    # A node is on the path if it and all above it were chosen: by pointer doubling. Siblings carry distinct tokens,
+    # so there is one path, and its nodes ascend.
+    n, node = tokens.shape[0], torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int64)
+    above = parents.clamp(min=0)
+    agreed = ((tokens == chosen[above]) | (node == 0)) & (chosen >= 0) & (node < size)
+    jump = above
+    for _ in range((n - 1).bit_length()):
+        agreed, jump = agreed & agreed[jump], jump[jump]
+    count = agreed.sum(0, keepdim=True)
+    path = node.masked_fill(~agreed, n).sort().values
+    last = path[(count - 1).clamp(min=0)].clamp(max=n - 1)
+    bonus = chosen[last].masked_fill(count == 0, -1)
+    return Walked(path.masked_fill(node >= count, 0), count.int(), bonus)
+
+
+@op
+def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
+    """Move slot prefix + path[j] to slot prefix + j of every layer and head, in place, for the first `count` of path.
+
+    slab: [layers, 2, KV heads, capacity, head size]; path: int64 [n], those that count ascending from 0; count, prefix:
+    int32 [1]. prefix + n slots must exist; InputError where they don't (on a CUDA device: an asynchronous assertion).
+    """
+    if slab.is_contiguous() and (run := native.compact_kv[slab.device]):
+        return run(slab, path, count, prefix)
+    require("path: int64 [n]; count: int32 [1]; prefix: int32 [1]", path, count, prefix)
+    if slab.dim() != 5:
+        raise InputError(f"slab: got {describe(slab)}, accepted [layers, 2, KV heads, capacity, head size]")
+    if run := kernels.compact_kv[slab.device]:
+        return run(slab, path, count, prefix)
+    if not path.shape[0]:
+        return None
+    place = torch.arange(path.shape[0], device=slab.device, dtype=torch.int64)
+    there = place < count
+    rises = (path[1:] > path[:-1]) | ~there[1:]
+    inside = (prefix >= 0) & (prefix + path.masked_fill(~there, 0).amax() < slab.shape[3])
+    insist(((path[:1] == 0) | (count < 1)).all() & rises.all() & inside.all(), WRONG_PATH)
+    slots = prefix.long() + place
+    moved = slab.index_select(3, torch.where(there, prefix.long() + path, slots))
+    slab.index_copy_(3, slots, moved)
+    return None
+
+
 class Free(NamedTuple):
-    """Nodes that cost no draft pass, on the host, the likeliest first; `TokenTree.graft` hangs them into their tree.
+    """Nodes that cost no draft pass, on the host, the likeliest first; `TokenTree.graft` appends them to their tree.
 
     parents    of entry i, which becomes node len(tree) + i: a node of the tree or of an earlier entry
     tokens     target ids, distinct among siblings
@@ -259,26 +391,54 @@ class TokenTree:
     ancestors                  int64 [capacity, ceil(capacity / 64)]; bit j of row i: node j is i or an ancestor of i
     size, passes, overflow     int32 [1]; nodes; draft passes spent; whether nodes were refused, as they had no room
     free                       returns continuations that need no draft pass, see Drafter.free; None without a source
+    arrays, counters           the first six and the last three tensors, as ops take them
     """
 
-    ARRAYS = ("tokens", "parents", "depths", "log_probs", "path_log_probs", "ancestors", "size", "passes", "overflow")
-    __slots__ = (*ARRAYS, "free")
+    __slots__ = (
+        "ancestors",
+        "arrays",
+        "capacity",
+        "counters",
+        "depths",
+        "device",
+        "free",
+        "log_probs",
+        "overflow",
+        "parents",
+        "passes",
+        "path_log_probs",
+        "size",
+        "tokens",
+    )
+    arrays: Arrays
+    counters: Counters
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    log_probs: Tensor
+    path_log_probs: Tensor
+    ancestors: Tensor
+    size: Tensor
+    passes: Tensor
+    overflow: Tensor
+    capacity: int
+    device: torch.device
+    free: Continuations | None
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         if capacity < 1:
             raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
-        self.tokens, self.parents, self.depths = torch.zeros(3, capacity, dtype=torch.int64, device=device).unbind()
-        self.log_probs, self.path_log_probs = torch.zeros(2, capacity, device=device, dtype=torch.float32).unbind()
-        self.ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
-        self.parents[:1].fill_(-1)
-        self.ancestors[:1, :1].fill_(1)
-        self.size, self.passes, self.overflow = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
-        self.size.fill_(1)
-        self.free: Continuations | None = None
+        tokens, parents, depths = torch.zeros(3, capacity, dtype=torch.int64, device=device).unbind()
+        log_probs, paths = torch.zeros(2, capacity, device=device, dtype=torch.float32).unbind()
+        ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
+        parents[:1].fill_(-1)
+        ancestors[:1, :1].fill_(1)
+        size, passes, overflow = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
+        _fill(self, (tokens, parents, depths, log_probs, paths, ancestors), (size.fill_(1), passes, overflow))
 
     @classmethod
     def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> TokenTree:
-        """A tree of the root alone, with room for `capacity` nodes."""
+        """Return a tree of the root alone, with room for `capacity` nodes."""
         tree = cls(capacity, device)
         tree.tokens[:1].fill_(token)
         return tree
@@ -287,41 +447,30 @@ class TokenTree:
     def of(
         cls, tokens: Tensor, parents: Tensor, depths: Tensor, log_probs: Tensor, path_log_probs: Tensor, passes: int = 0
     ) -> TokenTree:
-        """A tree of these nodes, which has no room for more; the arrays are as above, and kept."""
-        tree = cls.__new__(cls)
-        tree.tokens, tree.parents, tree.depths = tokens, parents, depths
-        tree.log_probs, tree.path_log_probs = log_probs, path_log_probs
-        tree.ancestors = ancestor_words(parents)
+        """Return a tree of these nodes, which has no room for more; the arrays are as above, and kept."""
         numbers = torch.tensor([[tokens.shape[0]], [passes], [0]], dtype=torch.int32, device=tokens.device)
-        tree.size, tree.passes, tree.overflow = numbers
-        tree.free = None
-        return tree
-
-    @property
-    def capacity(self) -> int:
-        return self.tokens.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.tokens.device
+        arrays = tokens, parents, depths, log_probs, path_log_probs, ancestor_words(parents)
+        return _fill(cls.__new__(cls), arrays, (numbers[0], numbers[1], numbers[2]))
 
     def __len__(self) -> int:
         return int(self.size)
 
     def restart(self) -> None:
-        """Only the root is left, whose token stays."""
+        """Remove all nodes but the root, whose token stays."""
         self.size.fill_(1)
         self.passes.zero_()
         self.overflow.zero_()
 
     def root_alone(self) -> Nodes:
-        return Nodes.of(torch.zeros(1, dtype=torch.int64, device=self.device))
+        """Return the root as the only node."""
+        ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return Nodes(ids, torch.ones(1, dtype=torch.int32, device=self.device))
 
     def add(self, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor | None = None) -> Nodes:
-        """Hang the first `count` entries, or all, under existing nodes; siblings must carry distinct tokens.
+        """Append the first `count` entries, or all, under existing nodes; siblings must carry distinct tokens.
 
         parents, tokens: int64 [m]; log_probs: float32 [m], of the edges; count: int32 [1]. Returns the new nodes.
-        PolicyError when the capacity is exceeded; on a device then nothing is added, and `overflow` says so.
+        Raises PolicyError when the capacity is exceeded; on a device then nothing is added, and `overflow` says so.
         """
         if count is None:
             count = torch.full_like(self.size, parents.shape[0])
@@ -337,17 +486,17 @@ class TokenTree:
         most: int | None = None,
         limit: Tensor | None = None,
     ) -> Nodes:
-        """Hang children under each frontier node, all or those that are chosen; see ops.append_children.
+        """Append children under each frontier node, all or those that are chosen; see ops.append_children.
 
         Returns the new nodes, in creation order; where the capacity is exceeded as `add`.
         """
-        given = self.arrays, self.size, frontier, tokens, log_probs, self.overflow
+        given = self.arrays, self.counters, frontier, tokens, log_probs
         return self.appended(append_children(*given, chosen=chosen, most=most, limit=limit))
 
     def graft(self, parents: list[int], tokens: list[int], log_probs: list[float]) -> Nodes:
-        """As `add`, of entries on the host whose parents may be earlier ones: entry i becomes node len(self) + i.
+        """Append entries from the host, whose parents may be earlier ones: entry i becomes node len(self) + i.
 
-        PolicyError when the capacity is exceeded, also on a device, which this waits for.
+        Raises PolicyError when the capacity is exceeded. Synchronises with the device if the tree is on one.
         """
         size, end = len(self), len(self) + len(tokens)
         if end > self.capacity:
@@ -366,11 +515,6 @@ class TokenTree:
         self.size.fill_(end)
         return Nodes.of(torch.arange(size, end, device=self.device, dtype=torch.int64))
 
-    @property
-    def arrays(self) -> Arrays:
-        """Return the arrays as ops take them."""
-        return self.tokens, self.parents, self.depths, self.log_probs, self.path_log_probs, self.ancestors
-
     def appended(self, nodes: Nodes) -> Nodes:
         """Return nodes that an op has appended. Raises PolicyError where they had no room; on a device they count 0."""
         overflow = number(self.overflow)
@@ -382,70 +526,74 @@ class TokenTree:
         return nodes
 
     def scores(self, nodes: Nodes) -> Tensor:
-        """float32 [width]: the nodes' path log-probabilities, -inf for padding."""
+        """Return the nodes' path log-probabilities, float32 [width], -inf for padding."""
         return nodes.masked(self.path_log_probs.index_select(0, nodes.ids), -math.inf)
 
     def best(self, nodes: Nodes, most: int) -> Nodes:
-        """The `most` of these nodes with the largest path log-probabilities, in the order in which they are given."""
+        """Select the `most` nodes of these with the largest path log-probabilities, in the order of `nodes`."""
         found = select_best(self.path_log_probs.index_select(0, nodes.ids), nodes.live, most)
         return Nodes(nodes.ids.index_select(0, found.ids), found.live) if nodes.ids.shape[0] else found
 
     def best_of_all(self, most: int, limit: Tensor | None = None) -> Nodes:
-        """The nodes of the largest path log-probabilities, ascending: a part that is closed under parent."""
+        """Select the nodes of the largest path log-probabilities, ascending; they are closed under parent."""
         return select_best(self.path_log_probs, self.size, most, limit)
 
     def subtree(self, nodes: Nodes) -> TokenTree:
-        """The tree of these nodes alone, renumbered in their order, with room for no more than their padding.
+        """Return the tree of these nodes alone, renumbered in their order, with room for no more than their padding.
 
-        nodes: ascending, with the root first and closed under parent; ValueError otherwise.
+        nodes: ascending, with the root first and closed under parent; raises InputError otherwise.
         """
-        tree = TokenTree.__new__(TokenTree)
-        tree.free = None
-        tree.parents, tree.ancestors = subtree(self.parents, self.ancestors, *nodes)
-        tree.tokens, tree.depths = self.tokens.index_select(0, nodes.ids), self.depths.index_select(0, nodes.ids)
-        tree.log_probs = self.log_probs.index_select(0, nodes.ids)
-        tree.path_log_probs = self.path_log_probs.index_select(0, nodes.ids)
-        tree.size, tree.passes, tree.overflow = nodes.live, self.passes, self.overflow
-        return tree
+        parents, ancestors = subtree(self.parents, self.ancestors, *nodes)
+        tokens, depths, edges, paths = (
+            self.tokens.index_select(0, nodes.ids),
+            self.depths.index_select(0, nodes.ids),
+            self.log_probs.index_select(0, nodes.ids),
+            self.path_log_probs.index_select(0, nodes.ids),
+        )
+        counters = nodes.live, self.passes, self.overflow
+        return _fill(TokenTree.__new__(TokenTree), (tokens, parents, depths, edges, paths, ancestors), counters)
 
     def trimmed(self) -> TokenTree:
-        """The same nodes without the room behind them, as views; waits for a device."""
+        """Return the same nodes without the room behind them, as views. Synchronises with the device if on one."""
         size = len(self)
         if size == self.capacity:
             return self
-        tree = TokenTree.__new__(TokenTree)
-        tree.free = None
-        tree.tokens, tree.parents, tree.depths = self.tokens[:size], self.parents[:size], self.depths[:size]
-        tree.log_probs, tree.path_log_probs = self.log_probs[:size], self.path_log_probs[:size]
-        tree.ancestors = self.ancestors[:size]
-        tree.size, tree.passes, tree.overflow = self.size, self.passes, self.overflow
-        return tree
+        tokens, parents, depths, edges, paths, ancestors = self.arrays
+        arrays = tokens[:size], parents[:size], depths[:size], edges[:size], paths[:size], ancestors[:size]
+        return _fill(TokenTree.__new__(TokenTree), arrays, self.counters)
 
     def to(self, device: torch.device | str) -> TokenTree:
-        """The same tree, in memory of its own, there."""
-        tree = TokenTree.__new__(TokenTree)
-        tree.free = None
-        for name in TokenTree.ARRAYS:
-            setattr(tree, name, getattr(self, name).to(device, copy=True))
-        return tree
+        """Return a copy of the tree on a device."""
+        tokens, parents, depths, edges, paths, ancestors = (part.to(device, copy=True) for part in self.arrays)
+        size, passes, overflow = (part.to(device, copy=True) for part in self.counters)
+        arrays = tokens, parents, depths, edges, paths, ancestors
+        return _fill(TokenTree.__new__(TokenTree), arrays, (size, passes, overflow))
 
     def copy_(self, tree: TokenTree) -> None:
-        """Become that tree, which has no more nodes than there is room for."""
+        """Become a copy of another tree, which has no more nodes than there is room for."""
         size, words = tree.capacity, tree.ancestors.shape[1]
-        for name in ("tokens", "parents", "depths", "log_probs", "path_log_probs"):
-            getattr(self, name)[:size].copy_(getattr(tree, name))
+        for array, values in zip(self.arrays[:5], tree.arrays, strict=False):
+            array[:size].copy_(values)
         self.ancestors[:size].zero_()
         self.ancestors[:size, :words].copy_(tree.ancestors)
-        for name in ("size", "passes", "overflow"):
-            getattr(self, name).copy_(getattr(tree, name))
+        for counter, value in zip(self.counters, tree.counters, strict=True):
+            counter.copy_(value)
 
     def path_tokens(self, node: int) -> list[int]:
-        """Tokens from the root (excluded) to `node` (included)."""
+        """Return tokens from the root (excluded) to `node` (included)."""
         tokens: list[int] = []
         while node > 0:
             tokens.append(int(self.tokens[node]))
             node = int(self.parents[node])
         return tokens[::-1]
+
+
+def _fill(tree: TokenTree, arrays: Arrays, counters: Counters) -> TokenTree:
+    tree.arrays, tree.counters = arrays, counters
+    tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.path_log_probs, tree.ancestors = arrays
+    tree.size, tree.passes, tree.overflow = counters
+    tree.capacity, tree.device, tree.free = tree.tokens.shape[0], tree.tokens.device, None
+    return tree
 
 
 CAPACITY = "capacity: "  # how the error of a full tree begins, before it is said whose

@@ -1,11 +1,12 @@
 """The ops of kernels/ for CUDA tensors, and for CPU tensors in Triton's interpreter (TRITON_INTERPRET=1).
 
-What a kernel does not take (heads above 256 channels, strided channels, more candidates than it ranks) runs by the
-reference. Importing this raises ImportError where Triton is missing.
+Inputs that a kernel does not take (heads above 256 channels, strided channels, more candidates than it ranks) run by
+the reference. Importing this raises ImportError where Triton is missing.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable
@@ -22,11 +23,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine.ops import attention, choose, select, tree
+from specengine.ops._meanings import FLOATS, WORD_BITS
 from specengine.ops._registry import by_meaning, meaning
 from specengine.ops.attention import Paths
-from specengine.ops.choose import MASK64, Walked
-from specengine.ops.numbers import FLOATS, WORD_BITS, Arrays
+from specengine.ops.choose import MASK64
 from specengine.ops.select import LARGEST, Candidates
+from specengine.ops.tree import Arrays, Walked
 
 LARGEST_HEAD = 256
 MOST_CANDIDATES = 4096  # of one selection by the kernels; they rank by counting
@@ -37,7 +39,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it at im
 
 class Words(NamedTuple):
     """A mask as the kernel reads it. words: int64 [1, n, w], of the slots behind the prefix; lengths: int32 [1] each
-    of prefix, rows and slots behind the prefix; mask: bool [n, L], the same for what the kernel does not take."""
+    of prefix, rows and slots behind the prefix; mask: bool [n, L], the same for other inputs."""
 
     words: Tensor
     lengths: tuple[Tensor, Tensor, Tensor]
@@ -117,13 +119,13 @@ def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Te
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of a number modulo 2**64."""
+    """Return the int64 with the bits of a number modulo 2**64."""
     return ((value + 2**63) & MASK64) - 2**63
 
 
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
     if tokens.shape[0] > verification.MOST_NODES:
-        return by_meaning(choose.walk, tokens, parents, chosen, size)
+        return by_meaning(tree.walk, tokens, parents, chosen, size)
     path, count, bonus = torch.zeros_like(tokens), torch.empty_like(size), torch.empty_like(tokens[:1])
     given = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
     verification.walk(*given, size, path, count, bonus)
@@ -132,7 +134,7 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
 
 def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
     if slab.stride(4) != 1:
-        by_meaning(attention.compact_kv, slab, path, count, prefix)
+        by_meaning(tree.compact_kv, slab, path, count, prefix)
     else:
         kv_compaction.compact_kv(slab, path, count, prefix)
 
@@ -223,25 +225,13 @@ def _lengths(prefix: int, rows: int, behind: int, device: torch.device) -> tuple
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
-    """What `ops` finds here."""
-    served: dict[str, Callable[..., Any]] = {
-        "append_nodes": append_nodes,
-        "best_candidates": best_candidates,
-        "cached_attention": cached_attention,
-        "choose_tokens": choose_tokens,
-        "couple": couple,
-        "gather_rows": gather_rows,
-        "keyed_gumbel_argmax": keyed_gumbel_argmax,
-        "rope_store": rope_store,
-        "strict_cached_attention": strict_cached_attention,
-        "top_children": top_children,
-        "top_entropy": top_entropy,
-        "walk": walk,
-        "compact_kv": compact_kv,
-        "pack_mask": pack_mask,
-        "tree_attention": tree_attention,
+    """Return the functions above, each named as its op."""
+    functions = {name: value for name, value in globals().items() if getattr(value, "__module__", None) == __name__}
+    return {
+        name: _on_its_device(function)
+        for name, function in functions.items()
+        if inspect.isfunction(function) and name[0] != "_" and name != "implementations"
     }
-    return {name: _on_its_device(function) for name, function in served.items()}
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Ops of a search that weighs what nodes are worth against what they cost."""
+"""Ops of a search that weighs the worth of nodes against their costs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._registry import attached, op
-from specengine.ops.numbers import Arrays, Nodes, Number, are_counts, describe, padded
-from specengine.ops.tree import append_nodes, select_best
+from specengine.ops._meanings import describe, padded, require
+from specengine.ops._registry import native, op
+from specengine.ops.select import top_children
+from specengine.ops.tree import Arrays, Counters, Nodes, Number, append_nodes, select_best
 
 
 class Prices(NamedTuple):
-    """What a cycle costs, in expected tokens: float32 [nodes + 1], of verifying so many nodes, and [width + 1], of a
-    draft pass from so many; widths: int64 [w], of passes that are thought of, ascending, the last one `width`."""
+    """Costs of a cycle in expected tokens: float32 [nodes + 1], of verifying so many nodes, and [width + 1], of a
+    draft pass from so many; widths: int64 [w], of the passes that are compared, ascending, the last one `width`."""
 
     verify: Tensor
     draft: Tensor
@@ -24,7 +25,7 @@ class Prices(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Counts of what became of drafted tokens.
+    """Counts of the outcomes of drafted tokens.
 
     A token's cell is given by its group (a kind of generation), its source, depth and rank; within a cell its stated
     log-odds fall between two knots, which share the outcome by distance. A chance is hits over tries.
@@ -46,7 +47,7 @@ class Counts(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """What a search notes of each node of a tree of capacity c, [c + 1]: the last entry is what padding writes to.
+    """Notes of a search on each node of a tree of capacity c, [c + 1]: padding writes to the last entry.
 
     stated: float32, the draft's log-probability of the edge; cells: int64; places: int64, among the siblings; waiting:
     bool, not drafted from yet; drafted: bool, it was.
@@ -60,7 +61,7 @@ class Notes(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """What cycles take and bring.
+    """Costs and gains of cycles.
 
     verify, draft  float32 [nodes + 1], [width + 1]: seconds of verifying so many nodes, of a pass from so many
     prices         the same in expected tokens, at the rate of `earned`
@@ -82,23 +83,22 @@ SOURCES, DEPTHS, RANKS, KNOTS = 8, 4, 5, 15  # of Step.marks; 1 to 3 and deeper;
 PLACES = 10  # children of a node that are looked at: of ranks 0, 1, 2, 3, 3, then 4
 LEVELS = 8  # of a profile: of the root, then of chances in equal parts
 ODDS = 7.0  # the greatest log-odds that a table of chances tells apart, and the smallest, negative
-FEWEST, MOST = 1e-4, 0.999  # chances
+MIN_CHANCE, MAX_CHANCE = 1e-4, 0.999  # chances
 WINDOW, PASSES = 150.0, 60.0  # tries that a knot remembers, nodes drafted from that a level of a profile does
 
 
 @op
 def chances(stated: Tensor, cells: Tensor, table: Tensor) -> Tensor:
-    """Log-chances of acceptance by a table that was counted: float32 like `stated`.
+    """Return log-chances of acceptance by a table that was counted: float32 like `stated`.
 
     stated: float32 [n], the draft's log-probabilities; cells: int64 [n], rows of the table; table: float32 [cells,
     knots], the chance at log-odds from -ODDS to ODDS in equal steps, linear between. -inf, not proposed, stays.
     """
-    if stated.dtype is not torch.float32 or cells.dtype is not torch.int64 or stated.shape != cells.shape:
-        raise InputError(f"stated, cells: float32 [n], int64 [n] are needed, got {describe(stated, cells)}")
-    if table.dtype is not torch.float32 or table.dim() != 2 or table.shape[1] < 2 or stated.dim() != 1:
-        raise InputError(f"stated, table: float32 [n], [cells, knots] are needed, got {describe(stated, table)}")
-    if run := attached("chances", stated):
+    if run := native.chances[stated.device]:
         return run(stated, cells, table)
+    require("stated: float32 [n]; cells: int64 [n]; table: float32 [cells, knots]", stated, cells, table)
+    if table.shape[1] < 2:
+        raise InputError(f"table: got {describe(table)}, accepted 2 knots or more")
     knots, flat = table.shape[1], table.reshape(-1)
     at = knot_of(stated, knots)
     low = at.long().clamp(max=knots - 2)
@@ -107,13 +107,13 @@ def chances(stated: Tensor, cells: Tensor, table: Tensor) -> Tensor:
 
 
 def knot_of(log_probs: Tensor, knots: int) -> Tensor:
-    """Where on the knots of a table a probability stands: float32, 0 to knots - 1."""
+    """Return the place of a probability on the knots of a table: float32, 0 to knots - 1."""
     odds = log_probs - (-log_probs.expm1()).clamp(min=0.0).log()  # +inf of a certain one
     return (odds.clamp(-ODDS, ODDS) + ODDS) * ((knots - 1) / (2 * ODDS))
 
 
 def cells_of(group: Tensor, sources: Tensor | None, depths: Tensor, places: Tensor) -> Tensor:
-    """int64: the cells of nodes by group, source (None: 0), depth and place, which broadcast."""
+    """Return the cells of nodes, int64, by group, source (None: 0), depth and place, which broadcast."""
     deep = (depths - 1).clamp(0, DEPTHS - 1)
     return _cell(
         group, 0 if sources is None else sources.long(), deep, (places - (places > 3).long()).clamp(max=RANKS - 1)
@@ -121,7 +121,7 @@ def cells_of(group: Tensor, sources: Tensor | None, depths: Tensor, places: Tens
 
 
 def cell_of(group: int, source: int, depth: int, place: int) -> int:
-    """The cell of one node."""
+    """Return the cell of one node."""
     return _cell(group, source, min(max(depth - 1, 0), DEPTHS - 1), min(place - (place > 3), RANKS - 1))
 
 
@@ -130,44 +130,77 @@ def _cell(group: Number, source: Number, deep: Number, rank: Number) -> Number:
 
 
 def level_of(chances: Tensor, levels: int) -> Tensor:
-    """int64: where in a profile of so many levels nodes stand whose edges have these chances, 0 to 1."""
+    """Return the levels, int64, of nodes in a profile of so many, by the chances of their edges, 0 to 1."""
     return (chances * (levels - 1)).long().clamp(max=levels - 2) + 1 if levels > 1 else chances.long() * 0
 
 
+class Drafted(NamedTuple):
+    """Draft distributions of a frontier, as in Step: logits, [rows, V]; token_ids, int64 [V], or None; whether
+    the logits are log-probabilities; marks, uint8 [rows, V], or None for all 0."""
+
+    logits: Tensor
+    token_ids: Tensor | None
+    normalized: bool
+    marks: Tensor | None
+
+
+class Limits(NamedTuple):
+    """least: log-chance of a path, of likelier ones nodes are made; budget: new nodes per level; rounds: draft passes
+    thought ahead; max_passes: draft passes per tree."""
+
+    least: float
+    budget: int
+    rounds: int
+    max_passes: int
+
+
 @op
-def hang_likely(
+def grow_likely(
     tree: Arrays,
-    size: Tensor,
-    overflow: Tensor,
+    counters: Counters,
     frontier: Nodes,
-    tokens: Tensor,
-    stated: Tensor,
-    sources: Tensor | None,
+    drafted: Drafted,
     counts: Counts,
     notes: Notes,
-    least: float,
-    most: int,
+    ledger: Ledger,
+    limits: Limits,
 ) -> Nodes:
-    """Hang the likeliest children under some nodes, with log-chances for edges, and note both; ids [most].
+    """Append the likeliest children of the frontier, and return the nodes to draft from next, as `next_pass`.
 
-    tree, size, overflow: as in `append_nodes`; tokens: int64 [rows, places], stated: float32 alike, best first, a row
-    for each frontier node; sources: uint8 alike, None for all 0. Of the children whose path's log-chance is `least` or
-    more it is the `most` likeliest. The frontier is noted as drafted, what is new as waiting.
+    tree, counters: of a TokenTree. Children are the PLACES best columns of each row, by `top_children`; of those whose
+    path has a log-chance of limits.least or more the limits.budget likeliest are appended, with log-chances for edges.
+    The frontier is noted as drafted, new nodes as waiting, the seconds of the pass in ledger.spent. There is no further
+    pass after limits.max_passes, by counters[1]. Without room nothing is appended, and the overflow, counters[2], is 1.
     """
-    if tokens.dim() != 2 or tokens.shape != stated.shape or frontier.ids.shape != tokens.shape[:1]:
-        given = describe(frontier.ids, tokens, stated)
-        raise InputError(f"frontier, tokens, stated: [rows], [rows, places] x 2 are needed, got {given}")
-    kinds = frontier.ids.dtype, tokens.dtype, stated.dtype
-    if kinds != (torch.int64, torch.int64, torch.float32) or tokens.shape[1] > PLACES:
-        given = describe(frontier.ids, tokens, stated)
-        raise InputError(f"frontier, tokens, stated: int64 x 2, float32, {PLACES} places at most, got {given}")
-    if sources is not None and (sources.dtype is not torch.uint8 or sources.shape != tokens.shape):
-        raise InputError(f"sources: uint8 {list(tokens.shape)} is needed, got {describe(sources)}")
-    _require_room(tree, counts, notes)
-    if not are_counts(size, overflow, frontier.live):
-        raise InputError(f"size, overflow, live: int32 [1] is needed, got {describe(size, overflow, frontier.live)}")
-    if run := attached("hang_likely", size):
-        return run(tree, size, overflow, frontier, tokens, stated, sources, counts, notes, least, most)
+    if run := native.grow_likely[frontier.ids.device]:
+        return Nodes(*run(tree, counters, frontier, drafted, counts, notes, ledger, limits))
+    size, passes, overflow = counters
+    _require_books(tree, counts, notes, ledger)
+    wanted = "frontier: int64 [rows]; logits: floating [rows, V]; token_ids: int64 [V]; marks: uint8 [rows, V]"
+    require(wanted, frontier.ids, drafted.logits, drafted.token_ids, drafted.marks)
+    wanted = "live: int32 [1]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]"
+    require(wanted, frontier.live, size, passes, overflow)
+    ledger.spent.add_(ledger.draft.index_select(0, frontier.live))
+    stated, columns = top_children(drafted.logits, PLACES, drafted.normalized)
+    sources = None if drafted.marks is None else drafted.marks.gather(1, columns)
+    tokens = columns if drafted.token_ids is None else drafted.token_ids[columns]
+    _append_likely(tree, counters, frontier, (tokens, stated, sources), counts, notes, limits)
+    waiting = notes.waiting[: tree[0].shape[0]]  # without the spare entry
+    found = next_pass(tree[4], tree[3], waiting, size, counts.profile, ledger.prices, limits.rounds)
+    return Nodes(found.ids, found.live * (passes < limits.max_passes))
+
+
+def _append_likely(
+    tree: Arrays,
+    counters: Counters,
+    frontier: Nodes,
+    children: tuple[Tensor, Tensor, Tensor | None],
+    counts: Counts,
+    notes: Notes,
+    limits: Limits,
+) -> None:
+    """children: tokens, stated log-probabilities and marks, [rows, places], best first."""
+    (size, _, overflow), (tokens, stated, sources) = counters, children
     rows, places = tokens.shape
     drafted = _spared(frontier, notes)
     notes.waiting.index_fill_(0, drafted, False)
@@ -179,8 +212,8 @@ def hang_likely(
     flat = stated.masked_fill(frontier.padding()[:, None], -math.inf).reshape(-1)
     edges = chances(flat, cells, counts.table)
     paths = tree[4].index_select(0, under)[:, None].expand(-1, places).reshape(-1) + edges
-    paths = torch.where(paths >= least, paths, -math.inf)
-    found = select_best(paths, frontier.live * places, most)
+    paths = torch.where(paths >= limits.least, paths, -math.inf)
+    found = select_best(paths, frontier.live * places, limits.budget)
     parents = under.index_select(0, found.ids // places)
     drawn, carried = (values.index_select(0, found.ids) for values in (tokens.reshape(-1), edges))
     ids = append_nodes(tree, size, parents, drawn, carried, found.live, overflow)
@@ -189,14 +222,18 @@ def hang_likely(
     for noted, values in ((notes.stated, flat), (notes.cells, cells), (notes.places, place)):
         noted.index_copy_(0, at, values.index_select(0, found.ids))
     notes.waiting.index_fill_(0, at, True)
-    return Nodes(ids, found.live)
 
 
-def _require_room(tree: Arrays, counts: Counts, notes: Notes) -> None:
-    if counts.table.shape[1] != KNOTS or counts.profile.shape != (LEVELS, PLACES) or len(notes.stated) <= len(tree[0]):
-        given = describe(counts.table, counts.profile, notes.stated)
-        wanted = f"[cells, {KNOTS}], [{LEVELS}, {PLACES}], [{len(tree[0]) + 1}]"
-        raise InputError(f"counts, notes: float32 {wanted} are needed, got {given}")
+def _require_books(tree: Arrays, counts: Counts, notes: Notes, ledger: Ledger) -> None:
+    """Raise InputError where tables are not those of the cells, levels and places above, or too small for the tree."""
+    wanted = f"hits: float32 [cells, {KNOTS}]; tries: float32 [cells, {KNOTS}]; table: float32 [cells, {KNOTS}]"
+    profile = f"float32 [{LEVELS}, {PLACES}]"
+    wanted = f"{wanted}; gains: {profile}; passes: float32 [{LEVELS}]; profile: {profile}; group: int64 [1]"
+    require(wanted, *counts)
+    require("stated: float32 [n]; cells: int64 [n]; places: int64 [n]; waiting: bool [n]; drafted: bool [n]", *notes)
+    if len(notes.stated) <= len(tree[0]):
+        raise InputError(f"stated: got {describe(notes.stated)}, accepted {len(tree[0]) + 1} or more")
+    require("draft: float32 [width]; spent: float32 [1]", ledger.draft, ledger.spent)
 
 
 def _spared(nodes: Nodes, notes: Notes) -> Tensor:
@@ -205,20 +242,26 @@ def _spared(nodes: Nodes, notes: Notes) -> Tensor:
 
 
 @op
-def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes) -> None:
-    """Take what became of a grown tree into the counts: the target, at the nodes of `path`, chose these tokens.
+def count_outcomes(
+    tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes, ledger: Ledger
+) -> None:
+    """Take the outcome of a tree into counts and ledger: the target, at the nodes of `path`, chose these tokens.
 
     path: the root first; chosen: int64, its token after each of them. Of a node on the path every child was tried,
     and the one that carries the chosen token was a hit; knots forget beyond WINDOW tries. The chances of the children
-    of all nodes drafted from go into the profile.
+    of all nodes drafted from go into the profile. The path's nodes are committed tokens, as in `settle`.
     """
-    if chosen.dtype is not torch.int64 or chosen.shape != path.ids.shape or not are_counts(size, path.live):
-        given = describe(path.ids, chosen, size)
-        raise InputError(f"path, chosen, size: int64 [width] x 2, int32 [1] are needed, got {given}")
-    _require_room(tree, counts, notes)
-    if run := attached("count_outcomes", size):
-        run(tree, size, path, chosen, counts, notes)
-        return
+    if run := native.count_outcomes[size.device]:
+        return run(tree, size, path, chosen, counts, notes, ledger)
+    wanted = "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]"
+    require(wanted, path.ids, chosen, size, path.live)
+    _require_books(tree, counts, notes, ledger)
+    _count(tree, size, path, chosen, counts, notes)
+    settle(ledger, path.live)
+    return None
+
+
+def _count(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes) -> None:
     (tokens, parents, _, edges, _, _), nodes = tree, tree[0].shape[0]
     there = torch.arange(nodes, device=size.device, dtype=torch.int64)
     there = (there > 0) & (there < size)
@@ -236,7 +279,7 @@ def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, coun
     kept = (WINDOW / counts.tries).clamp(max=1.0)
     counts.tries.mul_(kept)
     counts.hits.mul_(kept)
-    torch.div(counts.hits, counts.tries, out=counts.table).clamp_(FEWEST, MOST)
+    torch.div(counts.hits, counts.tries, out=counts.table).clamp_(MIN_CHANCE, MAX_CHANCE)
     drafted = notes.drafted[:nodes] & (there | (torch.arange(nodes, device=size.device, dtype=torch.int64) == 0))
     shown = there & drafted.index_select(0, above)
     levels = level_of(edges.exp().masked_fill(~there, 0.0), LEVELS)
@@ -252,37 +295,35 @@ def count_outcomes(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, coun
 
 @op
 def settle(ledger: Ledger, committed: Tensor) -> None:
-    """Enter a cycle that committed so many tokens, int32 [1], and price seconds anew.
+    """Enter a cycle that committed so many tokens, int32 [1], into the ledger, and price seconds anew.
 
     A second costs what it would bring elsewhere: the tokens of recent cycles by their seconds, at least what decoding
     one token after the other brings. Of a ledger that no cycle is entered into, `committed` is 0: it is priced alone.
     """
-    if not are_counts(committed, ledger.verified):
-        raise InputError(f"committed, verified: int32 [1] is needed, got {describe(committed, ledger.verified)}")
-    if run := attached("settle", ledger.earned):
-        run(ledger, committed)
-        return
+    if run := native.settle[ledger.earned.device]:
+        return run(ledger, committed)
+    require("committed: int32 [1]; verified: int32 [1]", committed, ledger.verified)
     took = ledger.verify.index_select(0, ledger.verified) + ledger.spent + ledger.beside
     entry = torch.cat([committed.float(), took])
     ledger.earned.copy_(torch.where(committed > 0, ledger.earned * MEMORY + entry, ledger.earned))
     rate = torch.maximum(ledger.earned[:1] / ledger.earned[1:], 1 / ledger.verify[1:2])
     torch.mul(ledger.verify, rate, out=ledger.prices.verify)
     torch.mul(ledger.draft, rate, out=ledger.prices.draft)
+    return None
 
 
 @op
 def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes:
-    """The n likeliest of the first `size` nodes, ascending, for the n whose summed chances exceed their price the most.
+    """Select the n likeliest of the first `size` nodes, for the n whose summed chances exceed their price the most.
 
     paths: float32 [m], log-chances; price: float32 [nodes + 1], of n nodes, in the same unit; `most` bounds n, as the
-    price's length does. The fewest of equals; at least the first. Ids are [most]. Ties as in `select_best`.
+    price's length does. The fewest of equals; at least the first. Ids are ascending, [most]. Ties as in `select_best`.
     """
-    if paths.dtype is not torch.float32 or paths.dim() != 1 or not are_counts(size) or most < 1:
-        raise InputError(f"paths, size, most: float32 [m], int32 [1], 1 or more, got {describe(paths, size)}, {most}")
-    if price.dtype is not torch.float32 or price.dim() != 1 or len(price) < 2:
-        raise InputError(f"price: float32 [2 or more] is needed, got {describe(price)}")
-    if run := attached("select_worth", paths):
-        return run(paths, size, price, most)
+    if run := native.select_worth[paths.device]:
+        return Nodes(*run(paths, size, price, most))
+    require("paths: float32 [m]; size: int32 [1]; price: float32 [n]", paths, size, price)
+    if most < 1 or len(price) < 2:
+        raise InputError(f"most, price: got {most}, {describe(price)}, accepted 1 or more, of 1 node or more")
     there = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64) < size
     considered = min(most, len(price) - 1, len(paths))
     best = torch.where(there, paths, -math.inf).topk(considered).values.double()
@@ -302,7 +343,7 @@ def next_pass(
     prices: Prices,
     rounds: int,
 ) -> Nodes:
-    """The nodes whose draft pass promises the most, none where no pass promises more than it costs: ids [width].
+    """Select the nodes whose draft pass promises the most, none where no pass promises more than it costs: ids [width].
 
     paths, edges: float32 [m], log-chances of the first `size` nodes' paths and edges, the root's are 0; waiting: bool
     [m], not yet drafted from; profile: float32 [levels, places], the chances of children, best first, as in Counts.
@@ -311,11 +352,18 @@ def next_pass(
     played through, with children as the profile has them; a width is worth its tree's best after any of these passes,
     less their prices. Of the widths within WORTH of the best the narrowest is taken, and its first pass returned.
     """
-    require_search(paths, edges, waiting, size, profile, prices)
-    if rounds < 1:
-        raise InputError(f"rounds: got {rounds}, at least 1 is needed")
-    if run := attached("next_pass", paths):
-        return run(paths, edges, waiting, size, profile, prices, rounds)
+    if run := native.next_pass[paths.device]:
+        return Nodes(*run(paths, edges, waiting, size, profile, prices, rounds))
+    wanted = (
+        "paths: float32 [m]; edges: float32 [m]; waiting: bool [m]; size: int32 [1]; profile: float32 [levels, places]"
+    )
+    require(wanted, paths, edges, waiting, size, profile)
+    require("verify: float32 [n]; draft: float32 [width]; widths: int64 [w]", *prices)
+    short = min(len(paths), profile.numel(), len(prices.verify) - 1, len(prices.draft) - 1, len(prices.widths)) < 1
+    if short or rounds < 1:
+        raise InputError(
+            f"paths, profile, prices, rounds: got {describe(paths, profile, *prices)}, {rounds}, accepted more"
+        )
     most, widths = prices.draft.shape[0] - 1, prices.widths[:, None]
     place = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64)
     known = torch.where(place < size, paths.double().exp(), 0.0)
@@ -350,7 +398,7 @@ WORTH = 1e-9  # tokens: by so little rounding can make equal values differ
 
 
 class _Played(NamedTuple):
-    """What a few passes may have made of a tree, by their width: float64, int64, bool [widths, nodes]; the price of the
+    """A tree after a few imagined passes, by their width: float64, int64, bool [widths, nodes]; the price of the
     passes, float64 [widths, 1]."""
 
     chances: Tensor
@@ -359,7 +407,7 @@ class _Played(NamedTuple):
     spent: Tensor
 
     def after(self, order: Tensor, drawn: Tensor, profile: Tensor, draft: Tensor) -> _Played:
-        """One pass more, from the nodes `order`, [widths, nodes drafted from], as far as they are `drawn`."""
+        """Return the tree after one more pass, from the nodes of `order`, [widths, most], that are `drawn`."""
         widths = len(order)
         edges = profile[self.levels.gather(1, order)]
         scale = self.chances.gather(1, order) * drawn
@@ -375,7 +423,7 @@ class _Played(NamedTuple):
 
 
 def _value(found: Tensor, verify: Tensor) -> Tensor:
-    """What trees are worth, float64 [trees]; found: float64 [trees, nodes], chances."""
+    """Return the worth of trees, float64 [trees]; found: float64 [trees, nodes], chances."""
     most = min(found.shape[1], verify.shape[0] - 1)
     best = found.topk(most).values
     worth = best.cumsum(1) - verify[1 : most + 1]
@@ -383,25 +431,5 @@ def _value(found: Tensor, verify: Tensor) -> Tensor:
 
 
 def _order(values: Tensor) -> Tensor:
-    """Indices of each row by value, descending, the first of equals first."""
+    """Return indices of each row by value, descending, the first of equals first."""
     return values.sort(dim=1, descending=True, stable=True).indices
-
-
-def require_search(
-    paths: Tensor, edges: Tensor, waiting: Tensor, size: Tensor, profile: Tensor, prices: Prices
-) -> None:
-    kinds = paths.dtype, edges.dtype, waiting.dtype
-    if kinds != (torch.float32, torch.float32, torch.bool) or not paths.shape == edges.shape == waiting.shape:
-        given = describe(paths, edges, waiting)
-        raise InputError(f"paths, edges, waiting: float32 x 2, bool [m] are needed, got {given}")
-    if not are_counts(size) or paths.dim() != 1 or not len(paths):
-        raise InputError(f"paths, size: float32 [m], int32 [1] are needed, got {describe(paths, size)}")
-    tables = profile, prices.verify, prices.draft
-    if any(table.dtype is not torch.float32 or not table.numel() for table in tables) or profile.dim() != 2:
-        raise InputError(f"profile, prices: float32 [levels, places], [n], [n] are needed, got {describe(*tables)}")
-    if (
-        min(len(prices.verify), len(prices.draft)) < 2
-        or prices.widths.dtype is not torch.int64
-        or not len(prices.widths)
-    ):
-        raise InputError(f"prices: of 1 node at least, and int64 widths, are needed, got {describe(*prices)}")

@@ -18,10 +18,10 @@ from torch import Tensor
 from specengine import ops
 from specengine.costs import ASSUMED, Costs, CostTables, find_costs
 from specengine.errors import InputError
-from specengine.ops import Counts, Ledger, Nodes, Notes, Prices
+from specengine.ops import Counts, Drafted, Ledger, Limits, Nodes, Notes, Prices
 from specengine.ops.select import Step
 from specengine.ops.tree import Continuations, Free, TokenTree
-from specengine.ops.worth import DEPTHS, FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES, RANKS, SOURCES
+from specengine.ops.worth import DEPTHS, KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, PLACES, RANKS, SOURCES
 from specengine.policies import PerDevice, Plan, TreePolicy, require
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 MEASURED = "measured"
 PLAIN_REASON = "no draft promised more than it costs, or trees had not paid and rested"
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are thought of
-MOST_ROUNDS = 64  # each is gone through for every width before every pass
-LEAST = 1e-4  # chance of a path; likelier ones alone become nodes
-LEAVES, MOST_FREE = 12, 20  # nodes that free continuations are asked for, and such continuations
-LEAST_FREE = 0.03  # stated probability of such a path
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are compared
+MAX_ROUNDS = 64  # each is played through for every width before every pass
+MIN_PATH = 1e-4  # chance of a path that becomes a node
+LEAVES, MAX_FREE = 12, 20  # nodes asked for free continuations, and the number of these
+MIN_FREE = 0.03  # stated probability of such a path
 SURE = 0.5  # stated probability of a free path by which a cycle may do without a draft pass
 CORRECTION, REPRICED = 0.05, 16  # weight of a cycle's time against the measured costs; cycles between repricings
 
@@ -55,7 +55,7 @@ REST = (
 
 
 class _State:
-    """What the rule keeps on a device; skipped: int32 [1], cycles since the last draft pass."""
+    """State of the rule on a device; skipped: int32 [1], cycles since the last draft pass."""
 
     def __init__(self, capacity: int, widths: Tensor, tables: CostTables, beside: float, device: torch.device) -> None:
         self.counts, self.notes = _counts(device), _notes(capacity, device)
@@ -69,7 +69,7 @@ class _State:
         ops.settle(self.ledger, self.none)
 
     def start(self) -> None:
-        """A tree begins."""
+        """Begin a tree."""
         self.ledger.spent.zero_()
         self.notes.drafted.zero_()
         self.notes.waiting.zero_()
@@ -78,17 +78,17 @@ class _State:
 
 @cache
 def _prior() -> tuple[Tensor, Tensor]:
-    """Chances and a profile to begin with, as bench.chances counted them; as stated where that has not been done."""
+    """Return chances and a profile to begin with, as bench.chances counted them; stated ones where there are none."""
     plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the process's defaults are
     stated = torch.linspace(-ODDS, ODDS, KNOTS, **plain).sigmoid().expand(2 * SOURCES * DEPTHS * RANKS, -1)
     firsts = torch.tensor([0.5, *torch.linspace(0.35, 0.85, LEVELS - 1, **plain)], **plain)
     profile = firsts[:, None] * torch.tensor(REST, **plain)
     found = load_file(PRIOR) if PRIOR.is_file() else {"table": stated, "profile": profile}
-    return found["table"].clamp(FEWEST, MOST), found["profile"]
+    return found["table"].clamp(MIN_CHANCE, MAX_CHANCE), found["profile"]
 
 
 def _counts(device: torch.device) -> Counts:
-    """As a fresh engine has them: two groups, for greedy and sampled answers."""
+    """Return the counts of a fresh engine: two groups, for greedy and sampled answers."""
     table, profile = _prior()
     tries, passes = torch.full_like(table, DOUBT), torch.full((LEVELS,), DOUBT, dtype=torch.float32, device="cpu")
     group = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -137,8 +137,9 @@ class Auto(TreePolicy):
         for name in ("budget", "width", "max_passes", "rounds"):
             value = getattr(self, name)
             require("auto", name, value, "1 or more", value >= 1)
-        require("auto", "rounds", self.rounds, f"1 to {MOST_ROUNDS}", self.rounds <= MOST_ROUNDS)
-        self._costs = ASSUMED if self.costs == MEASURED else _found(self.costs)
+        require("auto", "rounds", self.rounds, f"1 to {MAX_ROUNDS}", self.rounds <= MAX_ROUNDS)
+        self._limits = Limits(math.log(MIN_PATH), self.budget, self.rounds, self.max_passes)
+        self._costs = ASSUMED if self.costs == MEASURED else _costs_of(self.costs)
         self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0
         self._paces = Pace(), Pace()  # of greedy and of sampled answers
@@ -179,8 +180,10 @@ class Auto(TreePolicy):
     def _first(self, tree: TokenTree, state: _State) -> Nodes:
         """Return the root if its pass pays or is due, else nothing."""
         state.start()
+        waiting = state.notes.waiting[: tree.capacity]  # without the spare entry
+        known = tree.path_log_probs, tree.log_probs, waiting, tree.size, state.counts.profile
         skipped = ops.number(state.skipped)
-        pays = ops.number(self._next(tree, state).live) > 0
+        pays = ops.number(ops.next_pass(*known, state.ledger.prices, self.rounds).live) > 0
         if ops.is_free(tree.size) and pays:
             pays = not self._covered(tree, state)
         asked = pays | (skipped >= self.patience)
@@ -194,13 +197,9 @@ class Auto(TreePolicy):
         state = self._state.on(tree.device)
         if not len(step.logits):
             return self._first(tree, state)
-        state.ledger.spent.add_(state.ledger.draft.index_select(0, frontier.live))
-        stated, columns = ops.top_children(step.logits, PLACES, normalized=step.normalized)
-        sources = None if step.marks is None else step.marks.gather(1, columns)
-        given = frontier, step.tokens_of(columns), stated, sources
-        rule = state.counts, state.notes, math.log(LEAST), self.budget
-        tree.appended(ops.hang_likely(tree.arrays, tree.size, tree.overflow, *given, *rule))
-        return self._next(tree, state).where(ops.number(tree.passes) < self.max_passes)
+        drafted = Drafted(step.logits, step.token_ids, step.normalized, step.marks)
+        books = state.counts, state.notes, state.ledger
+        return ops.grow_likely(tree.arrays, tree.counters, frontier, drafted, *books, self._limits)
 
     def keep(self, tree: TokenTree) -> Nodes:
         state = self._state.on(tree.device)
@@ -214,12 +213,12 @@ class Auto(TreePolicy):
         """Append continuations that need no draft pass below nodes that were not drafted from."""
         size = len(tree)
         waiting = state.notes.waiting[:size].nonzero()[:, 0]
-        most = min(MOST_FREE, tree.capacity - size)
-        made = free(tree, tree.best(Nodes.of(waiting), LEAVES), most, math.log(LEAST_FREE))
-        if made is None:
+        room = min(MAX_FREE, tree.capacity - size)
+        found = free(tree, tree.best(Nodes.of(waiting), LEAVES), room, math.log(MIN_FREE))
+        if found is None:
             return
-        stated, cells = self._read(tree, made, state)
-        new = tree.graft(made.parents, made.tokens, ops.chances(stated, cells, state.counts.table).tolist()).ids
+        stated, cells = self._read(tree, found, state)
+        new = tree.graft(found.parents, found.tokens, ops.chances(stated, cells, state.counts.table).tolist()).ids
         state.notes.stated[new], state.notes.cells[new] = stated, cells
 
     def learn(self, outcome: Outcome) -> None:
@@ -227,8 +226,7 @@ class Auto(TreePolicy):
         state = self._state.on(tree.device)
         rested = self._pace.resting > 0 and cycle is not None
         if not rested:
-            ops.count_outcomes(tree.arrays, tree.size, path, chosen, state.counts, state.notes)
-            ops.settle(state.ledger, path.live)
+            ops.count_outcomes(tree.arrays, tree.size, path, chosen, state.counts, state.notes, state.ledger)
         if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
             self._time(cycle, state, rested)
 
@@ -238,10 +236,10 @@ class Auto(TreePolicy):
         self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
         expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.ledger.spent.item()
         took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
-        for part, (real, thought) in enumerate(zip(took, expected, strict=True)):
-            if thought > 0:
-                ratio = min(max(real / thought, 0.5), 2.0)
-                self._scale[part] *= ratio**CORRECTION
+        for side, (measured, predicted) in enumerate(zip(took, expected, strict=True)):
+            if predicted > 0:
+                ratio = min(max(measured / predicted, 0.5), 2.0)
+                self._scale[side] *= ratio**CORRECTION
         if rested and not self._pace.resting:
             state.skipped.fill_(self.patience)  # the draft is looked at as well
         self._context += len(cycle.tokens)
@@ -257,9 +255,9 @@ class Auto(TreePolicy):
 
     def _start(self, device: torch.device) -> _State:
         widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64)
-        made = _State(self.capacity, widths, self._tables(), self._costs.overhead, device)
-        made.counts.group.fill_(self._group)
-        return made
+        state = _State(self.capacity, widths, self._tables(), self._costs.overhead, device)
+        state.counts.group.fill_(self._group)
+        return state
 
     def _tables(self) -> CostTables:
         tables = self._costs.tables(self.budget, self.width, self._context)
@@ -274,45 +272,41 @@ class Auto(TreePolicy):
             state.ledger.beside.fill_(self._costs.overhead)
             ops.settle(state.ledger, state.none)
 
-    def _next(self, tree: TokenTree, state: _State) -> Nodes:
-        waiting = state.notes.waiting[: tree.capacity]  # without the spare entry
-        given = tree.path_log_probs, tree.log_probs, waiting, tree.size
-        return ops.next_pass(*given, state.counts.profile, state.ledger.prices, self.rounds)
-
     def _covered(self, tree: TokenTree, state: _State) -> bool:
         """Whether free continuations of the root leave so little to the draft that no pass pays.
 
-        What they leave to a pass is the chance that none of them is right, of which the draft may find its usual share.
+        A pass may bring its usual share of the chance that none of the free continuations is right.
         """
-        made = None if tree.free is None else tree.free(tree, tree.root_alone(), self.budget, math.log(SURE))
-        if made is None:
+        free = None if tree.free is None else tree.free(tree, tree.root_alone(), self.budget, math.log(SURE))
+        if free is None:
             return False
-        edges = ops.chances(*self._read(tree, made, state), state.counts.table).exp().tolist()
-        paths, left, depths = [1.0], [1.0], [0]  # of the root, and what is made below it
-        for parent, edge in zip(made.parents, edges, strict=True):
-            left[parent] -= paths[parent] * edge
+        edges = ops.chances(*self._read(tree, free, state), state.counts.table).exp().tolist()
+        paths, missed, depths = [1.0], [1.0], [0]  # of the root, and the free nodes below it
+        for parent, edge in zip(free.parents, edges, strict=True):
+            missed[parent] -= paths[parent] * edge
             paths.append(paths[parent] * edge)
-            left.append(paths[-1])
+            missed.append(paths[-1])
             depths.append(depths[parent] + 1)
         share, price = float(state.counts.profile[0].sum()), float(state.ledger.prices.draft[1])
         gain = 0.0
         for level in range(max(depths) + 1):
-            gain += share * sum(part for part, depth in zip(left, depths, strict=True) if depth == level) - price
+            chances = (chance for chance, depth in zip(missed, depths, strict=True) if depth == level)
+            gain += share * sum(chances) - price
             if gain > 0:
                 return False
         return True
 
-    def _read(self, tree: TokenTree, made: Free, state: _State) -> tuple[Tensor, Tensor]:
-        """Stated log-probabilities and cells of free nodes."""
+    def _read(self, tree: TokenTree, free: Free, state: _State) -> tuple[Tensor, Tensor]:
+        """Return stated log-probabilities and cells of free nodes."""
         depths, cells = tree.depths[: len(tree)].tolist(), []
-        for parent, mark, rank in zip(made.parents, made.marks, made.ranks, strict=True):
+        for parent, mark, rank in zip(free.parents, free.marks, free.ranks, strict=True):
             depths.append(depths[parent] + 1)
             cells.append(ops.cell_of(self._group, mark, depths[-1], min(rank, PLACES - 1)))
-        edges = torch.tensor(made.log_probs, device=tree.device, dtype=torch.float32)
+        edges = torch.tensor(free.log_probs, device=tree.device, dtype=torch.float32)
         return edges, torch.tensor(cells, device=tree.device, dtype=torch.int64)
 
 
-def _found(costs: str | Costs) -> Costs:
+def _costs_of(costs: str | Costs) -> Costs:
     if isinstance(costs, Costs):
         return costs
     if not isinstance(costs, str):
@@ -323,36 +317,36 @@ def _found(costs: str | Costs) -> Costs:
 MEMORY = 0.97  # of what cycles with trees brought, per cycle
 HOPE, NEW_TEXT, AGAIN = 0.2, 0.03, 0.01  # tokens per cycle that trees are credited with: at first, in a new text, later
 SMALL_GAIN, TIMED = 0.1, 4  # tokens per cycle below which plain cycles are timed, and so many of them
-SHORTEST, LONGEST = 32, 64  # cycles of a rest
+FIRST_REST, MAX_REST = 32, 64  # cycles of a rest
 STANDARD_ERRORS = 1.0  # standard errors by which gains are below nothing
 PLAIN_WINDOW = 16  # plain cycles that a median is of
 SPREAD = 0.05  # tokens squared: variance of a cycle's gain, to begin with
-WORST = -2.0  # tokens: what a cycle loses at most, as a machine that was busy elsewhere says nothing of trees
+MIN_GAIN = -2.0  # tokens: what a cycle loses at most, as a machine that was busy elsewhere says nothing of trees
 
 
 class Pace:
-    """Weighs what trees bring against what plain decoding brings in the time that they take, by clock.
+    """Weighs the tokens of trees against those of plain decoding in the same time, by the clock.
 
-    Prices say what a node or a pass is worth beside the others; what asking itself takes they do not say. A cycle's
-    gain is the tokens that it committed less those that plain decoding commits in its time. Where recent gains become
-    small a few cycles rest, that is they are plain and ask nothing, and are timed; where they come to less than nothing
-    more cycles rest. A few with trees follow, which decide whether to go on or to rest for twice as long.
+    Prices compare nodes and passes; they leave out the time of the comparison itself. A cycle's gain is its committed
+    tokens less those that plain decoding commits in its time. Where recent gains become small a few cycles rest: they
+    decode plainly and are timed. Where gains fall below nothing more cycles rest. A few with trees follow, and decide
+    whether to go on or to rest for twice as long.
     """
 
     def __init__(self) -> None:
         self.resting = 0  # cycles to go
         self._gain, self._spread = HOPE, SPREAD
-        self._length, self._worked = SHORTEST, SHORTEST
+        self._length, self._worked = FIRST_REST, FIRST_REST
         self._plain = deque[float](maxlen=PLAIN_WINDOW)  # what plain cycles took over what they were thought to take
         self._new = True
 
     def begin(self) -> None:
-        """Another text, which may be of another kind."""
-        self.resting, self._length, self._worked, self._new = 0, SHORTEST, SHORTEST, True
+        """Begin another text, which may be of another kind."""
+        self.resting, self._length, self._worked, self._new = 0, FIRST_REST, FIRST_REST, True
         self._gain = max(self._gain, NEW_TEXT)
 
     def observe(self, tokens: int, seconds: float, plain: float) -> None:
-        """A cycle brought so many tokens in so many seconds; plain: those that a plain cycle was thought to take."""
+        """Take in a cycle of so many tokens and seconds; plain: the predicted seconds of a plain cycle."""
         if self.resting:
             self._plain.append(seconds / plain)
             self.resting -= 1
@@ -363,11 +357,11 @@ class Pace:
         if not self._worked:  # the first one after a rest also does what the rest had left
             return
         gain = tokens - seconds / (plain * (statistics.median(self._plain) if self._plain else 1.0))
-        off = max(gain, WORST) - self._gain
+        off = max(gain, MIN_GAIN) - self._gain
         self._gain += off * (1 - MEMORY)
         self._spread += (off * off - self._spread) * (1 - MEMORY)
         if self._gain < -STANDARD_ERRORS * math.sqrt(self._spread * (1 - MEMORY) / 2):  # standard errors of such a mean
-            self._length = SHORTEST if self._worked >= SHORTEST else min(2 * self._length, LONGEST)
+            self._length = FIRST_REST if self._worked >= FIRST_REST else min(2 * self._length, MAX_REST)
             self.resting, self._new = self._length, False
         elif self._gain < SMALL_GAIN and self._new:
             self.resting, self._new = TIMED, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -42,13 +42,13 @@ class Memory:
 Arguments = list[Any]
 Builder = Callable[[Memory], Arguments]
 EXPANDER: dict[str, Builder] = {}
-OPTIONAL: dict[str, set[int]] = {}  # places of arguments that may be None
+OPTIONAL: dict[str, set[tuple[int, ...]]] = {}  # places of arguments that may be None
 
 
-def call(optional: tuple[int, ...] = ()) -> Callable[[Builder], Builder]:
+def call(optional: tuple[int | tuple[int, ...], ...] = ()) -> Callable[[Builder], Builder]:
     def note(build: Builder) -> Builder:
         EXPANDER[build.__name__] = build
-        OPTIONAL[build.__name__] = set(optional)
+        OPTIONAL[build.__name__] = {(place,) if isinstance(place, int) else place for place in optional}
         return build
 
     return note
@@ -104,7 +104,7 @@ def net(memory: Memory, inputs: int, hidden: int = 7) -> tuple[Tensor, ...]:
 
 @call()
 def ancestor_words(m: Memory) -> Arguments:
-    return [whole(m, -1, 0, 1, 0), memory_words(m, 4)]
+    return [whole(m, -1, 0, 1, 0)]
 
 
 def memory_words(m: Memory, rows: int) -> Tensor:
@@ -114,92 +114,90 @@ def memory_words(m: Memory, rows: int) -> Tensor:
 @call()
 def append_nodes(m: Memory) -> Arguments:
     given = whole(m, 0, 1, 4), whole(m, 7, 8, 9), real(m, 3)
-    return [tree(m), one(m, NODES), one(m, 3), *given, one(m, 0), ids(m, 3)]
+    return [tree(m), one(m, NODES), *given, one(m, 3), one(m, 0)]
 
 
-@call(optional=(6, 7))
+@call(optional=(5, 6, 7))
 def append_children(m: Memory) -> Arguments:
     chosen = m.put(torch.ones(ROWS, CHILDREN, dtype=torch.bool))
     tokens = m.put(torch.arange(ROWS * CHILDREN).view(ROWS, CHILDREN))
-    given = whole(m, 1, 2, 4), one(m, ROWS), tokens, real(m, ROWS, CHILDREN), chosen, one(m, 4)
-    return [tree(m), one(m, NODES), *given, one(m, 0), ids(m, MOST), one(m, 0)]
+    frontier = whole(m, 1, 2, 4), one(m, ROWS)
+    counters = one(m, NODES), one(m, 2), one(m, 0)
+    return [tree(m), counters, frontier, tokens, real(m, ROWS, CHILDREN), chosen, MOST, one(m, 4)]
 
 
 @call()
 def subtree(m: Memory) -> Arguments:
-    return [whole(m, -1, 0, 0, 1, 3), whole(m, 0, 1, 3), one(m, 3), ids(m, 3), memory_words(m, 3)]
+    return [whole(m, -1, 0, 0, 1, 3), memory_words(m, 5), whole(m, 0, 1, 3), one(m, 3)]
 
 
 @call()
 def tree_mask(m: Memory) -> Arguments:
-    return [memory_words(m, 4), m.put(torch.zeros(4, 9, dtype=torch.bool))]
+    return [memory_words(m, 4), 9]
 
 
-@call(optional=(2,))
+@call(optional=(3,))
 def select_best(m: Memory) -> Arguments:
-    return [real(m, 9), one(m, 8), one(m, 4), ids(m, MOST), one(m, 0)]
+    return [real(m, 9), one(m, 8), MOST, one(m, 4)]
 
 
 @call()
 def walk(m: Memory) -> Arguments:
     given = whole(m, 1, 2, 3, 4), whole(m, -1, 0, 0, 2), whole(m, 3, 1, 4, 2)
-    return [*given, one(m, 4), ids(m, 4), one(m, 0), one(m, 0, torch.int64)]
+    return [*given, one(m, 4)]
 
 
 @call()
-def compact_rows(m: Memory) -> Arguments:
+def compact_kv(m: Memory) -> Arguments:
     return [real(m, 2, 2, 1, 8, 4), whole(m, 0, 2, 3), one(m, 3), one(m, 4)]
 
 
 @call()
 def top_children(m: Memory) -> Arguments:
-    return [real(m, ROWS, COLUMNS), False, real(m, ROWS, 4), m.put(torch.zeros(ROWS, 4, dtype=torch.int64))]
+    return [real(m, ROWS, COLUMNS), 4, False]
 
 
-@call(optional=(3, 4, 5))
+@call(optional=(4, 5, 6))
 def best_candidates(m: Memory) -> Arguments:
     limits = one(m, 5), one(m, -20.0, torch.float32), one(m, -30.0, torch.float32)
-    out = ids(m, MOST), ids(m, MOST), real(m, MOST), real(m, MOST), one(m, 0)
-    return [real(m, ROWS, COLUMNS), real(m, ROWS, seed=1), one(m, ROWS), *limits, False, *out]
+    return [real(m, ROWS, COLUMNS), real(m, ROWS, seed=1), one(m, ROWS), MOST, *limits, False]
 
 
 @call()
 def top_entropy(m: Memory) -> Arguments:
-    return [real(m, ROWS, COLUMNS), 5, False, real(m, ROWS)]
+    return [real(m, ROWS, COLUMNS), 5, False]
 
 
 @call()
 def mix_rows(m: Memory) -> Arguments:
-    raised = m.put(torch.zeros(ROWS, COLUMNS + 2, dtype=torch.uint8))
     shares = [1.0, 0.5, 0.25], [COLUMNS + 3, 2 * COLUMNS + 9], [0.5, 0.75]
-    return [real(m, ROWS, COLUMNS), False, -20.0, *shares, real(m, ROWS, COLUMNS + 2), raised]
+    return [real(m, ROWS, COLUMNS), 2, *shares, False]
 
 
 @call()
 def mlp(m: Memory) -> Arguments:
-    return [net(m, 6), real(m, 4, 6), real(m, 4)]
+    return [real(m, 4, 6), net(m, 6)]
 
 
 @call()
 def classify_paths(m: Memory) -> Arguments:
-    return [net(m, 3), real(m, ROWS, CHILDREN), real(m, ROWS), one(m, 2), real(m, ROWS, CHILDREN)]
+    return [real(m, ROWS, CHILDREN), real(m, ROWS), one(m, 2), net(m, 3)]
 
 
 @call()
 def classify_row(m: Memory) -> Arguments:
-    return [net(m, 12), real(m, 1, COLUMNS), 5, False, one(m, 2), real(m, 1)]
+    return [real(m, 1, COLUMNS), 5, one(m, 2), net(m, 12), False]
 
 
-@call(optional=(9,))
+@call(optional=(4,))
 def step_queues(m: Memory) -> Arguments:
     budget, found = 8, 4
     lowest = torch.full((budget,), -math.inf)
     empty = ids(m, budget), ids(m, budget), ids(m, budget)
     queues = (m.put(lowest), m.put(lowest), m.put(lowest), *empty, one(m, -math.inf, torch.float32))
     given = whole(m, 0, 1, 1, 0), whole(m, 3, 4, 5, 6), real(m, found), real(m, found, seed=1), one(m, found)
-    nodes = whole(m, 0, 2), one(m, 2), ids(m, CAPACITY), m.put(torch.arange(COLUMNS)), one(m, 1)
-    out = ids(m, budget), ids(m, budget), real(m, budget), one(m, 0), ids(m, 3), one(m, 0)
-    return [queues, *given, *nodes, 3, 6, 0.0, True, *out]
+    nodes = (whole(m, 0, 2), one(m, 2)), ids(m, CAPACITY), m.put(torch.arange(COLUMNS)), one(m, 1)
+    return [queues, given, *nodes, (3, 6, 0.0, True)]
 
 
 @call()
@@ -207,49 +205,54 @@ def strict_cached_attention(m: Memory) -> Arguments:
     keys, values = real(m, 2, CAPACITY, 6, seed=1), real(m, 2, CAPACITY, 6, seed=2)
     nodes = m.put(torch.tensor([[0, 0, 0], [0, 1, 0], [0, 2, 4]], dtype=torch.int32))
     seen = m.put(torch.tensor([1, 2, 3], dtype=torch.int32))
-    return [real(m, 4, ROWS, 6), keys, values, nodes, seen, one(m, 5), one(m, 3), 0.4, real(m, 4, ROWS, 6)]
+    return [real(m, 4, ROWS, 6), keys, values, (nodes, seen), one(m, 5), one(m, 3), 0.4]
 
 
 @call()
 def beam_observation(m: Memory) -> Arguments:
     given = real(m, 7), whole(m, 0, 1, 1, 2, 2, 2, 2), one(m, 7), one(m, 1), one(m, 40, torch.int64)
-    return [[2, 0, 6, 2], [-1.0, -9.0, 100.0, 10.0], *given, real(m, 10)]
+    return [*given, (2, False, 6, -1.0, 2, (100.0, 10.0))]
 
 
 @call()
 def best_action(m: Memory) -> Arguments:
     layers = [real(m, 5, 4), real(m, 5), real(m, 3, 5), real(m, 3)]
-    return [layers, True, real(m, 4), one(m, 0, torch.int64)]
+    return [real(m, 4), layers, "tanh"]
 
 
 @call()
 def chances(m: Memory) -> Arguments:
-    return [real(m, 4), whole(m, 0, 1, 2, 1), m.put(torch.rand(3, KNOTS) + 0.1), real(m, 4)]
+    return [real(m, 4), whole(m, 0, 1, 2, 1), m.put(torch.rand(3, KNOTS) + 0.1)]
 
 
-@call(optional=(7,))
-def hang_likely(m: Memory) -> Arguments:
-    tokens = m.put(torch.arange(ROWS * CHILDREN).view(ROWS, CHILDREN))
-    sources = m.put(torch.ones(ROWS, CHILDREN, dtype=torch.uint8))
-    given = whole(m, 1, 2, 4), one(m, ROWS), tokens, real(m, ROWS, CHILDREN), sources, counts(m), notes(m), -30.0
-    return [tree(m), one(m, NODES), one(m, 0), *given, ids(m, MOST), one(m, 0)]
+def ledger(m: Memory) -> tuple[Any, ...]:
+    verify, draft, *priced = (m.put(torch.rand(size) + 0.5) for size in (9, 4, 9, 4))
+    real_ones = one(m, 0.3, torch.float32), one(m, 3), one(m, 0.1, torch.float32)
+    return verify, draft, (*priced, whole(m, 1, 2, 3)), m.put(torch.rand(2) + 0.5), *real_ones
+
+
+@call(optional=((3, 1), (3, 3)))
+def grow_likely(m: Memory) -> Arguments:
+    marks = m.put(torch.ones(ROWS, COLUMNS, dtype=torch.uint8))
+    drafted = real(m, ROWS, COLUMNS), m.put(torch.arange(COLUMNS)), False, marks
+    frontier, counters = (whole(m, 1, 2, 4), one(m, ROWS)), (one(m, NODES), one(m, 2), one(m, 0))
+    return [tree(m), counters, frontier, drafted, counts(m), notes(m), ledger(m), (-30.0, MOST, 2, 4)]
 
 
 @call()
 def count_outcomes(m: Memory) -> Arguments:
-    return [tree(m), one(m, NODES), whole(m, 0, 1, 2), one(m, 3), whole(m, 101, 102, 5), counts(m), notes(m)]
+    path = whole(m, 0, 1, 2), one(m, 3)
+    return [tree(m), one(m, NODES), path, whole(m, 101, 102, 5), counts(m), notes(m), ledger(m)]
 
 
 @call()
 def settle(m: Memory) -> Arguments:
-    shapes = 9, 4, 9, 4, 2, 1
-    parts = [m.put(torch.rand(size) + 0.5) for size in shapes]
-    return [parts, one(m, 3), one(m, 0.1, torch.float32), one(m, 2), 0.9]
+    return [ledger(m), one(m, 2)]
 
 
 @call()
 def select_worth(m: Memory) -> Arguments:
-    return [real(m, 9), one(m, 8), m.put(torch.arange(9) * 0.1), ids(m, MOST), one(m, 0)]
+    return [real(m, 9), one(m, 8), m.put(torch.arange(9) * 0.1), MOST]
 
 
 @call()
@@ -257,7 +260,7 @@ def next_pass(m: Memory) -> Arguments:
     waiting = m.put(torch.ones(9, dtype=torch.bool))
     prices = m.put(torch.arange(9) * 0.05), m.put(torch.arange(5) * 0.01), whole(m, 1, 2, 4)
     tables = m.put(torch.rand(LEVELS, PLACES)), prices
-    return [real(m, 9), real(m, 9, seed=1), waiting, one(m, 8), *tables, 3, ids(m, 4), one(m, 0)]
+    return [real(m, 9), real(m, 9, seed=1), waiting, one(m, 8), *tables, 3]
 
 
 @call()
@@ -269,7 +272,7 @@ def keyed_gumbel_argmax(m: Memory) -> Arguments:
 def couple(m: Memory) -> Arguments:
     given = real(m, ROWS, COLUMNS), m.put(torch.arange(COLUMNS)), whole(m, 4, 5, 6)
     numbers = one(m, 9, torch.int64), one(m, 0.7, torch.float32)
-    return [*given, *numbers, real(m, ROWS, COLUMNS)]
+    return [*given, *numbers]
 
 
 # ---------------------------------------------------------------------------------------------------- the forward
@@ -454,22 +457,27 @@ WRONG: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def tensors_of(arguments: Arguments) -> Iterator[tuple[int, int | None]]:
-    """Places of tensors: of an argument, and within it where it is a list."""
-    for place, given in enumerate(arguments):
-        if isinstance(given, Tensor):
-            yield place, None
-        elif isinstance(given, list | tuple) and given and isinstance(given[0], Tensor):
-            yield from ((place, part) for part in range(len(given)))
+Place = tuple[int, ...]  # of an argument, and within it where it is a list
 
 
-def at(arguments: Arguments, place: tuple[int, int | None]) -> Tensor:
-    given = arguments[place[0]]
-    return given if place[1] is None else given[place[1]]
+def tensors_of(arguments: Sequence[Any]) -> Iterator[Place]:
+    """Yield the places of tensors."""
+    for place, value in enumerate(arguments):
+        if isinstance(value, Tensor):
+            yield (place,)
+        elif isinstance(value, list | tuple):
+            yield from ((place, *below) for below in tensors_of(value))
 
 
-def replaced(arguments: Arguments, place: tuple[int, int | None], by: Any) -> Arguments:
-    first, part = place
+def at(arguments: Sequence[Any], place: Place) -> Tensor:
+    value = arguments[place[0]]
+    return value if len(place) == 1 else at(value, place[1:])
+
+
+def replaced(arguments: Sequence[Any], place: Place, by: Any) -> Arguments:
+    first, *below = place
     made = list(arguments)
-    made[first] = by if part is None else [by if i == part else each for i, each in enumerate(arguments[first])]
+    made[first] = replaced(arguments[first], tuple(below), by) if below else by
+    if isinstance(arguments[first], tuple) and below:
+        made[first] = tuple(made[first])
     return made

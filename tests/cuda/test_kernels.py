@@ -12,11 +12,12 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.ops import _nvrtc, cuda
-from specengine.ops.numbers import Nodes
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import Candidates
+from specengine.ops.tree import Nodes
 from tests.csrc.test_spec import COMPILER, CSRC, build_and_run
 from tests.cuda import host
+from tests.ops.backends import choose
 
 NODES, COLUMNS = 30, 20
 
@@ -38,7 +39,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """The device of the tensors that the library takes."""
     if request.param == "cuda":
         assert cuda.LIBRARY.exists(), f"on a GPU the library is tested too; build it by: {cuda.BUILD}"
-        monkeypatch.setenv(ops.VARIABLE, "cuda")
+        choose(monkeypatch, "cuda")
         return "cuda"
     library = request.getfixturevalue("host_library")
     if "NVRTC" in request.param:

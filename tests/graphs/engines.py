@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specengine import Engine, ops
+from specengine import Engine
 from specengine import cuda_graphs as graphs
 from specengine.cuda_graphs import Graphs
 from specengine.drafters.eagle import Eagle
@@ -20,9 +20,9 @@ from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.models.huggingface import HuggingFaceTarget
-from specengine.ops import numbers
 from specengine.policies import TreePolicy
 from tests import toy
+from tests.ops.backends import choose
 
 PROMPT = [*range(40, 56), *range(40, 50)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,8 +76,8 @@ def engine_of(draft: str, policy: str | TreePolicy, *, captured: bool) -> Engine
 def as_on_a_device() -> Iterator[None]:
     """No number is read for nothing, so everything is padded; and every op shows what it does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numbers, "FREE", "none")
-        patch.setenv(ops.VARIABLE, "reference")
+        patch.setattr("specengine.ops.tree.FREE", "none")
+        choose(patch, "reference")
         yield
 
 
@@ -136,5 +136,5 @@ def frozen() -> Iterator[dict[tuple[int, Hashable], int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "run", watched)
         patch.setattr(graphs, "FEWEST_SLOTS", 256)
-        patch.setenv(ops.VARIABLE, "reference")  # what runs once before a capture must be what is captured
+        choose(patch, "reference")  # what runs once before a capture must be what is captured
         yield calls

@@ -8,7 +8,6 @@ or CUDA serves counts as one, whatever is prepared for it, and its meaning runs 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +22,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import _registry
 from tests import toy
 from tests.graphs import pretended
+from tests.ops.backends import choose
 
 TABLE = Path(__file__).with_name("launches.json")
 NAMES = ("eagle", "talon", "salf", "chain")
@@ -94,17 +94,11 @@ def counted(policy: str, layers: int = LAYERS, parts: tuple[str, ...] = PARTS) -
 
 
 def table(backend: str, names: tuple[str, ...] = NAMES) -> Counts:
-    before = os.environ.get(ops.VARIABLE)
-    os.environ[ops.VARIABLE] = backend
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, backend)
         counts = {name: counted(name) for name in names}
         more = counted(names[0], LAYERS + 1, ("root", "finish"))["finish"] - counts[names[0]]["finish"]
         return counts | {"a layer": {"finish": more}}
-    finally:
-        if before is None:
-            del os.environ[ops.VARIABLE]
-        else:
-            os.environ[ops.VARIABLE] = before
 
 
 def main() -> None:

@@ -349,7 +349,7 @@ def cuda() -> Iterator[Device]:
         return run
 
     def forget() -> None:
-        _registry._resolve.cache_clear()
+        _registry.bind()
         _registry._fault.cache_clear()
 
     @contextmanager

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from specengine import Engine, ops
+from specengine import Engine
 from specengine.cuda_graphs import Graphs
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
 from specengine.models.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs import pretended
+from tests.ops.backends import choose
 
 PROMPT = [*range(40, 56), *range(40, 50)]
 POLICIES = [name for name in toy.POLICIES if name != "random"]  # what that does depends on its own past
@@ -69,10 +70,10 @@ def check(
     Generations are those of one engine: a history outlives them. Returns what was captured.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ops.VARIABLE, "reference")
+        choose(patch, "reference")
         host = engine_of(draft, policy, captured=False, least=least)
         expected = [answer(host, way) for way in ways]
-        patch.setenv(ops.VARIABLE, backends)
+        choose(patch, backends)
         with pretended.cuda():
             engine = engine_of(draft, policy, captured=True, least=least)
             assert engine.drivers.own.captured is not None

@@ -23,6 +23,7 @@ from specengine.policies import TreePolicy, _classifier
 from specengine.policies.eagle import Eagle
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT, Operations, as_on_a_device, engine_of, frozen
+from tests.ops.backends import choose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WAYS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5}]
@@ -384,7 +385,7 @@ def test_where_the_host_walks_a_tree_without_room_is_an_error_too() -> None:
 @pytest.mark.parametrize("backend", ["auto", "triton,cpp"])
 def test_replays_equal_calls(draft: str, policy: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device: what is captured answers as the eager engine does."""
-    monkeypatch.setenv(ops.VARIABLE, backend)
+    choose(monkeypatch, backend)
     engine, eager = captured(draft, policy), engine_of(draft, policy, captured=False)
     assert DEVICE.type == "cuda"
     for way in WAYS + WALKS:

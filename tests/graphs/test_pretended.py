@@ -19,6 +19,7 @@ from tests import toy
 from tests.graphs import pretended
 from tests.graphs.pretended import CUDA, Refused
 from tests.graphs.replays import DRAFTS, POLICIES, WAYS, check, on_the_device
+from tests.ops.backends import choose
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -28,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _meanings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ops.VARIABLE, "reference")
+    choose(monkeypatch, "reference")
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
 
 
@@ -159,7 +160,7 @@ def test_what_waits_for_the_host_cannot_be_captured(function: Callable[[Tensor],
 
 
 def test_a_number_from_a_kernel_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ops.VARIABLE, "triton")
+    choose(monkeypatch, "triton")
     monkeypatch.setattr(_registry, "_loaded", lambda _: {"keyed_gumbel_argmax": lambda *_: 3})
     with pretended.cuda():
         scores = torch.ones(4, device=CUDA)

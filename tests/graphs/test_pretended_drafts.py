@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specengine import Engine, ops
+from specengine import Engine
 from specengine import cuda_graphs as graphs
 from specengine.drafters import Drafter
 from specengine.drafters.eagle import Eagle
@@ -20,6 +20,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from tests import toy
 from tests.graphs import pretended
 from tests.graphs.replays import Way, answer
+from tests.ops.backends import choose
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -59,7 +60,7 @@ def engine_of(draft: str, policy: str, *, there: bool, captured: bool) -> Engine
 def test_answers_and_trees_are_those_of_the_host(
     draft: str, captured: bool, way: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ops.VARIABLE, "reference")
+    choose(monkeypatch, "reference")
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
     wanted = answer(engine_of(draft, policy, there=False, captured=False), WAYS[way])
     with pretended.cuda():

@@ -25,6 +25,7 @@ from specengine.ops import _registry, _trial
 from specengine.ops.tree import TokenTree
 from tests import toy
 from tests.kernels.sizes import sizes
+from tests.ops.backends import choose
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +51,7 @@ SERVED = {
 @pytest.fixture(autouse=True)
 def _asked_for() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ops.VARIABLE, "triton")
+        choose(patch, "triton")
         yield
 
 
@@ -71,7 +72,7 @@ def test_it_is_taken_where_it_is_asked_for() -> None:
 
 
 def test_unasked_it_is_taken_on_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ops.VARIABLE, "auto")
+    choose(monkeypatch, "auto")
     taken = ops.backends(DEVICE)
     assert all((taken[op].name == "triton") == (DEVICE == "cuda") and "triton" in taken[op].available for op in SERVED)
 
@@ -84,15 +85,15 @@ def test_every_kernel_passes_its_trial() -> None:
 
 
 def test_of_several_names_the_first_that_has_the_op_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ops.VARIABLE, "triton,cpp")
+    choose(monkeypatch, "triton,cpp")
     taken = ops.backends("cpu")
     if "cpp" in taken["walk"].available:
         assert (taken["classify_row"].name, taken["classify_row"].reason) == ("cpp", "SPECENGINE_BACKEND=triton,cpp")
     here = ops.backends(DEVICE)
     assert all(here[op].name == "triton" for op in SERVED)
-    monkeypatch.setenv(ops.VARIABLE, "cpp,triton")
+    choose(monkeypatch, "cpp,triton")
     assert ops.backends("cpu")["walk"].name == ("cpp" if "cpp" in taken["walk"].available else "triton")
-    monkeypatch.setenv(ops.VARIABLE, "triton,no")
+    choose(monkeypatch, "triton,no")
     with pytest.raises(BackendError, match="SPECENGINE_BACKEND=triton,no: unknown"):
         ops.backends(DEVICE)
 
@@ -111,7 +112,7 @@ def test_missing_triton_raises_and_names_the_remedy() -> None:
 
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ops.VARIABLE, "tritn")
+    choose(monkeypatch, "tritn")
     with pytest.raises(BackendError, match="accepted are auto, cpp, triton, cuda, reference"):
         ops.backends(DEVICE)
 

@@ -1,5 +1,6 @@
 """Which backends there are here, and running an op with one of them or with each."""
 
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -11,12 +12,32 @@ BACKENDS = ops.backends("cpu")["step_queues"].available
 each_backend = pytest.mark.parametrize("backend", ["cpp", "reference"], indirect=True)
 
 
+class _Environment(dict):
+    """The environment, whose change binds ops anew."""
+
+    def get(self, name, default=None):
+        return os.environ.get(name, default)
+
+    def __setitem__(self, name, value):
+        os.environ[name] = value
+        ops.bind()
+
+    def __delitem__(self, name):
+        del os.environ[name]
+        ops.bind()
+
+
+def choose(patch, backends):
+    """Run ops by these backends until the patch is undone."""
+    patch.setitem(_Environment(), ops.VARIABLE, backends)
+
+
 @contextmanager
 def running(backend):
     if backend not in BACKENDS:
         pytest.skip("specengine._expander is not built (pip install -e .)")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ops.VARIABLE, backend)
+        choose(patch, backend)
         yield
 
 

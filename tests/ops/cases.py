@@ -99,7 +99,7 @@ def append_children(draw: Draw) -> tuple:
     most = draw.between(0, width + 2)
     options = {"chosen": draw.one_of([None, chosen]), "most": draw.one_of([None, most]), "limit": draw.limit(most)}
     frontier = ops.Nodes(draw.whole(size, rows + padding), count(rows))
-    return (tree, count(size), frontier, *given, count(0)), options
+    return (tree, (count(size), count(1), count(0)), frontier, *given), options
 
 
 def subtree(draw: Draw) -> tuple:
@@ -184,7 +184,7 @@ def search_of(draw: Draw, tree: tuple, size: int) -> tuple:
     hits = tries * torch.rand(tries.shape, generator=draw.random)
     passes = torch.rand(worth.LEVELS, generator=draw.random) * (worth.PASSES - 0.5) + 0.5
     gains = passes[:, None] * torch.rand(worth.LEVELS, worth.PLACES, generator=draw.random)
-    table, profile = (hits / tries).clamp(worth.FEWEST, worth.MOST), gains / passes[:, None]
+    table, profile = (hits / tries).clamp(worth.MIN_CHANCE, worth.MAX_CHANCE), gains / passes[:, None]
     counts = ops.Counts(hits, tries, table, gains, passes, profile, draw.whole(2, 1))
     stated = -draw.normal(size).exp()
     waiting = torch.rand(size, generator=draw.random) < 0.5
@@ -195,35 +195,32 @@ def search_of(draw: Draw, tree: tuple, size: int) -> tuple:
     return counts, ops.Notes(*(poisoned(part, room) for part in noted[:3]), *flags)
 
 
-def hang_likely(draw: Draw) -> tuple:
-    size, rows, padding, places = (
-        draw.between(1, 40),
-        draw.between(1, 5),
-        draw.between(0, 3),
-        draw.between(1, worth.PLACES),
-    )
-    tree, most = tree_of(draw, size, 80), draw.between(1, 40)
-    stated = -draw.normal(rows, places).exp() * draw.one_of([0.1, 3.0])
-    stated = stated.masked_fill(draw.normal(rows, places) > 1, -math.inf)
-    sources = draw.one_of([None, draw.whole(worth.SOURCES, rows + padding, places).to(torch.uint8)])
-    frontier = ops.Nodes(torch.randperm(size, generator=draw.random)[:rows], count(0))
-    rows = len(frontier.ids)
-    ids = torch.cat([frontier.ids, draw.whole(size, padding)])
-    given = draw.whole(1000, rows, places), stated[:rows]
-    sources = None if sources is None else sources[: rows + padding]
-    marked = (poisoned(part, padding) for part in given)
-    least = draw.one_of([-1e9, -6.0, -2.0])
-    return (
-        tree,
-        count(size),
-        count(0),
-        ops.Nodes(ids, count(rows)),
-        *marked,
-        sources,
-        *search_of(draw, tree, size),
-        least,
-        most,
-    ), {}
+def ledger_of(draw: Draw, nodes: int, width: int) -> ops.Ledger:
+    verify, draft, earned, spent = (torch.rand(n, generator=draw.random) + 0.1 for n in (nodes + 1, width + 1, 2, 1))
+    widths = torch.tensor(sorted({*(draw.between(1, width) for _ in range(3)), width}))
+    scale = draw.one_of([0.0, 0.02, 0.2])
+    prices = ops.Prices(verify * scale, draft * scale, widths)
+    beside = torch.rand(1, generator=draw.random)
+    return ops.Ledger(verify, draft, prices, 9 * earned, spent, count(draw.between(0, nodes)), beside)
+
+
+def grow_likely(draw: Draw) -> tuple:
+    size, rows, padding = draw.between(1, 40), draw.between(1, 5), draw.between(0, 3)
+    tree, columns = tree_of(draw, size, draw.one_of([80, size + 3])), draw.between(1, 300)
+    frontier = torch.randperm(size, generator=draw.random)[:rows]
+    rows = len(frontier)
+    logits = (draw.normal(rows, columns) * 3).round(decimals=1)
+    normalized = draw.between(0, 1) == 1
+    if normalized:  # log-probabilities, some not proposed
+        logits = -logits.exp().masked_fill(draw.normal(rows, columns) > 1, math.inf)
+    ids = draw.one_of([None, torch.randperm(2 * columns, generator=draw.random)[:columns]])
+    marks = draw.one_of([None, draw.whole(worth.SOURCES, rows + padding, columns).to(torch.uint8)])
+    drafted = ops.Drafted(draw.strided(poisoned(logits.to(draw.one_of(FLOATS)), padding)), ids, normalized, marks)
+    nodes = ops.Nodes(torch.cat([frontier, draw.whole(size, padding)]), count(rows))
+    limits = ops.Limits(draw.one_of([-1e9, -6.0, -2.0]), draw.between(1, 40), draw.between(1, 3), 4)
+    counters = count(size), count(draw.between(1, 5)), count(0)
+    books = *search_of(draw, tree, size), ledger_of(draw, draw.between(1, 20), draw.between(8, 9))
+    return (tree, counters, nodes, drafted, *books, limits), {}
 
 
 def count_outcomes(draw: Draw) -> tuple:
@@ -238,18 +235,13 @@ def count_outcomes(draw: Draw) -> tuple:
         path.append(draw.one_of(below))
         chosen.append(int(tree[0][path[-1]]))
     nodes = ops.Nodes(torch.tensor(path + [0] * padding), count(len(path)))
-    return (tree, count(size), nodes, poisoned(torch.tensor(chosen), padding), *search_of(draw, tree, size)), {}
+    books = *search_of(draw, tree, size), ledger_of(draw, draw.between(1, 20), draw.between(1, 6))
+    return (tree, count(size), nodes, poisoned(torch.tensor(chosen), padding), *books), {}
 
 
 def settle(draw: Draw) -> tuple:
-    nodes, width = draw.between(1, 20), draw.between(1, 6)
-    verify, draft, earned, spent = (torch.rand(n, generator=draw.random) + 0.1 for n in (nodes + 1, width + 1, 2, 1))
-    prices = ops.Prices(torch.full_like(verify, math.nan), torch.full_like(draft, math.nan), torch.tensor([width]))
-    beside = torch.rand(1, generator=draw.random)
-    return (
-        ops.Ledger(verify, draft, prices, 9 * earned, spent, count(draw.between(0, nodes)), beside),
-        count(draw.one_of([0, draw.between(1, 9)])),
-    ), {}
+    ledger = ledger_of(draw, draw.between(1, 20), draw.between(1, 6))
+    return (ledger, count(draw.one_of([0, draw.between(1, 9)]))), {}
 
 
 def select_worth(draw: Draw) -> tuple:
@@ -337,7 +329,7 @@ CASES: dict[str, Callable[[Draw], tuple]] = {
         compact_kv,
         count_outcomes,
         settle,
-        hang_likely,
+        grow_likely,
         next_pass,
         select_best,
         select_worth,

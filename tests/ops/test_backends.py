@@ -10,7 +10,8 @@ import torch
 
 from specengine import ops
 from specengine.errors import BackendError, InputError
-from tests.ops.backends import BACKENDS
+from specengine.ops import _registry
+from tests.ops.backends import BACKENDS, choose
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -33,12 +34,11 @@ class TestBackends:
         if backend == "cpp":
             assert "cpp has no tree_attention" in attention.reason
 
-    def test_within_its_meaning_no_backend_runs_an_op(self, backend, monkeypatch):
+    def test_within_its_meaning_no_backend_runs_an_op(self, monkeypatch):
         """In this thread alone, also where it is asked for inside, and only so long."""
         ran = []
-        monkeypatch.setattr(
-            "specengine.ops._registry._resolve", lambda *given: lambda *inputs: ran.append(given) or [7]
-        )
+        monkeypatch.setattr(_registry, "_loaded", lambda key: {"tree_mask": lambda *given: ran.append(key) or [7]})
+        choose(monkeypatch, "cpp")
         words = torch.tensor([[1]])
         assert ops.by_meaning(ops.tree_mask, words, 1).tolist() == [[True]]
         with ops.meaning():
@@ -51,21 +51,21 @@ class TestBackends:
         with pytest.raises(InputError), ops.meaning():
             ops.tree_mask(words.int(), 1)
         assert ops.tree_mask(words, 1) == [7]
-        assert ran == [("tree_mask", "cpu", backend)] * 3
+        assert ran == ["cpp"] * 3
 
     def test_devices_that_the_backend_does_not_serve(self, monkeypatch):
-        monkeypatch.setenv(ops.VARIABLE, "auto")
+        choose(monkeypatch, "auto")
         on_another = ops.backends("meta")["walk"]
         assert on_another.name == "reference"
         assert on_another.reason == "first choice on meta"
 
     @pytest.mark.parametrize("asked", ["", "auto"])
     def test_auto_takes_the_extension(self, monkeypatch, asked):
-        monkeypatch.setenv(ops.VARIABLE, asked)
+        choose(monkeypatch, asked)
         assert ops.backends("cpu")["walk"].name == ("cpp" if "cpp" in BACKENDS else "reference")
 
     def test_unknown_name(self, monkeypatch):
-        monkeypatch.setenv(ops.VARIABLE, "fast")
+        choose(monkeypatch, "fast")
         with pytest.raises(
             BackendError, match="SPECENGINE_BACKEND=fast: unknown, accepted are auto, cpp, triton, cuda, reference"
         ):
@@ -79,7 +79,7 @@ class TestBackends:
             "import torch\n"
             "from specengine import ops\n"
             "print(ops.tree_mask(torch.tensor([[1]]), 1), ops.backends('cpu')['walk'])\n"
-            "import os; os.environ[ops.VARIABLE] = 'cpp'\n"
+            "import os; os.environ[ops.VARIABLE] = 'cpp'; ops.bind()\n"
             "ops.tree_mask(torch.tensor([[1]]), 1)\n"
         )
         environment = {name: value for name, value in os.environ.items() if name != ops.VARIABLE}

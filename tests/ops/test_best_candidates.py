@@ -247,7 +247,7 @@ class TestBestCandidates:
         for wrong in (torch.zeros(3), torch.zeros(2, 3, dtype=torch.float64)):
             with pytest.raises(InputError, match="logits"):
                 ops.best_candidates(wrong, scores, one, 1)
-        with pytest.raises(InputError, match=r"1 column or more are needed, got .* 1 of 0"):
+        with pytest.raises(InputError, match=r"(logits|most): got .*accepted .*(at least 1|1 column)"):
             ops.best_candidates(logits[:, :0], scores, one, 1)
         for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)):
             with pytest.raises(InputError, match="scores"):
@@ -255,9 +255,9 @@ class TestBestCandidates:
         with pytest.raises(InputError, match="most"):
             ops.best_candidates(logits, scores, one, 0)
         for wrong in (one.long(), torch.zeros(2, dtype=torch.int32)):
-            with pytest.raises(InputError, match="live, limit"):
+            with pytest.raises(InputError, match=r"^live: got"):
                 ops.best_candidates(logits, scores, wrong, 1)
-            with pytest.raises(InputError, match="live, limit"):
+            with pytest.raises(InputError, match=r"^limit: got"):
                 ops.best_candidates(logits, scores, one, 1, limit=wrong)
         for name in ("log_gate", "bound"):
             for wrong in (scores, torch.zeros(1, dtype=torch.float64), one):

@@ -104,17 +104,17 @@ def test_gradients_flow_where_the_network_learns() -> None:
 def test_other_shapes_and_dtypes_are_refused() -> None:
     net, features = network(0, 3, 8), torch.randn(5, 3)
     for wrong in (features[:, :2], features.double(), features.to(torch.bfloat16)):
-        with pytest.raises(InputError, match=r"(is|are) needed, got"):
+        with pytest.raises(InputError, match=r"^(features|hidden weight): got"):
             ops.mlp(wrong, net.parts)
-    with pytest.raises(InputError, match=r"net: float32 \(8, 3\), \(8,\), \(1, 8\), \(1,\) are needed"):
+    with pytest.raises(InputError, match=r"^output bias: got"):
         ops.mlp(features, [*net.parts[:3], torch.zeros(2)])
-    with pytest.raises(InputError, match="logits: float32, bfloat16 or float16"):
+    with pytest.raises(InputError, match=r"^logits: got"):
         ops.classify_row(features.double()[:1], 5, count(1), net.parts)
     for wrong, depth in ((features, count(1)), (features[:1, :0], count(1)), (features[:1], count(1).long())):
-        with pytest.raises(InputError, match=r"logits, depth: floating \[1, V\], int32 \[1\] are needed"):
+        with pytest.raises(InputError, match=r"^(logits|depth|top): got"):
             ops.classify_row(wrong, 5, depth, net.parts)
-    with pytest.raises(InputError, match="path_log_probs, entropies"):
+    with pytest.raises(InputError, match=r"^(path_log_probs|entropies): got"):
         ops.classify_paths(features, torch.zeros(4), count(1), net.parts)
     for depth in (count(1).long(), torch.zeros(2, dtype=torch.int32)):
-        with pytest.raises(InputError, match=r"depth: int32 \[1\]"):
+        with pytest.raises(InputError, match=r"^depth: got"):
             ops.classify_paths(features, torch.zeros(5), depth, net.parts)

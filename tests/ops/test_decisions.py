@@ -112,13 +112,13 @@ GIVEN = {"scores": SCORES, "depths": DEPTHS, "live": count(3), "expansions": cou
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scores": SCORES.double()}, "scores, depths: float32"),
-        ({"depths": DEPTHS[1:]}, "scores, depths: float32"),
-        ({"depths": DEPTHS.int()}, "scores, depths: float32"),
-        ({"live": count(3).long()}, "live, expansions, context, pad: int32"),
-        ({"expansions": torch.zeros(2, dtype=torch.int32)}, "live, expansions, context, pad: int32"),
-        ({"context": count(7)}, "live, expansions, context, pad: int32"),
-        ({"context": CONTEXT[:0]}, "live, expansions, context, pad: int32"),
+        ({"scores": SCORES.double()}, "^(scores|depths): got"),
+        ({"depths": DEPTHS[1:]}, "^(scores|depths): got"),
+        ({"depths": DEPTHS.int()}, "^(scores|depths): got"),
+        ({"live": count(3).long()}, "^(live|expansions|context): got"),
+        ({"expansions": torch.zeros(2, dtype=torch.int32)}, "^(live|expansions|context): got"),
+        ({"context": count(7)}, "^(live|expansions|context): got"),
+        ({"context": CONTEXT[:0]}, "^(live|expansions|context): got"),
         ({"window": window_of(2, False, 4, 1.0, 1)}, "0 or less"),
     ],
 )
@@ -159,5 +159,5 @@ def test_wrong_networks_are_refused() -> None:
     with pytest.raises(InputError, match="activation: got 'gelu', accepted relu, tanh"):
         ops.best_action(torch.zeros(2), layers, "gelu")
     for wrong in (torch.zeros(3), torch.zeros(2).double(), torch.zeros(1, 2)):
-        with pytest.raises(InputError, match=r"observation: float32 \[2\] is needed"):
+        with pytest.raises(InputError, match=r"^observation: got"):
             ops.best_action(wrong, layers, "relu")

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.cases import CASES, check
+from specengine import ops
+from tests.house.journeys import watched
+from tests.ops.backends import BACKENDS, running
+from tests.ops.cases import CASES, Draw, check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -16,3 +19,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @given(seed=st.integers(0, 10**6))
 def test_by_its_meaning(op: str, seed: int) -> None:
     check(op, seed)
+
+
+@pytest.mark.skipif("cpp" not in BACKENDS, reason="the extension is not built")
+@pytest.mark.parametrize("op", CASES)
+def test_in_cpp_an_op_is_one_call_of_python_and_one_of_cpp(op: str) -> None:
+    run = getattr(ops, op)
+    with running("cpp"):
+        if ops.backends()[op].name != "cpp":
+            pytest.skip(f"there is no {op} in C++")
+        for seed in (1, 2):  # the first call binds it
+            arguments, options = CASES[op](Draw(seed))
+            journey, _ = watched(lambda given=arguments, named=options: run(*given, **named))
+        assert (journey.calls, journey.native) == (1, 1)

@@ -379,7 +379,7 @@ class TestStepQueues:
             found._replace(log_probs=floats.double()),
             ops.Candidates(*(part[:, None] for part in found[:4]), one),
         ):
-            with pytest.raises(InputError, match=r"found: int64 \[m\] x 2"):
+            with pytest.raises(InputError, match=r"^(rows|columns|log_probs|scores): got"):
                 step(found=wrong)
         for options in (
             {"depths": whole.int()},
@@ -387,7 +387,7 @@ class TestStepQueues:
             {"ids": whole.int()},
             {"frontier": ops.Nodes(whole.int(), one)},
         ):
-            with pytest.raises(InputError, match="frontier, depths, token_ids: int64 in one dimension"):
+            with pytest.raises(InputError, match=r"^(frontier|depths|token_ids): got"):
                 step(**options)
         for options in (
             {"queues": queues._replace(tokens=whole[:2])},
@@ -395,10 +395,10 @@ class TestStepQueues:
             {"frontier": ops.Nodes(whole, one.long())},
             {"found": found._replace(live=whole[:1])},
         ):
-            with pytest.raises(InputError, match=r"queues, live, passes: \[budget\] x 6"):
+            with pytest.raises(InputError, match=r"^(tokens|live|passes): got"):
                 step(**options)
         for wrong in (search._replace(batch=0), search._replace(max_depth=0)):
-            with pytest.raises(InputError, match="batch, max_depth: 1 or more"):
+            with pytest.raises(InputError, match=r"^(batch|max_depth): got"):
                 step(search=wrong)
         before = state(queues)
         with pytest.raises(InputError, match="NaN"):

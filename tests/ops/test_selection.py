@@ -74,9 +74,9 @@ class TestSelectBest:
             with pytest.raises(InputError, match="float32"):
                 ops.select_best(wrong, one, 1)
         for wrong in (one.long(), torch.zeros(2, dtype=torch.int32), one[0]):
-            with pytest.raises(InputError, match=r"live, limit: int32 \[1\]"):
+            with pytest.raises(InputError, match=r"^live: got"):
                 ops.select_best(torch.zeros(2), wrong, 1)
-            with pytest.raises(InputError, match=r"live, limit: int32 \[1\]"):
+            with pytest.raises(InputError, match=r"^limit: got"):
                 ops.select_best(torch.zeros(2), one, 1, wrong)
 
 

@@ -215,21 +215,21 @@ def test_wrong_inputs() -> None:
     case = drawn(nodes=3, prefix=5, shape=(2, 1, 4))
     nodes, counts = case.paths
     for wrong, message in (
-        ({"key": case.key[:, 1:]}, "query"),
-        ({"value": case.value[:, 1:]}, "query"),
-        ({"key": case.key.double()}, "query"),
-        ({"query": case.query.double()}, "query"),
-        ({"query": torch.cat([case.query, case.query])[:3]}, "query"),
-        ({"paths": Paths(nodes.long(), counts)}, "paths: int32"),
-        ({"paths": Paths(nodes, counts.long())}, "paths: int32"),
-        ({"paths": Paths(nodes[1:], counts)}, "paths: int32"),
-        ({"paths": Paths(nodes, counts[1:])}, "paths: int32"),
-        ({"paths": Paths(nodes[:, 0], counts)}, "paths: int32"),
-        ({"live": case.live.long()}, "prefix, live: int32"),
-        ({"prefix": torch.zeros(2, dtype=torch.int32)}, "prefix, live: int32"),
+        ({"key": case.key[:, 1:]}, r"^(query|key|value)\b"),
+        ({"value": case.value[:, 1:]}, r"^(query|key|value)\b"),
+        ({"key": case.key.double()}, r"^(query|key|value)\b"),
+        ({"query": case.query.double()}, r"^(query|key|value)\b"),
+        ({"query": torch.cat([case.query, case.query])[:3]}, r"^(query|key|value)\b"),
+        ({"paths": Paths(nodes.long(), counts)}, r"^(nodes|counts): got"),
+        ({"paths": Paths(nodes, counts.long())}, r"^(nodes|counts): got"),
+        ({"paths": Paths(nodes[1:], counts)}, r"^(nodes|counts): got"),
+        ({"paths": Paths(nodes, counts[1:])}, r"^(nodes|counts): got"),
+        ({"paths": Paths(nodes[:, 0], counts)}, r"^(nodes|counts): got"),
+        ({"live": case.live.long()}, r"^(prefix|live): got"),
+        ({"prefix": torch.zeros(2, dtype=torch.int32)}, r"^(prefix|live): got"),
     ):
         with pytest.raises(InputError, match=message):
             case.run(**wrong)
     for words in (torch.zeros(3, 1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)):
-        with pytest.raises(InputError, match="words: int64"):
+        with pytest.raises(InputError, match=r"^words: got"):
             ops.order_paths(words)

@@ -14,6 +14,7 @@ from specengine import ops
 from specengine.errors import BackendError
 from specengine.ops import _registry, _trial
 from specengine.ops._registry import _Provider, by_meaning
+from tests.ops.backends import choose
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0]])
 
@@ -21,22 +22,21 @@ LOGITS = torch.tensor([[1.0, 3.0, 2.0]])
 @pytest.fixture(autouse=True)
 def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU as a kind of device on which implementations are tried."""
-    monkeypatch.setenv(ops.VARIABLE, "auto")
+    choose(monkeypatch, "auto")
     monkeypatch.setattr(_registry, "TRIED", ("cpu",))
     monkeypatch.setattr(_registry, "_is_there", lambda kind: True)
-    for known in (_registry._resolve, _registry._fault):
-        known.cache_clear()
+    _registry._fault.cache_clear()
     yield
-    for known in (_registry._resolve, _registry._fault):
-        known.cache_clear()
+    _registry._fault.cache_clear()
 
 
 def provided(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -> None:
     """A backend `fast` for CPUs that has these."""
     load = _registry._load.__wrapped__
-    known = {"fast": _Provider(("cpu",), "fast", "make fast"), "reference": _registry._PROVIDERS["reference"]}
+    known = {"fast": _Provider(("cpu",), "make fast"), "reference": _registry._PROVIDERS["reference"]}
     monkeypatch.setattr(_registry, "_PROVIDERS", known)
     monkeypatch.setattr(_registry, "_load", lambda name: (kernels, "") if name == "fast" else load(name))
+    ops.bind()
 
 
 def right(*given: Any) -> Any:
@@ -110,9 +110,9 @@ def test_a_mask_is_tried_with_the_attention_that_takes_it(monkeypatch: pytest.Mo
 
 def test_reference_turns_all_off_and_a_name_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
     provided(monkeypatch, top_children=raising)
-    monkeypatch.setenv(ops.VARIABLE, "reference")
+    choose(monkeypatch, "reference")
     assert ops.top_children(LOGITS, 1)[1].tolist() == [[1]]
-    monkeypatch.setenv(ops.VARIABLE, "fast")
+    choose(monkeypatch, "fast")
     with pytest.raises(RuntimeError, match="no kernel image"):
         ops.top_children(LOGITS, 1)
 

@@ -83,7 +83,7 @@ class TestWalk:
     def test_refuses(self):
         one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
         for inputs in ((one, one, two, count(1)), (one, one, one, one), (one[None], one[None], one[None], count(1))):
-            with pytest.raises(InputError, match="tokens, parents, chosen, size"):
+            with pytest.raises(InputError, match=r"^(tokens|parents|chosen|size): got"):
                 ops.walk(*inputs)
 
 
@@ -133,7 +133,7 @@ class TestCompactKV:
             (slab, path, path[:1], count(1)),
             (slab, path, count(1), path[:1]),
         ):
-            with pytest.raises(InputError, match="slab, path, count, prefix"):
+            with pytest.raises(InputError, match=r"^(slab|path|count|prefix): got"):
                 ops.compact_kv(*wrong)
 
 
@@ -155,5 +155,5 @@ class TestGatherRows:
     def test_refuses(self):
         rows, one, two = torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
         for sources, tokens in ((one, two), (one.int(), one), (one, one.int()), (one[None], one[None])):
-            with pytest.raises(InputError, match="sources, tokens"):
+            with pytest.raises(InputError, match=r"^(sources|tokens): got"):
                 ops.gather_rows(rows, sources, rows, tokens)

@@ -23,7 +23,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.select import FREE
 from specengine.ops.tree import Free, TokenTree
-from specengine.ops.worth import FEWEST, KNOTS, LEVELS, MOST, ODDS, PLACES
+from specengine.ops.worth import KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, PLACES
 from specengine.policies.auto import MEASURED, REPRICED, Auto
 from specengine.records import Cycle, Outcome, Seconds
 from tests import toy
@@ -40,7 +40,7 @@ def auto(costs: str | Costs = CHEAP, **options: Any) -> Auto:
     policy = policies.make("auto", costs=costs, **options)
     assert isinstance(policy, Auto)
     counts = state_of(policy).counts
-    counts.table.copy_(torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().clamp(FEWEST, MOST))
+    counts.table.copy_(torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().clamp(MIN_CHANCE, MAX_CHANCE))
     counts.hits.copy_(counts.tries * counts.table)
     return policy
 

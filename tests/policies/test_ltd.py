@@ -28,6 +28,7 @@ from specengine.policies._ltd import Networks, Shape
 from specengine.policies.eagle import Eagle
 from specengine.policies.ltd import Ltd, depth_observation, laid_out, observed, size_observation
 from specengine.records import Seconds
+from tests.ops.backends import choose
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
 
 SMALL = Shape(width=3, expansions=4, sizes=(2, 5, 9))
@@ -192,7 +193,7 @@ def test_a_running_beam_is_observed_as_a_logged_one(seed: int, width: int, pad: 
             expected = observe(laid(tree, shape), 1234, expansions, shape)
             for backend in ops.backends()["beam_observation"].available:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setenv(ops.VARIABLE, backend)
+                    choose(patch, backend)
                     context, done = torch.tensor([1234]), torch.tensor([expansions], dtype=torch.int32)
                     assert torch.equal(observed(which, tree, context, done, shape), expected)
 
@@ -253,7 +254,7 @@ def test_networks_compute_what_torch_does(activation: str) -> None:
         decide = networks.goes_on if name == "depth" else networks.choose_size
         for backend in ops.backends()["best_action"].available:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(ops.VARIABLE, backend)
+                choose(patch, backend)
                 given = [1] if name == "depth" else []
                 assert [int(decide(row, *given)) for row in seen] == expected.tolist()
 

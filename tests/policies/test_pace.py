@@ -15,7 +15,7 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops.tree import TokenTree
-from specengine.policies.auto import LONGEST, SHORTEST, TIMED, Auto, Pace
+from specengine.policies.auto import FIRST_REST, MAX_REST, TIMED, Auto, Pace
 from tests import toy
 from tests.graphs.engines import PROMPT, model
 
@@ -58,7 +58,7 @@ def test_trees_that_begin_to_pay_are_found_and_kept() -> None:
     before = ran(pace, 600, 0.0, 0.2, draw)
     assert before.count(0) > 0.75 * len(before)
     after = ran(pace, 600, 0.9, 0.2, draw)
-    assert after[2 * LONGEST :].count(0) == 0
+    assert after[2 * MAX_REST :].count(0) == 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -66,8 +66,8 @@ def test_trees_that_begin_to_pay_are_found_and_kept() -> None:
 def test_rests_are_bounded_and_trees_come_between(seed: int, chance: float, dearer: float) -> None:
     found = ran(Pace(), 600, chance, dearer, random.Random(seed))
     rests = [len(run) for run in "".join("r" if tokens == 0 else " " for tokens in found).split()]
-    assert all(length in (TIMED, SHORTEST, 2 * SHORTEST, LONGEST) for length in rests[:-1])
-    assert all(length <= LONGEST for length in rests)
+    assert all(length in (TIMED, FIRST_REST, 2 * FIRST_REST, MAX_REST) for length in rests[:-1])
+    assert all(length <= MAX_REST for length in rests)
 
 
 def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

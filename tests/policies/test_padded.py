@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from specengine import ops, policies
 from specengine.costs import Costs
 from specengine.cycle import draft_tree, learns
-from specengine.ops import Nodes, numbers
+from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Outcome, Seconds
+from tests.ops.backends import choose
 from tests.policies import slow
 from tests.toy import CPU, Tables, ToyDrafter, hidden_states
 
@@ -167,7 +168,7 @@ class Padded:
 def on_a_device(function: Callable[..., Any], *given: Any) -> Any:
     """What it returns where no count may be looked at."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numbers, "FREE", "none")
+        patch.setattr("specengine.ops.tree.FREE", "none")
         return function(*given)
 
 
@@ -176,7 +177,7 @@ def one_arithmetic(request: Any) -> Any:
     if request.param not in ops.backends()["append_nodes"].available:
         pytest.skip("the extension is not built")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ops.VARIABLE, request.param)
+        choose(patch, request.param)
         yield
 
 

@@ -1,34 +1,22 @@
 // The classes of csrc/spec/copies.hpp for Python; tensors and indices are checked here.
-#pragma once
-
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <memory>
-#include <string>
-
-#include "border.hpp"
+#include "ops/ops.hpp"
 #include "spec/copies.hpp"
 
-namespace copies_binding {
-
-namespace py = pybind11;
-using border::kAny;
-using border::require;
-using border::take_count;
-using border::take_input;
-using py::handle;
+namespace ops {
+namespace {
 
 constexpr int64_t kMostColumns = int64_t{1} << 31, kMostFree = 1 << 20, kMostLength = int64_t{1} << 31;
 
-inline py::dict dict_of(const spec::Shares& shares) {
+py::dict dict_of(const spec::Shares& shares) {
   py::dict out;
   for (const spec::Share& share : shares) out[py::int_(share.token)] = share.probability;
   return out;
 }
 
 // Length and followers of each match, the longest first.
-inline py::list matches(const spec::Suffixes& suffixes, const spec::Tokens& context) {
+py::list matches(const spec::Suffixes& suffixes, const spec::Tokens& context) {
   py::list out;
   for (const auto& match : suffixes.matches(spec::Context(context.rbegin(), context.rend()))) {
     py::dict followers;
@@ -43,7 +31,7 @@ inline py::list matches(const spec::Suffixes& suffixes, const spec::Tokens& cont
 
 // None where nothing is copied, else what ops.mix_rows takes, and the tokens of the new columns.
 // tree: tokens and parents.
-inline py::object plan(const spec::Copies& copies, handle tree, handle nodes, handle live, int64_t width) {
+py::object plan(const spec::Copies& copies, handle tree, handle nodes, handle live, int64_t width) {
   const border::Parts given(tree, "tree", 2);
   const auto carried = take_input<int64_t>(given[0], "tokens", {kAny});
   const auto above = take_input<int64_t>(given[1], "parents", {carried.size(0)});
@@ -58,7 +46,7 @@ inline py::object plan(const spec::Copies& copies, handle tree, handle nodes, ha
 
 // None where there are none, else the parts of an ops.select.Free.
 // tree: tokens, parents, path log-probabilities and size.
-inline py::object free_nodes(const spec::Copies& copies, handle tree, handle nodes, handle live, int64_t most,
+py::object free_nodes(const spec::Copies& copies, handle tree, handle nodes, handle live, int64_t most,
                              double least, const spec::SuccessorTable* table) {
   const border::Parts given(tree, "tree", 4);
   const auto carried = take_input<int64_t>(given[0], "tokens", {kAny});
@@ -75,7 +63,7 @@ inline py::object free_nodes(const spec::Copies& copies, handle tree, handle nod
   return py::make_tuple(out.parents, out.tokens, out.log_probs, out.marks, out.ranks);
 }
 
-inline void learn(spec::SuccessorTable& table, handle tokens, const spec::Tokens& path, handle successors,
+void learn(spec::SuccessorTable& table, handle tokens, const spec::Tokens& path, handle successors,
                   handle probabilities) {
   const auto carried = take_input<int64_t>(tokens, "tokens", {kAny});
   const int64_t nodes = carried.size(0);
@@ -85,7 +73,7 @@ inline void learn(spec::SuccessorTable& table, handle tokens, const spec::Tokens
   table.learn(carried.at(), nodes, path, next.at(), shares.at(), next.size(1));
 }
 
-inline void add_to(py::module_& module) {
+void add_to(py::module_& module) {
   py::class_<spec::Suffixes>(module, "Suffixes")
       .def(py::init([](int64_t shortest, int64_t longest) {
         require(longest >= 1 && longest < kMostLength, "longest", longest, "1 to 2^31 - 1");
@@ -128,4 +116,7 @@ inline void add_to(py::module_& module) {
       .def("free", free_nodes);
 }
 
-}  // namespace copies_binding
+const Ops kCopies(add_to);
+
+}  // namespace
+}  // namespace ops

@@ -1,0 +1,90 @@
+"""Parts that the torch meanings of ops share."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specengine.errors import InputError
+
+WORD_BITS = 64
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+HAS_NAN = "scores: contains NaN"
+
+
+class _Wanted(NamedTuple):
+    name: str
+    kind: str
+    dtypes: tuple[torch.dtype, ...]
+    sizes: tuple[str, ...]
+
+
+@cache
+def _parsed(wanted: str) -> tuple[_Wanted, ...]:
+    parts = []
+    for part in wanted.split(";"):
+        name, kind = part.strip().split(": ")
+        dtype, _, sizes = kind.removesuffix("]").partition(" [")
+        dtypes = FLOATS if dtype == "floating" else (getattr(torch, dtype),)
+        parts.append(_Wanted(name, dtype, dtypes, tuple(sizes.split(", ")) if sizes else ()))
+    return tuple(parts)
+
+
+def require(wanted: str, *tensors: Tensor | None) -> None:
+    """Raise InputError where a tensor has another dtype or another shape than the op takes.
+
+    wanted: "NAME: DTYPE [SIZES]" of each tensor, in their order, separated by semicolons. A size is a number, or a name
+    that stands for one size throughout; `floating` is float32, bfloat16 or float16. None is taken.
+    """
+    known = dict[str, int]()
+    for (name, kind, dtypes, sizes), tensor in zip(_parsed(wanted), tensors, strict=True):
+        if tensor is None:
+            continue
+        fits = tensor.dtype in dtypes and tensor.dim() == len(sizes)
+        for size, count in zip(sizes, tensor.shape, strict=False):
+            fits = fits and known.setdefault(size, int(size) if size.isdigit() else count) == count
+        if not fits:
+            shape = ", ".join(str(known.get(size, size)) for size in sizes)
+            raise InputError(f"{name}: got {describe(tensor)}, accepted {kind} [{shape}]")
+
+
+def describe(*tensors: Tensor) -> str:
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
+
+
+def insist(holds: Tensor, message: str) -> None:
+    """Raise InputError where a bool [] does not hold; on another device than a CPU by an asynchronous assertion."""
+    if holds.device.type != "cpu":
+        torch._assert_async(holds, message)  # the same without making the host wait
+    elif not holds:
+        raise InputError(message)
+
+
+@cache  # for good: captured graphs read them
+def own_bits(capacity: int, device: torch.device) -> Tensor:
+    """Return word rows in which node i has bit i alone: int64 [capacity, ceil(capacity / 64)]."""
+    node = torch.arange(capacity, device=device, dtype=torch.int64)
+    words = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
+    words[node, node // WORD_BITS] = torch.ones_like(node) << (node % WORD_BITS)
+    return words
+
+
+def order_keys(values: Tensor) -> Tensor:
+    """Return int64 keys of the order (value descending, index along the last axis ascending).
+
+    values: float32 without NaN. A larger key is better, and none are equal. topk itself leaves open which of two equal
+    values it takes.
+    """
+    bits = (values + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0, its equal
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (
+        0xFFFFFFFF - torch.arange(values.shape[-1], device=values.device, dtype=torch.int64)
+    )
+
+
+def padded(values: Tensor, size: int) -> Tensor:
+    """Append zeros up to this size."""
+    return pad(values, (0, size - values.shape[0]))
