@@ -1,18 +1,25 @@
-"""Models by name: which forward runs them, with which weights and tokenizer."""
+"""Models by name: which forward runs them, and their weights and tokenizer, from safetensors or a GGUF file."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from specengine import checkpoints as models
 from specengine.checkpoints import gguf
@@ -25,22 +32,26 @@ from specengine.checkpoints.checks import (
     why_absent,
 )
 from specengine.checkpoints.embedded import Progress
-from specengine.checkpoints.sources import FolderSource, GGUFSource, generation_config_of, no_loading_bars, stored_dtype
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
+from specengine.files import read_text, safetensors_files
 from specengine.models import native
-from specengine.models.configs import NO_MEMORY, unsupported
+from specengine.models.configs import NO_MEMORY, empty_model, unsupported
 from specengine.models.extension import NOT_BUILT
 from specengine.models.families import refuse_config
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
-from specengine.models.weights import Source
-from specengine.options import LoadOptions
+from specengine.models.weights import KIND_OF, Source, Weight, with_buffers
 
+if TYPE_CHECKING:
+    from specengine.options import LoadOptions
+
+BLOCKS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # of GGUF files, kept packed
+WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 
 
 class LoadedModel(NamedTuple):
-    """A model, its tokenizer, and why it is not the native forward that runs it."""
+    """A model, its tokenizer, and why the native forward does not run it."""
 
     model: PreTrainedModel | NativeLM
     tokenizer: Any
@@ -48,7 +59,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None) -> LoadedModel:
-    """The model, loaded where it is a name, and its tokenizer, unless one is given."""
+    """Return the model, loaded where it is a name, and its tokenizer, unless one is given."""
     if not isinstance(model, str | None | PreTrainedModel):
         raise InputError(f"model: got {type(model).__name__}, accepted a name, a path or a loaded transformers model")
     named = isinstance(model, str) and model != models.embedded.NAME
@@ -69,7 +80,7 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
 
 
 def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> str | None:
-    """Why the native forward is out of the question whatever the model; None where it may be tried."""
+    """Return why no model could run on the native forward; None where it may be tried."""
     on_cpu = (options.device is None and not torch.cuda.is_available()) or options.device == torch.device("cpu")
     if isinstance(model, PreTrainedModel):
         on_cpu = model.device.type == "cpu"
@@ -137,8 +148,11 @@ def _huggingface(
 
 
 def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any], adapter: Adapter | None) -> None:
-    """Raise CheckpointError where the model is not that of its files: they lack weights or have them in another shape,
-    so that it would hold random ones, or have more of its parts (layers, biases) than the config asks for."""
+    """Raise CheckpointError where config and files do not fit.
+
+    The files lack weights, so that the model would hold random ones, have them in another shape, or have more parts
+    (layers, biases) than the config asks for.
+    """
     problems = {
         "missing": sorted({name for name, _ in model.named_parameters()} & set(found["missing_keys"])),
         "of another shape": sorted(
@@ -146,7 +160,7 @@ def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any], a
         ),
         "unexpected": sorted(_left_out(model, found["unexpected_keys"])),
     }
-    listed = [f"{what}: {', '.join(names[:4])}" for what, names in problems.items() if names]
+    listed = [f"{problem}: {', '.join(names[:4])}" for problem, names in problems.items() if names]
     if listed and adapter is not None:
         raise adapter.unfit(f"to {adapter.base}: {'; '.join(listed)}")
     if listed:
@@ -154,16 +168,16 @@ def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any], a
 
 
 def _left_out(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
-    """Of a file's tensors that the model has no place for, those of parts that it has, in whichever layer.
+    """Yield the unexpected tensors of a file whose module the model has, in some layer.
 
-    The others (towers for pictures, heads for predicting several tokens, values) are no part of what answers, and
-    neither are the causal masks that old files hold.
+    The others (towers for pictures, heads for predicting several tokens, values) are no part of the language model, and
+    neither are the causal masks of old files.
     """
     has = {_any_layer(name) for name, _ in model.named_modules()} - {""}
     for name in unexpected:
-        part = _any_layer(name.rpartition(".")[0])
-        held = part in has or f"{model.base_model_prefix}.{part}" in has
-        if held and not name.endswith(_MASKS):
+        module = _any_layer(name.rpartition(".")[0])
+        has_module = module in has or f"{model.base_model_prefix}.{module}" in has
+        if has_module and not name.endswith(_MASKS):
             yield name
 
 
@@ -190,11 +204,11 @@ def _tokenizer(path: str, options: LoadOptions) -> Any:
 
 
 def given_tokenizer(options: LoadOptions) -> Any:
-    """The tokenizer that the options hold or name; InputError where there is none of that name."""
-    given = options.tokenizer
-    if not isinstance(given, str | os.PathLike):
-        return given
-    name = os.fspath(given)
+    """Return the tokenizer that the options hold or name; InputError where there is none of that name."""
+    tokenizer = options.tokenizer
+    if not isinstance(tokenizer, str | os.PathLike):
+        return tokenizer
+    name = os.fspath(tokenizer)
     try:
         if name == models.embedded.NAME or is_gguf(name):
             own = name == models.embedded.NAME
@@ -209,8 +223,8 @@ def given_tokenizer(options: LoadOptions) -> Any:
     except Exception as error:  # transformers raises of many kinds over files that hold none
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"tokenizer: got {shown(given, 300)}, accepted a tokenizer of transformers, or a path or Hub id of one; "
-            f"{reason}"
+            f"tokenizer: got {shown(tokenizer, 300)}, accepted a tokenizer of transformers, or a path or Hub id of "
+            f"one; {reason}"
         ) from error
 
 
@@ -218,23 +232,23 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+# ---- opening files
 
 
 class Opened(NamedTuple):
-    """The weights, and how their tokenizer is had."""
+    """Weights, and the function that makes their tokenizer."""
 
     source: Source
     tokenizer: Callable[[], Any]
 
 
 def is_gguf(name: str | None) -> bool:
-    """Whether this is the path of a GGUF file."""
+    """Return whether this is the path of a GGUF file."""
     return name is not None and (name.lower().endswith(".gguf") or (Path(name).is_file() and _has_magic(Path(name))))
 
 
 def open_gguf(name: str, dtype: Any) -> Opened:
-    """A GGUF file. CheckpointError where it is damaged, UnsupportedModelError where its model is none that is known."""
+    """Open a GGUF file. CheckpointError where it is damaged, UnsupportedModelError where its model is unknown."""
     path = Path(name)
     if not path.is_file():
         raise InputError(f"model: {name} is no file")
@@ -244,7 +258,7 @@ def open_gguf(name: str, dtype: Any) -> Opened:
 def open_native(
     name: str | None, *, dtype: Any = "auto", offline: bool = False, progress: Progress | None = None
 ) -> Opened:
-    """The weights of a model by name, None for the embedded default; nothing is packed yet.
+    """Open the weights of a model by name, None for the embedded default; nothing is packed yet.
 
     dtype: auto (as stored; GGUF blocks stand for bfloat16), or a torch.dtype. UnsupportedModelError, with the reason,
     where the native forward does not know the model or how its weights are stored; CheckpointError for damaged files.
@@ -296,3 +310,185 @@ def _dtype(folder: Path, config: PretrainedConfig, dtype: Any) -> torch.dtype:
 def _has_magic(path: Path) -> bool:
     with path.open("rb") as stream:
         return stream.read(4) == b"GGUF"
+
+
+# ---- weights
+
+
+class FolderSource(Source):
+    """Read a folder with config.json and safetensors files.
+
+    UnsupportedModelError where it holds its weights otherwise, CheckpointError where a file is damaged.
+    """
+
+    def __init__(self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
+        self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
+        self._tensors = {key: tensor for file in _require_files(folder) for key, tensor in _tensors_of(file)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: stored.shape for name, stored in self._tensors.items()}
+
+    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
+        for name, stored in self._tensors.items():
+
+            def rows(first: int, last: int, stored: _Stored = stored) -> Tensor:
+                return stored.read(first, last).to(self.dtype)
+
+            yield Weight(name, KIND_OF[self.dtype], stored.shape, rows)
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._tensors[name]
+        return stored.read(0, stored.shape[0]).to(self.dtype)
+
+    def model(self) -> PreTrainedModel:
+        with no_loading_bars(), torch.device("cpu"):
+            return AutoModelForCausalLM.from_pretrained(self.folder, config=self.config, dtype=self.dtype)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        return generation_config_of(self.folder)
+
+
+def generation_config_of(folder: Path) -> GenerationConfig:
+    """Return the defaults that transformers gives a folder's model.
+
+    They are those of generation_config.json, or of config.json where that file is missing or no JSON. CheckpointError
+    where its values make no such config.
+    """
+    file = folder / "generation_config.json"
+    try:
+        try:
+            fields = json.loads(read_text(file))
+        except (OSError, ValueError):
+            return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+        return GenerationConfig.from_dict(fields)
+    except Exception as error:  # over values of other types; transformers' loading fails by them as well
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{folder}: generation_config.json: its values make no generation config, correct or remove it "
+            f"({type(error).__name__}: {text:.300})"
+        ) from error
+
+
+class GGUFSource(Source):
+    """Read a GGUF file, its blocks kept as they are; in float32 each weight is the bfloat16 number of its block."""
+
+    def __init__(self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
+        self.file, self.config, self.dtype, self.name = file, config, dtype, name
+        gguf.require_complete(file, config)
+        self._names = {theirs: ours for ours, theirs in gguf.tensor_names(config.num_hidden_layers).items()}
+        self._suppressed = gguf.suppressed_ids(file, config.vocab_size)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        defaults = GenerationConfig.from_model_config(self.config)
+        defaults.suppress_tokens = self._suppressed
+        return defaults
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        ours = {ours: theirs for theirs, ours in self._names.items()}
+        return {ours[name]: tensor.shape for name, tensor in self.file.tensors.items() if name in ours}
+
+    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
+        for name in self.shapes():
+            stored = self.file.tensors[self._names[name]]
+            if blocks and self.dtype is torch.bfloat16 and stored.kind in BLOCKS and len(stored.shape) == 2:
+                order = gguf.row_order(self.config, stored.name)
+
+                def rows(first: int, last: int, name: str = stored.name) -> Tensor:
+                    return torch.from_numpy(self.file.read_rows(name, first, last))
+
+                yield Weight(name, stored.kind, stored.shape, rows, None if order is None else torch.from_numpy(order))
+            else:
+                yield Weight.of(name, self.tensor(name))
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._names[name]
+        numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
+        ordered = numbers if order is None else np.ascontiguousarray(numbers[order])
+        return torch.from_numpy(ordered).to(torch.bfloat16).to(self.dtype)
+
+    def model(self) -> PreTrainedModel:
+        model = empty_model(self.config, self.dtype)
+        state = {name: self.tensor(name) for name in self.shapes()}
+        model.load_state_dict(state, strict=False, assign=True)  # a tied head has no tensor of its own
+        model.tie_weights()
+        model.generation_config = self.generation_config
+        model.config.name_or_path = self.name
+        return with_buffers(model).eval()
+
+
+class _Stored(NamedTuple):
+    """The place of a tensor in a safetensors file."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return rows [first, last). They are read: the pages of a mapped file would count as memory."""
+        each = self.nbytes // self.shape[0]
+        data = bytearray((last - first) * each)
+        with self.file.open("rb") as stream:
+            stream.seek(self.offset + first * each)
+            if stream.readinto(data) != len(data):
+                raise CheckpointError(f"{self.file}: it has become shorter while it was read")
+        return torch.frombuffer(data, dtype=self.dtype).reshape(last - first, *self.shape[1:])
+
+
+_STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
+
+
+def _tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
+    """Yield a file's tensors by name; CheckpointError where it is damaged, UnsupportedModelError for other dtypes."""
+    try:
+        with safe_open(file, framework="pt"):  # which checks the header against the file's size
+            pass
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{file}: is damaged, fetch it again ({error})") from error
+    except OSError as error:
+        raise UnsupportedModelError(f"{file}: cannot be read ({error})") from error
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if not entry["shape"] or 0 in entry["shape"]:
+            raise UnsupportedModelError(f"{file}: {name} has shape {entry['shape']}")
+        if entry["dtype"] not in _STORED_DTYPES:
+            raise UnsupportedModelError(f"{file}: {name} is stored as {entry['dtype']}")
+        begin, end = entry["data_offsets"]
+        yield name, _Stored(file, 8 + size + begin, end - begin, _STORED_DTYPES[entry["dtype"]], tuple(entry["shape"]))
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of the first tensor, as transformers' `auto` does where the config has none."""
+    return next((stored.dtype for _, stored in _tensors_of(_require_files(folder)[0])), torch.float32)
+
+
+def _require_files(folder: Path) -> list[Path]:
+    files = safetensors_files(folder)
+    if not files:
+        raise UnsupportedModelError(f"{folder}: has no safetensors file that transformers would read")
+    return files
+
+
+@contextlib.contextmanager
+def no_loading_bars() -> Iterator[None]:
+    """Hide the progress bars over reading weights, which takes seconds; those over downloads stay."""
+    loading, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()  # both kinds
+    _show_downloads(downloads)
+    try:
+        yield
+    finally:
+        if loading:
+            logging.enable_progress_bar()
+        _show_downloads(downloads)
+
+
+def _show_downloads(shown: bool) -> None:
+    (enable_progress_bars if shown else disable_progress_bars)()

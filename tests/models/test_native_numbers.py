@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specengine.checkpoints import embedded
-from specengine.checkpoints.pretrained import open_native
-from specengine.checkpoints.sources import BLOCKS
+from specengine.checkpoints.pretrained import BLOCKS, open_native
 from specengine.models.native import WITH_PAIRS, NativeLM, from_model
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
