@@ -5,21 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specengine.batch import requests
 from specengine.errors import InputError, shown
 from specengine.files import lines_of
+from specengine.request.declared import declarations
 from specengine.request.options import GenerationOptions
 
-# Not of a line: objects of Python, and what depends on the clock.
-_NOT_OF_A_LINE = {
-    "max_time", "logits_processor", "stopping_criteria", "streamer", "generation_config", "return_dict_in_generate",
-    "policy", "policy_options",
-}  # fmt: skip
-LINE_OPTIONS = tuple(item.name for item in fields(GenerationOptions) if item.name not in _NOT_OF_A_LINE)
+LINE_OPTIONS = tuple(name for name, declared in declarations().items() if declared.line)
 KINDS = ("prompt", "turns", "messages", "body")
 _FORMS = f"a string or an object with one of {', '.join(json.dumps(kind) for kind in KINDS)}"
 

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 
 from specengine.cli.arguments.parser import flag
-from specengine.cli.arguments.shared import GENERATION_OPTIONS
 from specengine.cli.terminal import say, tell
 from specengine.costs import measured
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError
 from specengine.files import MARK
+from specengine.options import LoadOptions
 from specengine.records import StreamPiece
 from specengine.replicas.recipe import Recipe
+from specengine.request.declared import declarations
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Prompt
 from specengine.trace import TraceWriter
-
-SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")
 
 
 def open_trace(arguments: argparse.Namespace, engine: Engine) -> contextlib.AbstractContextManager[TraceWriter | None]:
@@ -38,22 +37,8 @@ def follow(
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of Engine.from_pretrained that say how models are loaded."""
-    names = (
-        "dtype",
-        "device",
-        "graphs",
-        "compile_blocks",
-        "lookup",
-        "backend",
-        "quantize",
-        "pack",
-        "strict",
-        "tp_plan",
-        "offline",
-        "trust_remote_code",
-    )
-    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    """Return options of Engine.from_pretrained that say how models are loaded."""
+    return {name: getattr(arguments, name) for name in LoadOptions.names() if hasattr(arguments, name)}
 
 
 def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
@@ -93,14 +78,11 @@ def _costs_known(engine: Engine) -> bool:
 
 
 def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of Engine.generate, checked; what was not given is left to the model's own defaults."""
-    names = [name for name, _, _ in GENERATION_OPTIONS]
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    for name in ("allow_special_text", "coupled"):  # on unless turned off
-        if not getattr(arguments, name):
-            given[name] = False
-    if arguments.stop:
-        given["stop_strings"] = arguments.stop
+    """Return options of Engine.generate, checked; an option without a value is left to the model's own defaults."""
+    declared = [each for each in declarations().values() if each.flag is not None]
+    values = {each.name: getattr(arguments, each.dest) for each in declared}
+    defaults = {each.name: each.default for each in declared if isinstance(each.default, bool)}
+    given = {name: value for name, value in values.items() if value is not None and value != defaults.get(name)}
     if getattr(arguments, "raw", False):
         given["raw"] = True
     GenerationOptions.check(given)
@@ -108,8 +90,10 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def note_idle_options(arguments: argparse.Namespace, generation: TextGeneration) -> None:
-    """Say which given options cannot matter because the answer is greedy."""
-    idle = [flag(name) for name in SAMPLING_ONLY if getattr(arguments, name) is not None]
+    """Say which of the options given change nothing because the answer is greedy."""
+    declared = [each for each in declarations().values() if each.flag is not None]
+    sampling = [each for each in declared if (each.neutral and each.name != "temperature") or each.name == "seed"]
+    idle = [flag(each.name) for each in sampling if getattr(arguments, each.dest) is not None]
     if idle and not generation.options.samples:
         verb = "change" if len(idle) > 1 else "changes"
         say(f"specengine: note: decoding is greedy, so {', '.join(idle)} {verb} nothing; sample with --temperature 1")

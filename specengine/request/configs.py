@@ -98,6 +98,12 @@ class Configured:
             if (value or name in _NEVER_EMPTY) and value != neutral:
                 raise _unsupported(name, value, f"generation_config=GenerationConfig({name}={neutral}) goes without")
 
+    def take(self, options: Mapping[str, Any]) -> None:
+        """Take over the options, by name, that a processor below is made of: they go before the configs' values."""
+        for name in (*_BEFORE, *_BEGINNING, *_ABOVE_TOP_K, *_CUTOFFS):
+            if options.get(name) is not None:
+                self.values[name] = options[name]
+
     def check(self, context: Mapping[str, Any], *, samples: bool) -> None:
         """Raise InputError for what transformers' processors refuse."""
         for makers in (_BEFORE, _BEGINNING, *((_ABOVE_TOP_K, _CUTOFFS) if samples else ())):

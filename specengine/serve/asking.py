@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from specengine.engine import PLAIN, Engine, TextGeneration
 from specengine.errors import InputError
 from specengine.records import TokenLogprob
+from specengine.request.declared import CONSTRAINTS, declarations
 from specengine.request.grammars import Constraint
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
@@ -20,21 +21,7 @@ from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.serve.settings import Settings
 from specengine.serve.tools import OneCall, ToolReader, format_of, marks, require_written, schemas_of
 
-CONSTRAINTS = ("json_schema", "json_object", "grammar")
 QUICK_LETTERS, QUICK_MESSAGES = 1 << 15, 200
-
-_SAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "no_repeat_ngram_size",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "policy",
-)
 
 
 class Limits(NamedTuple):
@@ -241,16 +228,15 @@ class Asked:
 
 
 def _options(request: Sampling) -> dict[str, Any]:
-    """Of GenerationOptions: what the request says, under the engine's names."""
-    options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
-    if request.top_k is not None:
-        options["top_k"] = max(request.top_k, 0)
+    """Return the options of GenerationOptions that the request gives."""
+    plain = [each for each in declarations().values() if each.field is not None and not each.field.written]
+    options = {each.name: value for each in plain if (value := getattr(request, each.field_name)) is not None}
+    if request.policy is not None:
+        options["policy"] = request.policy
     if request.stops:
         options["stop_strings"] = request.stops
     if request.ignore_eos:
         options["eos_token_id"] = []
-    if request.min_tokens:
-        options["min_new_tokens"] = request.min_tokens
     if request.wanted_logprobs is not None:
         options["logprobs"] = request.wanted_logprobs
     if request.logit_bias:

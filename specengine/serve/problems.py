@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specengine.errors import InputError, QueueFullError, SpecEngineError, shown
+from specengine.request.declared import declarations
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -18,14 +19,6 @@ _UNAVAILABLE = {
     "stopping": "the server is stopping",
 }
 
-# Names of the engine's options where clients know them by others.
-_CLIENTS_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_strings": "stop",
-    "sequence_bias": "logit_bias",
-    "eos_token_id": "ignore_eos",
-}
 _FIELD = re.compile(r"(\w+)(?=:)")
 _KINDS = ("str", "int", "float", "bool", "NamedChoice")
 _INNER = re.compile(r"([\w.\[\]]+): ")
@@ -80,7 +73,8 @@ def of_error(error: Exception, names: Mapping[str, str] | None = None) -> Proble
         found = _FIELD.match(message)
         if found is None:
             return Problem(400, message)
-        field = (_CLIENTS_NAMES | dict(names or {})).get(found[0], found[0])
+        declared = declarations().get(found[0])
+        field = (names or {}).get(found[0], found[0] if declared is None else declared.field_name)
         return Problem(400, field + message[found.end() :], field)
     if isinstance(error, SpecEngineError):
         return Problem(500, str(error), code=type(error).__name__)

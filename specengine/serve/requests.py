@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
+from specengine.request.declared import declarations
 from specengine.serve.messages import Message, require_text_parts, text_of
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -212,7 +213,27 @@ class Neutral(BaseModel):
     truncate_prompt_tokens: None = None
 
 
-class Sampling(Hints, Neutral):
+def _declared_fields() -> dict[str, Any]:
+    """Return pydantic's fields of the options whose declaration has a plain one, by name."""
+    fields = {}
+    for declared in declarations().values():
+        if (own := declared.field) is None or own.written or declared.reader is None:
+            continue
+        limits = declared.reader.limits if own.limits is None else own.limits
+        kind: Any = declared.reader.kind
+        annotation = kind | None if own.read is None else Annotated[kind | None, AfterValidator(_if_any(own.read))]
+        fields[declared.field_name] = (annotation, Field(None, description=own.about, **limits))  # type: ignore[arg-type]
+    return fields
+
+
+def _if_any(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else read(value)
+
+
+Declared: Any = create_model("Declared", __config__=_STRICT, **_declared_fields())
+
+
+class Sampling(Declared, Hints, Neutral):  # type: ignore[misc]
     """Fields of both kinds of request. What is left out is the model's own default."""
 
     model_config = _STRICT
@@ -220,20 +241,9 @@ class Sampling(Hints, Neutral):
     max_tokens: int | None = Field(
         None, ge=-1, le=MOST_TOKENS, description="1 or more; -1 is the same as leaving it out"
     )
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 are no limit")
-    min_p: float | None = Field(None, ge=0, le=1)
-    typical_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    no_repeat_ngram_size: int | None = Field(None, ge=0, le=1 << 20)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
-    seed: int | None = Field(None, ge=-1, lt=1 << 64, description="-1 is the same as leaving it out")
     stop: str | list[str] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=1024)
-    min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -260,7 +270,7 @@ class Sampling(Hints, Neutral):
             raise ValueError(f"accepted are up to {MOST_STOPS} strings of up to {MOST_STOP_LETTERS} characters")
         return stop
 
-    @field_validator("max_tokens", "max_completion_tokens", "seed", check_fields=False)
+    @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
     @classmethod
     def _none_by_minus_one(cls, value: int | None) -> int | None:
         return None if value == -1 else value

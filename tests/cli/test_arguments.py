@@ -18,7 +18,6 @@ from specengine import drafters, policies, registry
 from specengine.cli import main
 from specengine.cli.arguments import COMMANDS, make_parser, option_lists, shared
 from specengine.options import _DTYPES, BACKENDS, QUANTIZATIONS
-from specengine.request import options
 from specengine.train.classifier.options import ClassifierOptions, CollectOptions
 from specengine.train.draft.options import Loss
 from specengine.train.options import TrainOptions
@@ -94,9 +93,6 @@ def test_choices_are_those_of_the_engine() -> None:
     assert tuple(QUANTIZATIONS) == shared.QUANTIZATIONS
     assert list(shared.POLICIES) == policies.names()
     assert registry.names("specengine.drafters") == drafters.names()
-    assert shared.DEFAULT_MAX_NEW_TOKENS == options.DEFAULT_MAX_NEW_TOKENS
-    known = {field.name for field in fields(options.GenerationOptions)}
-    assert {name for name, _, _ in shared.GENERATION_OPTIONS} <= known
 
 
 # ---- options of trainings

@@ -9,31 +9,17 @@ from typing import Any
 
 from specengine import registry
 from specengine.cli.arguments.parser import flag, key_value, one_of
+from specengine.request.declared import Declaration, Flag, declarations
 
-# As options, policies and request.options have them, which import torch; a test compares them.
+# As options and policies have them, which import torch; a test compares them.
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 BACKENDS = ("native", "huggingface")
 QUANTIZATIONS = ("int8",)
 DRAFTS = tuple(name for name in registry.names("specengine.drafters") if name not in ("eagle", "lookup", "small_model"))
 POLICIES = (*registry.names("specengine.policies"), "plain")
-DEFAULT_MAX_NEW_TOKENS = 256
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun sets it
 
 PROMPT_FORMATS = '.txt: a prompt per line; .jsonl: per line a string, {"prompt": ...} or {"turns": [...]}'
-
-# name of the option in GenerationOptions, type, help
-GENERATION_OPTIONS: tuple[tuple[str, Any, str], ...] = (
-    ("max_new_tokens", int, f"tokens to generate at most (default {DEFAULT_MAX_NEW_TOKENS})"),
-    ("temperature", float, "0 is greedy, above 0 samples, as top-k, top-p and min-p do (default: the model's)"),
-    ("top_k", int, "sample from the K most likely tokens"),
-    ("top_p", float, "sample from the most likely tokens that hold this probability"),
-    ("min_p", float, "sample from tokens of at least this share of the best one's probability"),
-    ("repetition_penalty", float, "as in transformers; 1 is none"),
-    ("presence_penalty", float, "subtracted from the logit of each token generated before"),
-    ("frequency_penalty", float, "subtracted once per occurrence among the generated tokens"),
-    ("no_repeat_ngram_size", int, "no sequence of this many tokens occurs twice"),
-    ("seed", int, "of the sampling noise; the same seed gives the same answer with any draft and policy"),
-)
 
 
 def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
@@ -160,22 +146,20 @@ def add_draft_option(parser: argparse._ActionsContainer) -> None:
 
 def add_generation(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("generation")
-    for name, kind, text in GENERATION_OPTIONS:
-        group.add_argument(flag(name), type=kind, help=text)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer with this text; repeatable")
-    group.add_argument(
-        "--allow-special-text",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="read the text of special tokens in a prompt as those tokens, as transformers does; without, as text",
-    )
-    group.add_argument(
-        "--coupled",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="let drafts of sampled text know the noise of the draws; changes how many are right, and no answer",
-    )
+    for declared in declarations().values():
+        if declared.flag is not None:
+            _add_flag(group, declared, declared.flag)
     group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
+
+
+def _add_flag(group: argparse._ArgumentGroup, declared: Declaration, given: Flag) -> None:
+    kind = declared.reader.kind if declared.reader is not None else str
+    options: dict[str, Any] = {"type": kind, "metavar": given.metavar}
+    if kind is bool:
+        options = {"action": argparse.BooleanOptionalAction, "default": declared.default}
+    elif given.repeats:
+        options["action"] = "append"
+    group.add_argument(flag(given.name or declared.name), help=given.help, **options)
 
 
 def add_trace(parser: argparse._ActionsContainer) -> None:

@@ -1,0 +1,413 @@
+"""The options of one generation, each declared once. Python, command line, server and batch read the declarations.
+
+Imports neither torch nor transformers, because the command line's help reads it.
+"""
+
+# ruff: noqa: RUF009 (option returns dataclasses.field)
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specengine.errors import InputError, shown
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+DEFAULT_MAX_NEW_TOKENS = 256
+MAX_NUMBER = 1e30  # of any number: transformers would carry on with an infinite one
+MIN_PENALTY = 1 / MAX_NUMBER  # logits divided by it stay finite
+
+_KEY = "declaration"
+
+
+# ---- readers: each refuses a value with InputError
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Check one value. `check` raises InputError, which names the option. None is accepted but for a truth value.
+
+    kind     the type of a value on the command line and in a request
+    limits   of a request's number: the keywords ge, gt, le and lt, as pydantic has them
+    """
+
+    check: Callable[[str, Any], None]
+    kind: type | None = None
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def number(low: float, high: float, accepted: str, *, open_low: bool = False) -> Reader:
+    """Return a reader of finite numbers from `low` (not accepted itself with `open_low`) to `high`."""
+
+    def check(name: str, value: Any) -> None:
+        real = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+        if not real or not math.isfinite(value) or not (low < value if open_low else low <= value) or value > high:
+            raise InputError(f"{name}: got {shown(value)}, accepted {accepted}")
+
+    return Reader(check, float, _limits(low, high, "gt" if open_low else "ge"))
+
+
+def whole(low: int, high: float = math.inf) -> Reader:
+    """Return a reader of whole numbers from `low` to `high`."""
+    return Reader(functools.partial(require_whole, low=low, high=high), int, _limits(low, high, "ge"))
+
+
+def _limits(low: float, high: float, lowest: str) -> dict[str, float]:
+    return {name: bound for name, bound in ((lowest, low), ("le", high)) if math.isfinite(bound)}
+
+
+def require_whole(name: str, value: Any, low: int, high: float = math.inf) -> None:
+    """Raise InputError unless `value` is a whole number from `low` to `high`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        bound = f"{low} or more" if high == math.inf else f"{low} to {high}"
+        raise InputError(f"{name}: got {shown(value)}, accepted a whole number, {bound}")
+
+
+def _refuses(kinds: Any, accepted: str) -> Callable[[str, Any], None]:
+    """Return a check of a value's type."""
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, kinds):
+            raise InputError(f"{name}: got {shown(value)}, accepted {accepted}")
+
+    return check
+
+
+TRUTH = Reader(_refuses(bool, "True or False"), bool)
+
+
+def _check_ends(name: str, value: Any) -> None:
+    _refuses((int, list, tuple), "a token id or a list of them")(name, value)
+    for token in [value] if isinstance(value, int) else value:
+        require_whole(name, token, 0)
+
+
+def _check_stops(name: str, value: Any) -> None:
+    _refuses((str, list, tuple), "a string or a list of strings")(name, value)
+    for text in [value] if isinstance(value, str) else value:
+        if not isinstance(text, str) or not text:
+            raise InputError(f"{name}: got {shown(text)}, accepted non-empty strings")
+
+
+def _check_callables(name: str, value: Any) -> None:
+    _refuses(Iterable, "a list of callables as in transformers")(name, value)
+    for item in value:
+        if not callable(item):
+            raise InputError(f"{name}: got {shown(item)}, accepted callables as in transformers")
+
+
+def _check_streamer(name: str, value: Any) -> None:
+    if not all(callable(getattr(value, method, None)) for method in ("put", "end")):
+        raise InputError(f"{name}: got {shown(value)}, accepted one of transformers' streamers")
+
+
+def _check_config(name: str, value: Any) -> None:
+    from transformers import GenerationConfig
+
+    if not isinstance(value, GenerationConfig):
+        raise InputError(f"{name}: got {type(value).__name__}, accepted a transformers.GenerationConfig")
+
+
+def _check_names(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise InputError(f"{name}: got {shown(value)}, accepted a dict of options by name")
+
+
+# ---- declarations
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option's flag on the command line. A flag of a truth value has a `--no-` form.
+
+    help      the text of `--help`
+    name      without the dashes; by default the option's
+    repeats   the flag may be given several times, and its values make a list
+    """
+
+    help: str
+    name: str = ""
+    metavar: str | None = None
+    repeats: bool = False
+
+
+@dataclass(frozen=True)
+class RequestField:
+    """An option's field in the body of a request to the server.
+
+    name     by default the option's
+    about    the field's description in the server's schema
+    limits   narrower or wider than the reader's: the keywords ge, gt, le and lt
+    read     makes the option's value of the field's; None leaves the option out
+    written  whether serve/requests.py writes this field out, because it is no plain value
+    """
+
+    name: str = ""
+    about: str | None = None
+    limits: Mapping[str, float] | None = None
+    read: Callable[[Any], Any] | None = None
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One option: how its value is checked, and where it can be given besides in Python.
+
+    neutral   of an option that shapes draws: the values that leave them as they are, the plainest first
+    line      whether a line of `specengine batch` may have it in its "options"
+    as_is     whether arrays in its value stay what they are
+    """
+
+    name: str
+    default: Any
+    reader: Reader | None
+    neutral: tuple[float, ...]
+    flag: Flag | None
+    field: RequestField | None
+    line: bool
+    as_is: bool
+
+    @property
+    def dest(self) -> str:
+        """The name of its value among parsed arguments."""
+        return (self.flag and self.flag.name.replace("-", "_")) or self.name
+
+    @property
+    def field_name(self) -> str:
+        """Its name in the body of a request."""
+        return (self.field and self.field.name) or self.name
+
+
+def option(
+    reader: Reader | None = None,
+    *,
+    default: Any = None,
+    neutral: tuple[float, ...] = (),
+    flag: str | Flag | None = None,
+    field: RequestField | None = None,
+    line: bool = True,
+    as_is: bool = False,
+) -> Any:
+    """Return the dataclass field of one option; the arguments are those of Declaration, and a text is a flag's help."""
+    named = Flag(flag) if isinstance(flag, str) else flag
+    declared = functools.partial(
+        Declaration, default=default, reader=reader, neutral=neutral, flag=named, field=field, line=line, as_is=as_is
+    )
+    return dataclasses.field(default=default, metadata={_KEY: declared})
+
+
+@functools.cache
+def declarations() -> dict[str, Declaration]:
+    """Return all declarations by name, in their order."""
+    return {item.name: item.metadata[_KEY](item.name) for item in dataclasses.fields(DeclaredOptions)}
+
+
+def check(options: DeclaredOptions) -> None:
+    """Raise InputError for a value that the reader of its option refuses, or for several constraints at once."""
+    for name, declared in declarations().items():
+        value = getattr(options, name)
+        if declared.reader is not None and (value is not None or declared.reader is TRUTH):
+            declared.reader.check(name, value)
+    constraints = [name for name in CONSTRAINTS if getattr(options, name) not in (None, False)]
+    if len(constraints) > 1:
+        raise InputError(f"{', '.join(constraints)}: accepted one of them")
+
+
+def _unless(value: Any) -> Callable[[Any], Any]:
+    return lambda given: None if given == value else given
+
+
+CONSTRAINTS = ("json_schema", "json_object", "grammar")
+
+
+@dataclass
+class DeclaredOptions:
+    """Options of one generation. None is taken from `generation_config`, then from the model's own.
+
+    Numbers and lists may be those of numpy and torch.
+    """
+
+    # A new option is a field at the end of this file, with a text below it that says what it does.
+
+    max_new_tokens: int | None = option(
+        whole(1),
+        flag=f"tokens to generate at most (default {DEFAULT_MAX_NEW_TOKENS})",
+        field=RequestField("max_tokens", written=True),
+    )
+    """tokens to generate at most; by default what max_length of a config leaves, else 256"""
+
+    do_sample: bool | None = option()
+    """sample instead of taking the most likely token. A temperature above 0 implies it, and so does a top_k, top_p,
+    min_p or typical_p that truncates. True, here or in a config, draws from the 50 likeliest tokens where no top_k is
+    given, as in transformers; implied sampling draws from all"""
+
+    temperature: float | None = option(
+        number(0, math.inf, "0 (greedy) or more"),
+        neutral=(0, 1),
+        flag="0 is greedy, above 0 samples, as top-k, top-p and min-p do (default: the model's)",
+        field=RequestField(),
+    )
+    """0 means greedy, and so does less than 1e-5"""
+
+    top_k: int | None = option(
+        whole(0),
+        neutral=(0, 50),
+        flag="sample from the K most likely tokens",
+        field=RequestField(about="0 and -1 are no limit", limits={"ge": -1}, read=lambda count: max(count, 0)),
+    )
+    """as in transformers; matters when sampling"""
+
+    top_p: float | None = option(
+        number(0, 1, "above 0, at most 1", open_low=True),
+        neutral=(1,),
+        flag="sample from the most likely tokens that hold this probability",
+        field=RequestField(),
+    )
+    """as in transformers; matters when sampling"""
+
+    min_p: float | None = option(
+        number(0, 1, "0 to 1"),
+        neutral=(0,),
+        flag="sample from tokens of at least this share of the best one's probability",
+        field=RequestField(),
+    )
+    """as in transformers; matters when sampling"""
+
+    typical_p: float | None = option(
+        number(0, 1, "above 0, at most 1", open_low=True), neutral=(1,), field=RequestField()
+    )
+    """as in transformers; matters when sampling"""
+
+    repetition_penalty: float | None = option(
+        number(MIN_PENALTY, math.inf, f"above 0, {MIN_PENALTY:g} to {MAX_NUMBER:g}"),
+        flag="as in transformers; 1 is none",
+        field=RequestField(limits={"ge": 0.01, "le": 100}),
+    )
+    """as in transformers"""
+
+    presence_penalty: float = option(
+        number(-math.inf, math.inf, "a finite number"),
+        default=0.0,
+        flag="subtracted from the logit of each token generated before",
+        field=RequestField(limits={"ge": -2, "le": 2}),
+    )
+    """the OpenAI definition: over generated tokens only"""
+
+    frequency_penalty: float = option(
+        number(-math.inf, math.inf, "a finite number"),
+        default=0.0,
+        flag="subtracted once per occurrence among the generated tokens",
+        field=RequestField(limits={"ge": -2, "le": 2}),
+    )
+    """the OpenAI definition: over generated tokens only"""
+
+    no_repeat_ngram_size: int | None = option(
+        whole(0),
+        flag="no sequence of this many tokens occurs twice",
+        field=RequestField(limits={"ge": 0, "le": 1 << 20}),
+    )
+    """as in transformers"""
+
+    bad_words_ids: list[list[int]] | None = option()
+    """as in transformers"""
+
+    sequence_bias: Any = option(field=RequestField("logit_bias", written=True))
+    """as in transformers"""
+
+    suppress_tokens: list[int] | None = option()
+    """as in transformers"""
+
+    min_new_tokens: int | None = option(whole(0), field=RequestField("min_tokens", read=_unless(0)))
+    """as in transformers"""
+
+    seed: int | None = option(
+        whole(0, (1 << 64) - 1),
+        flag="of the sampling noise; the same seed gives the same answer with any draft and policy",
+        field=RequestField(
+            about="-1 is the same as leaving it out", limits={"ge": -1, "lt": 1 << 64}, read=_unless(-1)
+        ),
+    )
+    """of the sampling noise; the same seed gives the same answer, with any draft and policy. By default it is drawn
+    from torch's global generator"""
+
+    coupled: bool = option(
+        TRUTH,
+        default=True,
+        flag="let drafts of sampled text know the noise of the draws; changes how many are right, and no answer",
+    )
+    """when sampling: drafts know the noise that the seed gives, so that they guess the draw itself. Never changes the
+    answer; False for trees that do not depend on it, as the papers have them"""
+
+    eos_token_id: int | list[int] | None = option(Reader(_check_ends), field=RequestField("ignore_eos", written=True))
+    """one id, or several; [] to ignore the model's own"""
+
+    stop_strings: str | list[str] | None = option(
+        Reader(_check_stops, str),
+        flag=Flag("end the answer with this text; repeatable", "stop", "TEXT", repeats=True),
+        field=RequestField("stop", written=True),
+    )
+    """the answer ends with the first of these strings, which it includes. The text of a special token is that token,
+    which ends the answer and writes nothing"""
+
+    max_time: float | None = option(number(0, math.inf, "above 0", open_low=True), line=False)
+    """seconds after which the answer ends"""
+
+    logits_processor: Iterable[Callable[..., Any]] | None = option(Reader(_check_callables), line=False, as_is=True)
+    """as in transformers"""
+
+    stopping_criteria: Iterable[Callable[..., Any]] | None = option(Reader(_check_callables), line=False, as_is=True)
+    """as in transformers"""
+
+    streamer: Any = option(Reader(_check_streamer), line=False, as_is=True)
+    """as in transformers"""
+
+    generation_config: GenerationConfig | None = option(Reader(_check_config), line=False, as_is=True)
+    """as in transformers"""
+
+    return_dict_in_generate: bool | None = option(line=False)
+    """as in transformers"""
+
+    raw: bool = option(TRUTH, default=False)
+    """take a string prompt as it is, without the chat template"""
+
+    allow_special_text: bool = option(
+        TRUTH,
+        default=True,
+        flag="read the text of special tokens in a prompt as those tokens, as transformers does; without, as text",
+        field=RequestField(written=True),
+    )
+    """the text of a special token in a prompt or a message is that token, as transformers reads it: a user who writes
+    the template's markers opens a turn of another role. False, for text of people who are not trusted, takes it as text
+    like any other"""
+
+    json_schema: str | Mapping[str, Any] | None = option(as_is=True)
+    """a JSON schema, as a dict or as JSON text, that the answer meets, written as json.dumps does. Refused where the
+    library, llguidance, does not support all of it"""
+
+    json_object: bool = option(TRUTH, default=False)
+    """the answer is a JSON object of any kind"""
+
+    grammar: str | None = option()
+    """a grammar, as Lark or GBNF text, that the answer meets. The answer ends once nothing can follow it; cut short by
+    max_new_tokens it is the beginning of an answer that meets the grammar"""
+
+    prediction: str | list[int] | None = option()
+    """text, or token ids, that much of the answer is expected to be: text that follows the same words in it is drafted.
+    Never changes the answer; for the drafts that copy, ngram and any with lookup"""
+
+    logprobs: int | None = option(whole(0), field=RequestField(written=True))
+    """the log-probability of each token under the target's own distribution, before temperature and processors, and
+    those of so many of the likeliest tokens at its place; 0 for its own alone"""
+
+    policy: Any = option(field=RequestField(written=True), line=False, as_is=True)
+    """for this answer alone: a policy's name, NAME/PRESET or a TreePolicy; by default the engine's own. `plain` decodes
+    without the draft. A named policy keeps its state for later calls"""
+
+    policy_options: Mapping[str, Any] | None = option(Reader(_check_names), line=False)
+    """options of a policy given by name"""
