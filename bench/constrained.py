@@ -22,9 +22,9 @@ from specengine import Engine, policies
 from specengine.benchmark.answers import Answer
 from specengine.benchmark.choice import Choice
 from specengine.benchmark.measuring import Run
-from specengine.benchmark.prompts import Workload
 from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.ways import PLAIN, EngineDecoder, Engines, Way
+from specengine.benchmark.workloads import Workload
 from specengine.options import LoadOptions
 from specengine.request.grammars import Constraint
 from specengine.request.text import decoder

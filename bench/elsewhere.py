@@ -20,7 +20,7 @@ from typing import Any
 from bench import provenance
 from bench.arguments import add_arguments
 from specengine import checkpoints
-from specengine.benchmark import prompts
+from specengine.benchmark import workloads
 from specengine.cli import main as specengine
 from specengine.engine import Engine
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    items = prompts.read(None, args.per_set)
+    items = workloads.read(None, args.per_set)
     settings = {name: getattr(args, name) for name in ("tokens", "max_new_tokens", "dtype")}
     yield {"record": "settings", "prompts": [f"{item.set}/{item.id}" for item in items], **settings}
     answers, asked, here = _ours(args, [item.text for item in items])

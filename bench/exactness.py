@@ -26,10 +26,10 @@ from specengine.benchmark.baselines import generate_way
 from specengine.benchmark.choice import Choice
 from specengine.benchmark.log import Log
 from specengine.benchmark.measuring import Run
-from specengine.benchmark.prompts import Workload, digest
 from specengine.benchmark.summaries import VERDICTS
 from specengine.benchmark.tables import Record
 from specengine.benchmark.ways import PLAIN, EngineDecoder, Way, parse, without_memory
+from specengine.benchmark.workloads import Workload, digest
 from specengine.drafters.small_model import first_layers
 
 POLICIES = ("chain,length=3", "eagle,width=3,expansions=2,budget=10", "fixed,branching=3,2")

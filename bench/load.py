@@ -22,7 +22,7 @@ from urllib.request import urlopen
 
 from bench import provenance
 from bench.arguments import add_arguments
-from specengine.benchmark.prompts import read
+from specengine.benchmark.workloads import read
 
 
 def main() -> None:

@@ -17,13 +17,12 @@ from ray.util import ActorPool
 
 from bench import provenance
 from bench.arguments import add_arguments
-from specengine.batch.prompts import Item
-from specengine.batch.spread import Answering
-from specengine.benchmark import prompts
-from specengine.replicas import cluster
+from specengine.batch.lines import Item
+from specengine.batch.spread import LineReplica
+from specengine.benchmark import workloads
+from specengine.cli.given import Recipe
+from specengine.replicas import Scale, cluster
 from specengine.replicas.cluster import ray
-from specengine.replicas.recipe import Recipe
-from specengine.replicas.scale import Scale
 
 
 def main() -> None:
@@ -32,9 +31,9 @@ def main() -> None:
     parser.add_argument("--way", action="append", metavar="REPLICASxTHREADS", help="(default: 1x2, 1x1, 2x1, 4x1)")
     args = parser.parse_args()
     ways = [tuple(map(int, way.split("x"))) for way in args.way or ["1x2", "1x1", "2x1", "4x1"]]
-    workloads = prompts.read(None)
+    built_in = workloads.read(None)
     options = {"temperature": 0.0, "max_new_tokens": args.max_new_tokens, "seed": 0}
-    items = [Item(place, item.id, item.text, options) for place, item in enumerate(workloads)]
+    items = [Item(place, item.id, item.text, options) for place, item in enumerate(built_in)]
     rounds: dict[tuple[int, ...], list[dict[str, Any]]] = {way: [] for way in ways}
     lines: list[Any] = []
     with cluster.running(Scale(sum(count for count, _ in ways), threads=max(each for _, each in ways))):
@@ -53,9 +52,9 @@ def main() -> None:
 
 def _load(count: int, threads: int) -> list[Any]:
     """One after the other, so that none measures its costs beside another."""
-    made: Any = ray.remote(Answering)
+    made: Any = ray.remote(LineReplica)
     options = cluster.needs(Scale(count, threads=threads))
-    replicas = [made.options(**options).remote(Recipe(threads=threads)) for _ in range(count)]
+    replicas = [made.options(**options).remote(Recipe(threads=threads).load) for _ in range(count)]
     for replica in replicas:
         ray.get(replica.load.remote())
         ray.get(replica.answer.remote(Item(0, "warm", "Say hello.", {"max_new_tokens": 16})))

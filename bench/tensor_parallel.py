@@ -19,7 +19,7 @@ from typing import Any
 from bench import provenance
 from bench.arguments import add_arguments
 from specengine import Engine
-from specengine.benchmark import prompts
+from specengine.benchmark import workloads
 
 WAYS = {"1 process, 1 thread": (1, 1), "1 process, 2 threads": (1, 2), "2 ranks, 1 thread each": (2, 1)}
 
@@ -58,7 +58,7 @@ def _answer(args: argparse.Namespace) -> None:
     )
     found: dict[str, Any] = {}
     answers: dict[str, list[list[int]]] = {"plain": [], "auto": []}
-    chosen = prompts.read(None)[: args.prompts]
+    chosen = workloads.read(None)[: args.prompts]
     engine.generate("Say hello.", max_new_tokens=8)  # what is measured or captured once
     for policy in answers:
         rates = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specengine.benchmark import prompts
-from specengine.benchmark.prompts import Workload as Workload
+from specengine.benchmark import workloads
+from specengine.benchmark.workloads import Workload as Workload
 
 # For runs without a folder of prompts; written for this project.
 BUILT_IN = {
@@ -23,4 +23,4 @@ def read(folder: Path | None, per_set: int) -> list[Workload]:
     """The first `per_set` prompts of every .jsonl file in `folder`; the built-in ones without a folder."""
     if folder is None:
         return [Workload("built-in", name, (text,)) for name, text in list(BUILT_IN.items())[:per_set]]
-    return prompts.read([folder], per_set)
+    return workloads.read([folder], per_set)

@@ -26,7 +26,7 @@ from bench import provenance, workloads
 from bench.arguments import add_arguments
 from specengine import Engine
 from specengine import checkpoints as models
-from specengine.benchmark.prompts import Workload
+from specengine.benchmark.workloads import Workload
 from specengine.checkpoints.eagle import HeadOptions, load_head
 from specengine.costs import Costs, Points, measured
 from specengine.drafters.eagle import Eagle

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from specengine.batch import requests
-from specengine.batch.prompts import Item
+from specengine.batch import openai
+from specengine.batch.lines import Item
+from specengine.costs import measured
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.records import GenerationResult
+
+# Of costs.measured.identity: what changes the time that an answer takes and none of its tokens.
+_SPEED_ALONE = ("threads", "packed")
 
 
 class Answered(NamedTuple):
@@ -34,7 +39,7 @@ def answer(engine: Engine, item: Item) -> Answered:
     try:
         if item.url is not None:
             given = (item.request, item.url, item.id, item.place, item.options)
-            line, stats = requests.answered(engine, *given)
+            line, stats = openai.answered(engine, *given)
             return Answered(item.place, line, [stats.to_dict()])
         results = _turns(engine, item)
     except Exception as error:
@@ -47,8 +52,14 @@ def answer(engine: Engine, item: Item) -> Answered:
 def failed(item: Item, kind: str, message: str) -> Answered:
     """The line of one that gets no answer."""
     if item.url is not None:
-        return Answered(item.place, requests.failure(item.id, item.place, kind, message), [])
+        return Answered(item.place, openai.failure(item.id, item.place, kind, message), [])
     return Answered(item.place, {"id": item.id, "error": {"type": kind, "message": message}}, [])
+
+
+def facts(engine: Engine) -> dict[str, Any]:
+    """Return the facts of an engine that its answers depend on, JSON-ready. Engines that answer alike have the same."""
+    identity = measured.identity(engine.target, engine.drafter)
+    return {name: value for name, value in identity.items() if name not in _SPEED_ALONE}
 
 
 def _turns(engine: Engine, item: Item) -> list[GenerationResult]:
@@ -63,3 +74,16 @@ def _turns(engine: Engine, item: Item) -> list[GenerationResult]:
 
 def _said(result: GenerationResult) -> dict[str, Any]:
     return {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
+
+
+def answered(
+    load: Callable[[], Engine], items: Iterable[Item], loaded: Callable[[dict[str, Any]], None]
+) -> Iterator[Answered]:
+    """Answer the lines in this process, one after the other.
+
+    loaded: called with the facts of the engine before the first answer.
+    """
+    engine = load()
+    loaded(facts(engine))
+    for item in items:
+        yield answer(engine, item)

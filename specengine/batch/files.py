@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from specengine.batch.answering import Answered
-from specengine.batch.prompts import Item
+from specengine.batch.lines import Item
 from specengine.errors import InputError
 from specengine.files import atomic, require_same, unwritable
 

@@ -7,28 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specengine.batch.answering import Answered, answer, failed
+from specengine.batch.answering import Answered, answer, facts, failed
 from specengine.batch.files import Record
-from specengine.batch.prompts import Item
+from specengine.batch.lines import Item
 from specengine.engine import Engine
 from specengine.errors import ReplicaError
+from specengine.replicas import Scale
 from specengine.replicas.cluster import needs, ray
-from specengine.replicas.recipe import Recipe, facts
-from specengine.replicas.scale import Scale
 
-MOST_TRIES = 3
+MAX_TRIES = 3
 AHEAD = 256  # answers of a replica that may wait for an earlier one, of which the file is in need
 
 
-class Answering:
+class LineReplica:
     """What a replica's process does."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, load: Callable[[], Engine]) -> None:
+        self._load = load
         self._engine: Engine | None = None
 
     def load(self) -> Record:
-        self._engine = self._recipe.load()
+        self._engine = self._load()
         return facts(self._engine)
 
     def answer(self, item: Item) -> Answered:
@@ -43,11 +42,11 @@ class Spread:
     The first replica loads alone, so that what it measures and keeps is there for the others.
     loaded: told what the engine of each is; what it raises comes out of `answered`.
 
-    A process that ends is replaced. The item that it had is tried again, MOST_TRIES times in all, and then is an error
+    A process that ends is replaced. The item that it had is tried again, MAX_TRIES times in all, and then is an error
     of that line.
     """
 
-    recipe: Recipe
+    load: Callable[[], Engine]
     scale: Scale
     loaded: Callable[[Record], None]
     _tries: Counter[int] = field(default_factory=Counter)
@@ -89,8 +88,8 @@ class Spread:
                 yield got
 
     def _start(self) -> None:
-        made: Any = ray.remote(Answering)
-        replica = made.options(max_restarts=0, **needs(self.scale)).remote(self.recipe)
+        made: Any = ray.remote(LineReplica)
+        replica = made.options(max_restarts=0, **needs(self.scale)).remote(self.load)
         self._under_way[replica.load.remote()] = (replica, None)
 
     def _give(self, replica: Any, item: Item) -> None:
@@ -100,16 +99,16 @@ class Spread:
         """What becomes of the work of a process that has ended: None for trying it again."""
         if item is None:
             self._lost_loading += 1
-            if self._lost_loading == MOST_TRIES:
+            if self._lost_loading == MAX_TRIES:
                 raise ReplicaError(
-                    f"replicas: {MOST_TRIES} processes in succession ended while they loaded the model, as they do "
+                    f"replicas: {MAX_TRIES} processes in succession ended while they loaded the model, as they do "
                     "where memory is short; ask for fewer replicas"
                 )
             return None
         self._tries[item.place] += 1
-        if self._tries[item.place] < MOST_TRIES:
+        if self._tries[item.place] < MAX_TRIES:
             return None
-        return failed(item, ReplicaError.__name__, f"the process that answered it ended, {MOST_TRIES} times")
+        return failed(item, ReplicaError.__name__, f"the process that answered it ended, {MAX_TRIES} times")
 
 
 def in_order(answers: Iterator[Answered], first: int) -> Iterator[Answered]:

@@ -10,8 +10,8 @@ from typing import Any
 from specengine import loading
 from specengine.benchmark import baselines, llama
 from specengine.benchmark.measuring import longest
-from specengine.benchmark.prompts import Workload
 from specengine.benchmark.ways import PLAIN, Engines, Spec, Way
+from specengine.benchmark.workloads import Workload
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.options import LoadOptions

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from specengine.benchmark.answers import Answer, first_difference, row
-from specengine.benchmark.prompts import Workload
 from specengine.benchmark.ways import PLAIN, Decoder, Way
+from specengine.benchmark.workloads import Workload
 from specengine.checking import Judged, judge
 from specengine.engine import Engine
 from specengine.errors import is_fault

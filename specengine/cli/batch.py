@@ -15,15 +15,15 @@ import torch
 import transformers
 
 import specengine
-from specengine.batch import alone, prompts
+from specengine.batch import answering, lines
 from specengine.batch.answering import Answered
 from specengine.batch.files import Files, beside
-from specengine.batch.prompts import Item
+from specengine.batch.lines import Item
 from specengine.benchmark.provenance import provenance
 from specengine.cli import given
 from specengine.cli.arguments.shared import names_of
 from specengine.cli.terminal import say
-from specengine.replicas.scale import Scale
+from specengine.replicas import Scale
 
 EVERY_SECONDS = 30  # a line of progress, where standard error is no terminal
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     Scale(arguments.replicas, threads=arguments.threads)  # refused before anything is read
     options = given.generation_options(arguments)
     seed = options.pop("seed", 0)
-    found = prompts.read(arguments.prompts, options, seed=seed, system=arguments.system)
+    found = lines.read(arguments.prompts, options, seed=seed, system=arguments.system)
     settings = settings_of(arguments, found, options | {"seed": seed, "system": arguments.system})
     _say_other_models(found.items, os.path.basename(names_of(argparse.Namespace(model=arguments.model)).rstrip("/")))
     with Files(arguments.out, found.items, provenance("specengine", sys.argv[1:]), settings) as files:
@@ -59,7 +59,7 @@ def _say_other_models(items: Sequence[Item], own: str) -> None:
         say(f"specengine: note: {count} requests name another model ({shown}); {own} answers them")
 
 
-def settings_of(arguments: argparse.Namespace, found: prompts.Prompts, options: dict[str, Any]) -> dict[str, Any]:
+def settings_of(arguments: argparse.Namespace, found: lines.Prompts, options: dict[str, Any]) -> dict[str, Any]:
     """All that was asked for and that answers, or their figures, may depend on, JSON-ready."""
     loading = {name: value for name, value in given.load_options(arguments).items() if name != "offline"}
     return {
@@ -83,7 +83,8 @@ def settings_of(arguments: argparse.Namespace, found: prompts.Prompts, options: 
 def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Files) -> Generator[Answered, None, None]:
     scale = Scale(arguments.replicas, None, arguments.threads, arguments.ray_address, given.wants_gpu(arguments))
     if scale.replicas == 1 and scale.address is None:
-        yield from alone.answered(given.recipe(arguments, threads=scale.threads, strict=True), items, files.loaded)
+        recipe = given.recipe(arguments, threads=scale.threads, strict=True)
+        yield from answering.answered(recipe.load, items, files.loaded)
         return
     from specengine.replicas import cluster  # MissingExtraError without Ray
 
@@ -91,7 +92,7 @@ def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Files)
         from specengine.batch import spread
 
         recipe = given.recipe(arguments, threads=cluster.threads(scale), strict=True)
-        spreading = spread.Spread(recipe, scale, files.loaded)
+        spreading = spread.Spread(recipe.load, scale, files.loaded)
         yield from spread.in_order(spreading.answered(items), items[0].place)
 
 

@@ -13,8 +13,8 @@ from specengine.cli.terminal import say
 from specengine.errors import InputError, require_least
 
 if TYPE_CHECKING:
-    from specengine.benchmark.prompts import Workload
     from specengine.benchmark.tables import Table
+    from specengine.benchmark.workloads import Workload
     from specengine.engine import Engine
 
 
@@ -22,9 +22,9 @@ def run(arguments: argparse.Namespace) -> int:
     from specengine.benchmark.choice import Choice, sampling
     from specengine.benchmark.log import Log
     from specengine.benchmark.measuring import Run
-    from specengine.benchmark.prompts import read
     from specengine.benchmark.provenance import provenance
     from specengine.benchmark.report import tables
+    from specengine.benchmark.workloads import read
 
     require_least(arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0)
     items = read(arguments.prompts, arguments.per_set or None, by_category=arguments.set_by == "category")
@@ -89,8 +89,8 @@ def _print(found: list[Table]) -> None:
 
 def _settings(arguments: argparse.Namespace, names: list[str], items: list[Workload]) -> dict[str, Any]:
     """All that decides what is measured; another run with the same goes on with its file."""
-    from specengine.benchmark.prompts import digest
     from specengine.benchmark.provenance import public
+    from specengine.benchmark.workloads import digest
 
     apart = ("run", "goes_on", "loads", "debug", "out", "way", "prompts", "set_by", "per_set", "command")
     given = {name: value for name, value in vars(arguments).items() if name not in apart}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,15 +15,49 @@ from specengine.cli.arguments.parser import flag
 from specengine.cli.terminal import say, tell
 from specengine.costs import measured
 from specengine.engine import Engine, TextGeneration
-from specengine.errors import InputError
+from specengine.errors import InputError, UnsupportedModelError
 from specengine.files import MARK
 from specengine.options import LoadOptions
 from specengine.records import StreamPiece
-from specengine.replicas.recipe import Recipe
 from specengine.request.declared import declarations
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Prompt
 from specengine.trace import TraceWriter
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The arguments of Engine.from_pretrained.
+
+    threads         of torch and the forward; None leaves them
+    prefer_strict   load with `strict` where the model can, without where it cannot
+    """
+
+    model: str | None = None
+    draft: str | None = None
+    policy: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+    prefer_strict: bool = False
+
+    def load(self) -> Engine:
+        """The engine, ready to answer: what its policy reads of costs is measured, if need be."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        engine = self._loaded()
+        if engine.policy is not None and engine.policy.plan().reads_costs:
+            measured.find(engine.target, engine.drafter)
+        return engine
+
+    def _loaded(self) -> Engine:
+        options = dict(self.options)
+        if self.prefer_strict and not options.get("strict"):
+            try:
+                return Engine.from_pretrained(self.model, self.draft, self.policy, **options | {"strict": True})
+            except UnsupportedModelError as error:
+                if not str(error).startswith("strict:"):
+                    raise
+        return Engine.from_pretrained(self.model, self.draft, self.policy, **options)
 
 
 def open_trace(arguments: argparse.Namespace, engine: Engine) -> contextlib.AbstractContextManager[TraceWriter | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specengine.benchmark.prompts import entry_of
+from specengine.benchmark.workloads import entry_of
 from specengine.errors import InputError
 from specengine.files import lines_of
 

@@ -12,8 +12,8 @@ from specengine.cli import given
 from specengine.cli.arguments.shared import names_of
 from specengine.cli.terminal import say
 from specengine.errors import missing_extra
-from specengine.replicas.scale import Scale
-from specengine.serve.settings import Settings, is_loopback
+from specengine.protocol.settings import Settings, is_loopback
+from specengine.replicas import Scale
 
 KEY_VARIABLE = "SPECENGINE_API_KEY"
 
@@ -21,7 +21,7 @@ KEY_VARIABLE = "SPECENGINE_API_KEY"
 def run(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments)
     try:
-        from specengine.serve import running
+        from specengine.serve import server
     except ImportError as error:
         raise missing_extra("serve", "serve", error) from error
     if not settings.api_keys and not is_loopback(settings.host):
@@ -33,11 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
     if (scale := _scale(arguments)) is None:
         if arguments.threads is not None:
             torch.set_num_threads(arguments.threads)
-        running.run(lambda: given.load_engine(arguments), settings, listening)
+        server.run(lambda: given.load_engine(arguments), settings, listening)
         return 0
-    from specengine.serve import scaled
+    from specengine.serve import front
 
-    scaled.run(lambda threads: given.recipe(arguments, threads=threads), settings, scale, listening)
+    front.run(lambda threads: given.recipe(arguments, threads=threads).load, settings, scale, listening)
     return 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from specengine.errors import InputError, missing_extra
-from specengine.replicas.scale import Scale
+from specengine.replicas import Scale
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 << 20  # prompts and answers are small

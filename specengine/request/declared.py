@@ -145,7 +145,7 @@ class RequestField:
     about    the field's description in the server's schema
     limits   narrower or wider than the reader's: the keywords ge, gt, le and lt
     read     makes the option's value of the field's; None leaves the option out
-    written  whether serve/requests.py writes this field out, because it is no plain value
+    written  whether protocol/requests.py writes this field out, because it is no plain value
     """
 
     name: str = ""

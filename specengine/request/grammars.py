@@ -23,12 +23,12 @@ T = TypeVar("T")
 # JSON as json.dumps writes it: one way to write each value forces more tokens, and no model gets lost in blanks.
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _STRICT = {"lenient": False, "coerce_one_of": False}
-MOST_TEXT = 1 << 18  # characters of a schema or a grammar
+MAX_TEXT = 1 << 18  # characters of a schema or a grammar
 # Of a schema, all its objects together: the library compares each with each.
-MOST_PROPERTIES, MOST_PATTERNS = 1500, 50
-_MOST_SYMBOLS = 100_000
-MOST_SECONDS = 3.0  # of reading a schema or a grammar
-_STACK_BYTES = 1 << 29  # what recursion over a text of MOST_TEXT characters may take; memory is used as it is needed
+MAX_PROPERTIES, MAX_PATTERNS = 1500, 50
+_MAX_SYMBOLS = 100_000
+MAX_SECONDS = 3.0  # of reading a schema or a grammar
+_STACK_BYTES = 1 << 29  # what recursion over a text of MAX_TEXT characters may take; memory is used as it is needed
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _INTERNAL = re.compile(r"<(non-verbose|backtrace|state)>?.*", re.DOTALL)  # of the library's messages
 _setting_stack = threading.Lock()
@@ -88,8 +88,8 @@ def _text_of(field: str, given: Any) -> str:
             "a schema, as a dict or as JSON text" if field == "json_schema" else "a grammar, as Lark or GBNF text"
         )
         raise InputError(f"{field}: got {shown(given)}, accepted {accepted}")
-    if len(given) > MOST_TEXT:
-        raise InputError(f"{field}: got {len(given)} characters, accepted up to {MOST_TEXT}")
+    if len(given) > MAX_TEXT:
+        raise InputError(f"{field}: got {len(given)} characters, accepted up to {MAX_TEXT}")
     try:
         given.encode()
         if field == "grammar":
@@ -109,7 +109,7 @@ def _text_of(field: str, given: Any) -> str:
 
 def _check_size(field: str, parts: list[Any]) -> None:
     """Raise InputError for schemas over which the library takes seconds; parts: parsed, and used up."""
-    most = {"properties": MOST_PROPERTIES, "patternProperties": MOST_PATTERNS}
+    most = {"properties": MAX_PROPERTIES, "patternProperties": MAX_PATTERNS}
     counted = dict.fromkeys(most, 0)
     while parts:
         part = parts.pop()
@@ -125,13 +125,13 @@ def _check_size(field: str, parts: list[Any]) -> None:
 
 
 def _limits() -> Any:
-    return library().LLParserLimits(max_grammar_size=_MOST_SYMBOLS, verbose_errors=False)
+    return library().LLParserLimits(max_grammar_size=_MAX_SYMBOLS, verbose_errors=False)
 
 
 def _deeply(field: str, call: Callable[[], T]) -> T:
     """What `call` returns or raises, on a stack that the library's recursion over references does not overflow.
 
-    InputError after MOST_SECONDS; what was begun is then left to its end.
+    InputError after MAX_SECONDS; what was begun is then left to its end.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -148,9 +148,9 @@ def _deeply(field: str, call: Callable[[], T]) -> T:
             (thread := threading.Thread(target=run, daemon=True)).start()
         finally:
             threading.stack_size(before)
-    thread.join(MOST_SECONDS)
+    thread.join(MAX_SECONDS)
     if thread.is_alive():
-        raise refused(field, f"reading it takes more than {MOST_SECONDS:g} s")
+        raise refused(field, f"reading it takes more than {MAX_SECONDS:g} s")
     if errors:
         raise errors[0]
     return results[0]

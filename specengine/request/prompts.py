@@ -14,7 +14,7 @@ import torch
 from specengine.errors import InputError, shown
 from specengine.plain import is_array, is_number, plain
 
-MOST_NESTED = 32  # levels of a message's fields
+MAX_NESTED = 32  # levels of a message's fields
 _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
 _WHOLE_DTYPE = re.compile(r"(torch\.)?u?int\d+")
@@ -69,9 +69,9 @@ def texts_in(value: Any) -> Iterator[str]:
         part, depth = waiting.pop()
         if isinstance(part, str):
             yield part
-        elif depth <= MOST_NESTED + 1 and isinstance(part, Mapping):
+        elif depth <= MAX_NESTED + 1 and isinstance(part, Mapping):
             waiting += [(inner, depth + 1) for pair in part.items() for inner in pair]
-        elif depth <= MOST_NESTED + 1 and isinstance(part, list | tuple) and not (part and type(part[0]) is int):
+        elif depth <= MAX_NESTED + 1 and isinstance(part, list | tuple) and not (part and type(part[0]) is int):
             waiting += [(inner, depth + 1) for inner in part]
 
 
@@ -198,8 +198,8 @@ def _strings(value: Any, depth: int = 0) -> Iterator[str]:
     """All text in messages, whatever fields it stands in."""
     if isinstance(value, str):
         yield value
-    elif depth == MOST_NESTED:
-        raise InputError(f"prompt: messages are nested deeper than {MOST_NESTED} levels")
+    elif depth == MAX_NESTED:
+        raise InputError(f"prompt: messages are nested deeper than {MAX_NESTED} levels")
     elif isinstance(value, Mapping):
         for part in (*value.keys(), *value.values()):
             yield from _strings(part, depth + 1)

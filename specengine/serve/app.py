@@ -17,17 +17,16 @@ from starlette.responses import Response, StreamingResponse
 
 import specengine
 from specengine.errors import SpecEngineError, shown
+from specengine.protocol import replies
+from specengine.protocol.preparing import CheckedRequest
+from specengine.protocol.problems import Problem, json_response, of_error, of_validation, unavailable
+from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
+from specengine.protocol.settings import Settings
 from specengine.request.text import decoder
-from specengine.serve import replies, shapes
-from specengine.serve.asking import Asked
-from specengine.serve.bodies import BodyRoute
-from specengine.serve.guards import HEALTH, BodyLimit, Hosts, Keys
-from specengine.serve.problems import Problem, json_response, of_error, of_validation, unavailable
-from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
-from specengine.serve.settings import Settings
+from specengine.serve import shapes
+from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Hosts, Keys
 from specengine.serve.static import add_page
-from specengine.serve.streaming import DONE, PING, ClientGone, events, sse
-from specengine.serve.worker import Ended, Failed, Piece, Worker
+from specengine.serve.worker import DONE, PING, ClientGone, Ended, Failed, Piece, Worker, events, sse
 
 CLIENT_CLOSED_REQUEST = 499
 _EVENTS = "text/event-stream"
@@ -155,7 +154,7 @@ def _openai(app: FastAPI, worker: Worker, settings: Settings) -> None:
             _require_model(asked.model, settings)
         names = None
         try:
-            made = Asked(asked, settings)
+            made = CheckedRequest(asked, settings)
             names = made.names
             return await _answered(worker, made, request)
         except ClientGone:
@@ -176,7 +175,7 @@ def _openai(app: FastAPI, worker: Worker, settings: Settings) -> None:
         return await answered(body, request)
 
 
-async def _answered(worker: Worker, asked: Asked, request: Request) -> Response:
+async def _answered(worker: Worker, asked: CheckedRequest, request: Request) -> Response:
     coming = events(worker, asked, request)
     try:
         if asked.request.stream:
@@ -191,7 +190,7 @@ async def _answered(worker: Worker, asked: Asked, request: Request) -> Response:
         raise
 
 
-async def _whole(worker: Worker, asked: Asked, coming: AsyncIterator[Any]) -> Response:
+async def _whole(worker: Worker, asked: CheckedRequest, coming: AsyncIterator[Any]) -> Response:
     async for event in coming:
         if isinstance(event, Failed):
             raise of_error(event.error, asked.names)
@@ -209,7 +208,9 @@ async def _whole(worker: Worker, asked: Asked, coming: AsyncIterator[Any]) -> Re
     raise ClientGone
 
 
-async def _stream(worker: Worker, asked: Asked, event: Any, coming: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+async def _stream(
+    worker: Worker, asked: CheckedRequest, event: Any, coming: AsyncIterator[Any]
+) -> AsyncIterator[bytes]:
     reply = _reply(worker, asked)
     begun = False
     try:
@@ -253,12 +254,12 @@ async def _stream(worker: Worker, asked: Asked, event: Any, coming: AsyncIterato
         await coming.aclose()  # type: ignore[attr-defined]
 
 
-def _reply(worker: Worker, asked: Asked) -> replies.ChatReply | replies.TextReply:
+def _reply(worker: Worker, asked: CheckedRequest) -> replies.ChatReply | replies.TextReply:
     assert worker.engine is not None
     return replies.make(asked.request, asked.settings.name, worker.engine.tokenizer)
 
 
-def _echo(worker: Worker, asked: Asked, prompt_ids: list[int]) -> str:
+def _echo(worker: Worker, asked: CheckedRequest, prompt_ids: list[int]) -> str:
     if not replies.echoed(asked.request):
         return ""
     prompt = asked.request.single if isinstance(asked.request, CompletionRequest) else ""

@@ -1,15 +1,21 @@
-"""What clients speak to where there are several replicas: it hands each request to one of them, and streams back."""
+"""A server over several replicas: a front in this process hands each request to one of them and streams back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
+import re
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 
+import uvicorn
+from ray import serve
 from ray.exceptions import RayError, RayTaskError
+from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
@@ -18,16 +24,17 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from specengine.serve.adding import Added
+from specengine.engine import Engine
+from specengine.errors import ReplicaError
+from specengine.protocol.problems import Problem, json_response, of_error
+from specengine.protocol.settings import Settings
+from specengine.replicas import Scale, cluster
 from specengine.serve.app import middleware
 from specengine.serve.guards import HEALTH
-from specengine.serve.metrics import Metrics
-from specengine.serve.problems import Problem, json_response, of_error
-from specengine.serve.replica import Asking, Message
-from specengine.serve.routing import conversation_of
-from specengine.serve.settings import Settings
-from specengine.serve.streaming import sse
-from specengine.serve.worker import MOST_RETRY_SECONDS
+from specengine.serve.metrics import Added, Metrics
+from specengine.serve.replica import ConversationRouter, HttpRequest, Message, Replica, conversation_of
+from specengine.serve.server import LOGGING, limited, open_socket
+from specengine.serve.worker import MAX_RETRY_SECONDS, sse
 
 LOST = "replica_lost"
 RETRY = {"Retry-After": "1"}
@@ -74,7 +81,7 @@ class Front:
         await self._require_ready()
         body = await request.body()
         path = scope["path"]
-        asking = Asking(request.method, path, scope["query_string"], list(request.headers.raw), body)
+        asking = HttpRequest(request.method, path, scope["query_string"], list(request.headers.raw), body)
         began = time.monotonic()
         passing = asyncio.ensure_future(self._passed(asking, send))
         leaving = asyncio.ensure_future(_gone(receive))
@@ -89,7 +96,7 @@ class Front:
         if isinstance(result, Exception):
             raise result
 
-    async def _passed(self, asking: Asking, send: Send) -> None:
+    async def _passed(self, asking: HttpRequest, send: Send) -> None:
         """Pass on the answer of a replica; of another one, where the first ends before it has said any of it."""
         assert self.handle is not None
         conversation = conversation_of(asking.body)
@@ -108,7 +115,7 @@ class Front:
     @property
     def _retry_seconds(self) -> int:
         """When there is likely to be room: what it took, waiting included, to answer those that came of late."""
-        return min(max(math.ceil(self._mean_seconds), 1), MOST_RETRY_SECONDS)
+        return min(max(math.ceil(self._mean_seconds), 1), MAX_RETRY_SECONDS)
 
     async def _require_ready(self) -> None:
         if self.state != "ready":
@@ -169,3 +176,87 @@ def _problem(error: Exception) -> Problem:
     ):
         return Problem(503, "the replica that answered has ended; try again", code=LOST, headers=RETRY)
     return of_error(error)
+
+
+log = logging.getLogger("specengine.serve")
+APPLICATION = "specengine"
+_ERROR = re.compile(r"^(?:[\w.]*\.)?(\w+(?:Error|Exception): .+)$", re.MULTILINE)
+AT_ONCE = 2  # requests that a replica has: the one that it answers and the next; the others wait for whoever is free
+
+
+def run(
+    loader: Callable[[int], Callable[[], Engine]], settings: Settings, scale: Scale, listening: Callable[[str], None]
+) -> None:
+    """Serve until a signal says to stop; ReplicaError where the model cannot be loaded.
+
+    loader: returns the function that loads a replica's engine with so many threads. listening: called with the address
+    before anything is loaded.
+    """
+    opened, address = open_socket(settings)
+    front = Front(settings)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            front.app(),
+            http=limited(settings.request_seconds),
+            log_config=LOGGING,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=max(round(settings.drain_seconds), 1),
+        )
+    )
+    with opened, cluster.running(scale):
+        listening(address)
+        failures: list[str] = []
+        count = cluster.threads(scale)
+
+        def load() -> None:
+            try:
+                front.handle = deploy(loader(count), settings, scale)
+                front.state = "ready"
+                log.info("ready: %d replicas of %d threads", scale.replicas, count)
+            except Exception as error:  # told below
+                front.state = "failed"
+                failures.append(_why(error))
+                server.should_exit = True
+
+        threading.Thread(target=load, name="specengine", daemon=True).start()
+        try:
+            server.run(sockets=[opened])
+        finally:
+            serve.shutdown()
+        if failures:
+            raise ReplicaError(f"the replicas do not start: {failures[0]}")
+
+
+def deploy(load: Callable[[], Engine], settings: Settings, scale: Scale) -> Any:
+    """The handle of replicas that answer; needs a cluster that is joined. Raises what Ray Serve raises."""
+    if scale.most > scale.replicas:
+        target = {"min_replicas": scale.replicas, "max_replicas": scale.most, "target_ongoing_requests": 1}
+        count: dict[str, Any] = {"autoscaling_config": target}
+    else:
+        count = {"num_replicas": scale.replicas}
+    made: Any = serve.deployment(Replica)
+    routing: Any = ConversationRouter
+    replicas = made.options(
+        name="engine",
+        ray_actor_options=cluster.needs(scale),
+        max_ongoing_requests=min(AT_ONCE, 1 + settings.queue),
+        max_queued_requests=settings.queue,
+        health_check_period_s=2,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
+        request_router_config=RequestRouterConfig(request_router_class=routing),
+        **count,
+    )
+    serve.start(proxy_location="Disabled")
+    return serve.run(replicas.bind(load, settings), name=APPLICATION, route_prefix=None)
+
+
+def _why(error: Exception) -> str:
+    """What the last replica said that did not start, as far as Ray Serve kept it."""
+    texts = [str(error)]
+    with contextlib.suppress(Exception):
+        deployments = serve.status().applications[APPLICATION].deployments
+        texts += [deployment.message for deployment in deployments.values()]
+    found = [line for text in texts for line in _ERROR.findall(text)]
+    return found[-1] if found else " ".join(texts[0].split()) or type(error).__name__

@@ -1,10 +1,14 @@
-"""Counters for Prometheus, under vLLM's names with a prefix of our own."""
+"""Counters for Prometheus, under vLLM's names with a prefix of our own, and the sums of those of several replicas."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Iterable, Iterator
 
-from specengine.serve.answers import Answer
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from specengine.protocol.completion import Completion
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -38,7 +42,7 @@ class Metrics:
         self.queued = seconds("request_queue_time", "Spent waiting for the engine")
         self.whole = seconds("e2e_request_latency", "From the request to its last token")
 
-    def count(self, answer: Answer, ended: str, waited: float, whole: float) -> None:
+    def count(self, answer: Completion, ended: str, waited: float, whole: float) -> None:
         """One generation; ended: stop, length or abort; in seconds since the request came."""
         stats = answer.stats
         self.drafts.inc(stats.num_spec_steps - stats.num_plain_steps if stats.draft else 0)
@@ -58,3 +62,43 @@ class Metrics:
     def text(self) -> bytes:
         """Prometheus' text format, version 0.0.4."""
         return generate_latest(self.registry)
+
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class Added:
+    """Sums over replicas; what one of them had counted stays when it has gone, what it was just doing does not."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, list[Metric]] = {}
+        self._gone: set[str] = set()
+
+    def take(self, figures: Iterable[tuple[str, str]]) -> None:
+        """What every replica that is there says now: its name, and Prometheus' text."""
+        now = {name: list(text_string_to_metric_families(text)) for name, text in figures}
+        self._latest |= now
+        self._gone = set(self._latest) - set(now)
+
+    def collect(self) -> Iterator[Metric]:
+        sums: dict[str, tuple[Metric, dict[Key, float]]] = {}
+        for replica, families in self._latest.items():
+            for family in families:
+                if replica in self._gone and family.type == "gauge":
+                    continue
+                made = Metric(family.name, family.documentation, family.type)
+                _, samples = sums.setdefault(family.name, (made, {}))
+                for sample in family.samples:
+                    key = sample.name, tuple(sorted(sample.labels.items()))
+                    created = sample.name.endswith("_created")
+                    known = samples.get(key, float("inf") if created else 0.0)
+                    samples[key] = min(known, sample.value) if created else known + sample.value
+        for metric, samples in sums.values():
+            for (name, labels), value in samples.items():
+                metric.add_sample(name, dict(labels), value)
+            yield metric
+
+    def text(self) -> bytes:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, MutableMapping
+import hashlib
+import json
+import random
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from typing import Any, NamedTuple
 
 from ray import serve
 from ray.serve._private import replica
+from ray.serve.request_router import (
+    LocalityMixin,
+    MultiplexMixin,
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
 
+from specengine.engine import Engine
+from specengine.protocol.problems import Problem
+from specengine.protocol.settings import Settings
 from specengine.replicas import cluster
-from specengine.replicas.recipe import Recipe
 from specengine.serve.app import create_app
+from specengine.serve.guards import parsed
 from specengine.serve.metrics import Metrics
-from specengine.serve.settings import Settings
 from specengine.serve.worker import Worker
 
 Message = MutableMapping[str, Any]
@@ -32,7 +46,7 @@ def _listen_here_alone() -> None:
     serving.add_port_to_grpc_server = opened
 
 
-class Asking(NamedTuple):
+class HttpRequest(NamedTuple):
     """A request whose body has been read."""
 
     method: str
@@ -62,11 +76,11 @@ class Asking(NamedTuple):
 class Replica:
     """A deployment of Ray Serve. Its front has asked for keys and told browsers what they may do."""
 
-    async def __init__(self, recipe: Recipe, settings: Settings) -> None:  # type: ignore[misc]
+    async def __init__(self, load: Callable[[], Engine], settings: Settings) -> None:  # type: ignore[misc]
         """Until the engine is loaded; raises what loading it raises."""
         if cluster.is_alone():
             _listen_here_alone()
-        self._worker = Worker(recipe.load, settings.queue, Metrics())
+        self._worker = Worker(load, settings.queue, Metrics())
         self._app = create_app(
             self._worker, dataclasses.replace(settings, api_keys=(), origins=(), allowed_hosts=("*",))
         )
@@ -78,7 +92,7 @@ class Replica:
             raise self._worker.failure
         self._running: set[asyncio.Task[None]] = set()
 
-    async def ask(self, asking: Asking, conversation: str | None = None) -> AsyncIterator[Message]:
+    async def ask(self, asking: HttpRequest, conversation: str | None = None) -> AsyncIterator[Message]:
         """The application's messages; whoever leaves early is a client that has gone.
 
         conversation: what the router reads.
@@ -110,3 +124,57 @@ class Replica:
         """Called by Ray Serve, which replaces a replica where this raises."""
         if not self._worker.alive:
             raise RuntimeError("the engine's thread has ended")
+
+
+MAX_CONVERSATIONS = 4096
+BEGINNING = 256  # characters of a text without turns
+
+
+def conversation_of(body: bytes) -> str | None:
+    """What the requests of one conversation share, and hardly those of two; None where there is nothing to go by.
+
+    Of messages: those up to the first of the user; of a text or of token ids: the beginning.
+    """
+    try:
+        asked = parsed(body)
+    except Problem:
+        return None
+    if not isinstance(asked, dict):
+        return None
+    messages, beginning = asked.get("messages"), asked.get("prompt")
+    if isinstance(messages, list):
+        users = [place for place, message in enumerate(messages) if _role(message) == "user"]
+        beginning = messages[: users[0] + 1] if users else messages
+    elif beginning is not None:
+        beginning = beginning[:BEGINNING] if isinstance(beginning, str | list) else None
+    return hashlib.sha256(json.dumps(beginning).encode()).hexdigest()[:32] if beginning else None
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+class ConversationRouter(LocalityMixin, MultiplexMixin, RequestRouter):
+    """Where a conversation went last it goes again, as long as that replica takes another request."""
+
+    def initialize_state(self, **options: Any) -> None:
+        self._last: OrderedDict[str, ReplicaID] = OrderedDict()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Ranks: of the first that has a replica with room, the least busy is taken."""
+        last = self._last.get(_conversation(pending_request) or "")
+        same = [replica for replica in candidate_replicas if replica.replica_id == last]
+        return [same, random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        if conversation := _conversation(pending_request):
+            self._last[conversation] = replica_id
+            self._last.move_to_end(conversation)
+            if len(self._last) > MAX_CONVERSATIONS:
+                self._last.popitem(last=False)
+
+
+def _conversation(request: PendingRequest | None) -> str | None:
+    return None if request is None else request.kwargs.get("conversation")

@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
+import json
 import logging
 import math
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from specengine.engine import Engine
+from starlette.requests import Request
+
+from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError, QueueFullError
-from specengine.records import TokenLogprob
+from specengine.protocol.completion import Completion, Piece, found_again
+from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
+from specengine.protocol.problems import Problem, unavailable
 from specengine.request.prompts import longest_token
-from specengine.serve.answers import Answer, found_again
-from specengine.serve.asking import Asked, Limits, Prepared
 from specengine.serve.metrics import Metrics
-from specengine.serve.problems import Problem, unavailable
 from specengine.trace.writer import Texts, cycle_record
 
 log = logging.getLogger("specengine.serve")
-MOST_RETRY_SECONDS = 600
-
-
-class Piece(NamedTuple):
-    """Text of one cycle and the tokens that it committed; prompt tokens for usage on the way.
-
-    extra: fields of the chunk, for those who look at cycles.
-    """
-
-    text: str
-    tokens: list[int]
-    answer: Answer
-    extra: dict[str, Any]
-    logprobs: list[TokenLogprob] | None = None
+MAX_RETRY_SECONDS = 600
 
 
 class Ended(NamedTuple):
     """The end of an answer."""
 
-    answer: Answer
+    answer: Completion
 
 
 class Failed(NamedTuple):
@@ -65,11 +55,11 @@ class Job:
     read_s: seconds that reading took
     """
 
-    asked: Asked
+    asked: CheckedRequest
     deliver: Callable[[Event], None]
     cancelled: bool = False
     came: float = field(default_factory=time.perf_counter)
-    prepared: Prepared | None = None
+    prepared: PreparedRequest | None = None
     quick: bool = True
     read_s: float = 0.0
 
@@ -90,7 +80,7 @@ class Worker:
         self.failed: Callable[[], None] = lambda: None
         self.metrics = metrics
         self.engine: Engine | None = None
-        self.limits: Limits | None = None
+        self.limits: ModelLimits | None = None
         self._load, self._most = load, waiting
         self._jobs: deque[Job] = deque()
         self._job: Job | None = None
@@ -170,7 +160,7 @@ class Worker:
     def retry_seconds(self) -> int:
         """When the queue is likely to have been answered, by what answers took of late."""
         waiting = len(self._jobs) + (self._job is not None)
-        return min(max(math.ceil(self._mean_seconds * max(waiting, 1)), 1), MOST_RETRY_SECONDS)
+        return min(max(math.ceil(self._mean_seconds * max(waiting, 1)), 1), MAX_RETRY_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -232,7 +222,7 @@ class Worker:
             with self._changed:
                 self._changed.notify_all()
 
-    def _prepare(self, engine: Engine, job: Job, limits: Limits) -> Prepared:
+    def _prepare(self, engine: Engine, job: Job, limits: ModelLimits) -> PreparedRequest:
         """Read the request; InputError, or Problem where nobody waits for it any more or its time is over."""
         began = time.perf_counter()
         most = math.inf if job.quick else job.asked.settings.max_seconds
@@ -251,12 +241,20 @@ class Worker:
     def _answer(self, engine: Engine, job: Job, waited: float) -> None:
         began = time.perf_counter()
         longest = None if self.limits is None else self.limits.longest
-        own = Limits(engine.tokenizer, engine.target.max_context, longest)
+        own = ModelLimits(engine.tokenizer, engine.target.max_context, longest)
         prepared = job.prepared or self._prepare(engine, job, own)
         deadline = began + job.asked.settings.max_seconds - (job.read_s if not job.quick else 0.0)
-        generation = job.asked.start(engine, prepared)
+        generation = TextGeneration(
+            engine,
+            prepared.prompt,
+            prepared.options,
+            reuse_cache=True,
+            shown=prepared.shown,
+            constraint=prepared.constraint,
+        )
+        generation.origins = bool(job.asked.request.return_cycles)
         texts = Texts(engine.tokenizer)
-        answer = Answer(generation.stats, generation.prompt)
+        answer = Completion(generation.stats, generation.prompt)
         began = time.perf_counter()
         with contextlib.closing(job.asked.score(engine, generation.prompt)) as scores:
             while not job.cancelled and (rated := next(scores, None)) is not None:
@@ -307,13 +305,13 @@ class Worker:
         self.metrics.running.set(self._job is not None)
 
 
-def _limits(engine: Engine) -> Limits:
+def _limits(engine: Engine) -> ModelLimits:
     """With a tokenizer of its own for the thread that reads: how they treat special tokens is set for each text."""
     tokenizer = copy.deepcopy(engine.tokenizer)
-    return Limits(tokenizer, engine.target.max_context, longest_token(tokenizer))
+    return ModelLimits(tokenizer, engine.target.max_context, longest_token(tokenizer))
 
 
-def _log(answer: Answer, ended: str) -> None:
+def _log(answer: Completion, ended: str) -> None:
     stats = answer.stats
     log.info(
         "%s: %d prompt tokens (%d cached), %d tokens in %.2f s, acceptance length %.2f",
@@ -324,3 +322,53 @@ def _log(answer: Answer, ended: str) -> None:
         stats.elapsed_s,
         stats.mean_acceptance_length,
     )
+
+
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """Nobody waits for this answer any more."""
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def events(worker: Worker, asked: CheckedRequest, request: Request) -> AsyncIterator[Event | None]:
+    """What becomes of a request; None after `ping_seconds` of silence. QueueFullError, ClientGone.
+
+    Leaving it early frees the engine, or the place in the queue.
+    """
+    inbox: asyncio.Queue[Event | ClientGone] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def deliver(event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
+            loop.call_soon_threadsafe(inbox.put_nowait, event)
+
+    job = Job(asked, deliver)
+    worker.submit(job)
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        worker.cancel(job)
+        inbox.put_nowait(ClientGone())
+
+    watching = asyncio.create_task(watch())
+    try:
+        while True:
+            try:
+                event = await asyncio.wait_for(inbox.get(), asked.settings.ping_seconds)
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(event, ClientGone):
+                raise event
+            yield event
+    finally:
+        worker.cancel(job)
+        watching.cancel()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from specengine import Engine
-from specengine.batch import prompts
 from specengine.batch.answering import answer as answer_of
 from specengine.batch.files import Files, beside
+from specengine.batch.lines import Item, read, seed_of
 from specengine.errors import InputError
 from tests.batch import files
 from tests.batch.conftest import Example
@@ -36,7 +36,7 @@ def test_answers_are_the_engines(example: Example) -> None:
     entries, answers = files.read(example.prompts), files.read(example.out)
     assert len(answers) == len(entries)
     for place, (entry, answer) in enumerate(zip(entries[:7], answers, strict=False)):
-        options = {"max_new_tokens": 12, "seed": prompts.seed_of(0, place)}
+        options = {"max_new_tokens": 12, "seed": seed_of(0, place)}
         if place == 0:
             assert (answer["id"], answer["text"]) == (1, engine.generate(entry, **options).text)
         elif place == 1:
@@ -81,7 +81,7 @@ def test_each_place_samples_with_a_seed_of_its_own(example: Example, tmp_path: P
     assert len({tuple(answer) for answer in answers}) == 4
     engine = Engine.from_pretrained(str(example.model))
     for place, answer in enumerate(answers):
-        seed = 7 if place == 3 else prompts.seed_of(4, place)
+        seed = 7 if place == 3 else seed_of(4, place)
         assert engine.generate("tell me", temperature=1, max_new_tokens=12, seed=seed).token_ids == answer
 
 
@@ -117,7 +117,7 @@ def test_openais_form(example: Example, tmp_path: Path) -> None:
 )
 def test_a_request_that_is_refused_is_a_line_of_its_own(tmp_path: Path, change: Any, named: str) -> None:
     pytest.importorskip("pydantic")
-    items = prompts.read(files.write(tmp_path / "in.jsonl", ["fine", {"custom_id": "a", **change}]), {}).items
+    items = read(files.write(tmp_path / "in.jsonl", ["fine", {"custom_id": "a", **change}]), {}).items
     assert items[0].fault is None
     answered = answer_of(None, items[1])  # type: ignore[arg-type]
     assert answered.failed
@@ -223,7 +223,7 @@ def test_other_prompts_and_files_of_others_are_refused(
 
 
 def test_an_engine_that_answers_otherwise_is_refused(tmp_path: Path) -> None:
-    items = [prompts.Item(0, "a", "x", {"seed": 0})]
+    items = [Item(0, "a", "x", {"seed": 0})]
     with Files(tmp_path / "out.jsonl", items, PROVENANCE, SETTINGS) as opened:
         opened.loaded({"device": "one", "dtype": "float32"})
     with (
@@ -265,13 +265,13 @@ def test_a_line_that_cannot_be_taken_is_named(tmp_path: Path, entry: Any, named:
     file = tmp_path / "in.jsonl"
     file.write_text('"fine"\n' + (entry if entry == "{" else json.dumps(entry)) + "\n")
     with pytest.raises(InputError) as error:
-        prompts.read(file, {})
+        read(file, {})
     assert str(error.value).startswith(f"prompts: {file}, line 2")
     assert named in str(error.value)
 
 
 def test_system_messages_stand_before_prompts_and_turns_alone(tmp_path: Path) -> None:
     file = files.write(tmp_path / "in.jsonl", ["a", {"messages": [{"role": "user", "content": "b"}]}, {"prompt": [1]}])
-    found = prompts.read(file, {}, system="be kind").items
+    found = read(file, {}, system="be kind").items
     assert found[0].prompt == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a"}]
     assert (found[1].prompt, found[2].prompt) == ([{"role": "user", "content": "b"}], [1])

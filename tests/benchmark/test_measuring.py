@@ -9,8 +9,8 @@ import pytest
 from specengine.benchmark import measuring
 from specengine.benchmark.answers import Answer, Figures, counted, row
 from specengine.benchmark.measuring import Run, rotated
-from specengine.benchmark.prompts import Workload
 from specengine.benchmark.ways import Way
+from specengine.benchmark.workloads import Workload
 from specengine.engine import Engine
 from tests.engine.engines import engine_of
 from tests.toy import byte_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specengine.benchmark.prompts import Workload, digest, read
+from specengine.benchmark.workloads import Workload, digest, read
 from specengine.cli.prompt_files import read_prompts
 from specengine.errors import InputError
 

@@ -286,7 +286,7 @@ def test_the_report_draws(bench: Bench, tmp_path: Path, capsys: Any) -> None:
 
 
 def test_the_warm_up_is_no_prompt_of_the_sets() -> None:
-    from specengine.benchmark.prompts import read as read_prompts
+    from specengine.benchmark.workloads import read as read_prompts
 
     assert measuring.WARM_UP not in [item.text for item in read_prompts(None)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specengine import Engine
-from specengine.replicas.recipe import Recipe
+from specengine.cli.given import Recipe
 
 DEADLY = "this ends the process"
 

@@ -14,12 +14,10 @@ import httpx
 import uvicorn
 from ray import serve
 
-from specengine.replicas import cluster
-from specengine.replicas.recipe import Recipe
-from specengine.replicas.scale import Scale
-from specengine.serve import scaled
-from specengine.serve.front import Front
-from specengine.serve.settings import Settings
+from specengine.cli.given import Recipe
+from specengine.protocol.settings import Settings
+from specengine.replicas import Scale, cluster
+from specengine.serve.front import Front, deploy
 from tests.serve.served import NAME, until
 
 
@@ -53,7 +51,7 @@ def replicated(model: Path, address: str, replicas: int = 2, **settings: Any) ->
             base = f"http://127.0.0.1:{opened.getsockname()[1]}"
             with httpx.Client(base_url=base, timeout=60) as client:
                 assert client.get("/health").status_code == 503
-                front.handle = scaled.deploy(Recipe(str(model), threads=1), chosen, scale)
+                front.handle = deploy(Recipe(str(model), threads=1).load, chosen, scale)
                 front.state = "ready"
                 yield Replicated(base, front, client)
         finally:

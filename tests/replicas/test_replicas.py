@@ -16,18 +16,16 @@ from ray.exceptions import ActorDiedError
 from starlette.requests import Request
 
 from specengine import Engine
-from specengine.batch import alone, prompts, spread
+from specengine.batch import answering, lines, spread
 from specengine.batch.answering import Answered
+from specengine.cli.given import Recipe
 from specengine.errors import InputError
-from specengine.replicas import cluster
-from specengine.replicas.recipe import Recipe
-from specengine.replicas.scale import Scale
+from specengine.protocol.problems import Problem
+from specengine.protocol.settings import Settings
+from specengine.replicas import Scale, cluster
 from specengine.serve import front, replica
-from specengine.serve.adding import Added
-from specengine.serve.metrics import Metrics
-from specengine.serve.problems import Problem
-from specengine.serve.routing import conversation_of
-from specengine.serve.settings import Settings
+from specengine.serve.metrics import Added, Metrics
+from specengine.serve.replica import conversation_of
 from tests.batch import files
 from tests.replicas.clusters import workers
 from tests.replicas.deadly import DEADLY, Deadly
@@ -45,12 +43,14 @@ CHATS = 100
 def test_a_batch_loses_nothing_to_workers_that_end(model: Path, address: str, tmp_path: Path) -> None:
     """One prompt ends whichever process has it."""
     entries = [*files.lines(20), {"id": "deadly", "prompt": DEADLY}, *files.lines(27)[20:]]
-    items = prompts.read(files.write(tmp_path / "in.jsonl", entries), {"max_new_tokens": 12}).items
-    expected = list(alone.answered(Recipe(str(model)), [item for item in items if item.id != "deadly"], lambda _: None))
+    items = lines.read(files.write(tmp_path / "in.jsonl", entries), {"max_new_tokens": 12}).items
+    expected = list(
+        answering.answered(Recipe(str(model)).load, [item for item in items if item.id != "deadly"], lambda _: None)
+    )
     scale = Scale(2, threads=1, address=address)
     loaded: list[Any] = []
     with cluster.running(scale):
-        spreading = spread.Spread(Deadly(str(model), threads=1), scale, loaded.append)
+        spreading = spread.Spread(Deadly(str(model), threads=1).load, scale, loaded.append)
         found = list(spread.in_order(spreading.answered(items), 0))
     assert [answered.line for answered in found if answered.line["id"] != "deadly"] == [each.line for each in expected]
     assert [answered.place for answered in found] == list(range(len(items)))
@@ -315,7 +315,7 @@ def test_a_cluster_of_this_machine_listens_at_the_loopback_address() -> None:
     psutil = pytest.importorskip("psutil")
     script = (
         "import time; from ray import serve; from specengine.replicas import cluster; "
-        "from specengine.replicas.scale import Scale; from tests.replicas.test_replicas import Quiet\n"
+        "from specengine.replicas import Scale; from tests.replicas.test_replicas import Quiet\n"
         "with cluster.running(Scale(replicas=1, threads=1)):\n"
         "    serve.start(proxy_location='Disabled')\n"
         "    serve.run(serve.deployment(Quiet).bind(), name='quiet', route_prefix=None)\n"

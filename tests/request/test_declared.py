@@ -54,7 +54,7 @@ def test_flags_are_those_of_the_command_line() -> None:
 
 
 def test_fields_are_those_of_requests() -> None:
-    from specengine.serve.requests import ChatRequest, CompletionRequest
+    from specengine.protocol.requests import ChatRequest, CompletionRequest
 
     assert {each.field_name for each in FIELDS.values()} <= set(ChatRequest.model_fields)
     assert {each.field_name for each in FIELDS.values()} <= set(CompletionRequest.model_fields)
@@ -65,7 +65,7 @@ def test_fields_are_those_of_requests() -> None:
 
 
 def test_an_error_names_the_clients_field() -> None:
-    from specengine.serve.problems import of_error
+    from specengine.protocol.problems import of_error
 
     for name, each in declarations().items():
         assert of_error(InputError(f"{name}: got 1")).param == each.field_name
@@ -88,16 +88,16 @@ def test_an_error_names_the_clients_field() -> None:
     ],
 )
 def test_a_field_becomes_its_option(field: str, value: object, expected: dict[str, object]) -> None:
-    from specengine.serve.asking import Asked
-    from specengine.serve.requests import CompletionRequest
-    from specengine.serve.settings import Settings
+    from specengine.protocol.preparing import CheckedRequest
+    from specengine.protocol.requests import CompletionRequest
+    from specengine.protocol.settings import Settings
 
     request = CompletionRequest.model_validate({"prompt": "a", field: value})
-    assert Asked(request, Settings("model")).options == expected
+    assert CheckedRequest(request, Settings("model")).options == expected
 
 
 def test_options_made_of_objects_or_of_the_clock_are_none_of_a_batch_line() -> None:
-    from specengine.batch.prompts import LINE_OPTIONS
+    from specengine.batch.lines import LINE_OPTIONS
 
     others = {name for name in declarations() if name not in LINE_OPTIONS}
     assert others == {

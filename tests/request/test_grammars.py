@@ -17,7 +17,7 @@ from specengine.errors import InputError
 from specengine.ops.select import FREE
 from specengine.ops.tree import TokenTree
 from specengine.request import grammars
-from specengine.request.grammars import MOST_TEXT, Vocabularies, compiled
+from specengine.request.grammars import MAX_TEXT, Vocabularies, compiled
 from tests.engine.engines import PROMPT, engine_of, tokenizer
 from tests.request.schemas import closed
 from tests.toy import POLICIES
@@ -122,7 +122,7 @@ def test_a_constraint_stands_behind_any_beginning_after_the_library_gave_up() ->
 
 
 def test_what_takes_long_to_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MOST_SECONDS", 0.001)
+    monkeypatch.setattr(grammars, "MAX_SECONDS", 0.001)
     slow = {"enum": [f"value {place}" for place in range(9999)]}
     with pytest.raises(InputError, match=r"^json_schema: .*takes more than"):
         compiled("json_schema", slow)
@@ -131,7 +131,7 @@ def test_what_takes_long_to_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("json_schema", {"const": "x" * MOST_TEXT}, "characters, accepted up to"),
+        ("json_schema", {"const": "x" * MAX_TEXT}, "characters, accepted up to"),
         ("json_schema", {"properties": {str(place): {} for place in range(1501)}}, "1501 properties"),
         ("json_schema", {"patternProperties": {str(place): {} for place in range(51)}}, "51 patternProperties"),
         ("grammar", 'start: "a" | b\nb: %json {"patternProperties": {' + '"": {}, ' * 2 + "}}", "is not accepted"),

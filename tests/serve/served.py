@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 
 from specengine import Engine
+from specengine.protocol.settings import Settings
 from specengine.serve.metrics import Metrics
-from specengine.serve.running import Server
-from specengine.serve.settings import Settings
+from specengine.serve.server import Server
 from specengine.serve.worker import Worker
 from tests.engine.engines import engine_of
 from tests.toy import byte_tokenizer

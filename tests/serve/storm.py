@@ -35,7 +35,7 @@ KEY = "right"
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 PROMPTS = ("Hello there", "once upon a time", "Hello there, and once more: hello there")
 TOKENS = 24  # of an answer
-MOST_BODY = 20_000  # bytes, what the server is told to accept
+MAX_BODY = 20_000  # bytes, what the server is told to accept
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Crowd:
                 (right[: chance.randrange(len(right))], {}, 400),
                 (b'{"messages": ' + b"[" * 5000, {}, 400),
                 (json.dumps(self.body("Hello", 0, surprise=1)).encode(), {}, 400),
-                (json.dumps(self.body("Hello" * MOST_BODY, 0)).encode(), {}, 413),
+                (json.dumps(self.body("Hello" * MAX_BODY, 0)).encode(), {}, 413),
                 (json.dumps(self.body("Hello" * 1000, 0)).encode(), {}, 400),
             ]
         )
@@ -239,7 +239,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = [provenance("python -m tests.serve.storm", sys.argv[1:])]
     with tempfile.TemporaryDirectory() as temporary, open(Path(temporary) / "log", "w") as log:
         folder = save(Path(temporary) / "tiny")
-        limits = ["--api-key", KEY, "--max-body-bytes", str(MOST_BODY), "--queue", "32"]
+        limits = ["--api-key", KEY, "--max-body-bytes", str(MAX_BODY), "--queue", "32"]
         port = free_port()
         expected = expected_of(Engine.from_pretrained(str(folder)), TOKENS)
         with running([str(folder), *limits], port=port, log=log) as process:

@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from specengine.serve.answers import found_again
-from specengine.serve.text import StopText
+from specengine.protocol.completion import found_again
+from specengine.protocol.tools import StopText
 from tests.serve.served import CHAT, NAME, TEXT, Served, served, tiny_engine
 
 SAMPLED = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "seed": 5, "frequency_penalty": 0.5}]

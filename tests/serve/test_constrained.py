@@ -11,9 +11,9 @@ from transformers import AddedToken
 pytest.importorskip("llguidance")
 
 from specengine import Engine
+from specengine.protocol.preparing import calls_grammar
+from specengine.protocol.requests import ChatRequest
 from specengine.request.grammars import Vocabularies, compiled
-from specengine.serve.constraints import calls_grammar
-from specengine.serve.requests import ChatRequest
 from tests.engine.engines import engine_of
 from tests.serve.served import CHAT, NAME, TEXT, Served, served, tiny_engine
 from tests.serve.test_answers import chunks

@@ -14,12 +14,11 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from specengine.serve import bodies
-from specengine.serve.bodies import parsed
-from specengine.serve.connections import MOST_HEADER_BYTES
-from specengine.serve.guards import Hosts
-from specengine.serve.problems import Problem
-from specengine.serve.settings import Settings
+from specengine.protocol.problems import Problem
+from specengine.protocol.settings import Settings
+from specengine.serve import guards
+from specengine.serve.guards import Hosts, parsed
+from specengine.serve.server import MAX_HEADER_BYTES
 from tests.serve.served import CHAT, NAME, Served, served, tiny_engine
 
 FEW = CHAT | {"max_tokens": 1}
@@ -148,7 +147,7 @@ def test_a_text_of_brackets_and_quotes_has_few_parts() -> None:
     text = json.dumps({"prompt": '[{"\\' * 100_000 + ","})
     assert parsed(text.encode())["prompt"].count("[") == 100_000
     with pytest.raises(Problem, match="strings, lists and objects"):
-        bodies._require_few(b'["a",' * (bodies.MOST_PARTS + 1))
+        guards._require_few(b'["a",' * (guards.MAX_PARTS + 1))
 
 
 # ---- connections
@@ -190,7 +189,7 @@ def test_a_request_that_is_not_sent_whole_is_given_up(hasty: Served, sent: list[
 def test_headers_have_an_end(hasty: Served) -> None:
     start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     line = b"X-A: " + b"a" * 30_000 + b"\r\n"
-    assert said(hasty, [start, *[line] * (MOST_HEADER_BYTES // 30_000 + 1), b""], 0.02).startswith(b"HTTP/1.1 431 ")
+    assert said(hasty, [start, *[line] * (MAX_HEADER_BYTES // 30_000 + 1), b""], 0.02).startswith(b"HTTP/1.1 431 ")
     assert said(hasty, [start, line, b"Connection: close\r\n\r\n"], 0.02).startswith(b"HTTP/1.1 200 ")
 
 

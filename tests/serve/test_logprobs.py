@@ -7,14 +7,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from specengine.protocol.completion import Completion
+from specengine.protocol.preparing import CheckedRequest
+from specengine.protocol.replies import LEAST, ChatLogprobs, TextLogprobs, TokenTexts
+from specengine.protocol.requests import CompletionRequest
+from specengine.protocol.settings import Settings
 from specengine.records import TokenLogprob
 from specengine.request.text import decoder
-from specengine.serve.answers import Answer
-from specengine.serve.asking import Asked
-from specengine.serve.logprobs import LEAST, ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.serve.metrics import Metrics
-from specengine.serve.requests import CompletionRequest
-from specengine.serve.settings import Settings
 from specengine.serve.worker import Job, Worker
 from tests.request.silent_tokenizers import BEYOND, byte_fallback, byte_level, special, words
 from tests.serve.served import CHAT, NAME, TEXT, Served, tiny_engine
@@ -158,7 +158,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(server: Served, change: dict
 
 def test_a_client_that_goes_away_while_its_prompt_is_scored_frees_the_engine() -> None:
     engine = tiny_engine()
-    asked = Asked(CompletionRequest(prompt=[5] * 240, max_tokens=1, echo=True, logprobs=1), Settings(NAME))
+    asked = CheckedRequest(CompletionRequest(prompt=[5] * 240, max_tokens=1, echo=True, logprobs=1), Settings(NAME))
     delivered: list[Any] = []
     job = Job(asked, delivered.append)
     rate, rated = engine.target.rate, []
@@ -176,7 +176,7 @@ def test_a_client_that_goes_away_while_its_prompt_is_scored_frees_the_engine() -
 
 
 def test_a_prompt_that_was_scored_counts_as_read() -> None:
-    answer = Answer(tiny_engine().generate(PROMPT, max_new_tokens=2).stats, PROMPT)
+    answer = Completion(tiny_engine().generate(PROMPT, max_new_tokens=2).stats, PROMPT)
     answer.stats.num_cached_prompt_tokens = len(PROMPT) - 1
     assert answer.timings["cache_n"] == len(PROMPT) - 1
     answer.prompt_logprobs, answer.scored_s = [TokenLogprob(1, -1.0, [])], 2.0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specengine import Engine
-from specengine.serve import asking
+from specengine.protocol import preparing
 from specengine.trace.records import TracedCycle
 from tests.engine.engines import forced
 from tests.serve.served import CHAT, Served, served, tiny_engine
@@ -169,8 +169,10 @@ def test_the_nodes_on_the_page_are_those_of_the_chunks(chromium: Any, server: Se
 
 @in_a_browser
 def test_text_that_would_be_markup_is_text(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = asking._options
-    monkeypatch.setattr(asking, "_options", lambda request: {**options(request), "logits_processor": [forced(HOSTILE)]})
+    options = preparing._options
+    monkeypatch.setattr(
+        preparing, "_options", lambda request: {**options(request), "logits_processor": [forced(HOSTILE)]}
+    )
     with served(lambda: tiny_engine(draft="ngram")) as server, browsed(chromium, server) as seen:
         seen.limit(len(HOSTILE.encode()))
         seen.ask(HOSTILE)

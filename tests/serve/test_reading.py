@@ -12,11 +12,11 @@ import pytest
 
 from specengine import Engine
 from specengine.errors import InputError
+from specengine.protocol import preparing
+from specengine.protocol.preparing import CheckedRequest
+from specengine.protocol.requests import ChatRequest, CompletionRequest
+from specengine.protocol.settings import Settings
 from specengine.request.prompts import LETTERS, Room, longest_token
-from specengine.serve import asking
-from specengine.serve.asking import Asked
-from specengine.serve.requests import ChatRequest, CompletionRequest
-from specengine.serve.settings import Settings
 from tests.serve.served import CHAT, NAME, TEXT, Gate, Served, served, tiny_engine, until
 from tests.serve.test_requests import TEMPLATE, TOOL, USER, called
 from tests.toy import byte_tokenizer
@@ -168,7 +168,7 @@ def test_a_servers_own_limit_bounds_as_the_context_does() -> None:
 )
 def test_what_takes_long_to_read_is_known(body: dict[str, Any], quick: bool) -> None:
     model = ChatRequest if "messages" in body else CompletionRequest
-    assert Asked(model.model_validate(body), Settings(NAME)).quick == quick
+    assert CheckedRequest(model.model_validate(body), Settings(NAME)).quick == quick
 
 
 # ---- the thread beside
@@ -179,7 +179,7 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reads, self.ended = threading.Event(), threading.Event(), threading.Event()
-        encode = asking.token_ids
+        encode = preparing.token_ids
 
         def held(prompt: Any, tokenizer: Any, **options: Any) -> list[int]:
             if len(str(prompt)) > 250:
@@ -191,8 +191,8 @@ class Slow:
                     self.ended.set()
             return encode(prompt, tokenizer, **options)
 
-        monkeypatch.setattr(asking, "token_ids", held)
-        monkeypatch.setattr(asking, "QUICK_LETTERS", 200)
+        monkeypatch.setattr(preparing, "token_ids", held)
+        monkeypatch.setattr(preparing, "QUICK_LETTERS", 200)
 
 
 LATER = CHAT | {"messages": [{"role": "user", "content": "a" * 220}], "max_tokens": 2}
@@ -235,7 +235,7 @@ def test_reading_has_its_time() -> None:
 
 
 def test_what_is_wrong_with_a_long_request_is_told_and_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "QUICK_LETTERS", 10)
+    monkeypatch.setattr(preparing, "QUICK_LETTERS", 10)
     with served(lambda: tiny_engine(draft="none"), queue=0) as server:
         for _ in range(3):
             answer = server.post(CHAT | {"messages": [{"role": "user", "content": "a" * 400}]})
@@ -256,19 +256,19 @@ def test_the_thread_beside_reads_what_the_one_that_answers_would(monkeypatch: py
             return [(answer.json()["choices"], answer.json()["prompt_token_ids"]) for answer in found]
 
         quickly = answers()
-        monkeypatch.setattr(asking, "QUICK_LETTERS", -1)
+        monkeypatch.setattr(preparing, "QUICK_LETTERS", -1)
         assert answers() == quickly
 
 
 def test_a_prediction_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
-    read = asking.predicted_ids
+    read = preparing.predicted_ids
 
     def counted(text: Any, *more: Any) -> list[int]:
         reads.append(text)
         return read(text, *more)
 
-    monkeypatch.setattr(asking, "predicted_ids", counted)
+    monkeypatch.setattr(preparing, "predicted_ids", counted)
     with served(lambda: tiny_engine(draft="ngram", policy="chain")) as server:
         answer = server.post(FEW | {"prediction": {"type": "content", "content": "expected"}})
         assert sum(answer.json()["usage"]["completion_tokens_details"].values()) == len("expected")

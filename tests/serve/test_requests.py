@@ -10,8 +10,8 @@ import pytest
 
 from specengine import Engine
 from specengine.drafters.ngram import NGram
-from specengine.serve.messages import FunctionCall, is_empty
-from specengine.serve.requests import ChatRequest, CompletionRequest
+from specengine.protocol.messages import FunctionCall, is_empty
+from specengine.protocol.requests import ChatRequest, CompletionRequest
 from tests.backend import target_of
 from tests.engine.engines import engine_of, forced
 from tests.serve.served import CHAT, NAME, TEXT, Served, served, tiny_engine
@@ -337,13 +337,13 @@ def test_without_parallel_calls_an_answer_ends_behind_the_first(
     stream: bool, parallel: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model that calls twice, left free to."""
-    from specengine.serve import asking
+    from specengine.protocol import preparing
 
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     engine = with_tools()
     wanted = engine.tokenizer(f"Well{call}\n{call}", add_special_tokens=False)["input_ids"]
-    start = asking._options
-    monkeypatch.setattr(asking, "_options", lambda request: start(request) | {"logits_processor": [forced(wanted)]})
+    start = preparing._options
+    monkeypatch.setattr(preparing, "_options", lambda request: start(request) | {"logits_processor": [forced(wanted)]})
     asked = CHAT | {"tools": [TOOL], "max_tokens": len(wanted), "stream": stream, "return_token_ids": True}
     if parallel is not None:
         asked["parallel_tool_calls"] = parallel
@@ -363,7 +363,7 @@ def test_without_parallel_calls_an_answer_ends_behind_the_first(
 
 
 def test_several_calls_are_forced_where_the_client_says_so() -> None:
-    from specengine.serve.constraints import calls_grammar
+    from specengine.protocol.preparing import calls_grammar
 
     asked: dict[str, Any] = {"messages": [USER], "tools": [TOOL], "tool_choice": "required"}
     tokenizer = byte_tokenizer(TEMPLATE)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specengine.serve import asking
-from specengine.serve.problems import Problem
-from specengine.serve.tool_formats import Coder, Format, Hermes, Llama, Mistral, ToolCall
-from specengine.serve.tools import ToolReader, format_of, marks
+from specengine.protocol import preparing
+from specengine.protocol.problems import Problem
+from specengine.protocol.tool_formats import Coder, Format, Hermes, Llama, Mistral, ToolCall
+from specengine.protocol.tools import ToolReader, format_of, marks
 from tests import toy
 from tests.engine.engines import forced
 from tests.serve.served import CHAT, served, tiny_engine
@@ -282,8 +282,8 @@ def test_a_server_tells_calls_streamed_or_not(known: Format, monkeypatch: pytest
     wanted = tokenizer(answer, add_special_tokens=False)["input_ids"]
     assert not special or len(wanted) < len(answer)
     options = {"logits_processor": [forced(wanted)]}
-    start = asking._options
-    monkeypatch.setattr(asking, "_options", lambda request: start(request) | options)
+    start = preparing._options
+    monkeypatch.setattr(preparing, "_options", lambda request: start(request) | options)
     asked = CHAT | {"tools": [TOOL], "max_tokens": len(wanted)}
     with served(lambda: engine) as server:
         first = server.post(asked)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specengine.engine import Engine
 from specengine.train.text.conversations import MIN_P, Format, Row, Writer
 from specengine.train.text.corpus import Text
 from specengine.train.text.options import SynthesisOptions
+
+if TYPE_CHECKING:
+    from specengine.engine import Engine
 
 # Whatever the model's own are.
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}

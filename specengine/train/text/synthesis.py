@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.train.text.conversations import Format, Writer, as_turns
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.lockstep import Lockstep
 from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.speculative import Speculative
+
+if TYPE_CHECKING:
+    from specengine.engine import Engine
 
 
 def write_corpus(
@@ -53,14 +55,14 @@ def write_corpus(
     if not form.chat and len(form.before) + 1 >= options.length:
         raise InputError(f"length: got {options.length}, the beginning of a text alone has {len(form.before)} tokens")
     manifest: dict[str, Any] = {"target": name, "prompts": len(given)}
-    if isinstance(source, Engine):
+    if not isinstance(source, PreTrainedModel):
         manifest |= {"vocab_size": source.target.vocab_size, "writer": "engine"}
     else:
         manifest |= {"vocab_size": source.get_input_embeddings().weight.shape[0]}
     settings = {field: value for field, value in asdict(options).items() if field != "tokens"}  # there may be more
     corpus = Corpus.create(folder, manifest | settings)
     writer: Writer
-    if isinstance(source, Engine):
+    if not isinstance(source, PreTrainedModel):
         writer = Speculative(source, form, options)
     else:
         writer = Lockstep(source, form, options, tokenizer)
@@ -81,7 +83,7 @@ def write_corpus(
 
 def stop_tokens(source: PreTrainedModel | Engine, tokenizer: Any) -> frozenset[int]:
     """Tokens that end a sequence, by the model's generation config and the tokenizer."""
-    config = source.target.generation_config if isinstance(source, Engine) else source.generation_config
+    config = source.generation_config if isinstance(source, PreTrainedModel) else source.target.generation_config
     ends = config.eos_token_id if config else None
     ids = [ends] if isinstance(ends, int) else list(ends or [])
     if tokenizer.eos_token_id is not None:

@@ -6,13 +6,13 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from specengine.records import Cycle, Stats, TokenLogprob
 
 
 @dataclass
-class Answer:
+class Completion:
     """Filled while the engine generates.
 
     text       the engine's, a stop string included
@@ -103,6 +103,19 @@ class Answer:
         if not stats.num_plain_steps:
             figures["plain_reason"] = ""
         return {"speculative_decoding": figures | {"acceptance_histogram_by_draft_length": by_length}}
+
+
+class Piece(NamedTuple):
+    """Text of one cycle and the tokens that it committed; prompt tokens for usage on the way.
+
+    extra: fields of the chunk, for those who look at cycles.
+    """
+
+    text: str
+    tokens: list[int]
+    answer: Completion
+    extra: dict[str, Any]
+    logprobs: list[TokenLogprob] | None = None
 
 
 def found_again(predicted: Sequence[int], answer: Sequence[int]) -> int:

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
+from specengine.protocol.messages import Message, require_text_parts, text_of
 from specengine.request.declared import declarations
-from specengine.serve.messages import Message, require_text_parts, text_of
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
-MOST_STOPS, MOST_STOP_LETTERS = 16, 1000
-MOST_LOGPROBS = 20
-MOST_TOKENS = (1 << 63) - 1
+MAX_STOPS, MAX_STOP_LETTERS = 16, 1000
+MAX_LOGPROBS = 20
+MAX_TOKENS = (1 << 63) - 1
 _CONSTRAIN = ("response_format", "structured_outputs")
 _GUIDED = ("json", "regex", "choice", "grammar")
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
@@ -219,10 +219,10 @@ def _declared_fields() -> dict[str, Any]:
     for declared in declarations().values():
         if (own := declared.field) is None or own.written or declared.reader is None:
             continue
-        limits = declared.reader.limits if own.limits is None else own.limits
+        limits: Mapping[str, Any] = declared.reader.limits if own.limits is None else own.limits
         kind: Any = declared.reader.kind
         annotation = kind | None if own.read is None else Annotated[kind | None, AfterValidator(_if_any(own.read))]
-        fields[declared.field_name] = (annotation, Field(None, description=own.about, **limits))  # type: ignore[arg-type]
+        fields[declared.field_name] = (annotation, Field(None, description=own.about, **limits))
     return fields
 
 
@@ -233,13 +233,13 @@ def _if_any(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 Declared: Any = create_model("Declared", __config__=_STRICT, **_declared_fields())
 
 
-class Sampling(Declared, Hints, Neutral):  # type: ignore[misc]
+class Sampling(Declared, Hints, Neutral):
     """Fields of both kinds of request. What is left out is the model's own default."""
 
     model_config = _STRICT
     model: str | None = None
     max_tokens: int | None = Field(
-        None, ge=-1, le=MOST_TOKENS, description="1 or more; -1 is the same as leaving it out"
+        None, ge=-1, le=MAX_TOKENS, description="1 or more; -1 is the same as leaving it out"
     )
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     stop: str | list[str] | None = None
@@ -266,8 +266,8 @@ class Sampling(Declared, Hints, Neutral):  # type: ignore[misc]
     @classmethod
     def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MOST_STOPS or not all(len(text) <= MOST_STOP_LETTERS for text in stops):
-            raise ValueError(f"accepted are up to {MOST_STOPS} strings of up to {MOST_STOP_LETTERS} characters")
+        if len(stops) > MAX_STOPS or not all(len(text) <= MAX_STOP_LETTERS for text in stops):
+            raise ValueError(f"accepted are up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters")
         return stop
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
@@ -320,13 +320,13 @@ class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=-1, le=MOST_TOKENS)
+    max_completion_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
     tools: list[Tool] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call of a tool")
     prediction: Prediction | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     function_call: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="given to the chat template")
     continue_final_message: bool | None = Field(None, description="the answer goes on with the last message")
@@ -395,7 +395,7 @@ class CompletionRequest(Sampling):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool | None = Field(None, description="with logprobs, those of the prompt's tokens too; max_tokens may be 0")
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: Literal[""] | None = None
     add_special_tokens: Literal[True] | None = None
 

@@ -2,22 +2,126 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 import specengine
+from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
+from specengine.protocol.tool_formats import ToolCall
+from specengine.protocol.tools import StopText, ToolReader, format_of, schemas_of
 from specengine.records import TokenLogprob
-from specengine.serve.answers import Answer
-from specengine.serve.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
-from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
-from specengine.serve.text import StopText
-from specengine.serve.tool_formats import ToolCall
-from specengine.serve.tools import ToolReader, format_of, schemas_of
-from specengine.serve.worker import Piece
+from specengine.request.text import Decoder, TextStream, decoder
+
+LEAST = -9999.0  # instead of minus infinity, which JSON has not; as other servers do
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+_SINGLE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenTexts:
+    """What each token writes, a part of a character included; special tokens by their names."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._decoded = Decoder(tokenizer, special=True, clean_up_tokenization_spaces=False)
+        self._known: dict[int, bytes] = {}
+
+    def written(self, token: int) -> bytes:
+        """Nothing where the tokenizer has no text for it."""
+        if token not in self._known:
+            self._known[token] = self._read(token)
+        return self._known[token]
+
+    def _read(self, token: int) -> bytes:
+        once, twice = self._decoded([token]), self._decoded([token, token])
+        text = twice[len(once) :] if twice.startswith(once) else once  # a first token may lose its blank
+        if REPLACEMENT not in text:
+            return text.encode(errors="replace")
+        piece = self._decoded.name(token)
+        if not isinstance(piece, str):
+            return text.encode(errors="replace")
+        if single := _SINGLE.fullmatch(piece):
+            return bytes.fromhex(single[1])
+        if all(letter in _BYTES for letter in piece):
+            return bytes(_BYTES[letter] for letter in piece)
+        return text.encode(errors="replace")
+
+
+class ChatLogprobs:
+    """`choices[].logprobs` of chat."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    def of(self, rated: Iterable[TokenLogprob]) -> dict[str, Any]:
+        content = [
+            self._one(given.token, given.logprob) | {"top_logprobs": [self._one(*likely) for likely in given.top]}
+            for given in rated
+        ]
+        return {"content": content, "refusal": None}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        written = self._texts.written(token)
+        return {"token": written.decode(errors="replace"), "logprob": bounded(logprob), "bytes": list(written)}
+
+
+class TextLogprobs:
+    """`choices[].logprobs` of completions, whose offsets count on from one part of an answer to the next.
+
+    An offset is the place in the text that the answer shows: special tokens, and ids without text, take none.
+    A token that is no whole characters is written as OpenAI does, `bytes:` and its bytes.
+    """
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._stream = TextStream(decoder(texts.tokenizer))
+        self._offset = 0
+
+    def of(self, rated: Sequence[TokenLogprob], first: int | None = None) -> dict[str, Any]:
+        """first: a token before them, of which nothing is known."""
+        tokens = [*([] if first is None else [first]), *(given.token for given in rated)]
+        unknown = [None] * (len(tokens) - len(rated))
+        places = [self._place(token) for token in tokens]
+        if first is not None:  # a prompt; the answer is a text of its own
+            self._offset += len(self._stream.rest)
+            self._stream = TextStream(decoder(self._texts.tokenizer))
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [*unknown, *(bounded(given.logprob) for given in rated)],
+            "top_logprobs": [*unknown, *(self._top(given) for given in rated)],
+            "text_offset": places,
+        }
+
+    def _top(self, given: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, logprob in (*given.top, (given.token, given.logprob)):
+            top.setdefault(self._name(token), bounded(logprob))
+        return top
+
+    def _name(self, token: int) -> str:
+        written = self._texts.written(token)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+
+    def _place(self, token: int) -> int:
+        place = self._offset + len(self._stream.rest.rstrip(REPLACEMENT))  # what may become a character later
+        self._offset += len(self._stream.push([token]))
+        return place
+
+
+def bounded(logprob: float) -> float:
+    return max(logprob, LEAST)
+
 
 Choice = dict[str, Any]
 
@@ -43,18 +147,18 @@ class Reply:
 
     # ---- whole answers
 
-    def whole(self, choice: Choice, answer: Answer) -> dict[str, Any]:
+    def whole(self, choice: Choice, answer: Completion) -> dict[str, Any]:
         return self._envelope(self.kind) | {"choices": [choice], **_figures(answer), "metrics": answer.metrics}
 
     # ---- streams
 
-    def chunk(self, choices: list[Choice], answer: Answer | None = None) -> dict[str, Any]:
+    def chunk(self, choices: list[Choice], answer: Completion | None = None) -> dict[str, Any]:
         """answer: where usage is wanted with every chunk."""
         options = self.request.stream_options
         continuous = options is not None and options.continuous_usage_stats and answer is not None
         return self._envelope(self.chunk_kind) | {"choices": choices} | ({"usage": answer.usage} if continuous else {})  # type: ignore[union-attr]
 
-    def usage_chunk(self, answer: Answer) -> dict[str, Any] | None:
+    def usage_chunk(self, answer: Completion) -> dict[str, Any] | None:
         """The last one, where it was asked for."""
         options = self.request.stream_options
         if options is None or not options.include_usage:
@@ -65,14 +169,14 @@ class Reply:
     def chunk_kind(self) -> str:
         return self.kind
 
-    def begin(self, prompt: str, answer: Answer) -> list[Choice]:
+    def begin(self, prompt: str, answer: Completion) -> list[Choice]:
         """Choices before the first piece; prompt: its text, where it is echoed."""
         raise NotImplementedError
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
         raise NotImplementedError
 
-    def last_deltas(self, answer: Answer) -> Iterator[Choice]:
+    def last_deltas(self, answer: Completion) -> Iterator[Choice]:
         """What was held back, then the choice that says why the answer ended."""
         raise NotImplementedError
 
@@ -113,23 +217,23 @@ class ChatReply(Reply):
     def chunk_kind(self) -> str:
         return "chat.completion.chunk"
 
-    def begin(self, prompt: str, answer: Answer) -> list[Choice]:
+    def begin(self, prompt: str, answer: Completion) -> list[Choice]:
         return [_chat_choice({"role": "assistant", "content": ""})]
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
         told = self._of_tokens(piece.tokens, piece.logprobs)
         yield from self._deltas(self._read(self._stop.push(piece.text)), told)
 
-    def last_deltas(self, answer: Answer) -> Iterator[Choice]:
+    def last_deltas(self, answer: Completion) -> Iterator[Choice]:
         parts = self._read(self._stop.end())
         yield from self._deltas(parts + (self._tools.end() if self._tools else []), {})
         yield _chat_choice({}) | {"finish_reason": self.reason(answer)}
 
-    def reason(self, answer: Answer) -> str:
+    def reason(self, answer: Completion) -> str:
         called = self._tools is not None and self._tools.found and answer.reason == "stop"
         return "tool_calls" if called else str(answer.reason)
 
-    def message(self, answer: Answer) -> Choice:
+    def message(self, answer: Completion) -> Choice:
         parts = self._read(self._stop.push(answer.text))
         parts += self._read(self._stop.end()) + (self._tools.end() if self._tools else [])
         calls = [part for part in parts if isinstance(part, ToolCall)]
@@ -175,7 +279,7 @@ class TextReply(Reply):
         super().__post_init__()
         self._logprobs = TextLogprobs(TokenTexts(self.tokenizer))
 
-    def begin(self, prompt: str, answer: Answer) -> list[Choice]:
+    def begin(self, prompt: str, answer: Completion) -> list[Choice]:
         told: Choice = {}
         if echoed(self.request) and self.request.wanted_logprobs is not None:
             told = {"logprobs": self._logprobs.of(answer.prompt_logprobs, answer.prompt_ids[0])}
@@ -190,10 +294,10 @@ class TextReply(Reply):
         if text or told:
             yield _text_choice(text) | told
 
-    def last_deltas(self, answer: Answer) -> Iterator[Choice]:
+    def last_deltas(self, answer: Completion) -> Iterator[Choice]:
         yield _text_choice(self._stop.end(), answer.reason)
 
-    def message(self, answer: Answer, prompt: str) -> Choice:
+    def message(self, answer: Completion, prompt: str) -> Choice:
         opening = next(iter(self.begin(prompt, answer)), _text_choice(""))
         text = prompt + self._stop.push(answer.text) + self._stop.end()
         told = self._of_tokens(answer.token_ids, answer.logprobs)
@@ -219,5 +323,5 @@ def _text_choice(text: str, reason: str | None = None) -> Choice:
     return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
 
 
-def _figures(answer: Answer) -> dict[str, Any]:
+def _figures(answer: Completion) -> dict[str, Any]:
     return {"usage": answer.usage, "timings": answer.timings}

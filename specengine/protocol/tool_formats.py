@@ -123,7 +123,7 @@ class Mistral(Format):
     openings = ("[TOOL_CALLS]",)
     inner = ("[ARGS]", "[CALL_ID]")
     _NAME = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\][^\s\[\]{}]*)?(?:\[ARGS\])?\s*(?=\{)")
-    _MOST_NAME = 256
+    _MAX_NAME = 256
 
     def read(self, text: str, schemas: Schemas) -> Read | None:
         body = text[len(self.openings[0]) :]
@@ -137,7 +137,7 @@ class Mistral(Format):
             return Read([self._named(call_of(entry)) for entry in loaded(text[begun:end])], end)
         name = self._NAME.match(body)
         if name is None:
-            if "{" not in body and len(body) < self._MOST_NAME:
+            if "{" not in body and len(body) < self._MAX_NAME:
                 return None
             raise ValueError("no name follows")
         start = len(text) - len(body) + name.end()

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from specengine.engine import Engine
+from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError, missing_extra, shown
 from specengine.records import Stats
 
@@ -24,8 +24,8 @@ def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
     try:
         from pydantic import ValidationError
 
-        from specengine.serve.problems import of_validation
-        from specengine.serve.requests import ChatRequest, CompletionRequest
+        from specengine.protocol.problems import of_validation
+        from specengine.protocol.requests import ChatRequest, CompletionRequest
     except ImportError as error:
         raise missing_extra("OpenAI's requests", "serve", error) from error
     url, body = entry.get("url", CHAT), entry["body"]
@@ -54,25 +54,27 @@ def answered(
     defaults: options of Engine.generate, for what the request does not say. `created` is 0: it would differ in every
     run, and so would ids that are drawn.
     """
-    from specengine.serve import replies
-    from specengine.serve.answers import Answer
-    from specengine.serve.asking import Asked, Limits
-    from specengine.serve.problems import Problem
-    from specengine.serve.settings import Settings
+    from specengine.protocol import replies
+    from specengine.protocol.completion import Completion
+    from specengine.protocol.preparing import CheckedRequest, ModelLimits
+    from specengine.protocol.problems import Problem
+    from specengine.protocol.settings import Settings
 
     name = os.path.basename(engine.target.name) or type(engine.target).__name__
     settings = Settings(name or "model", allow_special_text=bool(defaults.get("allow_special_text", True)))
-    asked = Asked(request, settings, {"max_new_tokens": None, **defaults})
+    asked = CheckedRequest(request, settings, {"max_new_tokens": None, **defaults})
     try:
-        prepared = asked.prepare(engine, Limits(engine.tokenizer, engine.target.max_context))
+        prepared = asked.prepare(engine, ModelLimits(engine.tokenizer, engine.target.max_context))
     except Problem as problem:
         raise InputError(str(problem)) from problem
-    generation = asked.start(engine, prepared, reuse_cache=False)
+    generation = TextGeneration(
+        engine, prepared.prompt, prepared.options, shown=prepared.shown, constraint=prepared.constraint
+    )
     for _ in generation:
         pass
     result = generation.result
     assert result is not None
-    answer = Answer(generation.stats, generation.prompt)
+    answer = Completion(generation.stats, generation.prompt)
     answer.text, answer.token_ids, answer.logprobs = result.text, result.token_ids, result.logprobs or []
     answer.reason = "length" if result.finish_reason == "length" else "stop"
     reply = replies.make(request, name, engine.tokenizer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specengine.batch import requests
+from specengine.batch import openai
 from specengine.errors import InputError, shown
 from specengine.files import lines_of
 from specengine.request.declared import declarations
@@ -120,9 +120,9 @@ def _request(place: int, given: Any, entry: dict[str, Any], where: str, options:
     if not isinstance(entry.get("custom_id"), str):
         raise InputError(f"prompts: {where}: custom_id: got {shown(entry.get('custom_id'))}, accepted a string")
     try:
-        url, request = requests.read(entry)
+        url, request = openai.read(entry)
     except InputError as error:
-        return Item(place, given, "", options, url=str(entry.get("url", requests.CHAT)), fault=str(error))
+        return Item(place, given, "", options, url=str(entry.get("url", openai.CHAT)), fault=str(error))
     seed = {} if request.seed is None else {"seed": request.seed}
     return Item(place, given, "", options | seed, url=url, request=request)
 

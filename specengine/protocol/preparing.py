@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specengine.engine import PLAIN, Engine, TextGeneration
 from specengine.errors import InputError
+from specengine.protocol.messages import is_empty
+from specengine.protocol.problems import Problem
+from specengine.protocol.requests import ChatRequest, CompletionRequest, NamedChoice, Sampling, Tool
+from specengine.protocol.settings import Settings
+from specengine.protocol.tool_formats import CLOSING, OPENING, Hermes
+from specengine.protocol.tools import OneCall, ToolReader, format_of, marks, require_written, schemas_of
 from specengine.records import TokenLogprob
 from specengine.request.declared import CONSTRAINTS, declarations
-from specengine.request.grammars import Constraint
+from specengine.request.grammars import WRITTEN, Constraint, compiled
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
 from specengine.request.text import decoder
-from specengine.serve import constraints
-from specengine.serve.problems import Problem
-from specengine.serve.requests import ChatRequest, CompletionRequest, Sampling
-from specengine.serve.settings import Settings
-from specengine.serve.tools import OneCall, ToolReader, format_of, marks, require_written, schemas_of
+
+if TYPE_CHECKING:
+    from specengine.engine import Engine
 
 QUICK_LETTERS, QUICK_MESSAGES = 1 << 15, 200
 
 
-class Limits(NamedTuple):
+class ModelLimits(NamedTuple):
     """Of a loaded model: a tokenizer that the thread which reads may use, and what a prompt can hold.
 
     longest: characters of the longest token, where they are known already
@@ -35,7 +40,7 @@ class Limits(NamedTuple):
     longest: int | None = None
 
 
-class Prepared(NamedTuple):
+class PreparedRequest(NamedTuple):
     """A request of which everything has been read.
 
     shown: special tokens whose text the answer shows
@@ -54,7 +59,7 @@ class Prepared(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckedRequest:
     """One request, its options checked as far as they can be without the model.
 
     defaults: options of Engine.generate, for what the request does not say
@@ -76,7 +81,7 @@ class Asked:
     def names(self) -> dict[str, str]:
         """The client's names of what the engine names otherwise."""
         prompt = "messages" if isinstance(self.request, ChatRequest) else "prompt"
-        return {"prompt": prompt} | constraints.names(self.request)
+        return {"prompt": prompt} | constraint_names(self.request)
 
     @cached_property
     def conversation(self) -> Any:
@@ -127,13 +132,15 @@ class Asked:
         if self.echoes and top is not None:
             yield from engine.score(prompt, top)
 
-    def require_possible(self, limits: Limits) -> None:
+    def require_possible(self, limits: ModelLimits) -> None:
         """Raise InputError for texts that no model of these limits can hold, before anything is read."""
         room = self._room(limits)
         room.require_possible("prompt", self.letters, limits.tokenizer)
         room.require_possible("prediction", len(self.prediction or ""), limits.tokenizer)
 
-    def prepare(self, engine: Engine, limits: Limits, still_wanted: Callable[[], None] = lambda: None) -> Prepared:
+    def prepare(
+        self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None
+    ) -> PreparedRequest:
         """Read everything, which may take seconds unless it is quick; InputError or Problem.
 
         still_wanted: called now and then; what it raises comes out.
@@ -143,7 +150,7 @@ class Asked:
         most = self.settings.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise InputError(f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server")
-        constrained = constraints.options(self.request, tokenizer)
+        constrained = constraint_options(self.request, tokenizer)
         defaults = {name: value for name, value in self.defaults.items() if not (constrained and name in CONSTRAINTS)}
         options = defaults | self.options | constrained
         self._require_known_tokens(engine.target.vocab_size)
@@ -152,7 +159,7 @@ class Asked:
         if self.request.wanted_tokens or "max_new_tokens" not in options:
             options["max_new_tokens"] = self.request.wanted_tokens or min(most for most in maxima if most is not None)
         if self.echoes and options["max_new_tokens"] == 1:
-            options["policy"] = PLAIN  # the draft would read the prompt for one token
+            options["policy"] = "plain"  # the draft would read the prompt for one token
         if self.prediction is not None:
             self._room(limits, still_wanted).require("prediction", [self.prediction], tokenizer)
             options["prediction"] = predicted_ids(self.prediction, tokenizer, engine.target.vocab_size)
@@ -164,20 +171,7 @@ class Asked:
         target = engine.target
         asked = GenerationOptions.of(options, target.generation_config, len(ids), target.max_context)
         still_wanted()
-        return Prepared(ids, asked, shown, engine.constraint(asked))
-
-    def start(self, engine: Engine, prepared: Prepared, *, reuse_cache: bool = True) -> TextGeneration:
-        """The generation, which continues from what the caches hold of the prompt if it may; InputError."""
-        generation = TextGeneration(
-            engine,
-            prepared.prompt,
-            prepared.options,
-            reuse_cache=reuse_cache,
-            shown=prepared.shown,
-            constraint=prepared.constraint,
-        )
-        generation.origins = bool(self.request.return_cycles)
-        return generation
+        return PreparedRequest(ids, asked, shown, engine.constraint(asked))
 
     @property
     def _functions(self) -> list[dict[str, Any]] | None:
@@ -187,11 +181,11 @@ class Asked:
     def _template(self) -> dict[str, Any]:
         return self.request.template_options if isinstance(self.request, ChatRequest) else {}
 
-    def _room(self, limits: Limits, still_wanted: Callable[[], None] = lambda: None) -> Room:
+    def _room(self, limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None) -> Room:
         most = min(limits.max_context, self.settings.max_prompt_tokens or limits.max_context)
         return Room(most, limits.longest, still_wanted)
 
-    def _prompt_ids(self, engine: Engine, limits: Limits, still_wanted: Callable[[], None]) -> list[int]:
+    def _prompt_ids(self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None]) -> list[int]:
         if self._functions:
             format_of(limits.tokenizer)
         if isinstance(self.request, ChatRequest):
@@ -242,3 +236,80 @@ def _options(request: Sampling) -> dict[str, Any]:
     if request.logit_bias:
         options["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in request.logit_bias.items()]
     return options
+
+
+_TAG = re.compile(r"</?\w+>")
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
+    """Of GenerationOptions: what keeps to these fields; Problem where they contradict each other."""
+    asked = request.constraints
+    if len(asked) > 1:
+        name, other = sorted(asked)[:2]
+        raise Problem(400, f"{name}: {other} constrains the answer too; leave one of them out", name)
+    calls = calls_grammar(request, tokenizer) if isinstance(request, ChatRequest) else None
+    if calls is not None and asked:
+        name = next(iter(asked))
+        raise Problem(400, f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out", name)
+    return next(iter(asked.values()), {}) if calls is None else {"grammar": calls}
+
+
+def constraint_names(request: Sampling) -> dict[str, str]:
+    """The client's names of the options that constrain."""
+    field = next(iter(request.constraints), "tools" if isinstance(request, ChatRequest) else "response_format")
+    return dict.fromkeys(("json_schema", "json_object", "grammar"), field)
+
+
+def calls_grammar(request: ChatRequest, tokenizer: Any) -> str | None:
+    """A grammar, as Lark text, of what `tool_choice` and strict tools allow; None where they leave it free.
+
+    In it arguments meet the schema of their tool; of a tool that is not strict, where that schema can be read.
+    `required` is one call, unless the client says that there may be several.
+    """
+    tools, choice = request.tools or [], request.tool_choice
+    if isinstance(choice, NamedChoice):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    elif choice == "none" or (choice != "required" and not any(tool.function.strict for tool in tools)):
+        return None
+    if not isinstance(format_of(tokenizer), Hermes):
+        name = "tool_choice" if choice not in (None, "auto") else "tools"
+        message = f"{name}: calls can be forced, and kept to their schema, where they are written as {Hermes.title}"
+        raise Problem(400, message, name, "unsupported_field")
+    added = tokenizer.get_added_vocab()
+    opening, closing = (tag if tag in added else json.dumps(tag) for tag in (OPENING, CLOSING))
+    rules = [f"body: ({' | '.join(f'call_{index}' for index in range(len(tools)))}) {closing}"]
+    rules += [f"call_{index}: {_call(tool)}" for index, tool in enumerate(tools)]
+    if isinstance(choice, NamedChoice):
+        rules.append(f"start: {opening} body")
+    elif choice == "required":
+        more = f'("\\n" {opening} body)*' if request.parallel_tool_calls else ""
+        rules.append(f"start: {opening} body {more}")
+    elif OPENING in added:
+        others = [token for token in added if _TAG.fullmatch(token) and token not in (OPENING, CLOSING)]
+        written = [token for token in others if token not in tokenizer.all_special_tokens]
+        between = f"(({' | '.join(written)}) TEXT?)*" if written else ""
+        rules += [f"start: (text {opening} body)* text", f"text: TEXT? {between}"]
+        rules.append(f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{OPENING}(.|\\n)*/")
+    else:
+        rules += ["start: (opened body)* TEXT", f"opened[lazy]: TEXT {opening}", "TEXT: /(.|\\n)*/"]
+    return "\n".join(["%llguidance {}", *rules])
+
+
+def _call(tool: Tool) -> str:
+    function = tool.function
+    schema = NO_ARGUMENTS if is_empty(function.parameters) else (function.parameters or {}) | {"type": "object"}
+    if not function.strict and not _readable(schema):
+        schema = {"type": "object"}
+    name = json.dumps(function.name, ensure_ascii=False)
+    head = json.dumps(f'\n{{"name": {name}, "arguments": ', ensure_ascii=False)
+    given = json.dumps(schema | {"x-guidance": WRITTEN})
+    return rf'{head} %json {given} "}}\n"'
+
+
+def _readable(schema: dict[str, Any]) -> bool:
+    try:
+        compiled("json_schema", schema)
+    except InputError:
+        return False
+    return True

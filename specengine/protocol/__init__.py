@@ -1,0 +1,1 @@
+"""OpenAI's protocol, for the server and for batches: requests, answers and errors."""
