@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specengine.cli.arguments.parser import flag
+from specengine.cli.parser import flag
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"help": "default: the embedded model"},

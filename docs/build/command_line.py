@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from specengine.cli.arguments import make_parser
+from specengine.cli.commands import make_parser
 
 
 def listing() -> str:

@@ -13,12 +13,10 @@ from research.ltd.curve import plot
 from research.ltd.options import RECIPES, PolicyOptions, find_recipe
 from research.ltd.outcomes import evenly, hold_back, split
 from research.ltd.training import read_log, require_extra, train_policy
-from specengine.cli.arguments import shared
-from specengine.cli.arguments.option_lists import changes, listing
-from specengine.cli.arguments.parser import add_options
-from specengine.cli.arguments.shared import PROMPT_FORMATS
-from specengine.cli.prompt_files import read_prompts
-from specengine.cli.training_engine import load_engine, question
+from specengine.cli.given import read_prompts
+from specengine.cli.parser import PROMPT_FORMATS, add_options, add_target
+from specengine.cli.train import load_engine, question
+from specengine.cli.train_arguments import changes, listing
 from specengine.costs import PUBLISHED, Costs, find_costs, measured
 from specengine.engine import Engine
 from specengine.errors import InputError
@@ -59,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="trees logged earlier; repeatable, no model",
     )
-    shared.add_target(parser)
+    add_target(parser)
     parser.add_argument("--draft", help="as for generate (default: the target's)")
     parser.add_argument(
         "--lookup",

@@ -57,7 +57,7 @@ def answered(
     from specengine.protocol import replies
     from specengine.protocol.completion import Completion
     from specengine.protocol.preparing import CheckedRequest, ModelLimits
-    from specengine.protocol.problems import Problem
+    from specengine.protocol.problems import RequestError
     from specengine.protocol.settings import Settings
 
     name = os.path.basename(engine.target.name) or type(engine.target).__name__
@@ -65,7 +65,7 @@ def answered(
     asked = CheckedRequest(request, settings, {"max_new_tokens": None, **defaults})
     try:
         prepared = asked.prepare(engine, ModelLimits(engine.tokenizer, engine.target.max_context))
-    except Problem as problem:
+    except RequestError as problem:
         raise InputError(str(problem)) from problem
     generation = TextGeneration(
         engine, prepared.prompt, prepared.options, shown=prepared.shown, constraint=prepared.constraint

@@ -63,19 +63,7 @@ class Spread:
             first = min(missing)
             while self._free and waiting and waiting[0].place < first + AHEAD * self.scale.replicas:
                 self._give(self._free.pop(), waiting.popleft())
-            ready, _ = ray.wait(list(self._under_way), num_returns=1)
-            replica, item = self._under_way.pop(ready[0])
-            try:
-                got = ray.get(ready[0])
-            except ray.exceptions.RayTaskError as error:
-                raise (error.cause if isinstance(error.cause, Exception) else error) from error
-            except ray.exceptions.RayError:
-                self._start()
-                got = self._lost(item)
-                if got is None and item is not None:
-                    waiting.appendleft(item)
-            else:
-                self._free.append(replica)
+            item, got = self._result()
             if item is None:
                 if got is not None:
                     self.loaded(got)
@@ -83,9 +71,28 @@ class Spread:
                     for _ in range(self.scale.replicas - started):
                         self._start()
                     started = self.scale.replicas
-            elif got is not None:
+            elif got is None:
+                waiting.appendleft(item)
+            else:
                 missing.remove(item.place)
                 yield got
+
+    def _result(self) -> tuple[Item | None, Any]:
+        """Wait for one replica; return its item and the answer, or None and its facts after loading.
+
+        The answer or the facts are None where the process has ended and the work is to be tried again.
+        """
+        ready, _ = ray.wait(list(self._under_way), num_returns=1)
+        replica, item = self._under_way.pop(ready[0])
+        try:
+            result = ray.get(ready[0])
+        except ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        except ray.exceptions.RayError:
+            self._start()
+            return item, self._lost(item)
+        self._free.append(replica)
+        return item, result
 
     def _start(self) -> None:
         made: Any = ray.remote(LineReplica)

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from specengine.cli.arguments import make_parser
-from specengine.cli.arguments.shared import RANKS
+from specengine.cli.commands import make_parser
+from specengine.cli.parser import RANKS
 from specengine.cli.terminal import prepare, say, tell
 from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError
 

@@ -21,7 +21,7 @@ from specengine.batch.files import Files, beside
 from specengine.batch.lines import Item
 from specengine.benchmark.provenance import provenance
 from specengine.cli import given
-from specengine.cli.arguments.shared import names_of
+from specengine.cli.parser import names_of
 from specengine.cli.terminal import say
 from specengine.replicas import Scale
 

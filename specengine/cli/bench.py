@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specengine.cli import given
-from specengine.cli.arguments.bench import DEFAULT_WAYS
+from specengine.cli.commands import DEFAULT_WAYS
 from specengine.cli.terminal import say
 from specengine.errors import InputError, require_least
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from specengine.cli import given
-from specengine.cli.arguments.chat import COMMANDS
+from specengine.cli.commands import CHAT_COMMANDS
 from specengine.cli.terminal import say, write
 from specengine.engine import Engine, Session
 from specengine.errors import InputError, SpecEngineError
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _converse(engine: Engine, arguments: argparse.Namespace, trace: TraceWriter | None, *, interactive: bool) -> None:
     session = engine.session(given.messages(arguments))
     if interactive:
-        say(COMMANDS)
+        say(CHAT_COMMANDS)
     for line in _typed_lines() if interactive else _piped_lines():
         if line == "/quit":
             break
@@ -36,9 +36,9 @@ def _converse(engine: Engine, arguments: argparse.Namespace, trace: TraceWriter 
             session = engine.session(given.messages(arguments))
             say("The conversation starts over.")
         elif line == "/help":
-            say(COMMANDS)
+            say(CHAT_COMMANDS)
         elif line.startswith("/") and not line.startswith("//"):
-            say(f"unknown command {line.split()[0]}: {COMMANDS}")
+            say(f"unknown command {line.split()[0]}: {CHAT_COMMANDS}")
         elif line:
             try:
                 _answer(session, line.removeprefix("/"), arguments, trace)
@@ -59,7 +59,7 @@ def _typed_lines() -> Iterator[str]:
             write("\n")
             return
         except KeyboardInterrupt:
-            say(f"\n{COMMANDS}")
+            say(f"\n{CHAT_COMMANDS}")
 
 
 def _piped_lines() -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch
 from specengine import policies
 from specengine.checking import Certificate, certify, huggingface_tokens
 from specengine.cli import given
-from specengine.cli.prompt_files import Turns, read_prompts
+from specengine.cli.given import Turns, read_prompts
 from specengine.cli.terminal import Progress, as_json, say
 from specengine.engine import Engine
 from specengine.errors import InputError

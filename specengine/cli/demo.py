@@ -13,9 +13,9 @@ import torch
 
 from specengine.checking import Flip, flips, huggingface_tokens, near_tie_logits
 from specengine.cli import given
-from specengine.cli.colours import DraftColours, PlainText
+from specengine.cli.generate import DraftColours, PlainText
 from specengine.cli.terminal import say, why_no_colours, write
-from specengine.cli.trees import print_tree
+from specengine.cli.trace import print_tree
 from specengine.costs import interpolated, measured
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from specengine.cli.arguments.parser import flag
+from specengine.benchmark.workloads import entry_of
+from specengine.cli.parser import flag
 from specengine.cli.terminal import say, tell
 from specengine.costs import measured
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.files import MARK
+from specengine.files import MARK, lines_of
 from specengine.options import LoadOptions
 from specengine.records import StreamPiece
 from specengine.request.declared import declarations
@@ -157,3 +159,15 @@ def read_prompt(given: str | None) -> str:
     if given is None:
         raise InputError("prompt: none was given; pass one, or - to read it from standard input")
     return given
+
+
+Turns = Sequence[str]
+
+
+def read_prompts(file: Path) -> Iterator[Turns]:
+    """The user's turns of each conversation in `file`; InputError for what cannot be read as such."""
+    if file.suffix not in (".txt", ".jsonl"):
+        raise InputError(f"prompts: got {file}, accepted a .txt or a .jsonl file")
+    for number, line in enumerate(lines_of(file), start=1):
+        if line.strip():
+            yield [line] if file.suffix == ".txt" else entry_of(line, f"{file}, line {number}")["turns"]

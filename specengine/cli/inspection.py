@@ -20,8 +20,8 @@ from specengine import drafters, ops, policies, registry
 from specengine.checkpoints.agreement import Convention, one_step_agreement
 from specengine.checkpoints.eagle import HeadOptions, head_folder, listed, load_head
 from specengine.cli import given
-from specengine.cli.arguments.option_lists import as_typed
 from specengine.cli.terminal import as_json, say
+from specengine.cli.train_arguments import as_typed
 from specengine.drafters import Drafter
 from specengine.engine import Engine
 from specengine.errors import InputError
@@ -207,13 +207,7 @@ def _counted(backends: dict[str, dict[str, Any]]) -> str:
 
 def _entry(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict) and "about" in value:
-        yield f"  {name:<22}{value['about']}"
-        if value["options"]:
-            yield f"  {'':<22}{_assignments(value['options'])}"
-        for preset, options in value.get("presets", {}).items():
-            yield f"  {'':<22}{name}/{preset}: {_assignments(options) or 'the defaults'}"
-        if value["default policy"]:
-            yield f"  {'':<22}default policy: {_assignments(value['default policy'])}"
+        yield from _part(name, value)
     elif isinstance(value, list):
         for index, line in enumerate(value):
             yield f"  {'' if index else name:<22}{line}"
@@ -227,6 +221,17 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     else:
         words = "not installed" if value is None else ("no", "yes")[value] if isinstance(value, bool) else value
         yield f"  {name:<22}{words}"
+
+
+def _part(name: str, value: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a policy or a draft."""
+    yield f"  {name:<22}{value['about']}"
+    if value["options"]:
+        yield f"  {'':<22}{_assignments(value['options'])}"
+    for preset, options in value.get("presets", {}).items():
+        yield f"  {'':<22}{name}/{preset}: {_assignments(options) or 'the defaults'}"
+    if value["default policy"]:
+        yield f"  {'':<22}default policy: {_assignments(value['default policy'])}"
 
 
 def _assignments(options: dict[str, Any]) -> str:

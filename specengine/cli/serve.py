@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 
 from specengine.cli import given
-from specengine.cli.arguments.shared import names_of
+from specengine.cli.parser import names_of
 from specengine.cli.terminal import say
 from specengine.errors import missing_extra
 from specengine.protocol.settings import Settings, is_loopback

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from specengine.cli.terminal import say
-from specengine.cli.trees import print_line, print_tree
+from specengine.cli.terminal import DRAFTED, FAINT, RESET, say, why_no_colours
 from specengine.errors import InputError, require_suffix
 from specengine.files import atomic
 from specengine.trace import Trace, read_trace
 from specengine.trace.page import page
 from specengine.trace.records import TracedCycle
-from specengine.trace.text import summary
+from specengine.trace.text import MARKS, cycle_lines, summary
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,3 +85,26 @@ def _cycle(traces: Sequence[Trace], arguments: argparse.Namespace) -> _Shown:
 
 def _range(count: int) -> str:
     return f"1 to {count}" if count else "none, there is none"
+
+
+COLOURS = {MARKS["accepted"]: DRAFTED, MARKS["pruned"]: FAINT}
+ASCII = str.maketrans("├└│✓×·", "|`|vx.")
+MARK_COLUMN = 17  # of the lines of a tree
+
+
+def print_tree(cycle: TracedCycle, *, pruned: bool = False) -> None:
+    """A node per line; colours where standard output shows them."""
+    coloured = why_no_colours() is None
+    for line in cycle_lines(cycle, pruned=pruned):
+        print_line(line, coloured=coloured)
+
+
+def print_line(line: str, *, coloured: bool = False) -> None:
+    """A line, in ASCII where the output takes no more, and in the colour of its mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    colour = COLOURS.get(line[MARK_COLUMN : MARK_COLUMN + 1]) if coloured else None
+    try:
+        line.encode(encoding)
+    except UnicodeEncodeError:
+        line = line.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    print(f"{colour}{line}{RESET}" if colour else line)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from specengine.cli.prompt_files import read_prompts
+from specengine.cli.given import read_prompts
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.files import atomic
 from specengine.registry import build
+from specengine.request.prompts import token_ids
+from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
+from specengine.train.classifier.training import train_classifier
+from specengine.train.classifier.trees import collect, questions
 from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.recipes import find_recipe
 from specengine.train.draft.training import train_draft
@@ -68,7 +72,7 @@ def _write_text(engine: Engine, source: Any, folder: Path, options: SynthesisOpt
 
 
 def _load(arguments: argparse.Namespace, *, speculate: bool = False) -> Engine:
-    """With a draft, on the forward that serves, or the target alone as transformers has it."""
+    """Return the engine with its draft on the serving forward, or the target alone as transformers has it."""
     names = ("dtype", "device", "offline", "trust_remote_code")
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     if not speculate:
@@ -77,6 +81,44 @@ def _load(arguments: argparse.Namespace, *, speculate: bool = False) -> Engine:
 
 
 def _name(engine: Engine) -> str:
-    """The target's name as it is recorded, without the folders of this machine."""
+    """Return the target's name to record, without the folders of this machine."""
     name = engine.target.name
     return Path(name).name if Path(name).is_dir() else name
+
+
+def run_classifier(arguments: argparse.Namespace) -> int:
+    which, how = _classifier_options(arguments.kind, dict(arguments.option))
+    corpus = None if arguments.data is None else Corpus.open(arguments.data)
+    turns = [] if arguments.prompts is None else [list(turns) for turns in read_prompts(arguments.prompts)]
+    engine = load_engine(arguments)
+    prompts = [question(engine, conversation[0]) for conversation in turns] if corpus is None else questions(corpus)
+    trees = collect(engine, prompts, arguments.folder / "trees", which, name=_name(engine), progress=say)
+    out = arguments.folder / f"{arguments.kind}.safetensors"
+    print(train_classifier(arguments.kind, trees, out, how, progress=say))
+    return 0
+
+
+def _classifier_options(kind: str, given: dict[str, str]) -> tuple[CollectOptions, ClassifierOptions]:
+    """Split the options between collecting and training; InputError for an unknown one."""
+    collecting = {field.name for field in fields(CollectOptions)}
+    known = collecting | {field.name for field in fields(ClassifierOptions)}
+    for name in given:
+        if name not in known:
+            raise InputError(f"option: unknown option {name!r}, known are {', '.join(sorted(known))}")
+    which = build(CollectOptions, {name: value for name, value in given.items() if name in collecting}, "option")
+    own = {name: value for name, value in given.items() if name not in collecting}
+    return which, build(ClassifierOptions, asdict(SETTINGS[kind]) | own, "option")
+
+
+def load_engine(arguments: argparse.Namespace) -> Engine:
+    """Return the engine with the target and draft of the command line, and the draft's own policy."""
+    names = ("dtype", "device", "offline", "trust_remote_code")
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    lookup = getattr(arguments, "lookup", None)
+    return Engine.from_pretrained(arguments.target, arguments.draft, lookup=lookup, **given)
+
+
+def question(engine: Engine, text: str) -> list[int]:
+    """`text` as a user's turn, in checked token ids."""
+    target = engine.target
+    return token_ids(text, engine.tokenizer, raw=False, vocab_size=target.vocab_size, max_context=target.max_context)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specengine.errors import InputError
 from specengine.protocol.messages import is_empty
-from specengine.protocol.problems import Problem
+from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest, CompletionRequest, NamedChoice, Sampling, Tool
 from specengine.protocol.settings import Settings
 from specengine.protocol.tool_formats import CLOSING, OPENING, Hermes
@@ -91,7 +91,7 @@ class CheckedRequest:
             return [message.for_template() for message in request.messages]
         if isinstance(request, CompletionRequest):
             return request.single
-        raise Problem(400, "neither a chat nor a completion")
+        raise RequestError(400, "neither a chat nor a completion")
 
     @cached_property
     def letters(self) -> int:
@@ -141,7 +141,7 @@ class CheckedRequest:
     def prepare(
         self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None
     ) -> PreparedRequest:
-        """Read everything, which may take seconds unless it is quick; InputError or Problem.
+        """Read everything, which may take seconds unless it is quick; InputError or RequestError.
 
         still_wanted: called now and then; what it raises comes out.
         """
@@ -243,15 +243,17 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 
 def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
-    """Of GenerationOptions: what keeps to these fields; Problem where they contradict each other."""
+    """Of GenerationOptions: what keeps to these fields; RequestError where they contradict each other."""
     asked = request.constraints
     if len(asked) > 1:
         name, other = sorted(asked)[:2]
-        raise Problem(400, f"{name}: {other} constrains the answer too; leave one of them out", name)
+        raise RequestError(400, f"{name}: {other} constrains the answer too; leave one of them out", name)
     calls = calls_grammar(request, tokenizer) if isinstance(request, ChatRequest) else None
     if calls is not None and asked:
         name = next(iter(asked))
-        raise Problem(400, f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out", name)
+        raise RequestError(
+            400, f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out", name
+        )
     return next(iter(asked.values()), {}) if calls is None else {"grammar": calls}
 
 
@@ -275,7 +277,7 @@ def calls_grammar(request: ChatRequest, tokenizer: Any) -> str | None:
     if not isinstance(format_of(tokenizer), Hermes):
         name = "tool_choice" if choice not in (None, "auto") else "tools"
         message = f"{name}: calls can be forced, and kept to their schema, where they are written as {Hermes.title}"
-        raise Problem(400, message, name, "unsupported_field")
+        raise RequestError(400, message, name, "unsupported_field")
     added = tokenizer.get_added_vocab()
     opening, closing = (tag if tag in added else json.dumps(tag) for tag in (OPENING, CLOSING))
     rules = [f"body: ({' | '.join(f'call_{index}' for index in range(len(tools)))}) {closing}"]

@@ -24,7 +24,7 @@ _KINDS = ("str", "int", "float", "bool", "NamedChoice")
 _INNER = re.compile(r"([\w.\[\]]+): ")
 
 
-class Problem(Exception):
+class RequestError(Exception):
     """A request that is refused: HTTP status, message, the field at fault, OpenAI's code."""
 
     def __init__(
@@ -47,9 +47,9 @@ class Problem(Exception):
         return json_response(self.body, self.status, self.headers)
 
 
-def unavailable(state: str) -> Problem:
+def unavailable(state: str) -> RequestError:
     """What a client is told while no answers are begun; state: of the worker."""
-    return Problem(503, _UNAVAILABLE[state], code=state, headers={"Retry-After": "5"})
+    return RequestError(503, _UNAVAILABLE[state], code=state, headers={"Retry-After": "5"})
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -59,29 +59,29 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(json.dumps(body), status, headers, media_type="application/json")
 
 
-def of_error(error: Exception, names: Mapping[str, str] | None = None) -> Problem:
+def of_error(error: Exception, names: Mapping[str, str] | None = None) -> RequestError:
     """What a client is told of an error of the engine; of one that nobody expected, only that it happened.
 
     names: of fields, by the engine's names, where this request calls them otherwise.
     """
-    if isinstance(error, Problem):
+    if isinstance(error, RequestError):
         return error
     if isinstance(error, QueueFullError):
-        return Problem(429, str(error), code="queue_full")
+        return RequestError(429, str(error), code="queue_full")
     if isinstance(error, InputError):
         message = str(error)
         found = _FIELD.match(message)
         if found is None:
-            return Problem(400, message)
+            return RequestError(400, message)
         declared = declarations().get(found[0])
         field = (names or {}).get(found[0], found[0] if declared is None else declared.field_name)
-        return Problem(400, field + message[found.end() :], field)
+        return RequestError(400, field + message[found.end() :], field)
     if isinstance(error, SpecEngineError):
-        return Problem(500, str(error), code=type(error).__name__)
-    return Problem(500, f"the server failed over this request ({type(error).__name__}); its log says where")
+        return RequestError(500, str(error), code=type(error).__name__)
+    return RequestError(500, f"the server failed over this request ({type(error).__name__}); its log says where")
 
 
-def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) -> Problem:
+def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) -> RequestError:
     """The first of pydantic's complaints; accepted: the fields of the request."""
     first = errors[0]
     place = _place(first["loc"], first["type"] == "extra_forbidden")
@@ -89,18 +89,18 @@ def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) 
     if first["type"] == "extra_forbidden":
         name = shown(place)[1:-1]
         known = f", accepted are {', '.join(accepted)}" if len(first["loc"]) <= 2 else ""
-        return Problem(400, f"{name}: unknown, or not supported by this server{known}", name, "unsupported_field")
+        return RequestError(400, f"{name}: unknown, or not supported by this server{known}", name, "unsupported_field")
     if first["type"] == "json_invalid":
-        return Problem(400, f"the body is no JSON ({first.get('ctx', {}).get('error', '')})", code="invalid_json")
+        return RequestError(400, f"the body is no JSON ({first.get('ctx', {}).get('error', '')})", code="invalid_json")
     if first["type"] == "value_error" and not place:
-        return Problem(400, message, message.partition(":")[0])
+        return RequestError(400, message, message.partition(":")[0])
     if not place:
-        return Problem(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+        return RequestError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
     inner = _INNER.match(message) if first["type"] == "value_error" else None
     if inner is not None:  # a check of a whole object names the field within it
         joined = "" if inner[1].startswith("[") else "."
         place, message = f"{place}{joined}{inner[1]}", message[inner.end() :]
-    return Problem(400, f"{place}: {message}", place)
+    return RequestError(400, f"{place}: {message}", place)
 
 
 def _place(parts: Sequence[Any], named: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specengine.protocol.problems import Problem
+from specengine.protocol.problems import RequestError
 from specengine.protocol.tool_formats import FORMATS, Format, Llama, Schemas, ToolCall
 from specengine.request.text import TextStream
 
@@ -71,10 +71,10 @@ _SAID = {
 def format_of(tokenizer: Any) -> Format:
     """How the chat template writes calls: the one way that reads back the call of a conversation that it writes.
 
-    Problem where it does not take tools, or writes calls in a way that is not read here.
+    RequestError where it does not take tools, or writes calls in a way that is not read here.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise Problem(400, "tools: this model has no chat template", "tools", "unsupported_field")
+        raise RequestError(400, "tools: this model has no chat template", "tools", "unsupported_field")
 
     def written(messages: list[dict[str, Any]], tools: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
@@ -84,16 +84,16 @@ def format_of(tokenizer: Any) -> Format:
         called = written([_USER, _SAID], [_TOOL])
     except Exception as error:  # a template raises what it likes
         text = " ".join(str(error).split())
-        raise Problem(400, f"tools: the chat template does not take them ({text:.200})", "tools") from error
+        raise RequestError(400, f"tools: the chat template does not take them ({text:.200})", "tools") from error
     if without == with_tools:
-        raise Problem(400, "tools: this model's chat template does not take them", "tools", "unsupported_field")
+        raise RequestError(400, "tools: this model's chat template does not take them", "tools", "unsupported_field")
     same = next((at for at, (a, b) in enumerate(zip(called, with_tools, strict=False)) if a != b), len(with_tools))
     for known in FORMATS:
         if _reads(known, called[same:], str(tokenizer.get_chat_template(tools=[_TOOL]))):
             return known
     titles = ", ".join(known.title for known in FORMATS)
     message = f"tools: this model's calls are written in another way than those that are read here: {titles}"
-    raise Problem(400, message, "tools", "unsupported_field")
+    raise RequestError(400, message, "tools", "unsupported_field")
 
 
 def _reads(known: Format, text: str, template: str) -> bool:
@@ -113,7 +113,7 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def require_written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-    """Raise Problem for calls of tools, and their results, in a conversation whose template leaves them out."""
+    """Raise RequestError for calls of tools, and their results, in a conversation whose template leaves them out."""
     called = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
     result = next((place for place, message in enumerate(messages) if message["role"] == "tool"), None)
     if (called is None and result is None) or not getattr(tokenizer, "chat_template", None):
@@ -128,13 +128,13 @@ def require_written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools
 
     if called is not None and same([_USER, _SAID], [_USER, {"role": "assistant", "content": ""}]):
         place = f"messages[{called}].tool_calls"
-        raise Problem(400, f"{place}: this model's chat template does not write calls of tools", place)
+        raise RequestError(400, f"{place}: this model's chat template does not write calls of tools", place)
     told = {"role": "tool", "tool_call_id": "callprobe", "name": "probe"}
     if result is not None and same(
         [_USER, _SAID, told | {"content": "one"}], [_USER, _SAID, told | {"content": "two"}]
     ):
         place = f"messages[{result}].role"
-        raise Problem(400, f"{place}: this model's chat template does not write results of tools", place)
+        raise RequestError(400, f"{place}: this model's chat template does not write results of tools", place)
 
 
 def marks(known: Format, tokenizer: Any) -> list[int]:

@@ -75,24 +75,29 @@ class CustomGenerate:
         for name in ("num_beams", "num_return_sequences"):  # before the batch, which transformers makes of them
             if (value := getattr(config, name, None) or 1) > 1:
                 raise InputError(f"{name}: got {value}, accepted 1: only one sequence is supported")
-        if inputs.get("inputs_embeds") is not None:
-            raise InputError("inputs_embeds: not supported, pass input_ids; drafts are made of tokens")
-        if input_ids.shape[0] != 1:
-            raise InputError(f"input_ids: got a batch of {input_ids.shape[0]}, this engine serves one sequence")
-        mask = inputs.get("attention_mask")
-        if mask is not None and not bool(mask.all()):
-            raise InputError("attention_mask: padded prompts are not supported, pass the prompt without padding")
-        positions = inputs.get("position_ids")
-        if positions is not None and positions.flatten().tolist() != list(range(input_ids.shape[1])):
-            raise InputError("position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding")
-        past = inputs.get("past_key_values")
-        if past is not None and (getattr(past, "_is_user_defined", False) or past.get_seq_length()):
-            raise InputError("past_key_values: not supported, the engine has a cache of its own; sessions reuse it")
-        for name, value in inputs.items():
-            if name not in _PREPARED and value is not None:
-                raise InputError(f"{name}: not supported by speculative decoding here")
+        _check_inputs(input_ids, inputs)
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
             if getattr(config, name, None):
                 raise InputError(f"{name}: not supported by speculative decoding here")
         if config.prompt_lookup_num_tokens:
             raise InputError("prompt_lookup_num_tokens: the engine drafts; load it with draft='ngram' for that")
+
+
+def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
+    """Raise InputError for model inputs other than one sequence of token ids without padding."""
+    if inputs.get("inputs_embeds") is not None:
+        raise InputError("inputs_embeds: not supported, pass input_ids; drafts are made of tokens")
+    if input_ids.shape[0] != 1:
+        raise InputError(f"input_ids: got a batch of {input_ids.shape[0]}, this engine serves one sequence")
+    mask = inputs.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise InputError("attention_mask: padded prompts are not supported, pass the prompt without padding")
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.flatten().tolist() != list(range(input_ids.shape[1])):
+        raise InputError("position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding")
+    past = inputs.get("past_key_values")
+    if past is not None and (getattr(past, "_is_user_defined", False) or past.get_seq_length()):
+        raise InputError("past_key_values: not supported, the engine has a cache of its own; sessions reuse it")
+    for name, value in inputs.items():
+        if name not in _PREPARED and value is not None:
+            raise InputError(f"{name}: not supported by speculative decoding here")

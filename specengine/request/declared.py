@@ -250,7 +250,7 @@ class DeclaredOptions:
     temperature: float | None = option(
         number(0, math.inf, "0 (greedy) or more"),
         neutral=(0, 1),
-        flag="0 is greedy, above 0 samples, as top-k, top-p and min-p do (default: the model's)",
+        flag="0 is greedy, above 0 samples; top-k, top-p and min-p sample too (default: the model's)",
         field=RequestField(),
     )
     """0 means greedy, and so does less than 1e-5"""
@@ -286,7 +286,7 @@ class DeclaredOptions:
 
     repetition_penalty: float | None = option(
         number(MIN_PENALTY, math.inf, f"above 0, {MIN_PENALTY:g} to {MAX_NUMBER:g}"),
-        flag="as in transformers; 1 is none",
+        flag="penalty on tokens that occurred before, as in transformers; 1 is none",
         field=RequestField(limits={"ge": 0.01, "le": 100}),
     )
     """as in transformers"""
@@ -294,7 +294,7 @@ class DeclaredOptions:
     presence_penalty: float = option(
         number(-math.inf, math.inf, "a finite number"),
         default=0.0,
-        flag="subtracted from the logit of each token generated before",
+        flag="subtract this from the logit of every token generated before",
         field=RequestField(limits={"ge": -2, "le": 2}),
     )
     """the OpenAI definition: over generated tokens only"""
@@ -302,14 +302,14 @@ class DeclaredOptions:
     frequency_penalty: float = option(
         number(-math.inf, math.inf, "a finite number"),
         default=0.0,
-        flag="subtracted once per occurrence among the generated tokens",
+        flag="subtract this from a token's logit once per occurrence in the answer",
         field=RequestField(limits={"ge": -2, "le": 2}),
     )
     """the OpenAI definition: over generated tokens only"""
 
     no_repeat_ngram_size: int | None = option(
         whole(0),
-        flag="no sequence of this many tokens occurs twice",
+        flag="let no sequence of this many tokens occur twice",
         field=RequestField(limits={"ge": 0, "le": 1 << 20}),
     )
     """as in transformers"""
@@ -328,7 +328,7 @@ class DeclaredOptions:
 
     seed: int | None = option(
         whole(0, (1 << 64) - 1),
-        flag="of the sampling noise; the same seed gives the same answer with any draft and policy",
+        flag="seed of the sampling noise; it gives the same answer with any draft and policy",
         field=RequestField(
             about="-1 is the same as leaving it out", limits={"ge": -1, "lt": 1 << 64}, read=_unless(-1)
         ),
@@ -339,7 +339,7 @@ class DeclaredOptions:
     coupled: bool = option(
         TRUTH,
         default=True,
-        flag="let drafts of sampled text know the noise of the draws; changes how many are right, and no answer",
+        flag="let the draft of a sampled answer know the sampling noise; changes how many are accepted, not the answer",
     )
     """when sampling: drafts know the noise that the seed gives, so that they guess the draw itself. Never changes the
     answer; False for trees that do not depend on it, as the papers have them"""
@@ -379,7 +379,7 @@ class DeclaredOptions:
     allow_special_text: bool = option(
         TRUTH,
         default=True,
-        flag="read the text of special tokens in a prompt as those tokens, as transformers does; without, as text",
+        flag="read the text of special tokens in a prompt as those tokens, as transformers does (default), or as text",
         field=RequestField(written=True),
     )
     """the text of a special token in a prompt or a message is that token, as transformers reads it: a user who writes

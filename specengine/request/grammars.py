@@ -92,19 +92,24 @@ def _text_of(field: str, given: Any) -> str:
         raise InputError(f"{field}: got {len(given)} characters, accepted up to {MAX_TEXT}")
     try:
         given.encode()
-        if field == "grammar":
-            for found in _EMBEDDED.finditer(given):
-                _check_size(field, [json.JSONDecoder().raw_decode(given, found.end())[0]])
-            return given
-        schema = json.loads(given)
-        _check_size(field, [schema])
-        return json.dumps(schema, allow_nan=False)
+        return _sized(field, given)
     except UnicodeEncodeError as error:
         raise InputError(f"{field}: character {error.start} is no Unicode text") from error
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
         raise refused(field, str(error)) from error
+
+
+def _sized(field: str, text: str) -> str:
+    """Return the grammar, or the schema as JSON text, after the size of its schemas is checked."""
+    if field == "grammar":
+        for embedded in _EMBEDDED.finditer(text):
+            _check_size(field, [json.JSONDecoder().raw_decode(text, embedded.end())[0]])
+        return text
+    schema = json.loads(text)
+    _check_size(field, [schema])
+    return json.dumps(schema, allow_nan=False)
 
 
 def _check_size(field: str, parts: list[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,15 +18,16 @@ from starlette.responses import Response, StreamingResponse
 import specengine
 from specengine.errors import SpecEngineError, shown
 from specengine.protocol import replies
+from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.preparing import CheckedRequest
-from specengine.protocol.problems import Problem, json_response, of_error, of_validation, unavailable
+from specengine.protocol.problems import RequestError, json_response, of_error, of_validation, unavailable
 from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.protocol.settings import Settings
 from specengine.request.text import decoder
 from specengine.serve import shapes
 from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Hosts, Keys
 from specengine.serve.static import add_page
-from specengine.serve.worker import DONE, PING, ClientGone, Ended, Failed, Piece, Worker, events, sse
+from specengine.serve.worker import DONE, PING, ClientGoneError, Ended, Failed, Worker, events, sse
 
 CLIENT_CLOSED_REQUEST = 499
 _EVENTS = "text/event-stream"
@@ -76,15 +77,15 @@ def middleware(settings: Settings, failed: Any) -> list[Middleware]:
 
 
 def _tell_problems(app: FastAPI, worker: Worker) -> None:
-    def told(problem: Problem, request: Request) -> Response:
+    def told(problem: RequestError, request: Request) -> Response:
         if request.url.path not in HEALTH:  # who asks whether requests are taken has made none
             worker.metrics.failed.labels(problem.status).inc()
         if problem.status == 429:
             problem.headers["Retry-After"] = str(worker.retry_seconds)
         return problem.response()
 
-    @app.exception_handler(Problem)
-    async def _problem(request: Request, error: Problem) -> Response:
+    @app.exception_handler(RequestError)
+    async def _problem(request: Request, error: RequestError) -> Response:
         return told(error, request)
 
     @app.exception_handler(RequestValidationError)
@@ -94,12 +95,12 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, Problem):  # of a body, which FastAPI puts another error around
+        if isinstance(error.__cause__, RequestError):  # of a body, which FastAPI puts another error around
             return told(error.__cause__, request)
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path:.100} is not here; there are {', '.join(_routes(app))}"
-        return told(Problem(error.status_code, message, headers=error.headers), request)
+        return told(RequestError(error.status_code, message, headers=error.headers), request)
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> Response:
@@ -157,7 +158,7 @@ def _openai(app: FastAPI, worker: Worker, settings: Settings) -> None:
             made = CheckedRequest(asked, settings)
             names = made.names
             return await _answered(worker, made, request)
-        except ClientGone:
+        except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except SpecEngineError as error:
             raise of_error(error, names) from error
@@ -205,7 +206,7 @@ async def _whole(worker: Worker, asked: CheckedRequest, coming: AsyncIterator[An
             if asked.request.return_token_ids:
                 body["prompt_token_ids"] = event.answer.prompt_ids
             return json_response(body)
-    raise ClientGone
+    raise ClientGoneError
 
 
 async def _stream(
@@ -224,34 +225,51 @@ async def _stream(
                 return
             elif not begun:
                 begun = True
-                for choice in reply.begin(_echo(worker, asked, event.answer.prompt_ids), event.answer):
-                    chunk = reply.chunk([choice], event.answer)
-                    if asked.request.return_token_ids:
-                        chunk["prompt_token_ids"] = event.answer.prompt_ids
+                for chunk in _first_chunks(worker, asked, reply, event.answer):
                     yield sse(chunk)
                 continue
             elif isinstance(event, Piece):
-                extra = event.extra
-                for choice in reply.deltas(event):
-                    yield sse(reply.chunk([choice], event.answer) | extra)
-                    extra = {}
-                if extra:
-                    yield sse(reply.chunk([], event.answer) | extra)
+                for chunk in _piece_chunks(reply, event):
+                    yield sse(chunk)
             elif isinstance(event, Ended):
-                choices = list(reply.last_deltas(event.answer))
-                for choice in choices[:-1]:
-                    yield sse(reply.chunk([choice], event.answer))
-                yield sse(reply.chunk(choices[-1:], event.answer) | {"timings": event.answer.timings})
-                usage = reply.usage_chunk(event.answer)
-                if usage is not None:
-                    yield sse(usage)
+                for chunk in _last_chunks(reply, event.answer):
+                    yield sse(chunk)
                 yield DONE
                 return
             event = await anext(coming)
-    except ClientGone:
+    except ClientGoneError:
         return
     finally:
         await coming.aclose()  # type: ignore[attr-defined]
+
+
+def _first_chunks(
+    worker: Worker, asked: CheckedRequest, reply: replies.Reply, answer: Completion
+) -> Iterator[dict[str, Any]]:
+    for choice in reply.begin(_echo(worker, asked, answer.prompt_ids), answer):
+        chunk = reply.chunk([choice], answer)
+        if asked.request.return_token_ids:
+            chunk["prompt_token_ids"] = answer.prompt_ids
+        yield chunk
+
+
+def _piece_chunks(reply: replies.Reply, piece: Piece) -> Iterator[dict[str, Any]]:
+    extra = piece.extra
+    for choice in reply.deltas(piece):
+        yield reply.chunk([choice], piece.answer) | extra
+        extra = {}
+    if extra:
+        yield reply.chunk([], piece.answer) | extra
+
+
+def _last_chunks(reply: replies.Reply, answer: Completion) -> Iterator[dict[str, Any]]:
+    choices = list(reply.last_deltas(answer))
+    for choice in choices[:-1]:
+        yield reply.chunk([choice], answer)
+    yield reply.chunk(choices[-1:], answer) | {"timings": answer.timings}
+    usage = reply.usage_chunk(answer)
+    if usage is not None:
+        yield usage
 
 
 def _reply(worker: Worker, asked: CheckedRequest) -> replies.ChatReply | replies.TextReply:
@@ -275,4 +293,4 @@ def _require_ready(worker: Worker) -> None:
 def _require_model(name: str, settings: Settings) -> None:
     if name != settings.name:
         message = f"model: {shown(name)} is not here, accepted is {settings.name!r}"
-        raise Problem(404, message, "model", "model_not_found")
+        raise RequestError(404, message, "model", "model_not_found")

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from specengine.engine import Engine
 from specengine.errors import ReplicaError
-from specengine.protocol.problems import Problem, json_response, of_error
+from specengine.protocol.problems import RequestError, json_response, of_error
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
 from specengine.serve.app import middleware
@@ -58,7 +58,7 @@ class Front:
         return Starlette(
             routes=routes,
             middleware=middleware(self._settings, self._own.failed),
-            exception_handlers={Problem: self._told, Exception: self._told},
+            exception_handlers={RequestError: self._told, Exception: self._told},
         )
 
     async def _health(self, request: Request) -> Response:
@@ -108,7 +108,7 @@ class Front:
             except asyncio.CancelledError:
                 coming.cancel()
                 raise
-            except Problem as problem:
+            except RequestError as problem:
                 if last or problem.code != LOST:
                     raise
 
@@ -120,10 +120,10 @@ class Front:
     async def _require_ready(self) -> None:
         if self.state != "ready":
             message = "the model is being loaded" if self.state == "loading" else "the model could not be loaded"
-            raise Problem(503, message, code=self.state, headers={"Retry-After": "5"})
+            raise RequestError(503, message, code=self.state, headers={"Retry-After": "5"})
 
     async def _told(self, request: Request, error: Any) -> Response:
-        problem = error if isinstance(error, Problem) else _problem(error)
+        problem = error if isinstance(error, RequestError) else _problem(error)
         if problem.status == 429:
             problem.headers["Retry-After"] = str(self._retry_seconds)
         if request.url.path not in HEALTH:
@@ -132,7 +132,7 @@ class Front:
 
 
 async def _pass(coming: AsyncIterator[Message], send: Send) -> None:
-    """Send what a replica says; Problem where it ends before it has said any of its answer.
+    """Send what a replica says; RequestError where it ends before it has said any of its answer.
 
     A status is sent with what comes behind it: a replica that ends between the two has not answered.
     """
@@ -166,15 +166,15 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _problem(error: Exception) -> Problem:
+def _problem(error: Exception) -> RequestError:
     if isinstance(error, BackPressureError):
-        return Problem(
+        return RequestError(
             429, "as many requests wait as may; Retry-After says when to try again", code="queue_full", headers=RETRY
         )
     if isinstance(error, DeploymentUnavailableError) or (
         isinstance(error, RayError) and not isinstance(error, RayTaskError)
     ):
-        return Problem(503, "the replica that answered has ended; try again", code=LOST, headers=RETRY)
+        return RequestError(503, "the replica that answered has ended; try again", code=LOST, headers=RETRY)
     return of_error(error)
 
 

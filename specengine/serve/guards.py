@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specengine.errors import shown
-from specengine.protocol.problems import Problem
+from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import is_loopback
 from specengine.serve.static import FILES
 
@@ -35,7 +35,7 @@ class Hosts:
         other = next((host for host in given if not self._knows(_name(host))), None)
         if other is not None:
             message = f"host: got {shown(other)}, which is not a name of this server; --allowed-host makes it one"
-            problem = Problem(403, message, "host", "host_not_allowed")
+            problem = RequestError(403, message, "host", "host_not_allowed")
             self.failed.labels(problem.status).inc()
             await problem.response()(scope, receive, send)
             return
@@ -65,7 +65,7 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in WITHOUT_KEY and not self._allows(Headers(scope=scope)):
             message = "a key is needed, as Authorization: Bearer KEY"
-            problem = Problem(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            problem = RequestError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             self.failed.labels(problem.status).inc()
             await problem.response()(scope, receive, send)
             return
@@ -105,9 +105,9 @@ class BodyLimit:
         await self.app(scope, counted, send)
 
     @property
-    def too_large(self) -> Problem:
+    def too_large(self) -> RequestError:
         message = f"the body is larger than the {self.most} bytes that are accepted"
-        return Problem(413, message, code="body_too_large", headers={"Connection": "close"})
+        return RequestError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
 FEW = 1 << 16  # bytes that are parsed without a look at them
@@ -117,12 +117,12 @@ _PACKED = (b"\x1f\x8b", b"\x78\x9c", b"\x28\xb5\x2f\xfd")  # how gzip, zlib and 
 
 
 def parsed(body: bytes, encoding: str = "") -> Any:
-    """The value of a JSON text; Problem that says why it is none, or is not read.
+    """The value of a JSON text; RequestError that says why it is none, or is not read.
 
     encoding: the header Content-Encoding
     """
     if encoding.strip().lower() not in ("", "identity"):
-        raise Problem(415, f"content-encoding: got {encoding:.60}, accepted is a body that is not compressed")
+        raise RequestError(415, f"content-encoding: got {encoding:.60}, accepted is a body that is not compressed")
     if len(body) > FEW:
         _require_few(body)
     try:
@@ -140,12 +140,12 @@ def parsed(body: bytes, encoding: str = "") -> Any:
         raise _no_json("a number has too many digits") from error
 
 
-def _no_json(why: str) -> Problem:
-    return Problem(400, f"the body is no JSON that is read here ({why})", code="invalid_json")
+def _no_json(why: str) -> RequestError:
+    return RequestError(400, f"the body is no JSON that is read here ({why})", code="invalid_json")
 
 
 def _require_few(body: bytes) -> None:
-    """Raise Problem for a text of so many parts that parsing it takes everybody's time."""
+    """Raise RequestError for a text of so many parts that parsing it takes everybody's time."""
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = plain.count(b'"') // 2
     if strings <= MAX_PARTS:
@@ -155,7 +155,7 @@ def _require_few(body: bytes) -> None:
         parts, values = strings, 0
     for count, most, name in ((parts, MAX_PARTS, "strings, lists and objects"), (values, MAX_VALUES, "values")):
         if count > most:
-            raise Problem(400, f"the body has {count} {name}, accepted at most {most}", code="body_too_large")
+            raise RequestError(400, f"the body has {count} {name}, accepted at most {most}", code="body_too_large")
 
 
 class _ParsedRequest(Request):

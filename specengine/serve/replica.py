@@ -23,7 +23,7 @@ from ray.serve.request_router import (
 )
 
 from specengine.engine import Engine
-from specengine.protocol.problems import Problem
+from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings
 from specengine.replicas import cluster
 from specengine.serve.app import create_app
@@ -137,7 +137,7 @@ def conversation_of(body: bytes) -> str | None:
     """
     try:
         asked = parsed(body)
-    except Problem:
+    except RequestError:
         return None
     if not isinstance(asked, dict):
         return None

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.protocol.problems import Problem
+from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings
 from specengine.serve.app import create_app
 from specengine.serve.metrics import Metrics
@@ -25,67 +25,71 @@ from specengine.serve.worker import Worker
 MAX_HEADER_BYTES = 1 << 16
 
 
-def limited(seconds: float) -> type[Any]:
-    """uvicorn's protocol, in which a whole request comes within so many seconds.
+_Protocol: Any = AutoHTTPProtocol
 
-    Headers of more than MAX_HEADER_BYTES are told 431, what takes longer 408; then the connection is closed.
-    """
-    base: Any = AutoHTTPProtocol
 
-    class Limited(base):
-        _timer: Any = None
-        _head = 0  # bytes of a request whose headers have not ended
+class _Limited(_Protocol):
+    seconds: float
+    _timer: Any = None
+    _head = 0  # bytes of a request whose headers have not ended
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before, of_a_body = self.cycle, self._body_comes
+        super().data_received(data)
+        if self.cycle is not before:
+            self._head = 0
+        elif not of_a_body:
+            self._head += len(data)
+        if self._head > MAX_HEADER_BYTES:
+            self._refuse(431, f"the headers are larger than the {MAX_HEADER_BYTES} bytes that are accepted")
+        elif self._head or self._body_comes:
             self._wait()
-
-        def connection_lost(self, exc: Exception | None) -> None:
+        else:
             self._ended()
-            super().connection_lost(exc)
 
-        def data_received(self, data: bytes) -> None:
-            before, of_a_body = self.cycle, self._body_comes
-            super().data_received(data)
-            if self.cycle is not before:
-                self._head = 0
-            elif not of_a_body:
-                self._head += len(data)
-            if self._head > MAX_HEADER_BYTES:
-                self._refuse(431, f"the headers are larger than the {MAX_HEADER_BYTES} bytes that are accepted")
-            elif self._head or self._body_comes:
-                self._wait()
-            else:
-                self._ended()
+    @property
+    def _body_comes(self) -> bool:
+        return self.cycle is not None and bool(self.cycle.more_body)
 
-        @property
-        def _body_comes(self) -> bool:
-            return self.cycle is not None and bool(self.cycle.more_body)
+    def _wait(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self._too_late)
 
-        def _wait(self) -> None:
-            if self._timer is None:
-                self._timer = self.loop.call_later(seconds, self._too_late)
+    def _ended(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-        def _ended(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+    def _too_late(self) -> None:
+        self._refuse(408, f"the request was not whole within {self.seconds:g} s")
 
-        def _too_late(self) -> None:
-            self._refuse(408, f"the request was not whole within {seconds:g} s")
+    def _refuse(self, status: int, message: str) -> None:
+        """Say so where no answer has begun, and close."""
+        self._ended()
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = json.dumps(RequestError(status, message).body).encode()
+            head = f"HTTP/1.1 {status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            self.transport.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
+        self.transport.close()
 
-        def _refuse(self, status: int, message: str) -> None:
-            """Say so where no answer has begun, and close."""
-            self._ended()
-            if self.transport.is_closing():
-                return
-            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-                body = json.dumps(Problem(status, message).body).encode()
-                head = f"HTTP/1.1 {status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-                self.transport.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
-            self.transport.close()
 
-    return Limited
+def limited(seconds: float) -> type[Any]:
+    """Return uvicorn's protocol with a limit of `seconds` for a whole request to come.
+
+    It answers headers of more than MAX_HEADER_BYTES with 431, and a slower request with 408; then it closes the
+    connection.
+    """
+    return type("Limited", (_Limited,), {"seconds": seconds})
 
 
 _FORMAT = {"format": "%(asctime)s %(levelname)s %(message)s"}

@@ -22,7 +22,7 @@ from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError, QueueFullError
 from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
-from specengine.protocol.problems import Problem, unavailable
+from specengine.protocol.problems import RequestError, unavailable
 from specengine.request.prompts import longest_token
 from specengine.serve.metrics import Metrics
 from specengine.trace.writer import Texts, cycle_record
@@ -223,7 +223,7 @@ class Worker:
                 self._changed.notify_all()
 
     def _prepare(self, engine: Engine, job: Job, limits: ModelLimits) -> PreparedRequest:
-        """Read the request; InputError, or Problem where nobody waits for it any more or its time is over."""
+        """Read the request; InputError, or RequestError where nobody waits for it any more or its time is over."""
         began = time.perf_counter()
         most = math.inf if job.quick else job.asked.settings.max_seconds
 
@@ -231,7 +231,7 @@ class Worker:
             if job.cancelled or self._stopping:
                 raise unavailable("stopping")
             if time.perf_counter() - began > most:
-                raise Problem(503, f"reading the request takes longer than {most:g} s", code="timeout")
+                raise RequestError(503, f"reading the request takes longer than {most:g} s", code="timeout")
 
         prepared = job.asked.prepare(engine, limits, still_wanted)
         job.read_s = time.perf_counter() - began
@@ -255,14 +255,7 @@ class Worker:
         generation.origins = bool(job.asked.request.return_cycles)
         texts = Texts(engine.tokenizer)
         answer = Completion(generation.stats, generation.prompt)
-        began = time.perf_counter()
-        with contextlib.closing(job.asked.score(engine, generation.prompt)) as scores:
-            while not job.cancelled and (rated := next(scores, None)) is not None:
-                answer.prompt_logprobs.append(rated)
-                if time.perf_counter() > deadline:
-                    most = job.asked.settings.max_seconds
-                    raise Problem(503, f"rating the prompt takes longer than {most:g} s", code="timeout")
-        answer.scored_s = time.perf_counter() - began
+        _score(engine, job, answer, deadline)
         if not job.asked.answers:
             generation.stats.num_prompt_tokens, answer.reason = len(generation.prompt), "length"
         with contextlib.closing(generation):
@@ -295,7 +288,7 @@ class Worker:
             job.deliver(Ended(answer))
 
     def _failure(self, job: Job, error: Exception) -> None:
-        if not isinstance(error, InputError | Problem):
+        if not isinstance(error, InputError | RequestError):
             # without the error's text, which may quote what was asked
             log.error("%s at\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
         job.deliver(Failed(error))
@@ -303,6 +296,18 @@ class Worker:
     def _gauge(self) -> None:
         self.metrics.waiting.set(len(self._jobs))
         self.metrics.running.set(self._job is not None)
+
+
+def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> None:
+    """Append the log-probabilities of the prompt's tokens, where the request wants them."""
+    began = time.perf_counter()
+    with contextlib.closing(job.asked.score(engine, answer.prompt_ids)) as scores:
+        while not job.cancelled and (scored := next(scores, None)) is not None:
+            answer.prompt_logprobs.append(scored)
+            if time.perf_counter() > deadline:
+                seconds = job.asked.settings.max_seconds
+                raise RequestError(503, f"rating the prompt takes longer than {seconds:g} s", code="timeout")
+    answer.scored_s = time.perf_counter() - began
 
 
 def _limits(engine: Engine) -> ModelLimits:
@@ -328,7 +333,7 @@ PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """Nobody waits for this answer any more."""
 
 
@@ -338,11 +343,11 @@ def sse(body: dict[str, Any]) -> bytes:
 
 
 async def events(worker: Worker, asked: CheckedRequest, request: Request) -> AsyncIterator[Event | None]:
-    """What becomes of a request; None after `ping_seconds` of silence. QueueFullError, ClientGone.
+    """What becomes of a request; None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
 
     Leaving it early frees the engine, or the place in the queue.
     """
-    inbox: asyncio.Queue[Event | ClientGone] = asyncio.Queue()
+    inbox: asyncio.Queue[Event | ClientGoneError] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def deliver(event: Event) -> None:
@@ -356,7 +361,7 @@ async def events(worker: Worker, asked: CheckedRequest, request: Request) -> Asy
         while (await request.receive())["type"] != "http.disconnect":
             pass
         worker.cancel(job)
-        inbox.put_nowait(ClientGone())
+        inbox.put_nowait(ClientGoneError())
 
     watching = asyncio.create_task(watch())
     try:
@@ -366,7 +371,7 @@ async def events(worker: Worker, asked: CheckedRequest, request: Request) -> Asy
             except TimeoutError:
                 yield None
                 continue
-            if isinstance(event, ClientGone):
+            if isinstance(event, ClientGoneError):
                 raise event
             yield event
     finally:

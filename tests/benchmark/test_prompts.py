@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specengine.benchmark.workloads import Workload, digest, read
-from specengine.cli.prompt_files import read_prompts
+from specengine.cli.given import read_prompts
 from specengine.errors import InputError
 
 SPEC_BENCH = [

@@ -16,7 +16,9 @@ import pytest
 
 from specengine import drafters, policies, registry
 from specengine.cli import main
-from specengine.cli.arguments import COMMANDS, make_parser, option_lists, shared
+from specengine.cli import parser as shared
+from specengine.cli.commands import COMMANDS, make_parser
+from specengine.cli.train_arguments import as_typed, documented
 from specengine.options import _DTYPES, BACKENDS, QUANTIZATIONS
 from specengine.train.classifier.options import ClassifierOptions, CollectOptions
 from specengine.train.draft.options import Loss
@@ -101,7 +103,7 @@ def test_choices_are_those_of_the_engine() -> None:
 @pytest.mark.parametrize("of", OPTIONS)
 def test_every_option_says_what_it_means(of: Any) -> None:
     assert is_dataclass(of)
-    meanings = option_lists.documented(of)
+    meanings = documented(of)
     assert list(meanings) == [field.name for field in fields(of)]
     for field in fields(of):
         if field.type in ("int", "float", "tuple[int, ...]", "float | None"):
@@ -126,7 +128,7 @@ def test_help_lists_options_with_their_values(command: str, capsys: Any) -> None
     ("value", "typed"), [(True, "true"), (None, "none"), ((1, 2), "1,2"), (0.5, "0.5"), ("adam", "adam")]
 )
 def test_values_are_shown_as_they_are_typed(value: Any, typed: str) -> None:
-    assert option_lists.as_typed(value) == typed
+    assert as_typed(value) == typed
 
 
 # ---- help

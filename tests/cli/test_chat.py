@@ -11,7 +11,7 @@ import pytest
 import specengine
 from specengine import cycle
 from specengine.cli import chat, main
-from specengine.cli.arguments import make_parser
+from specengine.cli.commands import make_parser
 from tests.cli.streams import Terminal, pipe_in
 
 

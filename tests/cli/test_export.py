@@ -14,7 +14,7 @@ from torch import Tensor
 from specengine.checkpoints import embedded
 from specengine.checkpoints.eagle import Checkpoint, load_head, save_head, writer
 from specengine.cli import main
-from specengine.cli.arguments import make_parser
+from specengine.cli.commands import make_parser
 from specengine.models.eagle import causal, head_from
 from tests.checkpoints.layouts import LAYER_IDS, same
 from tests.toy import CPU, head_config, random_state, tiny

@@ -12,7 +12,7 @@ import pytest
 
 from specengine import cycle, engine
 from specengine.cli import main
-from specengine.cli.arguments.parser import flag
+from specengine.cli.parser import flag
 from specengine.request import options as generation_options
 from specengine.request.declared import declarations
 from specengine.request.sampling import Sampler

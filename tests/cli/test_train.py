@@ -10,7 +10,7 @@ import pytest
 
 from specengine.cli import main
 from specengine.cli import train as command
-from specengine.cli.arguments.parser import part
+from specengine.cli.parser import part
 from specengine.train.draft import recipes
 from specengine.train.text.corpus import Corpus
 from tests.toy import byte_tokenizer, tiny

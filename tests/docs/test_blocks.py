@@ -17,7 +17,7 @@ import pytest
 from specengine import Engine
 from specengine.checkpoints.eagle import save_head
 from specengine.cli import main
-from specengine.cli.arguments import COMMANDS, make_parser
+from specengine.cli.commands import COMMANDS, make_parser
 from tests.docs.blocks import DEFAULT_MODEL, MARKS, NOT_RUN, PARSED, ROOT, RUN, Block, blocks, commands
 from tests.toy import byte_tokenizer, head_config, random_state, tiny
 

@@ -11,7 +11,7 @@ import pytest
 
 from docs.build import command_line, drawings, packages, pages, results
 from docs.build.__main__ import main
-from specengine.cli.arguments import make_parser
+from specengine.cli.commands import make_parser
 from tests.docs.blocks import PAGES, ROOT
 
 

@@ -10,8 +10,8 @@ import torch
 
 from specengine import Engine
 from specengine.captured import NOTE
-from specengine.cli.arguments.shared import add_model
 from specengine.cli.given import load_options
+from specengine.cli.parser import add_model
 from specengine.cuda_graphs import Graphs
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel

@@ -20,7 +20,7 @@ from specengine.batch import answering, lines, spread
 from specengine.batch.answering import Answered
 from specengine.cli.given import Recipe
 from specengine.errors import InputError
-from specengine.protocol.problems import Problem
+from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
 from specengine.serve import front, replica
@@ -196,7 +196,7 @@ def test_an_answer_that_breaks_off_is_refused_before_its_first_piece_and_ends_be
         sent.append(message)
 
     if not pieces:
-        with pytest.raises(Problem) as error:
+        with pytest.raises(RequestError) as error:
             asyncio.run(front._pass(coming(), send))
         assert (error.value.status, error.value.headers, sent) == (503, {"Retry-After": "1"}, [])
     else:
@@ -298,15 +298,15 @@ def test_a_request_of_which_nothing_was_sent_is_asked_of_another_replica_once(lo
 def test_a_front_tells_when_there_is_room_and_counts_no_question_for_health() -> None:
     made = front.Front(Settings("tiny"))
     made._mean_seconds = 6.4
-    full = Problem(429, "full", headers={"Retry-After": "1"})
+    full = RequestError(429, "full", headers={"Retry-After": "1"})
 
-    def told(path: str, problem: Problem) -> Any:
+    def told(path: str, problem: RequestError) -> Any:
         scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
         return asyncio.run(made._told(Request(scope), problem))
 
     assert told("/v1/completions", full).headers["Retry-After"] == "7"
     counted = made._own.text()
-    told("/health", Problem(503, "the model is being loaded"))
+    told("/health", RequestError(503, "the model is being loaded"))
     assert made._own.text() == counted
 
 

@@ -21,7 +21,7 @@ FIELDS = {name: each for name, each in declarations().items() if each.field is n
 
 
 def generate_parser() -> argparse.ArgumentParser:
-    from specengine.cli.arguments import make_parser
+    from specengine.cli.commands import make_parser
 
     action = next(each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction))
     return action.choices["generate"]

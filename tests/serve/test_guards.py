@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from specengine.protocol.problems import Problem
+from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings
 from specengine.serve import guards
 from specengine.serve.guards import Hosts, parsed
@@ -146,7 +146,7 @@ def test_a_compressed_body_is_refused_by_its_header(hasty: Served) -> None:
 def test_a_text_of_brackets_and_quotes_has_few_parts() -> None:
     text = json.dumps({"prompt": '[{"\\' * 100_000 + ","})
     assert parsed(text.encode())["prompt"].count("[") == 100_000
-    with pytest.raises(Problem, match="strings, lists and objects"):
+    with pytest.raises(RequestError, match="strings, lists and objects"):
         guards._require_few(b'["a",' * (guards.MAX_PARTS + 1))
 
 

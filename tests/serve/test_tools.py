@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine.protocol import preparing
-from specengine.protocol.problems import Problem
+from specengine.protocol.problems import RequestError
 from specengine.protocol.tool_formats import Coder, Format, Hermes, Llama, Mistral, ToolCall
 from specengine.protocol.tools import ToolReader, format_of, marks
 from tests import toy
@@ -258,7 +258,7 @@ def test_a_template_says_how_calls_are_written(known: Format) -> None:
     ],
 )
 def test_templates_of_other_ways_refuse_tools(template: str | None) -> None:
-    with pytest.raises(Problem, match="tools: ") as refused:
+    with pytest.raises(RequestError, match="tools: ") as refused:
         format_of(byte_tokenizer(template))
     assert refused.value.param == "tools"
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine.cli import main
-from specengine.cli.prompt_files import read_prompts
+from specengine.cli.given import read_prompts
 from specengine.errors import InputError
 from specengine.train.text import requests as module
 from specengine.train.text.corpus import Text

@@ -14,7 +14,7 @@ from research.ltd import training as training
 from research.ltd.grounds import LoggedGround
 from research.ltd.options import RECIPES, Activation, PolicyOptions, find_recipe
 from research.ltd.training import read_log, train_policy
-from specengine.cli.arguments.option_lists import documented
+from specengine.cli.train_arguments import documented
 from specengine.errors import InputError, MissingExtraError
 from specengine.policies._ltd import ACTIVATIONS, Shape
 from tests.research.ltd.engines import OPTIONS

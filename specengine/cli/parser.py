@@ -1,15 +1,96 @@
-"""Arguments that several commands share."""
+"""A parser whose complaints are one line, values checked while they are parsed, and arguments of several commands."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from specengine import registry
-from specengine.cli.arguments.parser import flag, key_value, one_of
+from specengine.errors import did_you_mean
 from specengine.request.declared import Declaration, Flag, declarations
+
+
+class Parser(argparse.ArgumentParser):
+    """Options are spelled out, mistakes end in one line, and `--debug` stands before or behind the command."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+        self.set_defaults(loads=_nothing)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, left = super().parse_known_args(args, namespace)
+        if left:  # of this command: what stands behind it is its own
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            meant = next((text for word in left if (text := did_you_mean(word.partition("=")[0], flags))), "")
+            self.error(f"unrecognized arguments: {' '.join(left)}{meant}")
+        return found, left
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), [str(choice) for choice in action.choices or ()])
+            raise
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"specengine: error: {' '.join(message.split())} ({self.prog} --help shows what is accepted)\n")
+
+
+def _nothing(arguments: argparse.Namespace) -> None:
+    return None
+
+
+def key_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected key=value")
+    return key, value
+
+
+def part(text: str) -> tuple[int, int]:
+    """Return I/N as (I - 1, N)."""
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected I/N with I from 1 to N")
+    return int(index) - 1, int(count)
+
+
+def one_of(known: Sequence[str], meanings: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """Return a type of NAME or NAME/PRESET. With `meanings` it takes a name alone, and returns its meaning."""
+
+    def checked(text: str) -> str:
+        name = text.partition("/")[0] if meanings is None else text
+        if name not in known:
+            raise argparse.ArgumentTypeError(
+                f"unknown name {name!r}, known are {', '.join(known)}{did_you_mean(name, known)}"
+            )
+        return text if meanings is None else meanings[name]
+
+    return checked
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_options(parser: argparse.ArgumentParser, short: str, name: str) -> None:
+    """Add a repeatable KEY=VALUE. The end of the help lists its keys."""
+    parser.add_argument(
+        short,
+        f"--{name}",
+        type=key_value,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="repeatable; listed below",
+    )
+
 
 # As options and policies have them, which import torch; a test compares them.
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -23,7 +104,7 @@ PROMPT_FORMATS = '.txt: a prompt per line; .jsonl: per line a string, {"prompt":
 
 
 def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Which target, and how it is loaded; positional: the model stands behind the command, without --model."""
+    """Add the target, and how it is loaded. positional: the model follows the command, without --model."""
     parser.set_defaults(loads=names_of)
     group = parser.add_argument_group("model")
     named: dict[str, Any] = {"nargs": "?", "metavar": "MODEL"} if positional else {}
@@ -60,7 +141,7 @@ def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> N
         "--strict",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="the same bits in every tree and in plain decoding, in bfloat16 too; costs more per node",
+        help="compute the same bits in every tree as in plain decoding, also in bfloat16; costs more per node",
     )
     group.add_argument(
         "--tp-plan",
@@ -72,7 +153,7 @@ def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> N
 
 
 def names_of(arguments: argparse.Namespace) -> str:
-    """What loading is announced as: the target, and a draft that is a model of its own."""
+    """Return the names to announce before loading: the target, and a draft that is a model of its own."""
     from specengine.checkpoints import embedded
 
     target = getattr(arguments, "model", None) or getattr(arguments, "target", None) or embedded.NAME
@@ -85,7 +166,7 @@ def names_of(arguments: argparse.Namespace) -> str:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """The model that is trained for."""
+    """Add the model to train for, and how it is loaded."""
     parser.set_defaults(loads=names_of)
     parser.add_argument("--target", metavar="MODEL", help="a Hugging Face id or a local path (default: the embedded)")
     add_weights(parser)
@@ -93,7 +174,9 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: auto, as stored)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="data type of the weights (default: auto, as stored)"
+    )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
 
 
@@ -123,7 +206,7 @@ def add_draft_and_policy(parser: argparse.ArgumentParser, *, several_policies: b
 
 
 def add_draft(parser: argparse._ActionsContainer) -> None:
-    """Which draft, without a policy."""
+    """Add the draft, without a policy."""
     parser.add_argument(
         "--draft",
         help=f"{', '.join(DRAFTS)}, none, default-head (the shipped one), or the id or path of an EAGLE head or of a "
@@ -134,13 +217,18 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
         "--lookup",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="mix into the draft what followed the same words before in prompt and answer (default: on a CPU)",
+        help="add tokens to the draft that followed the same words in prompt and answer before (default: on a CPU)",
     )
 
 
 def add_draft_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--draft-option", type=key_value, action="append", default=[], metavar="KEY=VALUE", help="repeatable"
+        "--draft-option",
+        type=key_value,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the draft; repeatable",
     )
 
 
@@ -162,5 +250,5 @@ def _add_flag(group: argparse._ArgumentGroup, declared: Declaration, given: Flag
     group.add_argument(flag(given.name or declared.name), help=given.help, **options)
 
 
-def add_trace(parser: argparse._ActionsContainer) -> None:
+def add_trace_file(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write every cycle's tree, for `specengine trace`")

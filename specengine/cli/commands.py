@@ -1,0 +1,405 @@
+"""The commands and their arguments: parsers alone, so that help and mistakes need neither torch nor transformers.
+
+`add_NAME(parser)` adds the arguments of a command, and says in `run` which function runs it, as `module:function`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import specengine
+from specengine.cli.parser import (
+    PROMPT_FORMATS,
+    Parser,
+    add_access,
+    add_draft,
+    add_draft_and_policy,
+    add_draft_option,
+    add_generation,
+    add_model,
+    add_trace_file,
+    names_of,
+    one_of,
+)
+from specengine.cli.train_arguments import add_train
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.generate:run", parser=parser)
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads standard input, without its last line break"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
+    output.add_argument("--stream", action="store_true", help="print the answer piece by piece; Ctrl-C stops it")
+    output.add_argument("--show-draft", action="store_true", help="colour what the draft proposed, in a terminal")
+    output.add_argument("--json", action="store_true", help="print one JSON object: answer, token ids and figures")
+    parser.add_argument(
+        "--prediction",
+        type=Path,
+        metavar="FILE",
+        help="text that most of the answer should repeat, such as a file to change a little; makes the answer faster "
+        "and never changes it",
+    )
+    constrained = parser.add_mutually_exclusive_group()
+    constrained.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="the answer meets this JSON schema (needs llguidance)"
+    )
+    constrained.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="the answer meets this grammar, Lark or GBNF (needs llguidance)"
+    )
+    add_trace_file(output)
+    add_model(parser)
+    add_draft_and_policy(parser)
+    add_generation(parser)
+
+
+CHAT_COMMANDS = (
+    "/help shows this, /reset starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer, "
+    "// begins a message with a slash"
+)
+
+
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.chat:run")
+    parser.epilog = f"{CHAT_COMMANDS}. Where standard input is no terminal, each line is a turn."
+    add_trace_file(parser)
+    add_model(parser)
+    add_draft_and_policy(parser)
+    add_generation(parser)
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.check:run")
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="default: a few built-in prompts")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=PROMPT_FORMATS)
+    parser.add_argument("--limit", type=int, metavar="N", help="take the first N prompts")
+    parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    parser.add_argument(
+        "--against",
+        choices=("plain", "huggingface"),
+        default="plain",
+        help="this engine's plain decoding (default) or transformers' generate (greedy only)",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, metavar="LOGITS", help="largest logit gap of a near-tie (default: by dtype)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the summary")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object to a file as well")
+    add_model(parser)
+    add_draft_and_policy(parser, several_policies=True)
+    add_generation(parser)
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, positional=True)
+    parser.set_defaults(run="specengine.cli.serve:run", loads=lambda _: None)  # said where the address is
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
+    )
+    group.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port to listen on; 0 takes a free one (default 8000)"
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model (default: its own name)"
+    )
+    group.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="bearer token that clients must send; repeatable (default: $SPECENGINE_API_KEY, which other users cannot "
+        "see in a list of processes, else none)",
+    )
+    group.add_argument(
+        "--cors", action="append", default=[], metavar="ORIGIN", help="let browsers call from this origin; repeatable"
+    )
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="accept requests that call the server by this name, as a proxy sends them; repeatable, * for any "
+        "(default: its own names, at an address of this machine without a key)",
+    )
+    group.add_argument(
+        "--strict-model",
+        action="store_true",
+        help="refuse requests that name another model (default: the one model answers them)",
+    )
+    group.add_argument(
+        "--allow-special-text",
+        action="store_true",
+        help="read the text of special tokens in chats as those tokens, as in completions (default: as text)",
+    )
+    group.add_argument("--log-contents", action="store_true", help="write prompts and answers to the log")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--queue", type=int, default=16, metavar="N", help="requests that may wait (default 16)")
+    limits.add_argument(
+        "--max-body-bytes", type=int, default=8 << 20, metavar="N", help="largest body of a request (default 8388608)"
+    )
+    limits.add_argument(
+        "--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the model's context)"
+    )
+    limits.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: the model's context)")
+    limits.add_argument(
+        "--default-max-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="length of an answer where the request gives none (default 2048)",
+    )
+    limits.add_argument(
+        "--max-seconds", type=float, default=600.0, metavar="S", help="time for one answer (default 600)"
+    )
+    limits.add_argument(
+        "--request-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time for a client to send its request (default 60)",
+    )
+    limits.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="time for answers under way when the server stops (default 30)",
+    )
+    replicas = parser.add_argument_group("replicas")
+    add_replicas(replicas, "engines behind one address, each in a process of its own (needs the extra `ray`)")
+    replicas.add_argument(
+        "--max-replicas", type=int, metavar="N", help="as many as there is work for, up to N (default: --replicas)"
+    )
+    add_draft_and_policy(parser)
+
+
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.batch:run", loads=lambda _: None)  # mistakes are reported before loading
+    parser.add_argument(
+        "prompts",
+        type=Path,
+        metavar="FILE",
+        help='a line is a string, {"prompt": ...}, {"messages": [...]}, {"turns": [...]} as in Spec-Bench, or a '
+        'request of OpenAI\'s batches (custom_id, url, body); "id" and "options" are optional',
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE",
+        help="file for the answers, in the order of the prompts; figures go to NAME.stats.jsonl beside it. If the "
+        "files exist, the run continues",
+    )  # fmt: skip
+    parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    add_replicas(parser.add_argument_group("replicas"), "engines, each in a process of its own (needs the extra `ray`)")
+    add_model(parser)
+    add_draft_and_policy(parser)
+    add_generation(parser)
+
+
+def add_replicas(group: argparse._ArgumentGroup, meaning: str) -> None:
+    group.add_argument("--replicas", type=int, default=1, metavar="N", help=f"{meaning} (default 1: this process)")
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="threads of each replica (default: its share of the processors)"
+    )
+    group.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="Ray cluster to run on, auto for the one on this machine (default: none)",
+    )
+
+
+PROMPT = "Explain how a rainbow forms, and why its colours always stand in the same order."
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", default=PROMPT, help="default: a question about rainbows")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to generate at most (default 128)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts (default 3)")
+    add_model(parser)
+    add_draft_and_policy(parser)
+    parser.set_defaults(run="specengine.cli.demo:run", strict=None)  # where it can
+
+
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--ops", action="store_true", help="list the backend of every op")
+    parser.add_argument(
+        "--draft",
+        metavar="PATH",
+        help="an EAGLE head: its layout, its tensors, and how often its first guess is the next token of --model",
+    )
+    add_draft_option(parser)
+    add_model(parser)
+    parser.set_defaults(run="specengine.cli.inspection:run", loads=_loads)
+
+
+def _loads(arguments: argparse.Namespace) -> str | None:
+    asked = arguments.model is not None or arguments.draft is not None
+    return names_of(arguments) if asked else None
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.calibrate:run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, in seconds")
+    add_model(parser)
+    add_draft(parser.add_argument_group("draft"))
+
+
+REPORT = "print the tables of a file that `specengine bench --out` wrote"
+PLAIN, LLAMA_CPP, ASSISTED = "plain", "llama.cpp", "assisted"
+DEFAULT_WAYS = (PLAIN, "auto", "generate", "prompt-lookup")
+BASELINES = {
+    "generate": "transformers' generate",
+    "prompt-lookup": "its prompt lookup",
+    ASSISTED: "its assisted decoding by --assistant",
+    LLAMA_CPP: "llama.cpp on the model's GGUF file",
+}
+WAYS = (
+    "POLICY or DRAFT:POLICY with ,option=value behind it, as talon/cpu,mu=0.05 or ngram:eagle; or "
+    + ", ".join(f"{name} ({what})" for name, what in BASELINES.items())
+    + f"; repeatable. {PLAIN} decoding always takes part (default: {', '.join(DEFAULT_WAYS)})"
+)
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    report = parser.add_subparsers(metavar="[report]", required=False).add_parser(
+        "report", help=REPORT, description=REPORT
+    )
+    report.add_argument("file", nargs="+", type=Path, metavar="FILE", help="file that --out wrote, one per run")
+    report.add_argument("--set", help="the prompt set of the first table (default: all)")
+    report.add_argument("--plot", type=Path, metavar="DIR", help="also draw each file's speeds (needs matplotlib)")
+    report.set_defaults(run="specengine.cli.bench:run_report", goes_on="")
+    group = parser.add_argument_group("what is measured")
+    group.add_argument("--way", action="append", metavar="WAY", help=WAYS)
+    group.add_argument(
+        "--prompts", type=Path, action="append", metavar="FILE",
+        help='.jsonl with a {"question_id": ..., "category": ..., "turns": [...]} per line, as in Spec-Bench, or a '
+        "folder of such files; repeatable (default: six small sets that ship)",
+    )  # fmt: skip
+    group.add_argument(
+        "--set-by",
+        choices=("file", "category"),
+        default="file",
+        help="whether each file or each category is a set (default: file)",
+    )
+    group.add_argument("--per-set", type=int, default=2, metavar="N", help="prompts per set, 0 for all (default 2)")
+    group.add_argument("--turns", type=int, default=1, metavar="N", help="turns per conversation (default 1)")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="longest answer, in tokens (default 128)"
+    )
+    group.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="rounds; figures are medians over them (default 3)"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default); above 0 all ways sample")
+    group.add_argument(
+        "--seed", type=int, default=0, help="seed of the sampling noise, the same for every way (default 0)"
+    )
+    group.add_argument("--assistant", metavar="MODEL", help=f"id or path of the smaller model of way {ASSISTED}")
+    group.add_argument("--gguf", type=Path, metavar="FILE", help=f"for way {LLAMA_CPP} (default: the model's own)")
+    group.add_argument(
+        "--out", type=Path, metavar="FILE", help="keep the records in this .jsonl; if it exists, the run continues"
+    )
+    add_model(parser)
+    add_draft(parser.add_argument_group("draft"))
+    parser.set_defaults(
+        run="specengine.cli.bench:run", goes_on="out", loads=lambda _: None
+    )  # mistakes are reported before loading
+
+
+# Layout of the files by the name of the format or of the engine that reads it.
+FORMATS = {"speculators": "speculators", "vllm": "speculators", "eagle": "official", "sglang": "official"}
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("head", metavar="HEAD", help="path or Hub id of an EAGLE head, or default-head, which ships")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write, new or empty")
+    parser.add_argument(
+        "--format",
+        type=one_of(tuple(FORMATS), FORMATS),
+        default=FORMATS["speculators"],
+        metavar="{" + ",".join(FORMATS) + "}",
+        help="speculators or vllm: vLLM and speculators read it, the target's name in it; eagle or sglang: SGLang, "
+        "vLLM and the EAGLE repository do (default: speculators)",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="MODEL",
+        help="a Hugging Face id or a local path, as engines will load it; its config.json is compared with the head "
+        "(default: the embedded one for its own head; the eagle format needs none)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="length of the chain that vLLM drafts when it is given the folder alone, for the speculators format "
+        "(default: 3)",
+    )
+    add_draft_option(parser)
+    add_access(parser)
+    parser.set_defaults(run="specengine.cli.export:run")
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.trace:run")
+    parser.add_argument(
+        "file", nargs="+", type=Path, metavar="FILE", help="traces; queries are numbered across all files"
+    )
+    parser.add_argument("--query", type=int, metavar="N", help="show a cycle of the N-th query (default 1)")
+    parser.add_argument("--cycle", type=int, metavar="N", help="show the N-th cycle (default 1)")
+    parser.add_argument("--pruned", action="store_true", help="give every pruned node a line of its own, or a box")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that steps through the cycles; its name ends in .html"
+    )
+    parser.add_argument(
+        "--tree", type=Path, metavar="FILE", help="draw that cycle's tree; its name ends in .svg, .png or .pdf"
+    )
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="DIR",
+        help="draw acceptance by depth and rank, its length, and drafting effort",
+    )
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "generate": (add_generate, "answer one prompt"),
+    "chat": (add_chat, "talk to a model, turn by turn"),
+    "serve": (add_serve, "answer OpenAI's clients over HTTP, with one model, one request at a time"),
+    "batch": (
+        add_batch,
+        "answer a file of prompts, one answer per line; an interrupted run continues where it stopped",
+    ),
+    "check": (
+        add_check,
+        "compare speculative decoding with plain decoding, token by token; exit status 1 on a mismatch",
+    ),
+    "inspect": (
+        add_inspect,
+        "show versions, devices, backends, policies, drafts and, with --model and --draft, a model and an EAGLE head",
+    ),
+    "calibrate": (
+        add_calibrate,
+        "measure how long verifying and drafting take here, by number of nodes, and keep it for policies that read it",
+    ),
+    "bench": (
+        add_bench,
+        "measure policies and drafts beside transformers' and llama.cpp's decoding, on prompts of several kinds",
+    ),
+    "trace": (add_trace, "show the trees that `specengine generate --trace` wrote"),
+    "demo": (add_demo, "generate with and without speculation, and compare speed and tokens"),
+    "train": (add_train, "train a draft for a model, on text that the model writes itself"),
+    "export": (add_export, "write an EAGLE head for vLLM, speculators or SGLang"),
+}
+
+
+def make_parser() -> Parser:
+    """Return the parser. In its results `run` names the function to run; `loads` returns the model to load, if any."""
+    parser = Parser(
+        prog="specengine", description="Lossless tree speculative decoding for Hugging Face causal language models."
+    )
+    parser.add_argument("--version", action="version", version=f"specengine {specengine.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (add, text) in COMMANDS.items():
+        add(commands.add_parser(name, help=text, description=text))
+    return parser

@@ -1,0 +1,238 @@
+"""Arguments of `specengine train`, and options given as KEY=VALUE, listed for `--help` from their dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any
+
+from specengine.cli.parser import PROMPT_FORMATS, add_options, add_target, part
+from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
+from specengine.train.draft.options import LOSSES, Loss
+from specengine.train.draft.recipes import RECIPES
+from specengine.train.options import TrainOptions
+from specengine.train.text.options import SynthesisOptions
+
+COLUMN, WIDTH = 26, 112
+_ENTRY = re.compile(r"(\w+)  +(\S.*)")
+
+
+def documented(of: type) -> dict[str, str]:
+    """By field, what the docstring of the dataclass says: lines `name  text`, and the indented ones behind them."""
+    found: dict[str, str] = {}
+    name = None
+    for line in (inspect.getdoc(of) or "").splitlines():
+        if entry := _ENTRY.fullmatch(line):
+            name = entry[1]
+            found[name] = entry[2]
+        elif name is not None and line.startswith("  "):
+            found[name] += " " + line.strip()
+        else:
+            name = None
+    return found
+
+
+def listing(title: str, of: type, values: Mapping[str, Any] | None = None, *, without: str = "") -> str:
+    """A line per field of the dataclass `of`: its value in `values`, else its default, and what it means."""
+    return "\n".join([f"{title}:", *_lines(of, values or {}, without)])
+
+
+def _lines(of: type, values: Mapping[str, Any], without: str) -> Iterator[str]:
+    meanings = documented(of)
+    for field in fields(of):
+        if field.name != without:
+            value = values.get(field.name, field.default)
+            assert value is not MISSING, f"{field.name} has no default"
+            key = f"  {field.name}={as_typed(value)}"
+            first = f"{key:<{COLUMN}}" if len(key) < COLUMN - 1 else f"{key}  "
+            text = textwrap.wrap(
+                meanings[field.name],
+                WIDTH,
+                initial_indent=first,
+                subsequent_indent=" " * COLUMN,
+                break_long_words=False,
+            )
+            yield from text
+
+
+def changes(title: str, named: Mapping[str, Mapping[str, Any]]) -> str:
+    """A paragraph per name with the options that it sets otherwise."""
+    settings = {
+        name: " ".join(f"{key}={as_typed(value)}" for key, value in given.items()) for name, given in named.items()
+    }
+    return "\n".join(
+        [
+            f"{title}:",
+            *(
+                textwrap.fill(
+                    text or "none",
+                    WIDTH,
+                    initial_indent=f"  {name:<{COLUMN - 2}}",
+                    subsequent_indent=" " * COLUMN,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+                for name, text in settings.items()
+            ),
+        ]
+    )
+
+
+def as_typed(value: Any) -> str:
+    """A value as KEY=VALUE takes it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+DEFAULT_RECIPE = "cpu-small"
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="WHAT")
+    parts = {
+        "data": (_add_data, "let the target write training text"),
+        "requests": (_add_requests, "make prompts for `train data` around text that a target wrote"),
+        "draft": (_add_draft, "train an EAGLE head"),
+    }
+    for name, (add_to, text) in parts.items():
+        add_to(_command(commands, name, text))
+    _add_classifier(
+        _command(
+            commands,
+            "classifier",
+            "train the classifier of a policy, on trees that the draft grows and the target verifies",
+        )
+    )
+    parser.epilog = "The networks of the policy ltd are trained in a checkout: python -m research.ltd train --help"
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    keeps_lines = argparse.RawDescriptionHelpFormatter  # of the listing at the end
+    return commands.add_parser(name, help=text, description=text, formatter_class=keeps_lines)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    recipes = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
+    parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"{recipes} (default: {DEFAULT_RECIPE})")
+    add_target(parser)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.train:run_data", goes_on="folder")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder of the text; continues if there is text already"
+    )
+    _add_common(parser)
+    add_options(parser, "-o", "option")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own to add. {PROMPT_FORMATS}")
+    parser.add_argument(
+        "--part",
+        type=part,
+        default=(0, 1),
+        metavar="I/N",
+        help="write the I-th of N parts, to run N commands side by side",
+    )
+    parser.add_argument(
+        "--speculate",
+        action="store_true",
+        help="let the engine write conversation by conversation, with the target's default draft: on few threads, and "
+        "where prompts are long, faster than all of a shard in lockstep",
+    )
+    text = {name: asdict(recipe.text) for name, recipe in RECIPES.items()}
+    parser.epilog = "\n\n".join(
+        [
+            listing(f"options of -o, as recipe {DEFAULT_RECIPE} sets them", SynthesisOptions, text[DEFAULT_RECIPE]),
+            changes("other recipes", _differing(text)),
+        ]
+    )
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.train:run_requests")
+    parser.description = (
+        "Prompts for --prompts of `train data`: summaries, extraction, rewriting, translation, code, sums and facts, "
+        "around text that the target wrote itself; one or two user's turns each."
+    )
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="file to write; an older one is replaced")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", required=True, help="text of `train data`")
+    parser.add_argument("-n", "--count", type=int, default=2000, help="prompts (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
+    add_target(parser)
+
+
+def _add_draft(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.train:run_draft", goes_on="folder")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder of the head; continues a training that stopped there"
+    )
+    _add_common(parser)
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="text to train on (default: the recipe's is written first)"
+    )
+    usual = RECIPES[DEFAULT_RECIPE]
+    parser.add_argument("--loss", help=f"{', '.join(LOSSES)} (default: the recipe's, {usual.loss.name})")
+    add_options(parser, "-o", "option")
+    add_options(parser, "-l", "loss-option")
+    training = {name: asdict(recipe.training) for name, recipe in RECIPES.items()}
+    losses = {name: asdict(recipe.loss) for name, recipe in RECIPES.items()}
+    parser.epilog = "\n\n".join(
+        [
+            listing(f"options of -o, as recipe {DEFAULT_RECIPE} sets them", TrainOptions, training[DEFAULT_RECIPE]),
+            changes("other recipes", _differing(training)),
+            listing(
+                f"options of -l, as recipe {DEFAULT_RECIPE} sets them", Loss, losses[DEFAULT_RECIPE], without="name"
+            ),
+            changes("other recipes", _differing(losses)),
+            changes("with --loss", {name: _without_name(loss) for name, loss in LOSSES.items()}),
+        ]
+    )
+
+
+def _differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of all but the default recipe, what they set otherwise."""
+    usual = settings[DEFAULT_RECIPE]
+    return {
+        name: {key: value for key, value in given.items() if value != usual[key]}
+        for name, given in settings.items()
+        if name != DEFAULT_RECIPE
+    }
+
+
+def _without_name(loss: Loss) -> dict[str, Any]:
+    return {
+        name: value for name, value in asdict(loss).items() if name != "name" and value != getattr(Loss, name, None)
+    }
+
+
+def _add_classifier(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.train:run_classifier", goes_on="folder")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the trees and the classifier; continues a collection that stopped",
+    )
+    parser.add_argument("--kind", choices=SETTINGS, required=True, help="policy to train for")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns")
+    prompts.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {PROMPT_FORMATS}")
+    add_target(parser)
+    parser.add_argument("--draft", help="as for generate (default: the target's)")
+    add_options(parser, "-o", "option")
+    usual = asdict(ClassifierOptions())
+    kinds = {
+        name: {key: value for key, value in asdict(of).items() if value != usual[key]} for name, of in SETTINGS.items()
+    }
+    parser.epilog = "\n\n".join(
+        [
+            listing("options of -o for the trees", CollectOptions),
+            listing("options of -o for the classifier", ClassifierOptions),
+            changes("other defaults, by --kind", {name: given for name, given in kinds.items() if given}),
+        ]
+    )
