@@ -33,7 +33,7 @@ class Answered(NamedTuple):
 
 
 def answer(engine: Engine, item: Item) -> Answered:
-    """With caches that hold nothing of other lines; whatever goes wrong is the line's answer."""
+    """Return the answer of one line, from empty caches. An error becomes the line's answer."""
     if item.fault is not None:
         return failed(item, InputError.__name__, item.fault)
     try:
@@ -50,7 +50,7 @@ def answer(engine: Engine, item: Item) -> Answered:
 
 
 def failed(item: Item, kind: str, message: str) -> Answered:
-    """The line of one that gets no answer."""
+    """Return the line of an item that gets no answer."""
     if item.url is not None:
         return Answered(item.place, openai.failure(item.id, item.place, kind, message), [])
     return Answered(item.place, {"id": item.id, "error": {"type": kind, "message": message}}, [])

@@ -35,7 +35,7 @@ class Files:
         self._handles: list[BinaryIO] = []
 
     def __enter__(self) -> Files:
-        """InputError where they are of another run, in use, or cannot be written."""
+        """Raise InputError for files of another run, in use, or not writable."""
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
@@ -62,7 +62,7 @@ class Files:
         self._lock.release()
 
     def loaded(self, facts: Record) -> None:
-        """Note what an engine is, before its first answer; InputError where those before came of another one."""
+        """Record an engine's facts before its first answer; InputError where earlier answers are another one's."""
         facts = json.loads(json.dumps({"record": "engine", **facts}))
         if len(self._head) > 2:
             require_same("engine", self.out, self._head[2], facts, tuple(self._head[2] | facts))
@@ -71,7 +71,7 @@ class Files:
             self._append(1, facts)
 
     def add(self, answered: Answered) -> None:
-        """The next one, on disk before this returns."""
+        """Add the next answer. It is on disk before this returns."""
         assert answered.place == self.done
         item = self._items[answered.place]
         self._append(1, {"record": "answer", "id": item.id, "seed": item.options["seed"], "stats": answered.stats})
@@ -114,7 +114,7 @@ class Files:
 
 
 def beside(out: Path) -> Path:
-    """The file of what was measured."""
+    """Return the file of the figures."""
     return out.with_name(f"{out.stem}.stats{out.suffix}")
 
 
@@ -135,7 +135,7 @@ def _whole_lines(file: Path) -> list[bytes]:
 
 
 def _cut(file: Path, lines: int) -> None:
-    """Leave the first so many, in a file that is made where it is not there."""
+    """Keep the first so many lines of a file, which is created where it is missing."""
     file.open("ab").close()
     with file.open("r+b") as handle:
         for _ in range(lines):

@@ -52,7 +52,7 @@ class Prompts(NamedTuple):
 
 
 def read(file: Path, options: Mapping[str, Any], *, seed: int = 0, system: str | None = None) -> Prompts:
-    """Every line, checked as far as that goes without the model; InputError names the line, but for a request of
+    """Return every line, checked without the model. InputError names the line, but for a request of
     OpenAI's, whose answer then says what is wrong.
 
     options: of Engine.generate, for lines that do not say otherwise; seed: each line samples with a seed of its own,
@@ -72,7 +72,7 @@ def read(file: Path, options: Mapping[str, Any], *, seed: int = 0, system: str |
 
 
 def seed_of(seed: int, place: int) -> int:
-    """Of one prompt's sampling, below 2**63; no two places share theirs by more than chance."""
+    """Return the seed of one prompt's sampling, below 2**63. Two places share one by chance alone."""
     return int.from_bytes(hashlib.sha256(f"{seed} {place}".encode()).digest()[:8], "big") >> 1
 
 
@@ -116,7 +116,7 @@ def _item(
 
 
 def _request(place: int, given: Any, entry: dict[str, Any], where: str, options: dict[str, Any]) -> Item:
-    """A line of OpenAI's batches; InputError where no answer could name it."""
+    """Return a line of OpenAI's batches; InputError where no answer could name it."""
     if not isinstance(entry.get("custom_id"), str):
         raise InputError(f"prompts: {where}: custom_id: got {shown(entry.get('custom_id'))}, accepted a string")
     try:

@@ -20,7 +20,7 @@ _NOT_OF_A_BATCH = ("stream", "echo", "return_cycles")
 
 
 def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
-    """Url, and the request as the server reads it; InputError for what cannot be honoured, with its place."""
+    """Return the URL and the request as the server reads it; InputError names a field that is not supported."""
     try:
         from pydantic import ValidationError
 
@@ -49,7 +49,7 @@ def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
 def answered(
     engine: Engine, request: Any, url: str, id: str, place: int, defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Stats]:
-    """The line of an answer, and its statistics; InputError for what cannot be honoured.
+    """Return the line of an answer and its statistics; InputError for a field that is not supported.
 
     defaults: options of Engine.generate, for what the request does not say. `created` is 0: it would differ in every
     run, and so would ids that are drawn.
@@ -99,7 +99,7 @@ def answered(
 
 
 def _id(place: int, number: int, length: int) -> str:
-    """Of a call, as long as the server's are: templates may ask for that."""
+    """Return the id of a call, as long as the server's ids: templates may check the length."""
     drawn = hashlib.sha256(json.dumps([place, number]).encode()).hexdigest()
     return drawn[:length] if length < 16 else f"call_{drawn[:32]}"
 

@@ -55,7 +55,7 @@ class Spread:
     _lost_loading: int = 0
 
     def answered(self, items: Sequence[Item]) -> Iterator[Answered]:
-        """As they come, in no order, but at most AHEAD of each replica before the first that is missing."""
+        """Yield answers in the order of their coming, at most AHEAD per replica before the first that is missing."""
         waiting, missing = deque(items), {item.place for item in items}
         self._start()
         started = 1
@@ -103,7 +103,7 @@ class Spread:
         self._under_way[replica.answer.remote(item)] = (replica, item)
 
     def _lost(self, item: Item | None) -> Answered | None:
-        """What becomes of the work of a process that has ended: None for trying it again."""
+        """Return the failure of a process's work after it has ended, or None to try the work again."""
         if item is None:
             self._lost_loading += 1
             if self._lost_loading == MAX_TRIES:
@@ -119,7 +119,7 @@ class Spread:
 
 
 def in_order(answers: Iterator[Answered], first: int) -> Iterator[Answered]:
-    """The same by place, from `first` on, each as soon as all before it are there."""
+    """Yield the answers by place, from `first` on, each as soon as all before it are there."""
     early: dict[int, Answered] = {}
     for answered in answers:
         early[answered.place] = answered

@@ -85,5 +85,5 @@ def row(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def first_difference(expected: list[int], got: list[int]) -> int | None:
-    """The first position at which these tokens differ; None where they are the same."""
+    """Return the first position at which these tokens differ; None where they are the same."""
     return None if expected == got else common_prefix(expected, got)

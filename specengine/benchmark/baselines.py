@@ -47,7 +47,7 @@ class Generate:
         return Answer(tokens, len(prompt), time.perf_counter() - began)
 
     def prepare(self, tokens: int) -> None:
-        """Nothing: it makes room as it goes."""
+        """Do nothing: the cache grows as needed."""
 
 
 def generate_way(plain: Engine, options: dict[str, Any], ends: list[int]) -> Way:
@@ -64,7 +64,7 @@ def lookup_way(plain: Engine, options: dict[str, Any], ends: list[int]) -> Way:
 def assisted_way(
     plain: Engine, options: dict[str, Any], ends: list[int], assistant: str, load_options: LoadOptions
 ) -> Way:
-    """assistant: the id or path of a smaller model with the same tokenizer, on the target's device."""
+    """Return transformers' assisted decoding; assistant: the id or path of a smaller model with the same tokenizer."""
     loaded: list[Any] = []
 
     def start() -> Generate:

@@ -66,16 +66,16 @@ class Choice:
         return self.options["temperature"] > 0
 
     def engine(self) -> Engine:
-        """The target, with the draft of the ways that name none."""
+        """Return an engine: the target, with the draft of the ways that name none."""
         return Engine.from_pretrained(self.model, self.draft, None if self.drafts else PLAIN, **self.load)
 
     @staticmethod
     def plain(first: Engine) -> Engine:
-        """Plain decoding on the target of `first`."""
+        """Return plain decoding on the target of `first`."""
         return Engine(first.target, None, None, first.tokenizer)
 
     def ways(self, first: Engine, items: Sequence[Workload], length: int, turns: int = 1) -> list[Way]:
-        """On the target of `first`; length: of an answer."""
+        """Return the ways on the target of `first`; length: of an answer, in tokens."""
         engines = Engines(first, self._load)
         plain = self.plain(first)
         ends = plain.stream([0], max_new_tokens=1).options.eos_token_ids
@@ -95,7 +95,7 @@ class Choice:
 
 
 def sampling(temperature: float, seed: int) -> dict[str, Any]:
-    """Options of Engine.generate: greedy at 0, else the model's whole distribution at this temperature."""
+    """Return options of Engine.generate: greedy at 0, else the model's whole distribution at this temperature."""
     if temperature == 0:
         return {"temperature": 0.0}
     return {"temperature": temperature, "seed": seed, "top_k": 0, "top_p": 1.0}

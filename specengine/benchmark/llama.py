@@ -40,7 +40,7 @@ def refuse_missing() -> None:
 
 
 def gguf_file(model: str | None, given: Path | None) -> Path | None:
-    """The file that llama.cpp runs: the one given, the model itself, or None for the embedded model's.
+    """Return the file that llama.cpp runs: the one given, the model itself, or None for the embedded model's.
 
     InputError where there is no such file, or none is known of this model.
     """
@@ -53,7 +53,7 @@ def gguf_file(model: str | None, given: Path | None) -> Path | None:
 
 
 def way(plain: Engine, options: dict[str, Any], ends: list[int], file: Path | None, context: int) -> Way:
-    """context: tokens of the longest prompt and its answer. One process, or binding, serves all rounds."""
+    """Return llama.cpp as a way; context: tokens of the longest prompt and its answer. One process runs all rounds."""
     made: list[Binding | Server] = []
 
     def start() -> Binding | Server:
@@ -95,11 +95,11 @@ class Binding:
         return Answer(tokens, len(prompt), time.perf_counter() - began)
 
     def prepare(self, tokens: int) -> None:
-        """Nothing: its context is as long as asked for."""
+        """Do nothing: the context was given at the start."""
 
 
 def decode(llama: Any, prompt: list[int], length: int, ends: Collection[int], options: dict[str, Any]) -> list[int]:
-    """New tokens of a llama_cpp.Llama, up to `length` of them or the first of `ends`."""
+    """Return new tokens of a llama_cpp.Llama, up to `length` of them or the first of `ends`."""
     llama.reset()  # or it would keep what it has of the prompt from the round before
     sampling = {"temp": options.get("temperature", 0.0), "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     if options.get("seed") is not None:
@@ -157,7 +157,7 @@ class Server:
         return Answer(tokens, len(prompt), seconds)
 
     def prepare(self, tokens: int) -> None:
-        """Nothing: its context is as long as asked for."""
+        """Do nothing: the context was given at the start."""
 
     def _wait(self, process: subprocess.Popen[bytes], log: Any) -> None:
         until = time.monotonic() + START_SECONDS
@@ -182,5 +182,5 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def has_binding() -> bool:
-    """Whether llama-cpp-python is installed."""
+    """Return whether llama-cpp-python is installed."""
     return importlib.util.find_spec("llama_cpp") is not None

@@ -39,7 +39,7 @@ class Log:
         return len(self.records) > 2
 
     def add(self, record: Record) -> None:
-        """On disk before this returns; InputError where that fails."""
+        """Add a record. It is on disk before this returns; InputError where that fails."""
         self.records.append(record)
         if self._file is not None:
             try:
@@ -53,7 +53,7 @@ class Log:
 
 
 def _is_empty(file: Path) -> bool:
-    """Whether nothing is in this file, which is made where it is not there."""
+    """Return whether the file is empty; a missing file is created."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("ab").close()
@@ -63,7 +63,7 @@ def _is_empty(file: Path) -> bool:
 
 
 def read(file: Path) -> list[Record]:
-    """The records of a file that a run has written, as far as it got; InputError for any other file."""
+    """Return the records that a run has written, complete or not; InputError for any other file."""
     try:
         lines = file.read_bytes().split(b"\n")[:-1]
         records = [json.loads(line) for line in lines]
@@ -78,7 +78,7 @@ def read(file: Path) -> list[Record]:
 
 
 def _cut(file: Path) -> None:
-    """Cut off what comes behind the last whole record."""
+    """Cut off the text after the last whole record."""
     try:
         with file.open("r+b") as log:
             log.truncate(log.read().rfind(b"\n") + 1)

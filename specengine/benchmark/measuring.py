@@ -57,7 +57,7 @@ class Run:
         self._decoders: dict[str, list[Decoder]] = {}
 
     def records(self, items: Sequence[Workload], done: Iterable[Record] = ()) -> Iterator[Record]:
-        """What is not among the records `done` of an earlier run, which goes on here; faults count theirs too."""
+        """Yield the records that are not among `done`, those of an earlier run; its faults count too."""
         done = list(done)
         answers = _answers(done)
         rows = {(record["set"], record["id"], record["way"]) for record in done if record["record"] == "row"}
@@ -77,7 +77,7 @@ class Run:
                 self.say(f"{number + 1}/{len(items)} {item.set} {id_}, tokens/s: {rates}")
 
     def _start(self, known: set[str], longest: int) -> Iterator[Record]:
-        """Make the decoders and try them: what a policy or a draft lacks shows in its first cycles."""
+        """Make the decoders and try them: errors of a policy or a draft show in its first cycles."""
         prompt = tokens_of(self.plain, WARM_UP)
         for way in list(self.ways):
             try:
@@ -93,7 +93,7 @@ class Run:
                     yield {"record": "way", "way": way.name, "ours": way.ours, **way.facts, **made[0].facts}
 
     def _questions(self, item: Workload, answers: dict[tuple[str, str], Answers]) -> Iterator[tuple[str, list[int]]]:
-        """Ids and token ids of the turns; each is asked before the next one is made."""
+        """Yield ids and token ids of the turns; each is answered before the next one is made."""
         said: list[dict[str, str]] = []
         for number, text in enumerate(item.turns[: self.turns], start=1):
             id_ = item.id if number == 1 else f"{item.id}/{number}"
@@ -104,7 +104,7 @@ class Run:
                 said += [question, {"role": "assistant", "content": decoder(self.plain.tokenizer)(tokens)}]
 
     def _asked(self, place: tuple[str, str], prompt: list[int], number: int, answers: Answers) -> Iterator[Record]:
-        """The answers that are not there yet."""
+        """Yield the missing answers."""
         for round_ in range(self.rounds):
             for way in rotated(self.ways, number + round_):
                 if round_ in answers[way.name] or way not in self.ways:
@@ -130,7 +130,7 @@ class Run:
         return found
 
     def _compared(self, prompt: list[int], expected: list[int], answers: Sequence[Answer]) -> Record:
-        """Where the first of these answers leaves plain decoding's, and the worst that is to be said of any of them."""
+        """Return the first position where an answer leaves plain decoding's, and the worst verdict on these answers."""
         others = {tuple(answer.tokens): answer.tokens for answer in answers if answer.tokens != expected}
         places = [place for tokens in others.values() if (place := first_difference(expected, tokens)) is not None]
         found: Record = {"diverges_at": min(places, default=None), "verdict": "exact"}
@@ -141,7 +141,7 @@ class Run:
         return found
 
     def _dropped(self, way: Way, error: Exception, place: tuple[str, str] | None = None) -> Record:
-        """It takes no further part. An error that is not specengine's own is a fault."""
+        """Return the record of a way that takes no further part. An error that is not specengine's own is a fault."""
         if way.name == PLAIN:
             raise error
         fault = is_fault(error)
@@ -158,7 +158,7 @@ def tokens_of(plain: Engine, prompt: Prompt) -> list[int]:
 
 
 def longest(plain: Engine, items: Sequence[Workload], length: int, turns: int = 1) -> int:
-    """At least the tokens of the longest conversation with its answers."""
+    """Return an upper bound on the tokens of the longest conversation with its answers."""
     asked = [item.turns[:turns] for item in items]
     return max(sum(len(tokens_of(plain, text)) + length for text in texts) for texts in asked)
 
@@ -178,7 +178,7 @@ def _answers(done: Iterable[Record]) -> dict[tuple[str, str], Answers]:
 
 
 def _largest_gap(judged: Judged) -> float | None:
-    """Of all flips, in logits; None where there is none, or an infinite one."""
+    """Return the largest gap of all flips, in logits; None where there is none, or an infinite one."""
     gap = max((flip.gap for flip in judged.flips), default=float("inf"))
     return None if gap == float("inf") else round(gap, 5)
 

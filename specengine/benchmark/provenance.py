@@ -21,7 +21,7 @@ PACKAGE = Path(specengine.__file__).parent
 
 
 def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """The first record of a result file; the commit is empty where the package is no checkout."""
+    """Return the first record of a result file; the commit is empty where the package is no checkout."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
     return {
         "record": "provenance",
@@ -38,12 +38,12 @@ def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def public(arguments: Sequence[str]) -> list[str]:
-    """Arguments without the folders of this machine."""
+    """Return the arguments without the folders of this machine."""
     return [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
 
 
 def _git(*arguments: str) -> str:
-    """Empty also where the package lies in a checkout of something else, as in the .venv of a user's project."""
+    """Return git's output; empty where the package is in no checkout of its own, as in a user's .venv."""
     try:
         for command in (("ls-files", "--error-unmatch", "__init__.py"), arguments):
             done = subprocess.run(["git", *command], cwd=PACKAGE, capture_output=True, text=True, check=True)

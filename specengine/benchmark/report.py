@@ -11,7 +11,7 @@ Columns = Mapping[str, Callable[[Record], str]]  # by header, the cell of a summ
 
 
 def tables(records: Sequence[Record], set_: str = ALL) -> list[Table]:
-    """Of the prompts that are through: every way on `set_`, every set, and what took no part."""
+    """Return tables of the prompts that are done: every way on `set_`, every set, and the ways that did not run."""
     found = summaries(records)
     title = f"{'All sets' if set_ == ALL else set_}; {about(records)}"
     ways = {record["way"]: record for record in found if record["set"] == set_}
@@ -24,7 +24,7 @@ def tables(records: Sequence[Record], set_: str = ALL) -> list[Table]:
 
 
 def source(name: str, records: Sequence[Record]) -> str:
-    """Where the figures of the file `name` come from, in a line."""
+    """Return the origin of the figures of the file `name`, in a line."""
     origin = next((record for record in records if record["record"] == "provenance"), None)
     if origin is None:
         return f"`{name}`"
@@ -49,7 +49,7 @@ def set_table(found: Sequence[Record], title: str, cell: Callable[[Record], str]
 
 
 def not_run_table(records: Sequence[Record]) -> Table:
-    """What took no part, and why."""
+    """Return a table of the ways that did not run, with the reasons."""
     rows = [
         [r["way"], "fault" if r["fault"] else "cannot run", r["reason"].replace("|", "/").replace("\n", " ")]
         for r in records
@@ -59,7 +59,7 @@ def not_run_table(records: Sequence[Record]) -> Table:
 
 
 def spread(record: Record) -> str:
-    """The median of a summary's speeds over plain decoding, and the quartiles around it."""
+    """Return the median of a summary's speeds over plain decoding, and the quartiles around it."""
     if "speed_quartiles" not in record:
         return NOTHING
     low, middle, high = record["speed_quartiles"]

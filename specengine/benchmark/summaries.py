@@ -13,7 +13,7 @@ VERDICTS = ("exact", "near-tie", "mismatch")
 
 
 def summaries(records: Iterable[Record]) -> list[Record]:
-    """A record per way and set, and per way over all sets; without the ways that were not run to the end.
+    """Return a record per way and set, and per way over all sets, without the ways that did not run to the end.
 
     tau: tokens per verification, the bonus token included; delta: draft passes per verification; verified and
     drafted: nodes per cycle, the former with the root; gamma: verified nodes in all; none of these for ways that have
@@ -37,12 +37,12 @@ def summaries(records: Iterable[Record]) -> list[Record]:
 
 
 def speeds(rows: Sequence[Record], plain: Sequence[Record]) -> list[float]:
-    """Per prompt, tokens per second over those of plain decoding's row."""
+    """Return each prompt's tokens per second over those of plain decoding's row."""
     return [_rate([row]) / _rate([base]) for row, base in zip(rows, plain, strict=True)]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """By linear interpolation, the median among them; of one value three times that."""
+    """Return the three quartiles by linear interpolation; of one value three times that value."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return low, middle, high
 
@@ -63,7 +63,7 @@ def _counters(rows: list[Record]) -> Record:
 
 
 def _differences(rows: list[Record]) -> Record:
-    """How many answers leave plain decoding's, and by verdict; nothing where they were not compared."""
+    """Return how many answers leave plain decoding's, and by verdict; nothing where they were not compared."""
     if any("diverges_at" not in row for row in rows):
         return {}
     found: Record = {"diverging": sum(row["diverges_at"] is not None for row in rows)}

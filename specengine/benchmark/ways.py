@@ -27,7 +27,7 @@ class Decoder(Protocol):
     facts: dict[str, Any]
 
     def __call__(self, prompt: list[int], length: int) -> Answer:
-        """At most `length` new tokens behind these token ids."""
+        """Return an answer of at most `length` new tokens to these token ids."""
 
     def prepare(self, tokens: int) -> None:
         """Expect prompts and answers of up to so many tokens together."""
@@ -61,7 +61,7 @@ class Spec:
 
     @classmethod
     def of(cls, text: str) -> Spec:
-        """InputError for what is no such text; see `check` for the names in it."""
+        """Parse a text; InputError for another form. `check` looks at the names in it."""
         draft, colon, own = text.rpartition(":")
         policy, options = parse(own)
         if policy == PLAIN and (colon or options):
@@ -73,7 +73,7 @@ class Spec:
         return cls(text, draft if colon else None, policy, options)
 
     def make(self) -> TreePolicy | None:
-        """A policy with no history, None for plain decoding; InputError for unknown names, options and values."""
+        """Return a new policy, or None for plain decoding; InputError for unknown names, options and values."""
         return None if self.policy == PLAIN else policies.make(self.policy, **self.options)
 
     def check(self, options: LoadOptions) -> None:
@@ -84,7 +84,7 @@ class Spec:
 
 
 def parse(spec: str) -> tuple[str, dict[str, str]]:
-    """NAME[/PRESET][,option=value...] as a name and options; a value may hold commas."""
+    """Return NAME[/PRESET][,option=value...] as a name and options; a value may hold commas."""
     name, *parts = spec.split(",")
     options: dict[str, str] = {}
     for part in parts:
@@ -106,7 +106,7 @@ class Engines:
         self._drafts: dict[str, Drafter] = {}
 
     def make(self, policy: TreePolicy | None, draft: str | None = None) -> Engine:
-        """With the draft of the first engine, or that of another name, which is loaded once."""
+        """Return an engine with the first engine's draft, or with a named one, which is loaded once."""
         if policy is None:
             return Engine(self.first.target, None, None, self.first.tokenizer)
         drafter = self.first.drafter if draft is None else self._draft(draft)
@@ -115,7 +115,7 @@ class Engines:
         return Engine(self.first.target, without_memory(drafter), policy, self.first.tokenizer)
 
     def way(self, spec: Spec, options: dict[str, Any]) -> Way:
-        """options: those of Engine.generate but for the length."""
+        """Return a way of this engine; options: those of Engine.generate but for the length."""
         return Way(spec.text, lambda: EngineDecoder(self.make(spec.make(), spec.draft), options))
 
     def _draft(self, name: str) -> Drafter:
@@ -126,7 +126,7 @@ class Engines:
 
 
 def without_memory(drafter: Drafter) -> Drafter:
-    """The same draft, on the same weights, that remembers no answer: what others said is no news to be recycled."""
+    """Return the same draft on the same weights, without its memory of earlier answers."""
     if isinstance(drafter, Recycling):
         return dataclasses.replace(drafter)
     if isinstance(drafter, Lookup):

@@ -25,12 +25,12 @@ class Workload:
 
     @property
     def text(self) -> str:
-        """The first turn."""
+        """Return the first turn."""
         return self.turns[0]
 
 
 def read(places: Iterable[Path] | None, per_set: int | None = None, *, by_category: bool = False) -> list[Workload]:
-    """The first `per_set` conversations of every set, None for all of them; of those that ship without `places`.
+    """Return the first `per_set` conversations of every set, None for all; of the shipped sets without `places`.
 
     places: .jsonl files, and folders of such. A line is a string, {"prompt": ...} or {"turns": [...]}, with
     `question_id` and `category` where there are any. A file is a set, or by_category, what a line names is.
@@ -49,12 +49,12 @@ def read(places: Iterable[Path] | None, per_set: int | None = None, *, by_catego
 
 
 def digest(items: Sequence[Workload]) -> str:
-    """What tells these prompts from others."""
+    """Return a hash of these prompts."""
     return hashlib.sha256(json.dumps([[item.set, item.id, *item.turns] for item in items]).encode()).hexdigest()[:16]
 
 
 def entry_of(line: str, where: str) -> dict[str, Any]:
-    """A line of JSON with its `turns`, a list of strings; InputError naming the place."""
+    """Return a line of JSON with its `turns`, a list of strings; InputError names the place."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say_what_stays(parsed: Any) -> None:
-    """Of an interrupted command that another run of it would go on from: say so, and where."""
+    """Say where an interrupted command would continue."""
     place = getattr(parsed, getattr(parsed, "goes_on", ""), None)
     if place is None:
         return
@@ -68,7 +68,7 @@ def _say_what_stays(parsed: Any) -> None:
 
 
 def _silence(*streams: TextIO) -> None:
-    """Their reader has gone: what Python still wants to flush at its exit goes nowhere."""
+    """Discard what Python still flushes at its exit to streams whose reader has gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         with contextlib.suppress(OSError, ValueError):  # no file behind it
@@ -76,7 +76,7 @@ def _silence(*streams: TextIO) -> None:
 
 
 def _follow(parsed: Any) -> int:
-    """Of several ranks any but the first: its engine does what the first one's does, and reads and says nothing."""
+    """Run a rank other than the first: its engine follows the first one's, and it neither reads nor prints."""
     from specengine.cli import given
 
     given.load_engine(parsed, progress=lambda line: None)
@@ -84,7 +84,7 @@ def _follow(parsed: Any) -> int:
 
 
 def _function(name: str) -> Callable[[Any], int]:
-    """What `module:function` names; importing it may take the seconds that torch and transformers need."""
+    """Return the function that `module:function` names. Its import may take seconds, for torch and transformers."""
     module, _, function = name.partition(":")
     found: Callable[[Any], int] = getattr(importlib.import_module(module), function)
     return found

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _say_other_models(items: Sequence[Item], own: str) -> None:
-    """Whom requests name whose answers are of this model."""
+    """Say which other models the requests name."""
     asked = [item.request.model for item in items if item.request is not None]
     if others := sorted({name for name in asked if name is not None} - {own}):
         count = sum(name in others for name in asked)
@@ -60,7 +60,7 @@ def _say_other_models(items: Sequence[Item], own: str) -> None:
 
 
 def settings_of(arguments: argparse.Namespace, found: lines.Prompts, options: dict[str, Any]) -> dict[str, Any]:
-    """All that was asked for and that answers, or their figures, may depend on, JSON-ready."""
+    """Return all settings that answers or their figures may depend on, JSON-ready."""
     loading = {name: value for name, value in given.load_options(arguments).items() if name != "offline"}
     return {
         "record": "settings",

@@ -88,7 +88,7 @@ def _print(found: list[Table]) -> None:
 
 
 def _settings(arguments: argparse.Namespace, names: list[str], items: list[Workload]) -> dict[str, Any]:
-    """All that decides what is measured; another run with the same goes on with its file."""
+    """Return the settings that decide what is measured. A run with the same settings continues the file."""
     from specengine.benchmark.provenance import public
     from specengine.benchmark.workloads import digest
 

@@ -49,7 +49,7 @@ def _converse(engine: Engine, arguments: argparse.Namespace, trace: TraceWriter 
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines until Ctrl-D; Ctrl-C drops the line being typed."""
+    """Yield lines until Ctrl-D; Ctrl-C drops the line being typed."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing and history for input()
     while True:
@@ -71,7 +71,7 @@ def _piped_lines() -> Iterator[str]:
 
 
 def _answer(session: Session, text: str, arguments: argparse.Namespace, trace: TraceWriter | None = None) -> None:
-    """Stream one answer; Ctrl-C stops it, and what was said so far stays in the conversation."""
+    """Stream one answer. Ctrl-C stops it, and the text so far stays in the conversation."""
     turn = session.stream(text, **given.generation_options(arguments))
     if len(session.messages) <= 1:
         given.note_idle_options(arguments, turn)

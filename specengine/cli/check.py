@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _engines(arguments: argparse.Namespace) -> tuple[Engine, dict[str, Engine]]:
-    """Plain decoding, and an engine per policy; as they take turns, they share one target and one draft."""
+    """Return the plain engine and one per policy. They take turns, so they share one target and one draft."""
     names: list[str | None] = list(dict.fromkeys(arguments.policy or [None]))
     policy_options = dict(arguments.policy_option)
     if policy_options and len(names) > 1:
@@ -84,7 +84,7 @@ def _compare(
     conversations: list[Turns],
     options: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """One row per policy and turn, as it is found; later turns follow on the plain answers."""
+    """Yield a row per policy and turn. Later turns continue from the plain answers."""
     width = max(map(len, ("policy", *speculative)))
     progress = Progress(sum(map(len, conversations)) * (1 + len(speculative)))
     for turns in conversations:

@@ -46,7 +46,7 @@ class Way:
 
     @property
     def speed(self) -> float:
-        """Median tokens per second, prefill included."""
+        """Return the median tokens per second, prefill included."""
         return len(self.tokens) / statistics.median(self.seconds)
 
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> Engine:
-    """Strict, so that both ways of decoding give the same bits, where the model and the device allow that."""
+    """Return the engine, strict where the model and the device allow it, so that both ways give the same bits."""
     if arguments.strict is not None:
         return given.load_engine(arguments)
     try:
@@ -130,7 +130,7 @@ def _greedy(max_new_tokens: int) -> dict[str, Any]:
 
 
 def _affordable(ways: list[Way], asked: int) -> int:
-    """Warm up; so many tokens as a machine that is slow, or busy otherwise, can time in half of the seconds."""
+    """Warm up, and return how many tokens this machine can time in half of the seconds."""
     slowest = 0.0
     for way in ways:
         for _ in range(2):  # the first run loads what it needs
@@ -210,7 +210,7 @@ def _cost_of_rows(engine: Engine) -> str:
 
 
 def _compared(way: Way, ours: Way, plain: Engine, arguments: argparse.Namespace) -> tuple[str, list[str]]:
-    """Whether the answer is plain decoding's, in a word, and each token that is not the model's own choice."""
+    """Return whether the answer is plain decoding's, in a word, and each token that is not the model's own choice."""
     if way is ours:
         return "-", []
     if way.tokens == ours.tokens:

@@ -68,7 +68,7 @@ def _read(folder: Path, arguments: argparse.Namespace) -> Checkpoint:
 
 
 def _fitted(head: EagleConfig, target: str, arguments: argparse.Namespace) -> tuple[EagleConfig, Verifier]:
-    """The head with the layers that it reads of this target, and the target as the export names it.
+    """Return the head with the layers that it reads of this target, and the target as the export names it.
 
     InputError where the head was made for another, UnsupportedModelError where the target's config cannot be had.
     """

@@ -102,7 +102,7 @@ class DraftColours:
         self._spans: list[tuple[int, str]] = []  # characters still to come, and their colour
 
     def paint(self, piece: StreamPiece) -> str:
-        """The piece's text with its colours; without them it is the same text."""
+        """Return the piece's text with its colours. Without the colours the text is the same."""
         cycle = piece.cycle
         for index, token in enumerate(cycle.tokens):
             colour = DRAFTED if index < cycle.accepted else OWN

@@ -43,7 +43,7 @@ class Recipe:
     prefer_strict: bool = False
 
     def load(self) -> Engine:
-        """The engine, ready to answer: what its policy reads of costs is measured, if need be."""
+        """Return the engine. The costs that its policy reads are measured first, if they are not known."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         engine = self._loaded()
@@ -69,7 +69,7 @@ def open_trace(arguments: argparse.Namespace, engine: Engine) -> contextlib.Abst
 def follow(
     generation: TextGeneration, trace: TraceWriter | None
 ) -> contextlib.AbstractContextManager[Iterator[StreamPiece]]:
-    """The pieces of `generation`, which go into the trace as well where there is one."""
+    """Return the pieces of `generation`, which are also written to the trace if there is one."""
     return contextlib.closing(generation if trace is None else trace.follow(generation))
 
 
@@ -79,7 +79,7 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
-    """The engine asked for, ready to answer: what its policy reads of costs is measured, if need be.
+    """Return the engine of the command line. The costs that its policy reads are measured first, if they are not known.
 
     changes: options of Engine.from_pretrained instead of those on the command line.
     """
@@ -99,14 +99,14 @@ def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
 
 
 def recipe(arguments: argparse.Namespace, *, threads: int | None = None, strict: bool = False) -> Recipe:
-    """How a replica loads the engine asked for; strict: with `strict` where the model can, even unasked."""
+    """Return how a replica loads the engine. strict: load with `strict` where the model can."""
     named = {"draft_options": dict(arguments.draft_option), "policy_options": dict(arguments.policy_option)}
     options = load_options(arguments) | named
     return Recipe(arguments.model, arguments.draft, arguments.policy, options, threads, strict)
 
 
 def wants_gpu(arguments: argparse.Namespace) -> bool:
-    """Whether each replica takes a GPU of its own."""
+    """Return whether each replica takes a GPU of its own."""
     return torch.cuda.is_available() if arguments.device is None else str(arguments.device).startswith("cuda")
 
 
@@ -137,19 +137,19 @@ def note_idle_options(arguments: argparse.Namespace, generation: TextGeneration)
 
 
 def messages(arguments: argparse.Namespace) -> list[dict[str, str]]:
-    """The messages before the first turn."""
+    """Return the messages before the first turn."""
     return [{"role": "system", "content": arguments.system}] if arguments.system else []
 
 
 def as_prompt(before: list[dict[str, str]], text: str, *, raw: bool) -> Prompt:
-    """The turn `text` behind the messages before it; the bare text where there are none."""
+    """Return the turn `text` after the messages before it, or the text alone where there are none."""
     if before and raw:
         raise InputError("raw: system messages and further turns need the chat template, leave out --raw")
     return [*before, {"role": "user", "content": text}] if before else text
 
 
 def read_prompt(given: str | None) -> str:
-    """The prompt on the command line; `-`, or none with something piped in, reads standard input."""
+    """Return the prompt of the command line. `-`, or none with a pipe, reads standard input."""
     if given == "-" or (given is None and not sys.stdin.isatty()):
         try:
             return sys.stdin.read().removeprefix(MARK).removesuffix("\n")
@@ -165,7 +165,7 @@ Turns = Sequence[str]
 
 
 def read_prompts(file: Path) -> Iterator[Turns]:
-    """The user's turns of each conversation in `file`; InputError for what cannot be read as such."""
+    """Yield the user's turns of each conversation in `file`; InputError for an unreadable line."""
     if file.suffix not in (".txt", ".jsonl"):
         raise InputError(f"prompts: got {file}, accepted a .txt or a .jsonl file")
     for number, line in enumerate(lines_of(file), start=1):

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _versions() -> dict[str, str | None]:
-    """Version by package; None where it is not installed."""
+    """Return the version of each package, or None where it is not installed."""
     versions: dict[str, str | None] = {"specengine": specengine.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -174,7 +174,7 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
 
 
 def _texts(engine: Engine) -> list[list[int]]:
-    """Token ids of the openings and of what the target makes of them."""
+    """Return token ids of the openings and of the target's continuations."""
     texts = []
     for opening in OPENINGS:
         answer = engine.stream(opening, max_new_tokens=OPENING_TOKENS, temperature=0.0)

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _scale(arguments: argparse.Namespace) -> Scale | None:
-    """None for one engine in this process."""
+    """Return the number and place of replicas, or None for one engine in this process."""
     scale = Scale(
         arguments.replicas, arguments.max_replicas, arguments.threads, arguments.ray_address, given.wants_gpu(arguments)
     )
@@ -50,7 +50,7 @@ def _scale(arguments: argparse.Namespace) -> Scale | None:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """What was typed, checked."""
+    """Return the checked settings of the command line."""
     same = {field.name for field in fields(Settings)} & vars(arguments).keys()
     chosen = {name: getattr(arguments, name) for name in same}
     chosen["allowed_hosts"] = tuple(arguments.allowed_host)
@@ -60,5 +60,5 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def _target(arguments: argparse.Namespace) -> str:
-    """The model alone, a path or an id."""
+    """Return the model's path or id, without a draft."""
     return names_of(argparse.Namespace(model=arguments.model))

@@ -14,7 +14,7 @@ DRAFTED, OWN, FAINT, RESET = "\x1b[32m", "\x1b[35m", "\x1b[2m", "\x1b[0m"  # gre
 
 
 def prepare() -> None:
-    """Have any text fit the streams: what standard output cannot hold becomes a question mark.
+    """Let the streams take any text. A character that standard output cannot encode becomes a question mark.
 
     A stream that was closed before the program began is an empty one.
     """
@@ -28,7 +28,7 @@ def prepare() -> None:
 
 
 def as_json(value: Any, encoding: str | None = None, *, default: Callable[[Any], Any] | None = None) -> str:
-    """One line of JSON for `encoding`, by default standard output's: escapes throughout where that cannot hold it.
+    """Return one line of JSON for `encoding`, by default standard output's. It is escaped where the encoding needs it.
 
     default: as in json.dumps.
     """
@@ -41,24 +41,24 @@ def as_json(value: Any, encoding: str | None = None, *, default: Callable[[Any],
 
 
 def say(line: str) -> None:
-    """One line to standard error."""
+    """Write one line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def tell(line: str) -> None:
-    """As `say`, to somebody who waits at a terminal; a file or a pipe gets no word of it."""
+    """Write one line to standard error if it is a terminal."""
     if sys.stderr.isatty():
         say(line)
 
 
 def write(text: str) -> None:
-    """Text to standard output, at once."""
+    """Write text to standard output and flush it."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def why_no_colours() -> str | None:
-    """Why standard output takes no colours; None where it does."""
+    """Return why standard output takes no colours, or None where it does."""
     if os.environ.get("NO_COLOR"):
         return "NO_COLOR is set"
     if os.environ.get("TERM") == "dumb":

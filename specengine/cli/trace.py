@@ -93,14 +93,14 @@ MARK_COLUMN = 17  # of the lines of a tree
 
 
 def print_tree(cycle: TracedCycle, *, pruned: bool = False) -> None:
-    """A node per line; colours where standard output shows them."""
+    """Print a node per line, in colours where standard output shows them."""
     coloured = why_no_colours() is None
     for line in cycle_lines(cycle, pruned=pruned):
         print_line(line, coloured=coloured)
 
 
 def print_line(line: str, *, coloured: bool = False) -> None:
-    """A line, in ASCII where the output takes no more, and in the colour of its mark."""
+    """Print a line in the colour of its mark, in ASCII where the output takes nothing else."""
     encoding = sys.stdout.encoding or "utf-8"
     colour = COLOURS.get(line[MARK_COLUMN : MARK_COLUMN + 1]) if coloured else None
     try:

@@ -119,6 +119,6 @@ def load_engine(arguments: argparse.Namespace) -> Engine:
 
 
 def question(engine: Engine, text: str) -> list[int]:
-    """`text` as a user's turn, in checked token ids."""
+    """Return the checked token ids of `text` as a user's turn."""
     target = engine.target
     return token_ids(text, engine.tokenizer, raw=False, vocab_size=target.vocab_size, max_context=target.max_context)

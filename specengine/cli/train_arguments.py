@@ -23,7 +23,7 @@ _ENTRY = re.compile(r"(\w+)  +(\S.*)")
 
 
 def documented(of: type) -> dict[str, str]:
-    """By field, what the docstring of the dataclass says: lines `name  text`, and the indented ones behind them."""
+    """Return each field's text in the dataclass's docstring: lines `name  text` and the indented lines after."""
     found: dict[str, str] = {}
     name = None
     for line in (inspect.getdoc(of) or "").splitlines():
@@ -38,7 +38,7 @@ def documented(of: type) -> dict[str, str]:
 
 
 def listing(title: str, of: type, values: Mapping[str, Any] | None = None, *, without: str = "") -> str:
-    """A line per field of the dataclass `of`: its value in `values`, else its default, and what it means."""
+    """Return a line per field of the dataclass `of`: its value in `values`, else its default, and its text."""
     return "\n".join([f"{title}:", *_lines(of, values or {}, without)])
 
 
@@ -61,7 +61,7 @@ def _lines(of: type, values: Mapping[str, Any], without: str) -> Iterator[str]:
 
 
 def changes(title: str, named: Mapping[str, Mapping[str, Any]]) -> str:
-    """A paragraph per name with the options that it sets otherwise."""
+    """Return a paragraph per name with the options that it changes."""
     settings = {
         name: " ".join(f"{key}={as_typed(value)}" for key, value in given.items()) for name, given in named.items()
     }
@@ -84,7 +84,7 @@ def changes(title: str, named: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def as_typed(value: Any) -> str:
-    """A value as KEY=VALUE takes it."""
+    """Return a value as KEY=VALUE takes it."""
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -195,7 +195,7 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
 
 
 def _differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of all but the default recipe, what they set otherwise."""
+    """Return the settings in which each recipe differs from the default one."""
     usual = settings[DEFAULT_RECIPE]
     return {
         name: {key: value for key, value in given.items() if value != usual[key]}

@@ -64,7 +64,7 @@ class Completion:
 
     @property
     def timings(self) -> dict[str, Any]:
-        """llama.cpp's: `prompt_n` are the tokens that were not cached, milliseconds."""
+        """Return llama.cpp's timings, in milliseconds; `prompt_n` counts the tokens that were not cached."""
         stats = self.stats
         read_s = max(stats.ttft_s - self.first, 0.0)
         prompt_s, predicted_s = read_s + self.scored_s, max(stats.elapsed_s - read_s, 0.0)
@@ -83,7 +83,7 @@ class Completion:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """vLLM's `speculative_decoding`; its `num_spec_tokens` is here the mean of a tree's nodes."""
+        """Return vLLM's `speculative_decoding`; `num_spec_tokens` is here the mean number of nodes of a tree."""
         stats = self.stats
         names = (
             "mean_acceptance_length",
@@ -119,7 +119,7 @@ class Piece(NamedTuple):
 
 
 def found_again(predicted: Sequence[int], answer: Sequence[int]) -> int:
-    """Tokens of a prediction that stand in the answer, in its order.
+    """Return how many tokens of a prediction occur in the answer, in its order.
 
     After a difference the prediction is taken up where two tokens of the answer stand in it again, further on.
     """

@@ -29,7 +29,7 @@ class FunctionCall(BaseModel):
 
     @property
     def parsed(self) -> Any:
-        """The arguments as templates read them."""
+        """Return the arguments as templates read them."""
         given = self.arguments
         if given is None or (isinstance(given, str) and not given.strip()):
             return {}
@@ -89,7 +89,7 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content, or what was said in its stead."""
+        """Return the content, or the refusal in its place."""
         if isinstance(self.content, str):
             return self.content
         if self.content is not None:
@@ -98,7 +98,7 @@ class Message(BaseModel):
         return refusal if isinstance(refusal, str) else ""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: a text, arguments of calls parsed, developers are the system."""
+        """Return the message as chat templates read it: text, parsed arguments of calls, `system` for developers."""
         role = "system" if self.role == "developer" else self.role
         made: dict[str, Any] = {"role": role, "content": self.text}
         if self.tool_calls:
@@ -113,7 +113,7 @@ class Message(BaseModel):
 
 
 def text_of(parts: list[dict[str, Any]]) -> str:
-    """The text of content parts that `require_text_parts` lets pass."""
+    """Return the text of content parts that `require_text_parts` accepts."""
     return "".join(part[_TEXT_PARTS[part["type"]]] for part in parts)
 
 
@@ -129,7 +129,7 @@ def require_text_parts(parts: list[dict[str, Any]]) -> None:
 
 
 def is_empty(schema: Mapping[str, Any] | None) -> bool:
-    """Whether the parameters of a function are none: left out, or an object without properties."""
+    """Return whether a function has no parameters: they are left out, or an object without properties."""
     known = {"type", "properties", "required", "title", "description", "$schema", "additionalProperties"}
     if not schema:
         return True

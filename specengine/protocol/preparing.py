@@ -79,13 +79,13 @@ class CheckedRequest:
 
     @property
     def names(self) -> dict[str, str]:
-        """The client's names of what the engine names otherwise."""
+        """Return the client's names of options and fields that the engine names differently."""
         prompt = "messages" if isinstance(self.request, ChatRequest) else "prompt"
         return {"prompt": prompt} | constraint_names(self.request)
 
     @cached_property
     def conversation(self) -> Any:
-        """What the prompt is made of: messages as templates read them, a text, or token ids."""
+        """Return the source of the prompt: messages as templates read them, a text, or token ids."""
         request = self.request
         if isinstance(request, ChatRequest):
             return [message.for_template() for message in request.messages]
@@ -95,19 +95,19 @@ class CheckedRequest:
 
     @cached_property
     def letters(self) -> int:
-        """Characters of all that the prompt is made of."""
+        """Return the number of characters of the prompt's source, tools and template variables included."""
         return sum(map(len, texts_in([self.conversation, self._functions, self._template])))
 
     @property
     def quick(self) -> bool:
-        """Whether it takes milliseconds to prepare, so that nobody minds who does it."""
+        """Return whether preparing takes milliseconds, so that the answering thread can do it."""
         many = isinstance(self.conversation, list) and len(self.conversation) > QUICK_MESSAGES
         letters = self.letters + len(self.prediction or "")
         return letters <= QUICK_LETTERS and not (many and self.letters) and not self.constrains
 
     @property
     def constrains(self) -> bool:
-        """Whether there is a schema or a grammar to be read."""
+        """Return whether there is a schema or a grammar to read."""
         request = self.request
         forced = isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
         return bool(request.constraints) or forced
@@ -123,11 +123,11 @@ class CheckedRequest:
 
     @property
     def answers(self) -> bool:
-        """Whether anything is wanted but the prompt."""
+        """Return whether the request asks for tokens beyond the prompt."""
         return self.request.wanted_tokens != 0
 
     def score(self, engine: Engine, prompt: list[int]) -> Generator[TokenLogprob, None, None]:
-        """The log-probabilities of a prompt's tokens, where they are wanted."""
+        """Yield the log-probabilities of a prompt's tokens, if the request asks for them."""
         top = self.request.wanted_logprobs
         if self.echoes and top is not None:
             yield from engine.score(prompt, top)
@@ -212,7 +212,7 @@ class CheckedRequest:
                 raise InputError(f"{name}: token id {outside} is out of range, accepted 0 to {known - 1}")
 
     def _ends(self, engine: Engine) -> dict[str, Any]:
-        """The tokens that end the answer, where there are others than the model's own."""
+        """Return the tokens that end the answer, if they are not the model's own alone."""
         more = self.request.stop_token_ids
         if not more:
             return {}
@@ -243,7 +243,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 
 def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
-    """Of GenerationOptions: what keeps to these fields; RequestError where they contradict each other."""
+    """Return the options that keep an answer to these fields; RequestError where the fields contradict each other."""
     asked = request.constraints
     if len(asked) > 1:
         name, other = sorted(asked)[:2]
@@ -258,13 +258,13 @@ def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
 
 
 def constraint_names(request: Sampling) -> dict[str, str]:
-    """The client's names of the options that constrain."""
+    """Return the client's name of each option that constrains."""
     field = next(iter(request.constraints), "tools" if isinstance(request, ChatRequest) else "response_format")
     return dict.fromkeys(("json_schema", "json_object", "grammar"), field)
 
 
 def calls_grammar(request: ChatRequest, tokenizer: Any) -> str | None:
-    """A grammar, as Lark text, of what `tool_choice` and strict tools allow; None where they leave it free.
+    """Return a Lark grammar of the calls that `tool_choice` and strict tools allow, or None where any text is allowed.
 
     In it arguments meet the schema of their tool; of a tool that is not strict, where that schema can be read.
     `required` is one call, unless the client says that there may be several.

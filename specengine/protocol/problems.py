@@ -48,19 +48,19 @@ class RequestError(Exception):
 
 
 def unavailable(state: str) -> RequestError:
-    """What a client is told while no answers are begun; state: of the worker."""
+    """Return the error for a worker in this state, in which it begins no answers."""
     return RequestError(503, _UNAVAILABLE[state], code=state, headers={"Retry-After": "5"})
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """ASCII alone, so that halves of characters that a client sent can be named to it."""
+    """Return a response in ASCII, so that it can name the halves of characters that a client sent."""
     from starlette.responses import Response  # which a batch has no need of
 
     return Response(json.dumps(body), status, headers, media_type="application/json")
 
 
 def of_error(error: Exception, names: Mapping[str, str] | None = None) -> RequestError:
-    """What a client is told of an error of the engine; of one that nobody expected, only that it happened.
+    """Return the client's view of an error. Of an unexpected one it says only that it happened.
 
     names: of fields, by the engine's names, where this request calls them otherwise.
     """
@@ -82,7 +82,7 @@ def of_error(error: Exception, names: Mapping[str, str] | None = None) -> Reques
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) -> RequestError:
-    """The first of pydantic's complaints; accepted: the fields of the request."""
+    """Return the first of pydantic's errors; accepted: the fields of the request."""
     first = errors[0]
     place = _place(first["loc"], first["type"] == "extra_forbidden")
     message = str(first["msg"]).removeprefix("Value error, ")
@@ -104,7 +104,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) 
 
 
 def _place(parts: Sequence[Any], named: bool) -> str:
-    """As people write it: messages[2].content, without the kinds that pydantic tried; named: the last is a client's."""
+    """Return a place as in messages[2].content, without pydantic's kinds; named: the last part is a client's."""
     place = ""
     for index, part in enumerate(parts):
         own = named and index == len(parts) - 1

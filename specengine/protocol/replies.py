@@ -20,7 +20,7 @@ from specengine.protocol.tools import StopText, ToolReader, format_of, schemas_o
 from specengine.records import TokenLogprob
 from specengine.request.text import Decoder, TextStream, decoder
 
-LEAST = -9999.0  # instead of minus infinity, which JSON has not; as other servers do
+MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON has not; as other servers do
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _SINGLE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -35,7 +35,7 @@ class TokenTexts:
         self._known: dict[int, bytes] = {}
 
     def written(self, token: int) -> bytes:
-        """Nothing where the tokenizer has no text for it."""
+        """Return a token's text; it is empty where the tokenizer has none."""
         if token not in self._known:
             self._known[token] = self._read(token)
         return self._known[token]
@@ -86,7 +86,7 @@ class TextLogprobs:
         self._offset = 0
 
     def of(self, rated: Sequence[TokenLogprob], first: int | None = None) -> dict[str, Any]:
-        """first: a token before them, of which nothing is known."""
+        """Return the shape of these tokens; first: a token before them, without a log-probability."""
         tokens = [*([] if first is None else [first]), *(given.token for given in rated)]
         unknown = [None] * (len(tokens) - len(rated))
         places = [self._place(token) for token in tokens]
@@ -120,7 +120,7 @@ class TextLogprobs:
 
 
 def bounded(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return max(logprob, MIN_LOGPROB)
 
 
 Choice = dict[str, Any]
@@ -153,13 +153,13 @@ class Reply:
     # ---- streams
 
     def chunk(self, choices: list[Choice], answer: Completion | None = None) -> dict[str, Any]:
-        """answer: where usage is wanted with every chunk."""
+        """Return a chunk of a stream; answer: for the usage, where every chunk has it."""
         options = self.request.stream_options
         continuous = options is not None and options.continuous_usage_stats and answer is not None
         return self._envelope(self.chunk_kind) | {"choices": choices} | ({"usage": answer.usage} if continuous else {})  # type: ignore[union-attr]
 
     def usage_chunk(self, answer: Completion) -> dict[str, Any] | None:
-        """The last one, where it was asked for."""
+        """Return the last chunk, with the usage, if the request asks for it."""
         options = self.request.stream_options
         if options is None or not options.include_usage:
             return None
@@ -170,14 +170,14 @@ class Reply:
         return self.kind
 
     def begin(self, prompt: str, answer: Completion) -> list[Choice]:
-        """Choices before the first piece; prompt: its text, where it is echoed."""
+        """Return the choices before the first piece; prompt: its text, where it is echoed."""
         raise NotImplementedError
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
         raise NotImplementedError
 
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
-        """What was held back, then the choice that says why the answer ended."""
+        """Yield the text that was held back, then the choice that says why the answer ended."""
         raise NotImplementedError
 
     def _envelope(self, kind: str) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Reply:
         }
 
     def _of_tokens(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Choice:
-        """What a choice says of its tokens one by one, where that was asked for."""
+        """Return the fields of a choice that describe its tokens, if the request asks for them."""
         ids: Choice = {"token_ids": tokens} if self.request.return_token_ids else {}
         return ids | ({} if self.request.wanted_logprobs is None else {"logprobs": self._rated(logprobs or [])})
 
@@ -253,7 +253,7 @@ class ChatReply(Reply):
         return self._tools.push(text)
 
     def _deltas(self, parts: list[str | ToolCall], told: Choice) -> Iterator[Choice]:
-        """told: of the tokens, with the first of them."""
+        """Yield a choice per part; told: fields about the tokens, which the first choice carries."""
         calls = self._tools.found if self._tools else 0
         first = calls - sum(isinstance(part, ToolCall) for part in parts)
         if not parts and told:

@@ -297,7 +297,7 @@ class Sampling(Declared, Hints, Neutral):
 
     @property
     def constraints(self) -> dict[str, dict[str, Any]]:
-        """Options of GenerationOptions that constrain the answer, by the field that asks for them."""
+        """Return the options that constrain the answer, by the field that asks for them."""
         asked = {name: value.options for name in _CONSTRAIN if (value := getattr(self, name)) is not None}
         if self.grammar is not None:
             asked["grammar"] = {"grammar": self.grammar}
@@ -312,7 +312,7 @@ class Sampling(Declared, Hints, Neutral):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Of how many of the likeliest tokens, besides the one that was taken."""
+        """Return how many of the likeliest tokens to report, beside the chosen one; None: none at all."""
         raise NotImplementedError
 
 
@@ -381,7 +381,7 @@ class ChatRequest(Sampling):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What the chat template is given besides messages and tools."""
+        """Return the variables of the chat template besides messages and tools."""
         generation = self.add_generation_prompt
         if self.continue_final_message:
             ends = {"continue_final_message": True, "add_generation_prompt": False}
@@ -418,6 +418,6 @@ class CompletionRequest(Sampling):
 
     @property
     def single(self) -> str | list[int]:
-        """The prompt, out of a list of one."""
+        """Return the prompt, out of a list of one."""
         first: Any = self.prompt[0] if isinstance(self.prompt, list) and self.prompt else None
         return first if isinstance(first, str | list) else self.prompt  # type: ignore[return-value]

@@ -53,7 +53,7 @@ class Settings:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names that a request's Host header may have; none: it is not looked at.
+        """Return the names that a request's Host header may have. Without any, the header is not checked.
 
         At an address of this machine alone, a page of elsewhere whose name was pointed to it would be told everything:
         its requests come with its own name. With keys it is told nothing anyway.
@@ -78,7 +78,7 @@ class Settings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this machine alone has the address."""
+    """Return whether the address belongs to this machine alone."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

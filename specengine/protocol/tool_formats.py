@@ -51,7 +51,7 @@ class Format:
         return self.openings + self.inner
 
     def read(self, text: str, schemas: Schemas) -> Read | None:
-        """The calls that `text`, which starts with an opening, begins with; None while that cannot be known yet.
+        """Return the calls at the start of `text`, which begins with an opening; None while more text is needed.
 
         ValueError where it begins with none.
         """
@@ -177,7 +177,7 @@ _BETWEEN = re.compile(r"[-+.,:\s0-9a-zA-Z]*")
 
 
 def json_end(text: str, start: int) -> int | None:
-    """Where the JSON object or list ends that begins at `start` or behind blanks; None where it goes on.
+    """Return the end of the JSON object or list that begins at `start` or after blanks; None where it is not complete.
 
     ValueError where what stands there is none.
     """
@@ -201,7 +201,7 @@ def json_end(text: str, start: int) -> int | None:
 
 
 def loaded(text: str) -> Any:
-    """The value of a JSON text; ValueError for what is none, or too deep or large to be read."""
+    """Return the value of a JSON text; ValueError for other text, or for text too deep or too large."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -209,7 +209,7 @@ def loaded(text: str) -> Any:
 
 
 def call_of(given: Any, arguments: str = "arguments") -> ToolCall:
-    """The call that a parsed object describes; ValueError where it describes none."""
+    """Return the call that a parsed object describes; ValueError where it describes none."""
     if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
         raise ValueError("no name")
     values = given.get(arguments, {})
@@ -222,7 +222,7 @@ def call_of(given: Any, arguments: str = "arguments") -> ToolCall:
 
 
 def typed(text: str, schema: Any) -> Any:
-    """A parameter's value, which was written without saying whether it is a string."""
+    """Return the value of a parameter that was written without quotes."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":
         return text

@@ -14,7 +14,7 @@ from specengine.request.text import TextStream
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of one of `marks`."""
+    """Return how many characters at the end of `text` may be the beginning of one of `marks`."""
     longest = min(len(text), max((len(mark) for mark in marks), default=1) - 1)
     return next((count for count in range(longest, 0, -1) if _begins(text[-count:], marks)), 0)
 
@@ -32,7 +32,7 @@ class StopText:
         self.hit = False
 
     def push(self, text: str) -> str:
-        """What can be sent."""
+        """Return the text that can be sent."""
         if self.hit:
             return ""
         self._rest += text
@@ -46,7 +46,7 @@ class StopText:
         return sent
 
     def end(self) -> str:
-        """What was held back of an answer that ended otherwise."""
+        """Return the text that was held back from an answer that ended differently."""
         rest, self._rest = self._rest, ""
         return rest
 
@@ -69,7 +69,7 @@ _SAID = {
 
 
 def format_of(tokenizer: Any) -> Format:
-    """How the chat template writes calls: the one way that reads back the call of a conversation that it writes.
+    """Return the format of the template's calls: the one that reads back a call which the template has written.
 
     RequestError where it does not take tools, or writes calls in a way that is not read here.
     """
@@ -107,7 +107,7 @@ def _reads(known: Format, text: str, template: str) -> bool:
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The parameters of the tools that are offered, by their names."""
+    """Return the parameters of the offered tools, by name."""
     functions = [tool["function"] for tool in tools]
     return {function["name"]: function.get("parameters") for function in functions}
 
@@ -138,7 +138,7 @@ def require_written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools
 
 
 def marks(known: Format, tokenizer: Any) -> list[int]:
-    """Special tokens that calls are marked with, whose text an answer must therefore show."""
+    """Return the special tokens that mark calls, so that an answer must show their text."""
     special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     return [token for token, name in special if str(name) in known.marks]
 
@@ -180,13 +180,13 @@ class ToolReader:
         return parts
 
     def end(self) -> list[str | ToolCall]:
-        """What was held back: a call that was begun and not ended is text."""
+        """Return the text that was held back; a call without an end is text."""
         parts: list[str | ToolCall] = []
         self._text(parts, len(self._rest))
         return parts
 
     def _opening(self) -> tuple[int, str]:
-        """Where a call may begin and with what; where what may become one begins, and nothing."""
+        """Return the place and mark of a call's beginning; with an empty mark, the place of a possible one."""
         if self.format.bare and not self._spoke:
             begun = self._rest.lstrip("; \n" if self.found else " \n")
             if not begun:

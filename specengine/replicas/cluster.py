@@ -23,13 +23,13 @@ except ImportError as error:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
 def running(scale: Scale) -> Iterator[None]:
-    """Joined to the cluster of `scale`, or to one of this machine alone that ends with this process.
+    """Join the cluster of `scale`, or start one on this machine that ends with this process.
 
     InputError where there is no such cluster, or where it is too small.
     """
@@ -59,7 +59,7 @@ def running(scale: Scale) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """While a cluster of this machine starts: it listens at the loopback address alone, its figures included.
+    """Let a cluster that starts on this machine listen on the loopback address only, also for its figures.
 
     Ray takes that address for the one in the network, unless it knows that no other machine will join.
     """
@@ -72,17 +72,17 @@ def _alone() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Whether this process belongs to a cluster that listens at the loopback address."""
+    """Return whether this process belongs to a cluster that listens on the loopback address."""
     return bool(ray.util.get_node_ip_address() == LOOPBACK)
 
 
 def threads(scale: Scale) -> int:
-    """Of each replica: as asked, else its share of the processors, were there as many replicas as there may be."""
+    """Return the threads per replica: those of `scale`, else the processors over the most replicas."""
     return scale.threads or max(int(ray.cluster_resources().get("CPU", 1)) // scale.most, 1)
 
 
 def needs(scale: Scale) -> dict[str, Any]:
-    """What a replica asks of the machine that it runs on, as Ray's options name it."""
+    """Return a replica's needs of its machine, as Ray's options."""
     environment = {"OMP_NUM_THREADS": str(threads(scale))}
     return {
         "num_cpus": threads(scale), "num_gpus": int(scale.gpu), "runtime_env": {"env_vars": environment}

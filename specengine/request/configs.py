@@ -90,7 +90,7 @@ class Configured:
         self.values = own | asked
 
     def refuse_unsupported(self, known: set[str]) -> None:
-        """known: fields that are read by name."""
+        """Raise InputError for fields that are not supported; known: fields that are read by name."""
         for name, value in self.values.items():
             if name in known | _WITHOUT_EFFECT or name in (*_BEFORE, *_BEGINNING, *SHAPES_DRAWS):
                 continue
@@ -110,18 +110,18 @@ class Configured:
             self._made(makers, context)
 
     def before(self, context: Mapping[str, Any]) -> list[Processor]:
-        """Processors that come before suppressed tokens."""
+        """Return the processors before suppressed tokens."""
         return self._made(_BEFORE, context)
 
     def beginning(self, context: Mapping[str, Any]) -> list[Processor]:
-        """Those that come behind suppressed tokens."""
+        """Return the processors after suppressed tokens."""
         return self._made(_BEGINNING, context)
 
     def above_top_k(self) -> list[Processor]:
         return self._made(_ABOVE_TOP_K, {})
 
     def cutoffs(self, device: Any) -> list[Processor]:
-        """Those of sampling that come last."""
+        """Return the last processors of sampling."""
         return self._made(_CUTOFFS, {"device": device})
 
     def _made(self, makers: Makers, context: Mapping[str, Any]) -> list[Processor]:
@@ -139,7 +139,7 @@ class Configured:
 
 
 def _set_fields(config: GenerationConfig) -> dict[str, Any]:
-    """The fields that transformers defines and this config sets, as plain values; token ids that are none left out."""
+    """Return the fields that transformers defines and this config sets, as plain values, without ids below 0."""
     defaults = vars(GenerationConfig())
     values = {
         name: plain(value)
@@ -152,7 +152,7 @@ def _set_fields(config: GenerationConfig) -> dict[str, Any]:
 
 
 def _token_ids(given: Any) -> Any:
-    """Ends as whole numbers; those below 0 are no tokens, which no answer meets."""
+    """Return the ends as whole numbers, without those below 0, which are no tokens."""
     if isinstance(given, list | tuple):
         ids = [_whole(item) for item in given]
         return [item for item in ids if not isinstance(item, int) or item >= 0]

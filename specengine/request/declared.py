@@ -228,7 +228,9 @@ CONSTRAINTS = ("json_schema", "json_object", "grammar")
 
 @dataclass
 class DeclaredOptions:
-    """Options of one generation. None is taken from `generation_config`, then from the model's own.
+    """Options of one generation, the keyword arguments of `Engine.generate`.
+
+    None is taken from `generation_config`, then from the model's own.
 
     Numbers and lists may be those of numpy and torch.
     """

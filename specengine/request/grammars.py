@@ -35,7 +35,7 @@ _setting_stack = threading.Lock()
 
 
 def library() -> Any:
-    """llguidance; MissingExtraError where it is not installed."""
+    """Return llguidance; MissingExtraError where it is not installed."""
     try:
         import llguidance
         import llguidance.hf
@@ -45,7 +45,7 @@ def library() -> Any:
 
 
 def compiled(field: str, given: Any) -> str:
-    """What llguidance reads, of the value of json_schema, json_object or grammar; InputError for what is not taken."""
+    """Return llguidance's form of json_schema, json_object or grammar; InputError for a value that is not supported."""
     return _compiled(field, _text_of(field, given))
 
 
@@ -134,7 +134,7 @@ def _limits() -> Any:
 
 
 def _deeply(field: str, call: Callable[[], T]) -> T:
-    """What `call` returns or raises, on a stack that the library's recursion over references does not overflow.
+    """Return the result of `call` on a stack that is deep enough for the library's recursion over references.
 
     InputError after MAX_SECONDS; what was begun is then left to its end.
     """
@@ -172,7 +172,7 @@ class Vocabularies:
         self._made: dict[tuple[int, ...], Any] = {}
 
     def constraint(self, field: str, made: str, ends: Sequence[int]) -> Constraint:
-        """The constraint of a grammar as `compiled` gives it; ends: ids that end an answer, which may be none.
+        """Return the constraint of a grammar of `compiled`; ends: ids that end an answer, possibly none.
 
         InputError where the grammar does not fit the tokenizer, or is met by no text.
         """
@@ -189,7 +189,7 @@ class Vocabularies:
 
     @property
     def _stand_in(self) -> int:
-        """Instead of a token that ends answers, as the library wants one: never allowed, and no text if it can be."""
+        """Return a token for the end of answers, which the library needs: never allowed, without text if possible."""
         return (list(self._tokenizer.all_special_ids) or [len(self._tokenizer) - 1])[-1]
 
     def _vocabulary(self, field: str, ends: tuple[int, ...]) -> Any:
@@ -221,7 +221,7 @@ class Constraint:
         self.fault: InputError | None = None  # why the last call found nothing, where the library gave up
 
     def allowed(self, tokens: Sequence[int]) -> np.ndarray:
-        """bool [vocabulary]: the tokens that may follow; none behind what the grammar does not allow."""
+        """Return bool [vocabulary]: the tokens that may follow; none after a text that the grammar does not allow."""
         none = np.zeros(self._size, bool)
         if not self._go(tokens):
             return none
@@ -240,7 +240,7 @@ class Constraint:
         return mask
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens that write the text that must follow, as the tokenizer would; [] where there is a choice."""
+        """Return the tokens of the text that must follow, as the tokenizer writes it; [] where there is a choice."""
         if not self._go(tokens):
             return []
         found = list(self._matcher.compute_ff_tokens())
@@ -249,18 +249,18 @@ class Constraint:
         return found[: self._matcher.validate_tokens(found)]  # text like a special token's is not that token
 
     def allows(self, tokens: Sequence[int], token: int) -> bool:
-        """Whether this token may follow these."""
+        """Return whether this token may follow these."""
         return token != self._never and self._go(tokens) and self._takes(token) and not self._gave_up()
 
     def complete(self, tokens: Sequence[int]) -> bool:
-        """Whether nothing can follow."""
+        """Return whether nothing can follow."""
         return self._go(tokens) and bool(self._matcher.is_stopped()) and not self._gave_up()
 
     def _takes(self, token: int) -> bool:
         return bool(self._matcher.validate_tokens([token]))
 
     def _go(self, tokens: Sequence[int]) -> bool:
-        """Stand behind these; False where the grammar does not allow them, and then behind an earlier place."""
+        """Move to the place after these tokens; False, at an earlier place, where the grammar does not allow them."""
         tokens, self._asked, self.fault = list(tokens), len(tokens), None
         agreed = common_prefix(self._tokens, tokens)
         if agreed < len(self._tokens):
@@ -271,7 +271,7 @@ class Constraint:
         return not self._gave_up() and len(self._tokens) == len(tokens)
 
     def _gave_up(self) -> bool:
-        """Whether the library met a limit of its own here; it is then made ready for other beginnings."""
+        """Return whether the library met a limit of its own; it is then reset for other beginnings."""
         if not self._matcher.is_error():
             return False
         place = f"behind {self._asked} tokens: " if self._asked else ""

@@ -107,7 +107,7 @@ class GenerationOptions(DeclaredOptions):
 
     @property
     def constrains(self) -> tuple[str, Any] | None:
-        """The name and value of the option that constrains the answer."""
+        """Return the name and value of the option that constrains the answer."""
         return next(
             ((name, value) for name in CONSTRAINTS if (value := getattr(self, name)) not in (None, False)), None
         )
@@ -167,7 +167,7 @@ class GenerationOptions(DeclaredOptions):
         yield from self._configured.cutoffs(device)
 
     def _context(self, prompt_length: int, device: Any) -> dict[str, Any]:
-        """What processors of a config are made with."""
+        """Return the arguments of a config's processors."""
         return {
             "eos": self.eos_token_ids,
             "prompt_length": prompt_length,

@@ -38,7 +38,7 @@ def token_ids(
     template: Template = None,
     room: Room | None = None,
 ) -> list[int]:
-    """Ids of `prompt`: a string, a list of chat messages, ids, or an id tensor or array [length] or [1, length].
+    """Return the ids of `prompt`: a string, chat messages, ids, or an id tensor or array [length] or [1, length].
 
     A string becomes one user message where the tokenizer has a chat template, unless `raw`. InputError for an
     empty prompt, ids outside the vocabulary, more than one sequence, or no room for a token behind the prompt.
@@ -63,7 +63,7 @@ def token_ids(
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All text in prompts, messages and tools, as deep as messages may be nested."""
+    """Yield all text in prompts, messages and tools, as deep as messages may be nested."""
     waiting = [(value, 0)]
     while waiting:
         part, depth = waiting.pop()
@@ -76,7 +76,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_size: int) -> list[int]:
-    """Ids of the text, or ids, that an answer is expected to be like, without special tokens; None is none.
+    """Return the ids of a prediction, a text or ids, without special tokens; [] for None.
 
     InputError for anything else, ids outside the vocabulary and text without a tokenizer.
     """
@@ -120,7 +120,7 @@ def _encode(
 
 
 def _tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:
-    """Ids of a text by transformers' interface, or by an `encode` that knows none of its options."""
+    """Return the ids of a text by transformers' interface, or by an `encode` without its options."""
     if callable(tokenizer):
         return list(tokenizer(text, **options)["input_ids"])
     if "split_special_tokens" in options:
@@ -130,7 +130,7 @@ def _tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:
 
 
 def _from_array(prompt: Any, field: str = "prompt") -> list[int]:
-    """Ids of a tensor or an array of whole numbers, on any device."""
+    """Return the ids of a tensor or an array of whole numbers, on any device."""
     shape, dtype = tuple(prompt.shape), str(prompt.dtype)
     if len(shape) == 2 and shape[0] != 1:
         raise InputError(f"{field}: got a batch of {shape[0]}, this engine serves one sequence; call generate for each")
@@ -180,7 +180,7 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Tools, temp
 
 
 def _text_of(content: Any) -> str:
-    """The text of a message: a string, or OpenAI's content parts of type text."""
+    """Return the text of a message: a string, or OpenAI's content parts of type text."""
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -195,7 +195,7 @@ def _text_of(content: Any) -> str:
 
 
 def _strings(value: Any, depth: int = 0) -> Iterator[str]:
-    """All text in messages, whatever fields it stands in."""
+    """Yield all text in messages, in any field."""
     if isinstance(value, str):
         yield value
     elif depth == MAX_NESTED:
@@ -222,7 +222,7 @@ class SpecialText(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any) -> SpecialText | None:
-        """None where the tokenizer has no special tokens."""
+        """Return the texts of a tokenizer, or None where it has no special tokens."""
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = sorted({token.content for token in added if token.special}, key=len, reverse=True)
         return cls(tokenizer, texts, re.compile("|".join(map(re.escape, texts)))) if texts else None
@@ -231,7 +231,7 @@ class SpecialText(NamedTuple):
         return self.pattern.search(text) is not None
 
     def encode(self, messages: list[dict[str, Any]], tools: Tools = None, template: Template = None) -> list[int]:
-        """Ids of the filled template, with special tokens where the template has put them and nowhere else."""
+        """Return the ids of the filled template, with special tokens only where the template has put them."""
         options = dict(template or {})
         given = list(_strings([*messages, *(tools or []), options]))
         mark = next((char for char in _PRIVATE if not any(char in text for text in given)), None)
@@ -266,7 +266,7 @@ class SpecialText(NamedTuple):
 
 
 def _with(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of messages with all their text changed."""
+    """Return a copy of messages with all their text changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -344,13 +344,13 @@ class Room:
 
 
 def longest_token(tokenizer: Any) -> int:
-    """Characters of the longest token of the vocabulary; beyond any text where the tokenizer does not tell."""
+    """Return the characters of the vocabulary's longest token; sys.maxsize where the tokenizer does not tell."""
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     return max(map(len, vocabulary), default=0) or sys.maxsize
 
 
 def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
-    """The texts in pieces of at most so many characters, short ones together."""
+    """Yield the texts in pieces of at most so many characters, short ones together."""
     held: list[str] = []
     letters = 0
     for text in texts:

@@ -34,7 +34,7 @@ _EVENTS = "text/event-stream"
 
 
 def create_app(worker: Worker, settings: Settings) -> FastAPI:
-    """The application; the worker starts and ends with it."""
+    """Return the application. The worker starts and ends with it."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -60,7 +60,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
 
 
 def middleware(settings: Settings, failed: Any) -> list[Middleware]:
-    """What stands before every request; failed: a counter of refusals by status."""
+    """Return the middleware of every request; failed: a counter of refusals by status."""
     made = []
     if settings.origins:
         headers = ["Authorization", "Content-Type"]
@@ -108,7 +108,7 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
 
 
 def _routes(app: FastAPI) -> list[str]:
-    """Method and path of what is told in /openapi.json."""
+    """Return method and path of each endpoint in /openapi.json."""
     return [f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods]
 
 

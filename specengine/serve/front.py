@@ -52,7 +52,7 @@ class Front:
         self._mean_seconds = 1.0  # from a request's coming to its end, the latest counting most
 
     def app(self) -> Starlette:
-        """With keys, limits and browsers' rules before it."""
+        """Return the ASGI application, with keys, limits and browsers' rules before it."""
         healths = [Route(path, self._health) for path in HEALTH]
         routes = [*healths, Route("/metrics", self._metrics), Mount("/", self._forward)]
         return Starlette(
@@ -114,7 +114,7 @@ class Front:
 
     @property
     def _retry_seconds(self) -> int:
-        """When there is likely to be room: what it took, waiting included, to answer those that came of late."""
+        """Return the seconds until there is likely room: the recent mean time of an answer, waiting included."""
         return min(max(math.ceil(self._mean_seconds), 1), MAX_RETRY_SECONDS)
 
     async def _require_ready(self) -> None:
@@ -229,7 +229,7 @@ def run(
 
 
 def deploy(load: Callable[[], Engine], settings: Settings, scale: Scale) -> Any:
-    """The handle of replicas that answer; needs a cluster that is joined. Raises what Ray Serve raises."""
+    """Return the handle of replicas on the cluster that this process has joined. Raises Ray Serve's errors."""
     if scale.most > scale.replicas:
         target = {"min_replicas": scale.replicas, "max_replicas": scale.most, "target_ongoing_requests": 1}
         count: dict[str, Any] = {"autoscaling_config": target}
@@ -253,7 +253,7 @@ def deploy(load: Callable[[], Engine], settings: Settings, scale: Scale) -> Any:
 
 
 def _why(error: Exception) -> str:
-    """What the last replica said that did not start, as far as Ray Serve kept it."""
+    """Return the message of the last replica that did not start, as far as Ray Serve kept it."""
     texts = [str(error)]
     with contextlib.suppress(Exception):
         deployments = serve.status().applications[APPLICATION].deployments

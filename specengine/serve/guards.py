@@ -46,7 +46,7 @@ class Hosts:
 
 
 def _name(host: str) -> str:
-    """A Host header without its port."""
+    """Return a Host header without its port."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -117,7 +117,7 @@ _PACKED = (b"\x1f\x8b", b"\x78\x9c", b"\x28\xb5\x2f\xfd")  # how gzip, zlib and 
 
 
 def parsed(body: bytes, encoding: str = "") -> Any:
-    """The value of a JSON text; RequestError that says why it is none, or is not read.
+    """Return the value of a JSON text; RequestError says why it cannot be read.
 
     encoding: the header Content-Encoding
     """

@@ -43,7 +43,7 @@ class Metrics:
         self.whole = seconds("e2e_request_latency", "From the request to its last token")
 
     def count(self, answer: Completion, ended: str, waited: float, whole: float) -> None:
-        """One generation; ended: stop, length or abort; in seconds since the request came."""
+        """Count one generation; ended: stop, length or abort; waited, whole: seconds since the request came."""
         stats = answer.stats
         self.drafts.inc(stats.num_spec_steps - stats.num_plain_steps if stats.draft else 0)
         self.drafted.inc(stats.num_draft_tokens)
@@ -60,7 +60,7 @@ class Metrics:
         self.whole.observe(whole)
 
     def text(self) -> bytes:
-        """Prometheus' text format, version 0.0.4."""
+        """Return Prometheus' text format, version 0.0.4."""
         return generate_latest(self.registry)
 
 
@@ -75,7 +75,7 @@ class Added:
         self._gone: set[str] = set()
 
     def take(self, figures: Iterable[tuple[str, str]]) -> None:
-        """What every replica that is there says now: its name, and Prometheus' text."""
+        """Take the current figures of every replica: its name, and Prometheus' text."""
         now = {name: list(text_string_to_metric_families(text)) for name, text in figures}
         self._latest |= now
         self._gone = set(self._latest) - set(now)

@@ -36,7 +36,7 @@ LOADING_SECONDS = 0.05  # between two looks
 
 
 def _listen_here_alone() -> None:
-    """In a replica's process, where Ray Serve would listen at every address, whatever the cluster's own is."""
+    """Listen on the loopback address in a replica's process, where Ray Serve would listen on every address."""
     serving: Any = replica
     opening = serving.add_port_to_grpc_server
 
@@ -77,7 +77,7 @@ class Replica:
     """A deployment of Ray Serve. Its front has asked for keys and told browsers what they may do."""
 
     async def __init__(self, load: Callable[[], Engine], settings: Settings) -> None:  # type: ignore[misc]
-        """Until the engine is loaded; raises what loading it raises."""
+        """Wait until the engine is loaded; raises the errors of loading."""
         if cluster.is_alone():
             _listen_here_alone()
         self._worker = Worker(load, settings.queue, Metrics())
@@ -93,7 +93,7 @@ class Replica:
         self._running: set[asyncio.Task[None]] = set()
 
     async def ask(self, asking: HttpRequest, conversation: str | None = None) -> AsyncIterator[Message]:
-        """The application's messages; whoever leaves early is a client that has gone.
+        """Yield the application's messages. Closing this early is a client that has gone.
 
         conversation: what the router reads.
         """
@@ -117,7 +117,7 @@ class Replica:
             gone.set()
 
     async def figures(self) -> tuple[str, str]:
-        """Which replica, and its counters in Prometheus' text format."""
+        """Return the replica's id, and its counters in Prometheus' text format."""
         return serve.get_replica_context().replica_id.unique_id, self._worker.metrics.text().decode()
 
     def check_health(self) -> None:
@@ -131,7 +131,7 @@ BEGINNING = 256  # characters of a text without turns
 
 
 def conversation_of(body: bytes) -> str | None:
-    """What the requests of one conversation share, and hardly those of two; None where there is nothing to go by.
+    """Return a key that the requests of one conversation share, or None where a request has no beginning.
 
     Of messages: those up to the first of the user; of a text or of token ids: the beginning.
     """
@@ -163,7 +163,7 @@ class ConversationRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks: of the first that has a replica with room, the least busy is taken."""
+        """Return ranks of replicas: Ray takes the least busy one of the first rank with room."""
         last = self._last.get(_conversation(pending_request) or "")
         same = [replica for replica in candidate_replicas if replica.replica_id == last]
         return [same, random.sample(candidate_replicas, min(2, len(candidate_replicas)))]

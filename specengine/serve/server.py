@@ -151,7 +151,7 @@ def run(load: Callable[[], Engine], settings: Settings, listening: Callable[[str
 
 
 def open_socket(settings: Settings) -> tuple[socket.socket, str]:
-    """The socket and its address; InputError where it cannot be had."""
+    """Return the socket and its address; InputError where the address cannot be used."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         opened = socket.create_server((settings.host, settings.port), family=family, backlog=2048)

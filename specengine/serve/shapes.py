@@ -84,6 +84,6 @@ class TextAnswer(_Answer):
 
 
 def answers(model: type[BaseModel], *others: str) -> dict[int | str, dict[str, Any]]:
-    """FastAPI's `responses` of an endpoint; others: media types of text that it may answer with instead of JSON."""
+    """Return FastAPI's `responses` of an endpoint; others: media types of text that may replace JSON."""
     content = {kind: {"schema": {"type": "string"}} for kind in others}
     return {200: {"model": model, "content": content}}

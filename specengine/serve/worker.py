@@ -100,7 +100,7 @@ class Worker:
                 self.state = "stopping"
 
     def abandon(self) -> None:
-        """Tell all whose answers have not ended that they will not."""
+        """Fail all jobs whose answers have not ended."""
         with self._changed:
             jobs = [*self._jobs, *([self._job] if self._job else [])]
             for job in jobs:
@@ -143,7 +143,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs that answers."""
+        """Return whether the answering thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -152,13 +152,13 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Nothing is being answered, and nothing waits."""
+        """Return whether no job is answered and none waits."""
         with self._changed:
             return not self._jobs and self._job is None
 
     @property
     def retry_seconds(self) -> int:
-        """When the queue is likely to have been answered, by what answers took of late."""
+        """Return the seconds until the queue is likely empty, by the recent time of answers."""
         waiting = len(self._jobs) + (self._job is not None)
         return min(max(math.ceil(self._mean_seconds * max(waiting, 1)), 1), MAX_RETRY_SECONDS)
 
@@ -196,7 +196,7 @@ class Worker:
         return job
 
     def _first(self, suits: Callable[[Job], bool]) -> Job | None:
-        """The first job in the queue that does, once there is one; None where the worker stops."""
+        """Wait for a job in the queue that suits, and return the first; None where the worker stops."""
         with self._changed:
             while not self._stopping:
                 if (job := next(filter(suits, self._jobs), None)) is not None:
@@ -311,7 +311,7 @@ def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> Non
 
 
 def _limits(engine: Engine) -> ModelLimits:
-    """With a tokenizer of its own for the thread that reads: how they treat special tokens is set for each text."""
+    """Return the limits with a tokenizer of the reading thread's own: a tokenizer's state is set for each text."""
     tokenizer = copy.deepcopy(engine.tokenizer)
     return ModelLimits(tokenizer, engine.target.max_context, longest_token(tokenizer))
 
@@ -338,12 +338,12 @@ class ClientGoneError(Exception):
 
 
 def sse(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def events(worker: Worker, asked: CheckedRequest, request: Request) -> AsyncIterator[Event | None]:
-    """What becomes of a request; None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
+    """Yield the events of a request, and None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
 
     Leaving it early frees the engine, or the place in the queue.
     """

@@ -144,7 +144,7 @@ def test_it_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> No
     [
         (["train", "data"], "train.run_data"),
         (["train", "draft"], "train.run_draft"),
-        (["train", "classifier", "--kind", "c2t", "--prompts", "p"], "train_classifier.run"),
+        (["train", "classifier", "--kind", "c2t", "--prompts", "p"], "train.run_classifier"),
     ],
 )
 @pytest.mark.parametrize("begun", [True, False])

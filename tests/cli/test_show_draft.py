@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specengine.cli import colours, main, terminal
+from specengine.cli import generate, main, terminal
 from specengine.records import StreamPiece
 from tests.cli.streams import ANSI, PROMPT, expected
 
@@ -26,7 +26,7 @@ def test_show_draft_colours_add_up_to_the_answer(
     assert ANSI.sub("", out) == plainly
     assert terminal.OWN in out
     assert terminal.DRAFTED in out or stop
-    assert colours.DraftColours.LEGEND in err
+    assert generate.DraftColours.LEGEND in err
 
 
 class Letters:
@@ -38,7 +38,7 @@ class Letters:
 
 def test_draft_colours_by_token() -> None:
     e_acute = list("é".encode())
-    view = colours.DraftColours(type("Holder", (), {"tokenizer": Letters()}))  # type: ignore[arg-type]
+    view = generate.DraftColours(type("Holder", (), {"tokenizer": Letters()}))  # type: ignore[arg-type]
     pieces = [
         ("ab", [97, 98], 1),  # a drafted, b the target's own
         ("", e_acute[:1], 0),  # half a character is held back
@@ -61,7 +61,7 @@ def _piece(text: str, tokens: list[int], accepted: int) -> Any:
 
 
 def test_draft_colours_show_what_the_end_leaves_over() -> None:
-    view = colours.DraftColours(type("Holder", (), {"tokenizer": Letters()}))  # type: ignore[arg-type]
+    view = generate.DraftColours(type("Holder", (), {"tokenizer": Letters()}))  # type: ignore[arg-type]
     broken = "\N{REPLACEMENT CHARACTER}"
     assert ANSI.sub("", view.paint(_piece("a" + broken, [97, 0xC3], 0))) == "a" + broken
 

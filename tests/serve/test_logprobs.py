@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specengine.protocol.completion import Completion
 from specengine.protocol.preparing import CheckedRequest
-from specengine.protocol.replies import LEAST, ChatLogprobs, TextLogprobs, TokenTexts
+from specengine.protocol.replies import MIN_LOGPROB, ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.protocol.requests import CompletionRequest
 from specengine.protocol.settings import Settings
 from specengine.records import TokenLogprob
@@ -137,8 +137,8 @@ def test_pieces_of_sentencepiece_keep_their_blanks_and_bytes() -> None:
 def test_what_is_impossible_stays_json() -> None:
     rated = [TokenLogprob(64, float("-inf"), [(64, float("-inf"))])]
     texts = TokenTexts(byte_tokenizer())
-    assert ChatLogprobs(texts).of(rated)["content"][0]["logprob"] == LEAST
-    assert TextLogprobs(texts).of(rated)["token_logprobs"] == [LEAST]
+    assert ChatLogprobs(texts).of(rated)["content"][0]["logprob"] == MIN_LOGPROB
+    assert TextLogprobs(texts).of(rated)["token_logprobs"] == [MIN_LOGPROB]
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ def test_the_command_trains_from_a_model_alone(tmp_path: Path, capsys: Any) -> N
 def test_mistakes_are_named_before_anything_is_loaded(
     given: list[str], message: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specengine.cli import train_classifier as command
+    from specengine.cli import train as command
 
     monkeypatch.setattr(command, "load_engine", lambda _: pytest.fail("a model was loaded"))
     assert main(["train", "classifier", "x", "--kind", "c2t", "--data", "nowhere", *given]) == 2
