@@ -1,11 +1,22 @@
 // Ops of the small networks that some policies ask.
 #include "ops/ops.hpp"
+#include "spec/classifier.hpp"
 #include "spec/decisions.hpp"
 
 namespace ops {
 namespace {
 
 constexpr double kLowestShown = -1e4;  // finite, so that an impossible candidate does not silence a network
+
+// parameters: hidden weight and bias, output weight and bias.
+spec::Network take_network(handle object) {
+  const Parts parameters(object, "net", 4);
+  const auto weight = take<float>(parameters[0], "hidden weight", {kAny, kAny});
+  const int64_t hidden = weight.size(0), inputs = weight.size(1);
+  return {weight.at(), take<float>(parameters[1], "hidden bias", {hidden}).at(),
+          take<float>(parameters[2], "output weight", {1, hidden}).at(), take_one<float>(parameters[3], "output bias"),
+          inputs, hidden};
+}
 
 py::object mlp(handle features, handle net) {
   const spec::Network known = take_network(net);

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "border.hpp"
-#include "spec/classifier.hpp"
 #include "spec/tree.hpp"
 
 namespace ops {
@@ -125,16 +124,6 @@ inline py::object appended(int64_t first, int64_t added, int64_t room) {
   const auto ids = make<int64_t>({room});
   for (int64_t i = 0; i < room; ++i) ids[i] = i < added ? first + i : 0;
   return ids.object;
-}
-
-// parameters: hidden weight and bias, output weight and bias.
-inline spec::Network take_network(handle object) {
-  const Parts parameters(object, "net", 4);
-  const auto weight = take<float>(parameters[0], "hidden weight", {kAny, kAny});
-  const int64_t hidden = weight.size(0), inputs = weight.size(1);
-  return {weight.at(), take<float>(parameters[1], "hidden bias", {hidden}).at(),
-          take<float>(parameters[2], "output weight", {1, hidden}).at(), take_one<float>(parameters[3], "output bias"),
-          inputs, hidden};
 }
 
 // Runs `run` with the rows as floats or as bfloat16.
