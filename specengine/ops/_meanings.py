@@ -56,14 +56,6 @@ def describe(*tensors: Tensor) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
 
 
-def insist(holds: Tensor, message: str) -> None:
-    """Raise InputError where a bool [] does not hold; on another device than a CPU by an asynchronous assertion."""
-    if holds.device.type != "cpu":
-        torch._assert_async(holds, message)  # the same without making the host wait
-    elif not holds:
-        raise InputError(message)
-
-
 @cache  # for good: captured graphs read them
 def own_bits(capacity: int, device: torch.device) -> Tensor:
     """Return word rows in which node i has bit i alone: int64 [capacity, ceil(capacity / 64)]."""

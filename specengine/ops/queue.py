@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._meanings import HAS_NAN, insist, order_keys, require
+from specengine.ops._meanings import HAS_NAN, order_keys, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import Candidates
-from specengine.ops.tree import Nodes
+from specengine.ops.tree import Nodes, insist
 
 
 class Queues(NamedTuple):

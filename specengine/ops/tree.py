@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine.errors import InputError, PolicyError
-from specengine.ops._meanings import HAS_NAN, WORD_BITS, describe, insist, order_keys, own_bits, padded, require
+from specengine.ops._meanings import HAS_NAN, WORD_BITS, describe, order_keys, own_bits, padded, require
 from specengine.ops._registry import kernels, native, op
 
 WRONG_PARENTS = "parents: the root's must be -1, every other's an earlier node"
@@ -125,6 +125,14 @@ class Walked(NamedTuple):
 
 
 # ---- ops
+
+
+def insist(holds: Tensor, message: str) -> None:
+    """Raise InputError where a bool [] does not hold; on another device than a CPU by an asynchronous assertion."""
+    if not is_free(holds):
+        torch._assert_async(holds, message)  # the same without making the host wait
+    elif not holds:
+        raise InputError(message)
 
 
 @op

@@ -212,9 +212,10 @@ class Auto(TreePolicy):
     def _append_free(self, tree: TokenTree, free: Continuations, state: _State) -> None:
         """Append continuations that need no draft pass below nodes that were not drafted from."""
         size = len(tree)
-        waiting = state.notes.waiting[:size].nonzero()[:, 0]
-        room = min(MAX_FREE, tree.capacity - size)
-        found = free(tree, tree.best(Nodes.of(waiting), LEAVES), room, math.log(MIN_FREE))
+        leaves = Nodes.of(state.notes.waiting[:size].nonzero()[:, 0])
+        if len(leaves.ids) > LEAVES:
+            leaves = tree.best(leaves, LEAVES)
+        found = free(tree, leaves, min(MAX_FREE, tree.capacity - size), math.log(MIN_FREE))
         if found is None:
             return
         stated, cells = self._read(tree, found, state)
