@@ -43,7 +43,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Waits for a device."""
+        """The number of committed slots; synchronises with a device."""
         return int(self.filled)
 
     @length.setter
@@ -56,7 +56,7 @@ class KVCache:
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` slots; committed slots are kept, scratch is dropped."""
-        if capacity <= self.capacity:
+        if capacity <= self.slab.shape[3]:  # not by the property: several calls per cycle
             return
         layers, two, heads, _, head_size = self.slab.shape
         length, slab = self.length, self.slab.new_empty(layers, two, heads, _rounded(capacity), head_size)
@@ -78,10 +78,10 @@ class KVCache:
         self.filled += path.live
 
     def commit(self, path: Sequence[int]) -> None:
-        """As `keep`, of a path that the host knows."""
+        """As `keep`, for a path that the host knows."""
         if path[-1] >= len(path):
             self.keep(Nodes.of(torch.tensor(path, device=self.slab.device, dtype=torch.int64)))
-        else:  # all of them stand right
+        else:  # all of them are in place
             self.filled += len(path)
 
 
@@ -91,15 +91,15 @@ def _rounded(capacity: int) -> int:
 
 @dataclass(eq=False)
 class Rows:
-    """Rows of one forward over a cache. Counts are tensors, so one capture serves every length and every tree.
+    """Hold the rows of one forward over a cache. Counts are tensors: one capture serves every length and every tree.
 
     tokens, positions  int64 [n]
     words              int64 [n, w], bit j % 64 of word j // 64: the row sees slot prefix + j
     slot               int64 [1], the cache slot of the first row; the others take those behind it
     prefix, live       int32 [1]: slots that every row sees; rows from `live` on are padding
-    paths              given where attention is strict
+    paths              None unless attention is strict
 
-    Keys and values of padding go to the slots behind those of the other rows. What it computes means nothing.
+    Keys and values of padding go to the slots behind those of the other rows. Its results mean nothing.
     """
 
     tokens: Tensor
@@ -114,7 +114,7 @@ class Rows:
 
     @classmethod
     def of(cls, tree: TokenTree, filled: Tensor) -> Rows:
-        """A tree behind what a cache has committed, int32 [1] on the device of the rows."""
+        """Return a tree's rows behind the `filled` slots of a cache, int32 [1] on the device of the rows."""
         given = tree.tokens, tree.depths, tree.ancestors, tree.size
         tokens, depths, words, live = (array.to(filled.device) for array in given)
         return cls(tokens, depths + filled, words, filled.long(), filled, live)
@@ -124,18 +124,18 @@ class Rows:
 
     @property
     def seen(self) -> Tensor:
-        """int32 [1]: slots behind the prefix, those of the rows included."""
+        """Return int32 [1]: the number of slots behind the prefix, those of the rows included."""
         if self._seen is None:
             self._seen = (self.slot - self.prefix + self.live).int()
         return self._seen
 
     @property
     def end(self) -> int:
-        """The slot behind those of the rows; waits for a device."""
+        """Return the slot behind those of the rows; synchronises with a device."""
         return int(self.slot) + int(self.live)
 
     def mask(self) -> Tensor | None:
-        """bool [n, end]: which slots each row sees; None where one row sees them all. Waits for a device."""
+        """Return the slots that each row sees, bool [n, end]; None if one row sees all. Synchronises with a device."""
         end, prefix = self.end, int(self.prefix)
         if len(self) == 1 and end == prefix + 1:
             return None
@@ -144,13 +144,13 @@ class Rows:
         return mask
 
     def packed_mask(self, groups: int, dtype: torch.dtype) -> Any:
-        """The mask as `ops.tree_attention` is fastest with, made once per forward."""
+        """Return the mask in the layout that is fastest for `ops.tree_attention`, made once per forward."""
         if self._mask is None and (mask := self.mask()) is not None:
             self._mask = ops.pack_mask(mask, groups, dtype, int(self.prefix))
         return self._mask
 
     def strict_piece(self, first: int, count: int, *, padded: bool = False) -> Rows:
-        """Of these rows up to `count` from `first` on, or just so many, with strict attention; run in their order."""
+        """Return up to `count` rows from `first` on, or exactly so many if `padded`, for strict attention in order."""
         part = slice(first, first + count)
         arrays = self.tokens[part], self.positions[part], self.words[part]
         if padded and (missing := count - len(arrays[0])):
@@ -160,12 +160,15 @@ class Rows:
 
 
 def words_for(slots: int) -> int:
-    """How many words have bits for so many slots."""
+    """Return the number of words that have bits for so many slots."""
     return -(-slots // WORD_BITS)
 
 
 def causal_words(rows: int, device: torch.device | str = "cpu") -> Tensor:
-    """Words of consecutive tokens: each sees those before and itself. int64 [rows, ceil(rows / 64)]."""
+    """Return the words of consecutive tokens, each of which sees those before it and itself.
+
+    int64 [rows, ceil(rows / 64)].
+    """
     place = torch.arange(rows, device=device, dtype=torch.int64)
     bits = (place[:, None] >= torch.arange(words_for(rows) * WORD_BITS, device=device, dtype=torch.int64)).long()
     shifted = bits << (torch.arange(bits.shape[1], device=device, dtype=torch.int64) % WORD_BITS)

@@ -185,7 +185,7 @@ class NativeLM:
             found.append(torch.empty(int(rated), self.vocab_size, dtype=torch.float32, device="cpu"))
             positions = torch.arange(length, length + rows, dtype=torch.int64, device="cpu")
             wanted = found[-1] if rated else None
-            states.append(self.run(piece, positions, cache, length, features=features, logits=wanted))
+            states.append(self.run(piece, positions, cache, (length, length, None), features=features, logits=wanted))
             cache.length = length + rows
         seen = torch.cat([part for part in states if part is not None]) if features and states else None
         return torch.cat(found) if found and logits != "none" else None, seen
@@ -201,8 +201,8 @@ class NativeLM:
         """As CausalLM.forward, with logits and features in float32. The row `one` can be the last one alone."""
         live = int(rows.live)
         logits = torch.empty(live if one is None else 1, self.vocab_size, dtype=torch.float32, device="cpu")
-        seen = int(rows.prefix), rows.words[:live]
-        given = rows.tokens[:live], rows.positions[:live], cache, int(rows.slot), seen
+        seen = int(rows.slot), int(rows.prefix), rows.words[:live]
+        given = rows.tokens[:live], rows.positions[:live], cache, seen
         return logits, self.run(*given, features=features, logits=logits if live else None)
 
     def run(
@@ -210,19 +210,19 @@ class NativeLM:
         tokens: Tensor,
         positions: Tensor,
         cache: KVCache,
-        start: int,
-        seen: tuple[int, Tensor | None] | None = None,
+        seen: tuple[int, int, Tensor | None],
         *,
         features: tuple[int, ...] = (),
         logits: Tensor | None = None,
         best: Successors | None = None,
         layers: int | None = None,
     ) -> Tensor | None:
-        """Run rows in one call of C++; keys and values go to cache slots start to start + rows.
+        """Run rows in one call of C++.
 
         tokens, positions   int64 [rows]
-        seen                prefix and words: slots before `prefix` are seen by all rows; bit j of a row's int64 words
-                            says whether it sees slot prefix + j. By default each row sees all slots up to its own
+        seen                start, prefix and words: keys and values go to cache slots start to start + rows. All rows
+                            see the slots before `prefix`; bit j of a row's int64 words says whether it sees slot
+                            prefix + j. Without words each row sees all slots up to its own
         logits              float32 [n, vocabulary], filled with those of the last n rows
         best                [rows, count], filled with the largest finite logits and their tokens
         layers              number of layers to run; all by default
@@ -230,7 +230,7 @@ class NativeLM:
         Returns the hidden states `features`, numbered as in transformers, float32 [rows, features * hidden size].
         """
         began = time.perf_counter()
-        prefix, words = (start, None) if seen is None else seen
+        start, prefix, words = seen
         width, states = len(features) * self.shape.hidden, None
         if features:
             states = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
@@ -288,7 +288,9 @@ class NativeLM:
         far = min(self.max_context - 1, _FARTHEST)
         positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu").clamp(max=far)
         ids = tuple(sorted({1, layers})) if whole else (self.layers,)  # behind the first layer, and the final norm
-        ours = cast(Tensor, self.run(tokens, positions, self.new_cache(len(tokens)), 0, features=ids, layers=layers))
+        ours = cast(
+            Tensor, self.run(tokens, positions, self.new_cache(len(tokens)), (0, 0, None), features=ids, layers=layers)
+        )
         theirs = self.source.states(tokens, positions, ids, self.embed(tokens))
         self.seconds = spent
         for layer, own, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
@@ -539,5 +541,5 @@ class NativeTarget(CachedTarget):
         start = int(cache.filled)
         cache.reserve(start + live)
         tokens, depths, words = (tree.tokens[:live].cpu(), tree.depths[:live].cpu(), tree.ancestors[:live].cpu())
-        given = tokens, depths + start, cache, start, (start, words)
+        given = tokens, depths + start, cache, (start, start, words)
         return self.lm.run(*given, features=self._features, logits=logits, best=best)
