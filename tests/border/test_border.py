@@ -403,6 +403,23 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         decoder(_cpu, frequencies=[1.0, 0.5, 0.25])
 
 
+def test_a_head_reads_states_and_embeddings_of_its_own_size() -> None:
+    head, build = eagle(_cpu), CPU["eagle, later"][2]
+    right = build(Memory())
+    assert head.forward(*right) is None
+    for wrong in ([0, 1, 2], [0, -1, 1], [2**40, 0, 0]):
+        with pytest.raises(ValueError, match=r"sources: got .*, accepted 0 to 1"):
+            head.forward(*replaced(build(Memory()), (8, None), torch.tensor(wrong)))
+    for token in (-1, VOCABULARY, 2**40):
+        with pytest.raises(ValueError, match="tokens: got"):
+            head.forward(*replaced(build(Memory()), (5, None), torch.tensor([0, token, 1])))
+    for place in (7, 8):  # states and sources, where there are no features
+        with pytest.raises(ValueError, match="features: got None"):
+            head.forward(*replaced(build(Memory()), (place, None), None))
+    with pytest.raises(TypeError):
+        head.forward(None, *right[1:])
+
+
 @pytest.mark.parametrize("threads", [0, -1, 1 << 20])
 def test_a_number_of_threads_that_is_none_is_refused(threads: int) -> None:
     with pytest.raises(ValueError, match="threads: got"):
