@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from specengine import drafters, policies
 from specengine.checkpoints import embedded
 from specengine.checkpoints.checks import model_in
-from specengine.checkpoints.pretrained import LoadedModel, given_tokenizer, is_gguf, load_model
+from specengine.checkpoints.pretrained import LoadedModel, is_gguf, load_model, load_tokenizer
 from specengine.drafters import Drafter, Maker
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
@@ -102,7 +102,7 @@ def load(
     drafts = policy != "plain" and not (isinstance(draft, str) and draft in PLAIN)
     if drafts:
         check_draft(draft, options)
-    loaded = load_model(model, options, given_tokenizer(options))
+    loaded = load_model(model, options, load_tokenizer(options))
     resolved = dataclasses.replace(options, graphs=_captures(loaded, options))
     try:
         target, drafter = _pair(loaded, draft, drafts, resolved)

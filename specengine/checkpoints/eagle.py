@@ -198,11 +198,11 @@ def save_head(
         ids = tensors["d2t"] + torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, ids, True)
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic(folder / "model.safetensors") as part:
-        save_file(tensors, part, metadata={"format": "pt"})
+    with atomic(folder / "model.safetensors") as file:
+        save_file(tensors, file, metadata={"format": "pt"})
     text = json.dumps(raw, indent=2) + "\n"
-    with atomic(folder / "config.json") as part:
-        part.write_text(text, encoding="utf-8")
+    with atomic(folder / "config.json") as file:
+        file.write_text(text, encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -351,9 +351,9 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
         largest = {name: float(tensor.abs().max()) for name, tensor in weights.items()}
         wrong["not finite"] = [name for name, most in largest.items() if not math.isfinite(most)]
         wrong[f"beyond {MAX_WEIGHT:g}"] = [n for n, most in largest.items() if MAX_WEIGHT < most < math.inf]
-    found = [f"{kind}: {', '.join(with_prefix(n, back) for n in names)}" for kind, names in wrong.items() if names]
-    if found:
-        raise CheckpointError(f"{folder}: its tensors are not those of {_described(config)}; {'; '.join(found)}")
+    problems = [f"{kind}: {', '.join(with_prefix(n, back) for n in names)}" for kind, names in wrong.items() if names]
+    if problems:
+        raise CheckpointError(f"{folder}: its tensors are not those of {_described(config)}; {'; '.join(problems)}")
 
 
 def _dtype_name(state: Mapping[str, Tensor]) -> str:

@@ -125,7 +125,7 @@ def _huggingface(
         common["distributed_config"] = splitting(config)
     try:
         with no_loading_bars(), torch.device("cpu"):
-            loaded, found = AutoModelForCausalLM.from_pretrained(
+            loaded, report = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
                 dtype=options.dtype,
@@ -141,24 +141,24 @@ def _huggingface(
         if adapter is not None:
             raise adapter.unfit(" ".join(str(error).split())[:300]) from error
         raise unsupported(path, error, "it cannot be loaded") from error
-    _require_weights(path, loaded, found, adapter)
+    _require_weights(path, loaded, report, adapter)
     if options.tp_plan is None:
         loaded = loaded.to(options.device or default_device())
     return loaded, tokenizer or _tokenizer(path if adapter is None else adapter.tokenizer, options)
 
 
-def _require_weights(path: str, model: PreTrainedModel, found: dict[str, Any], adapter: Adapter | None) -> None:
+def _require_weights(path: str, model: PreTrainedModel, report: dict[str, Any], adapter: Adapter | None) -> None:
     """Raise CheckpointError where config and files do not fit.
 
     The files lack weights, so that the model would hold random ones, have them in another shape, or have more parts
     (layers, biases) than the config asks for.
     """
     problems = {
-        "missing": sorted({name for name, _ in model.named_parameters()} & set(found["missing_keys"])),
+        "missing": sorted({name for name, _ in model.named_parameters()} & set(report["missing_keys"])),
         "of another shape": sorted(
-            f"{name} {list(has)}, not {list(wants)}" for name, has, wants in found["mismatched_keys"]
+            f"{name} {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]
         ),
-        "unexpected": sorted(_left_out(model, found["unexpected_keys"])),
+        "unexpected": sorted(_left_out(model, report["unexpected_keys"])),
     }
     listed = [f"{problem}: {', '.join(names[:4])}" for problem, names in problems.items() if names]
     if listed and adapter is not None:
@@ -203,7 +203,7 @@ def _tokenizer(path: str, options: LoadOptions) -> Any:
         return None
 
 
-def given_tokenizer(options: LoadOptions) -> Any:
+def load_tokenizer(options: LoadOptions) -> Any:
     """Return the tokenizer that the options hold or name; InputError where there is none of that name."""
     tokenizer = options.tokenizer
     if not isinstance(tokenizer, str | os.PathLike):

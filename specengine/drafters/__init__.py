@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes
 from specengine.ops.select import Step as Step
 from specengine.ops.tree import Free, TokenTree
-from specengine.options import LoadOptions
 from specengine.records import Cycle
+
+if TYPE_CHECKING:
+    from specengine.options import LoadOptions
 
 Maker = Callable[[Any, Any], "Drafter"]  # of a target and its tokenizer, None where there is none
 

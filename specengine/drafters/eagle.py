@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
 from specengine.models.native import NativeHead, NativeLM
 from specengine.ops import Nodes
-from specengine.options import LoadOptions
+
+if TYPE_CHECKING:
+    from specengine.options import LoadOptions
 
 
 class Eagle(RowDraft):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
 from specengine.models.native import NativeLM
-from specengine.options import LoadOptions
+
+if TYPE_CHECKING:
+    from specengine.options import LoadOptions
 
 
 class SmallModel(RowDraft):

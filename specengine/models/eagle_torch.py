@@ -54,8 +54,8 @@ class TorchHead:
             self.cache.reserve(length + rows)
             positions = torch.arange(length, length + rows, device=hidden.device, dtype=torch.int64)
             embeddings = embed_for(self.module, self._target, piece)
-            given = hidden[first : first + rows], embeddings, positions
-            self._runs(*(part[None] for part in given), _PromptAttention(self.cache, length))
+            inputs = hidden[first : first + rows], embeddings, positions
+            self._runs(*(tensor[None] for tensor in inputs), _PromptAttention(self.cache, length))
             self.cache.length = length + rows
 
     def forward(
@@ -70,11 +70,11 @@ class TorchHead:
         if features is not None:
             states = self._runs.fuse(features.to(self.dtype))
         hidden, embeddings = self._inputs(states, sources, rows)
-        given = hidden, embeddings.to(self.dtype), rows.positions
-        found = self._runs(*(part[None] for part in given), _RowAttention(self.cache, rows, self._tables))[0]
-        found = found if one is None else found.index_select(0, one)
-        logits = self._runs.logits(found)
-        return self._target.head(self._runs.readout(found)) if logits is None else logits, found
+        inputs = hidden, embeddings.to(self.dtype), rows.positions
+        recurrent = self._runs(*(tensor[None] for tensor in inputs), _RowAttention(self.cache, rows, self._tables))[0]
+        recurrent = recurrent if one is None else recurrent.index_select(0, one)
+        logits = self._runs.logits(recurrent)
+        return self._target.head(self._runs.readout(recurrent)) if logits is None else logits, recurrent
 
     def _inputs(self, states: Tensor, sources: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         head = self.module

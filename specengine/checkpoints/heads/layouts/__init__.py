@@ -211,14 +211,14 @@ class Layout(ABC):
 
     def _rope(self, fields: Fields) -> dict[str, Any]:
         """Read the draft's own rotary parameters; never the target's, which drafts were not trained with."""
-        stated = fields.part("rope_parameters")
-        stated = stated if stated.raw else fields.part("rope_scaling")
+        stated = fields.nested("rope_parameters")
+        stated = stated if stated.raw else fields.nested("rope_scaling")
         if any(isinstance(value, dict) for value in stated.raw.values()):
             raise CheckpointError(f"rope_parameters: one set is needed, got those of {', '.join(stated.raw)}")
         kind = stated.text("rope_type", stated.text("type", "default"))
         if kind not in _ROPE_REQUIRED:
             raise CheckpointError(f"rope_type: got {shown(kind)}, accepted {', '.join(_ROPE_REQUIRED)}")
-        if any(part.number("partial_rotary_factor", 1.0, least=0, most=1) != 1.0 for part in (fields, stated)):
+        if any(one.number("partial_rotary_factor", 1.0, least=0, most=1) != 1.0 for one in (fields, stated)):
             raise CheckpointError("partial_rotary_factor: only whole heads are rotated")
         theta = {"least": 1.0, "most": 1e15}
         holder = stated if "rope_theta" in stated else fields
@@ -377,7 +377,7 @@ class Fields:
             raise refused(name, value, f"a list of at most {count} numbers, {least:g} to {most:g}")
         return [float(item) for item in value]
 
-    def part(self, name: str) -> Fields:
+    def nested(self, name: str) -> Fields:
         """Read an object; empty by default."""
         value = self._value(name, {})
         if not isinstance(value, dict):

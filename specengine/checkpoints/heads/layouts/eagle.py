@@ -32,7 +32,7 @@ class Eagle(Layout):
         return common | self.read_fusion(*self._hidden_state_ids()) | {"norm_logits": self._norm_logits()}
 
     def _biases(self) -> dict[str, bool]:
-        biased = [part for part in "qkvo" if f"layers.0.self_attn.{part}_proj.bias" in self.names]
+        biased = [name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in self.names]
         if self.fields.flag("attention_bias") and not biased:
             # SpecForge copies the field from the target's config and makes none.
             self.notes.append("attention_bias is set, but there are no biases: taken as none")
@@ -44,7 +44,7 @@ class Eagle(Layout):
 
         In SpecForge's eagle_config an id names the layer whose output is read, elsewhere the one whose input it is.
         """
-        inputs, outputs = self.fields.ids(), self.fields.part("eagle_config").ids()
+        inputs, outputs = self.fields.ids(), self.fields.nested("eagle_config").ids()
         counted = [i + 1 for i in outputs]
         if self.chosen_layer_ids is None and inputs and outputs and inputs != counted:
             raise CheckpointError(

@@ -34,7 +34,7 @@ class Speculators(Layout):
     def read(self) -> dict[str, Any]:
         if "transformer_layer_config" not in self.fields:
             raise CheckpointError("transformer_layer_config: is missing")
-        layer = self.fields.part("transformer_layer_config")
+        layer = self.fields.nested("transformer_layer_config")
         kind = layer.raw.get("model_type")
         if kind not in ("llama", "qwen3"):
             # Older releases take a missing type as llama, newer ones as qwen3, which has other tensors.
