@@ -83,7 +83,7 @@ def settings_of(arguments: argparse.Namespace, found: lines.Prompts, options: di
 def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Files) -> Generator[Answered, None, None]:
     scale = Scale(arguments.replicas, None, arguments.threads, arguments.ray_address, given.wants_gpu(arguments))
     if scale.replicas == 1 and scale.address is None:
-        recipe = given.recipe(arguments, threads=scale.threads, strict=True)
+        recipe = given.recipe(arguments, threads=scale.threads, prefer_strict=True)
         yield from answering.answered(recipe.load, items, files.loaded)
         return
     from specengine.replicas import cluster  # MissingExtraError without Ray
@@ -91,7 +91,7 @@ def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Files)
     with cluster.running(scale):
         from specengine.batch import spread
 
-        recipe = given.recipe(arguments, threads=cluster.threads(scale), strict=True)
+        recipe = given.recipe(arguments, threads=cluster.threads(scale), prefer_strict=True)
         spreading = spread.Spread(recipe.load, scale, files.loaded)
         yield from spread.in_order(spreading.answered(items), items[0].place)
 

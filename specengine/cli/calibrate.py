@@ -13,10 +13,7 @@ from specengine.engine import Engine
 
 def run(arguments: argparse.Namespace) -> int:
     engine = Engine.from_pretrained(
-        arguments.model,
-        arguments.draft,
-        draft_options=dict(arguments.draft_option),
-        **given.load_options(arguments),
+        arguments.model, arguments.draft, draft_options=dict(arguments.draft_option), **given.load_options(arguments)
     )
     target, drafter = engine.target, engine.drafter
     costs = measured.find(target, drafter, fresh=True)

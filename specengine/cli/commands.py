@@ -93,6 +93,18 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     add_generation(parser)
 
 
+LIMITS: tuple[tuple[str, type, float | None, str], ...] = (  # of the server: flag, type, default, help
+    ("queue", int, 16, "requests that may wait (default 16)"),
+    ("max-body-bytes", int, 8 << 20, "largest body of a request (default 8388608)"),
+    ("max-prompt-tokens", int, None, "longest prompt (default: the model's context)"),
+    ("max-tokens", int, None, "longest answer (default: the model's context)"),
+    ("default-max-tokens", int, 2048, "length of an answer where the request gives none (default 2048)"),
+    ("max-seconds", float, 600.0, "time for one answer (default 600)"),
+    ("request-seconds", float, 60.0, "time for a client to send its request (default 60)"),
+    ("drain-seconds", float, 30.0, "time for answers under way when the server stops (default 30)"),
+)
+
+
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_model(parser, positional=True)
     parser.set_defaults(run="specengine.cli.serve:run", loads=lambda _: None)  # said where the address is
@@ -136,38 +148,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--log-contents", action="store_true", help="write prompts and answers to the log")
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--queue", type=int, default=16, metavar="N", help="requests that may wait (default 16)")
-    limits.add_argument(
-        "--max-body-bytes", type=int, default=8 << 20, metavar="N", help="largest body of a request (default 8388608)"
-    )
-    limits.add_argument(
-        "--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the model's context)"
-    )
-    limits.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: the model's context)")
-    limits.add_argument(
-        "--default-max-tokens",
-        type=int,
-        default=2048,
-        metavar="N",
-        help="length of an answer where the request gives none (default 2048)",
-    )
-    limits.add_argument(
-        "--max-seconds", type=float, default=600.0, metavar="S", help="time for one answer (default 600)"
-    )
-    limits.add_argument(
-        "--request-seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="time for a client to send its request (default 60)",
-    )
-    limits.add_argument(
-        "--drain-seconds",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="time for answers under way when the server stops (default 30)",
-    )
+    for name, kind, default, text in LIMITS:
+        metavar = "N" if kind is int else "S"
+        limits.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     replicas = parser.add_argument_group("replicas")
     add_replicas(replicas, "engines behind one address, each in a process of its own (needs the extra `ray`)")
     replicas.add_argument(

@@ -48,6 +48,8 @@ class Recipe:
             torch.set_num_threads(self.threads)
         engine = self._loaded()
         if engine.policy is not None and engine.policy.plan().reads_costs:
+            if not measured.place(measured.identity(engine.target, engine.drafter)).is_file():
+                tell("Measuring what drafting and verifying cost here, once")
             measured.find(engine.target, engine.drafter)
         return engine
 
@@ -79,30 +81,20 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
-    """Return the engine of the command line. The costs that its policy reads are measured first, if they are not known.
+    """Return the engine of the command line, ready to answer.
 
     changes: options of Engine.from_pretrained instead of those on the command line.
     """
-    engine = Engine.from_pretrained(
-        arguments.model,
-        arguments.draft,
-        arguments.policy,
-        draft_options=dict(arguments.draft_option),
-        policy_options=dict(arguments.policy_option),
-        **load_options(arguments) | changes,
-    )
-    if engine.policy is not None and engine.policy.plan().reads_costs:
-        if not _costs_known(engine):
-            tell("Measuring what drafting and verifying cost here, once")
-        measured.find(engine.target, engine.drafter)
-    return engine
+    return recipe(arguments, **changes).load()
 
 
-def recipe(arguments: argparse.Namespace, *, threads: int | None = None, strict: bool = False) -> Recipe:
-    """Return how a replica loads the engine. strict: load with `strict` where the model can."""
+def recipe(
+    arguments: argparse.Namespace, *, threads: int | None = None, prefer_strict: bool = False, **changes: Any
+) -> Recipe:
+    """Return how a replica loads the engine. prefer_strict: load with `strict` where the model can."""
     named = {"draft_options": dict(arguments.draft_option), "policy_options": dict(arguments.policy_option)}
-    options = load_options(arguments) | named
-    return Recipe(arguments.model, arguments.draft, arguments.policy, options, threads, strict)
+    options = load_options(arguments) | named | changes
+    return Recipe(arguments.model, arguments.draft, arguments.policy, options, threads, prefer_strict)
 
 
 def wants_gpu(arguments: argparse.Namespace) -> bool:
@@ -110,13 +102,9 @@ def wants_gpu(arguments: argparse.Namespace) -> bool:
     return torch.cuda.is_available() if arguments.device is None else str(arguments.device).startswith("cuda")
 
 
-def _costs_known(engine: Engine) -> bool:
-    return measured.place(measured.identity(engine.target, engine.drafter)).is_file()
-
-
 def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Engine.generate, checked; an option without a value is left to the model's own defaults."""
-    declared = [each for each in declarations().values() if each.flag is not None]
+    declared = [each for each in declarations().values() if each.help is not None]
     values = {each.name: getattr(arguments, each.dest) for each in declared}
     defaults = {each.name: each.default for each in declared if isinstance(each.default, bool)}
     given = {name: value for name, value in values.items() if value is not None and value != defaults.get(name)}
@@ -128,7 +116,7 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def note_idle_options(arguments: argparse.Namespace, generation: TextGeneration) -> None:
     """Say which of the options given change nothing because the answer is greedy."""
-    declared = [each for each in declarations().values() if each.flag is not None]
+    declared = [each for each in declarations().values() if each.help is not None]
     sampling = [each for each in declared if (each.neutral and each.name != "temperature") or each.name == "seed"]
     idle = [flag(each.name) for each in sampling if getattr(arguments, each.dest) is not None]
     if idle and not generation.options.samples:

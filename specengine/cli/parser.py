@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from specengine import registry
 from specengine.errors import did_you_mean
-from specengine.request.declared import Declaration, Flag, declarations
+from specengine.request.declared import Declaration, declarations
 
 
 class Parser(argparse.ArgumentParser):
@@ -235,19 +235,19 @@ def add_draft_option(parser: argparse._ActionsContainer) -> None:
 def add_generation(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("generation")
     for declared in declarations().values():
-        if declared.flag is not None:
-            _add_flag(group, declared, declared.flag)
+        if declared.help is not None:
+            _add_flag(group, declared)
     group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
 
 
-def _add_flag(group: argparse._ArgumentGroup, declared: Declaration, given: Flag) -> None:
+def _add_flag(group: argparse._ArgumentGroup, declared: Declaration) -> None:
     kind = declared.reader.kind if declared.reader is not None else str
-    options: dict[str, Any] = {"type": kind, "metavar": given.metavar}
+    options: dict[str, Any] = {"type": kind, "metavar": declared.metavar}
     if kind is bool:
         options = {"action": argparse.BooleanOptionalAction, "default": declared.default}
-    elif given.repeats:
+    elif declared.repeats:
         options["action"] = "append"
-    group.add_argument(flag(given.name or declared.name), help=given.help, **options)
+    group.add_argument(flag(declared.dest), help=declared.help, **options)
 
 
 def add_trace_file(parser: argparse._ActionsContainer) -> None:

@@ -73,11 +73,7 @@ def _write_text(engine: Engine, source: Any, folder: Path, options: SynthesisOpt
 
 def _load(arguments: argparse.Namespace, *, speculate: bool = False) -> Engine:
     """Return the engine with its draft on the serving forward, or the target alone as transformers has it."""
-    names = ("dtype", "device", "offline", "trust_remote_code")
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    if not speculate:
-        given |= {"policy": "plain", "pack": False}
-    return Engine.from_pretrained(arguments.target, **given)
+    return load_engine(arguments) if speculate else load_engine(arguments, policy="plain", pack=False)
 
 
 def _name(engine: Engine) -> str:
@@ -110,12 +106,11 @@ def _classifier_options(kind: str, given: dict[str, str]) -> tuple[CollectOption
     return which, build(ClassifierOptions, asdict(SETTINGS[kind]) | own, "option")
 
 
-def load_engine(arguments: argparse.Namespace) -> Engine:
+def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
     """Return the engine with the target and draft of the command line, and the draft's own policy."""
-    names = ("dtype", "device", "offline", "trust_remote_code")
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    lookup = getattr(arguments, "lookup", None)
-    return Engine.from_pretrained(arguments.target, arguments.draft, lookup=lookup, **given)
+    names = ("draft", "lookup", "dtype", "device", "offline", "trust_remote_code")
+    options = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    return Engine.from_pretrained(arguments.target, **options | changes)
 
 
 def question(engine: Engine, text: str) -> list[int]:

@@ -86,18 +86,10 @@ class Completion:
         """Return vLLM's `speculative_decoding`; `num_spec_tokens` is here the mean number of nodes of a tree."""
         stats = self.stats
         names = (
-            "mean_acceptance_length",
-            "draft_acceptance_rate",
-            "acceptance_histogram",
-            "num_spec_steps",
-            "num_accepted_draft_tokens",
-            "num_draft_tokens",
-            "num_spec_tokens",
-            "num_plain_steps",
-            "plain_reason",
-            "draft",
-            "policy",
-        )
+            "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps",
+            "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens", "num_plain_steps", "plain_reason",
+            "draft", "policy",
+        )  # fmt: skip
         by_length = {str(length): self.by_length[length] for length in sorted(self.by_length)}
         figures = {name: getattr(stats, name) for name in names}
         if not stats.num_plain_steps:

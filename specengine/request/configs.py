@@ -30,38 +30,15 @@ SHAPES_DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", 
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # Fields that say nothing about which tokens come out, or that are read elsewhere.
 _WITHOUT_EFFECT = {
-    *_OUTPUTS,
-    "bos_token_id",
-    "pad_token_id",
-    "transformers_version",
-    "use_cache",
-    "cache_implementation",
-    "cache_config",
-    "max_cache_len",
-    "prefill_chunk_size",
-    "compile_config",
-    "disable_compile",
-    "continuous_batching_config",
-    "low_memory",
-    "max_length",
-    "decoder_start_token_id",
-    "is_assistant",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "assistant_ensemble_weight",
-    "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-    "assistant_early_exit",
-    "assistant_lookbehind",
-    "target_lookbehind",
-    "early_stopping",
-    "length_penalty",
-    "speculation_type",
-    "use_mtp",
+    *_OUTPUTS, "bos_token_id", "pad_token_id", "transformers_version", "use_cache", "cache_implementation",
+    "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile",
+    "continuous_batching_config", "low_memory", "max_length", "decoder_start_token_id", "is_assistant",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_ensemble_weight", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit",
+    "assistant_lookbehind", "target_lookbehind", "early_stopping", "length_penalty", "speculation_type", "use_mtp",
     "renormalize_logits",  # the same order and the same probabilities
     "remove_invalid_values",  # what is not finite is never chosen here
-}
+}  # fmt: skip
 # Fields that are accepted where they ask for nothing: at these values, and at any that is empty or false.
 _NEUTRAL: dict[str, Any] = {
     "num_beams": 1,

@@ -123,21 +123,6 @@ def _check_names(name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Flag:
-    """An option's flag on the command line. A flag of a truth value has a `--no-` form.
-
-    help      the text of `--help`
-    name      without the dashes; by default the option's
-    repeats   the flag may be given several times, and its values make a list
-    """
-
-    help: str
-    name: str = ""
-    metavar: str | None = None
-    repeats: bool = False
-
-
-@dataclass(frozen=True)
 class RequestField:
     """An option's field in the body of a request to the server.
 
@@ -160,52 +145,50 @@ class Declaration:
     """One option: how its value is checked, and where it can be given besides in Python.
 
     neutral   of an option that shapes draws: the values that leave them as they are, the plainest first
+    help      the text of its flag in `--help`; None: it has no flag. The flag of a truth value has a `--no-` form
+    flag      the flag's name without the dashes; by default the option's
+    repeats   whether the flag may be given several times, so that its values make a list
+    field     its field in a request to the server
     line      whether a line of `specengine batch` may have it in its "options"
     as_is     whether arrays in its value stay what they are
     """
 
-    name: str
-    default: Any
-    reader: Reader | None
-    neutral: tuple[float, ...]
-    flag: Flag | None
-    field: RequestField | None
-    line: bool
-    as_is: bool
+    reader: Reader | None = None
+    default: Any = None
+    neutral: tuple[float, ...] = ()
+    help: str | None = None
+    flag: str = ""
+    metavar: str | None = None
+    repeats: bool = False
+    field: RequestField | None = None
+    line: bool = True
+    as_is: bool = False
+    name: str = ""
 
     @property
     def dest(self) -> str:
-        """The name of its value among parsed arguments."""
-        return (self.flag and self.flag.name.replace("-", "_")) or self.name
+        """Return the name of its value among parsed arguments."""
+        return self.flag.replace("-", "_") or self.name
 
     @property
     def field_name(self) -> str:
-        """Its name in the body of a request."""
+        """Return its name in the body of a request."""
         return (self.field and self.field.name) or self.name
 
 
-def option(
-    reader: Reader | None = None,
-    *,
-    default: Any = None,
-    neutral: tuple[float, ...] = (),
-    flag: str | Flag | None = None,
-    field: RequestField | None = None,
-    line: bool = True,
-    as_is: bool = False,
-) -> Any:
-    """Return the dataclass field of one option; the arguments are those of Declaration, and a text is a flag's help."""
-    named = Flag(flag) if isinstance(flag, str) else flag
-    declared = functools.partial(
-        Declaration, default=default, reader=reader, neutral=neutral, flag=named, field=field, line=line, as_is=as_is
-    )
-    return dataclasses.field(default=default, metadata={_KEY: declared})
+def option(reader: Reader | None = None, **declared: Any) -> Any:
+    """Return the dataclass field of one option; the arguments are those of Declaration."""
+    declaration = Declaration(reader, **declared)
+    return dataclasses.field(default=declaration.default, metadata={_KEY: declaration})
 
 
 @functools.cache
 def declarations() -> dict[str, Declaration]:
     """Return all declarations by name, in their order."""
-    return {item.name: item.metadata[_KEY](item.name) for item in dataclasses.fields(DeclaredOptions)}
+    return {
+        item.name: dataclasses.replace(item.metadata[_KEY], name=item.name)
+        for item in dataclasses.fields(DeclaredOptions)
+    }
 
 
 def check(options: DeclaredOptions) -> None:
@@ -230,186 +213,153 @@ CONSTRAINTS = ("json_schema", "json_object", "grammar")
 class DeclaredOptions:
     """Options of one generation, the keyword arguments of `Engine.generate`.
 
-    None is taken from `generation_config`, then from the model's own.
-
-    Numbers and lists may be those of numpy and torch.
+    None is taken from `generation_config`, then from the model's own. Numbers and lists may be numpy's and torch's.
     """
 
     # A new option is a field at the end of this file, with a text below it that says what it does.
-
     max_new_tokens: int | None = option(
         whole(1),
-        flag=f"tokens to generate at most (default {DEFAULT_MAX_NEW_TOKENS})",
+        help=f"tokens to generate at most (default {DEFAULT_MAX_NEW_TOKENS})",
         field=RequestField("max_tokens", written=True),
     )
     """tokens to generate at most; by default what max_length of a config leaves, else 256"""
-
     do_sample: bool | None = option()
     """sample instead of taking the most likely token. A temperature above 0 implies it, and so does a top_k, top_p,
     min_p or typical_p that truncates. True, here or in a config, draws from the 50 likeliest tokens where no top_k is
     given, as in transformers; implied sampling draws from all"""
-
     temperature: float | None = option(
         number(0, math.inf, "0 (greedy) or more"),
         neutral=(0, 1),
-        flag="0 is greedy, above 0 samples; top-k, top-p and min-p sample too (default: the model's)",
+        help="0 is greedy, above 0 samples; top-k, top-p and min-p sample too (default: the model's)",
         field=RequestField(),
     )
     """0 means greedy, and so does less than 1e-5"""
-
     top_k: int | None = option(
         whole(0),
         neutral=(0, 50),
-        flag="sample from the K most likely tokens",
+        help="sample from the K most likely tokens",
         field=RequestField(about="0 and -1 are no limit", limits={"ge": -1}, read=lambda count: max(count, 0)),
     )
     """as in transformers; matters when sampling"""
-
     top_p: float | None = option(
         number(0, 1, "above 0, at most 1", open_low=True),
         neutral=(1,),
-        flag="sample from the most likely tokens that hold this probability",
+        help="sample from the most likely tokens that hold this probability",
         field=RequestField(),
     )
     """as in transformers; matters when sampling"""
-
     min_p: float | None = option(
         number(0, 1, "0 to 1"),
         neutral=(0,),
-        flag="sample from tokens of at least this share of the best one's probability",
+        help="sample from tokens of at least this share of the best one's probability",
         field=RequestField(),
     )
     """as in transformers; matters when sampling"""
-
     typical_p: float | None = option(
         number(0, 1, "above 0, at most 1", open_low=True), neutral=(1,), field=RequestField()
     )
     """as in transformers; matters when sampling"""
-
     repetition_penalty: float | None = option(
         number(MIN_PENALTY, math.inf, f"above 0, {MIN_PENALTY:g} to {MAX_NUMBER:g}"),
-        flag="penalty on tokens that occurred before, as in transformers; 1 is none",
+        help="penalty on tokens that occurred before, as in transformers; 1 is none",
         field=RequestField(limits={"ge": 0.01, "le": 100}),
     )
     """as in transformers"""
-
     presence_penalty: float = option(
         number(-math.inf, math.inf, "a finite number"),
         default=0.0,
-        flag="subtract this from the logit of every token generated before",
+        help="subtract this from the logit of every token generated before",
         field=RequestField(limits={"ge": -2, "le": 2}),
     )
     """the OpenAI definition: over generated tokens only"""
-
     frequency_penalty: float = option(
         number(-math.inf, math.inf, "a finite number"),
         default=0.0,
-        flag="subtract this from a token's logit once per occurrence in the answer",
+        help="subtract this from a token's logit once per occurrence in the answer",
         field=RequestField(limits={"ge": -2, "le": 2}),
     )
     """the OpenAI definition: over generated tokens only"""
-
     no_repeat_ngram_size: int | None = option(
         whole(0),
-        flag="let no sequence of this many tokens occur twice",
+        help="let no sequence of this many tokens occur twice",
         field=RequestField(limits={"ge": 0, "le": 1 << 20}),
     )
     """as in transformers"""
-
     bad_words_ids: list[list[int]] | None = option()
     """as in transformers"""
-
     sequence_bias: Any = option(field=RequestField("logit_bias", written=True))
     """as in transformers"""
-
     suppress_tokens: list[int] | None = option()
     """as in transformers"""
-
     min_new_tokens: int | None = option(whole(0), field=RequestField("min_tokens", read=_unless(0)))
     """as in transformers"""
-
     seed: int | None = option(
         whole(0, (1 << 64) - 1),
-        flag="seed of the sampling noise; it gives the same answer with any draft and policy",
+        help="seed of the sampling noise; it gives the same answer with any draft and policy",
         field=RequestField(
             about="-1 is the same as leaving it out", limits={"ge": -1, "lt": 1 << 64}, read=_unless(-1)
         ),
     )
     """of the sampling noise; the same seed gives the same answer, with any draft and policy. By default it is drawn
     from torch's global generator"""
-
     coupled: bool = option(
         TRUTH,
         default=True,
-        flag="let the draft of a sampled answer know the sampling noise; changes how many are accepted, not the answer",
+        help="let the draft of a sampled answer know the sampling noise; changes how many are accepted, not the answer",
     )
     """when sampling: drafts know the noise that the seed gives, so that they guess the draw itself. Never changes the
     answer; False for trees that do not depend on it, as the papers have them"""
-
     eos_token_id: int | list[int] | None = option(Reader(_check_ends), field=RequestField("ignore_eos", written=True))
     """one id, or several; [] to ignore the model's own"""
-
     stop_strings: str | list[str] | None = option(
         Reader(_check_stops, str),
-        flag=Flag("end the answer with this text; repeatable", "stop", "TEXT", repeats=True),
+        help="end the answer with this text; repeatable",
+        flag="stop",
+        metavar="TEXT",
+        repeats=True,
         field=RequestField("stop", written=True),
     )
     """the answer ends with the first of these strings, which it includes. The text of a special token is that token,
     which ends the answer and writes nothing"""
-
     max_time: float | None = option(number(0, math.inf, "above 0", open_low=True), line=False)
     """seconds after which the answer ends"""
-
     logits_processor: Iterable[Callable[..., Any]] | None = option(Reader(_check_callables), line=False, as_is=True)
     """as in transformers"""
-
     stopping_criteria: Iterable[Callable[..., Any]] | None = option(Reader(_check_callables), line=False, as_is=True)
     """as in transformers"""
-
     streamer: Any = option(Reader(_check_streamer), line=False, as_is=True)
     """as in transformers"""
-
     generation_config: GenerationConfig | None = option(Reader(_check_config), line=False, as_is=True)
     """as in transformers"""
-
     return_dict_in_generate: bool | None = option(line=False)
     """as in transformers"""
-
     raw: bool = option(TRUTH, default=False)
     """take a string prompt as it is, without the chat template"""
-
     allow_special_text: bool = option(
         TRUTH,
         default=True,
-        flag="read the text of special tokens in a prompt as those tokens, as transformers does (default), or as text",
+        help="read the text of special tokens in a prompt as those tokens, as transformers does (default), or as text",
         field=RequestField(written=True),
     )
     """the text of a special token in a prompt or a message is that token, as transformers reads it: a user who writes
     the template's markers opens a turn of another role. False, for text of people who are not trusted, takes it as text
     like any other"""
-
     json_schema: str | Mapping[str, Any] | None = option(as_is=True)
     """a JSON schema, as a dict or as JSON text, that the answer meets, written as json.dumps does. Refused where the
     library, llguidance, does not support all of it"""
-
     json_object: bool = option(TRUTH, default=False)
     """the answer is a JSON object of any kind"""
-
     grammar: str | None = option()
     """a grammar, as Lark or GBNF text, that the answer meets. The answer ends once nothing can follow it; cut short by
     max_new_tokens it is the beginning of an answer that meets the grammar"""
-
     prediction: str | list[int] | None = option()
     """text, or token ids, that much of the answer is expected to be: text that follows the same words in it is drafted.
     Never changes the answer; for the drafts that copy, ngram and any with lookup"""
-
     logprobs: int | None = option(whole(0), field=RequestField(written=True))
     """the log-probability of each token under the target's own distribution, before temperature and processors, and
     those of so many of the likeliest tokens at its place; 0 for its own alone"""
-
     policy: Any = option(field=RequestField(written=True), line=False, as_is=True)
     """for this answer alone: a policy's name, NAME/PRESET or a TreePolicy; by default the engine's own. `plain` decodes
     without the draft. A named policy keeps its state for later calls"""
-
     policy_options: Mapping[str, Any] | None = option(Reader(_check_names), line=False)
     """options of a policy given by name"""

@@ -103,7 +103,7 @@ def test_generate_passes_every_option(folder: str, capsys: Any) -> None:
         "seed": 3,
     }
     declared = declarations().values()
-    assert list(options) == [each.name for each in declared if each.flag and each.reader.kind in (int, float)]  # type: ignore[union-attr]
+    assert list(options) == [each.name for each in declared if each.help and each.reader.kind in (int, float)]  # type: ignore[union-attr]
     given = [text for name, value in options.items() for text in (flag(name), str(value))]
     assert main(["generate", PROMPT, "--model", folder, "--raw", *given]) == 0
     out, err = capsys.readouterr()

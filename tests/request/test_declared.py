@@ -16,7 +16,7 @@ from specengine.request import declared
 from specengine.request.declared import DeclaredOptions, RequestField, declarations, number, option
 from specengine.request.options import GenerationOptions
 
-FLAGS = {name: each for name, each in declarations().items() if each.flag is not None}
+FLAGS = {name: each for name, each in declarations().items() if each.help is not None}
 FIELDS = {name: each for name, each in declarations().items() if each.field is not None}
 
 
@@ -50,7 +50,7 @@ def test_generation_options_declares_none_of_its_own() -> None:
 def test_flags_are_those_of_the_command_line() -> None:
     group = next(each for each in generate_parser()._action_groups if each.title == "generation")
     known = {action.dest: action.help for action in group._group_actions if action.dest != "system"}
-    assert known == {each.dest: each.flag.help for each in FLAGS.values() if each.flag}
+    assert known == {each.dest: each.help for each in FLAGS.values()}
 
 
 def test_fields_are_those_of_requests() -> None:
@@ -122,10 +122,10 @@ def test_a_reader_keeps_to_its_range(value: object, accepted: bool) -> None:
 def test_a_declaration_keeps_what_it_was_given() -> None:
     @dataclasses.dataclass
     class Own(DeclaredOptions):
-        share: float | None = option(number(0, 1, "0 to 1"), flag="a share", field=RequestField("portion"))
+        share: float | None = option(number(0, 1, "0 to 1"), help="a share", field=RequestField("portion"))
 
     field = next(field for field in dataclasses.fields(Own) if field.name == "share")
-    made = field.metadata["declaration"]("share")
-    assert (made.dest, made.field_name, made.flag.help, made.default, made.line) == (
+    made = dataclasses.replace(field.metadata["declaration"], name="share")
+    assert (made.dest, made.field_name, made.help, made.default, made.line) == (
         "share", "portion", "a share", None, True,
     )  # fmt: skip
