@@ -35,12 +35,11 @@ from specengine.checkpoints.embedded import Progress
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
 from specengine.files import read_text, safetensors_files
 from specengine.models import native
-from specengine.models.configs import NO_MEMORY, empty_model, unsupported
+from specengine.models.configs import NO_MEMORY, empty_model, refuse_config, unsupported
 from specengine.models.extension import NOT_BUILT
-from specengine.models.families import refuse_config
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
-from specengine.models.weights import KIND_OF, Source, Weight, with_buffers
+from specengine.models.weights import KIND_OF, Source, Weight, layer_template, with_buffers
 
 if TYPE_CHECKING:
     from specengine.options import LoadOptions
@@ -375,8 +374,7 @@ class GGUFSource(Source):
 
     def __init__(self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
         self.file, self.config, self.dtype, self.name = file, config, dtype, name
-        gguf.require_complete(file, config)
-        self._names = {theirs: ours for ours, theirs in gguf.tensor_names(config.num_hidden_layers).items()}
+        self._stored = gguf.require_complete(file, config, layer_template(config))
         self._suppressed = gguf.suppressed_ids(file, config.vocab_size)
 
     @cached_property
@@ -386,12 +384,12 @@ class GGUFSource(Source):
         return defaults
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        ours = {ours: theirs for theirs, ours in self._names.items()}
-        return {ours[name]: tensor.shape for name, tensor in self.file.tensors.items() if name in ours}
+        names = {stored: name for name, stored in self._stored.items()}
+        return {names[stored]: tensor.shape for stored, tensor in self.file.tensors.items() if stored in names}
 
     def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
         for name in self.shapes():
-            stored = self.file.tensors[self._names[name]]
+            stored = self.file.tensors[self._stored[name]]
             if blocks and self.dtype is torch.bfloat16 and stored.kind in BLOCKS and len(stored.shape) == 2:
                 order = gguf.row_order(self.config, stored.name)
 
@@ -403,7 +401,7 @@ class GGUFSource(Source):
                 yield Weight.of(name, self.tensor(name))
 
     def tensor(self, name: str) -> Tensor:
-        stored = self._names[name]
+        stored = self._stored[name]
         numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
         ordered = numbers if order is None else np.ascontiguousarray(numbers[order])
         return torch.from_numpy(ordered).to(torch.bfloat16).to(self.dtype)

@@ -1,19 +1,26 @@
-"""Models without weights, made of their configs."""
+"""Configs of transformers: the model of one without its weights, and whether and how the native forward runs it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specengine.errors import UnsupportedModelError
+from specengine.models import families
+from specengine.models.families import Family, Shape
 
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the length
+LAYER_TYPES = ("full_attention", "sliding_attention")  # within the window, which limits the context, these agree
+ACTIVATION = "silu"
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model without memory for its weights; UnsupportedModelError where its class makes none of this config."""
+    """Return a model without memory for its weights; UnsupportedModelError where its config makes none."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -24,8 +31,59 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def unsupported(name: str | Path, error: Exception, what: str) -> UnsupportedModelError:
-    """The error for what transformers could not do with a model, which says more itself where it refuses on purpose."""
+    """Return the error for a failure of transformers, whose own text says more where it refuses on purpose."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError | ValueError):
         return UnsupportedModelError(f"model {str(name)!r}: {text}")
     return UnsupportedModelError(f"model {str(name)!r}: {what} ({type(error).__name__}: {text:.300})")
+
+
+# ---- the native forward
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """Return the family of a model; UnsupportedModelError where there is none of its type."""
+    known = families.known()
+    if config.model_type not in known:
+        raise UnsupportedModelError(f"native: model type {config.model_type}, known are {', '.join(known)}")
+    return known[config.model_type]
+
+
+def shape_of(config: PretrainedConfig) -> Shape:
+    """Return the sizes; UnsupportedModelError with the reason where the native forward does not run such a model."""
+    refuse_config(config)
+    shape = family_of(config).shape(config)
+    if shape.hidden % 2 or shape.head_dim % 2 or shape.heads % shape.kv_heads:
+        raise UnsupportedModelError(
+            f"native: sizes must be even and key-value heads divide query heads; got hidden size {shape.hidden}, "
+            f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} key-value heads"
+        )
+    return shape
+
+
+def rope_of(config: PretrainedConfig) -> tuple[Tensor, float]:
+    """Return the radians per position, float32 [head size / 2], and the factor on cosines and sines."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    with torch.device("cpu"):
+        rotary = LlamaRotaryEmbedding(config=config)
+    return rotary.inv_freq.to(torch.float32), float(rotary.attention_scaling)
+
+
+def refuse_config(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError where the config alone says that the native forward would compute something else."""
+    activation = getattr(config, family_of(config).fields.activation, None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    reasons: dict[str, Any] = {
+        "quantized weights": getattr(config, "quantization_config", None) is not None,
+        "code of its own (auto_map)": getattr(config, "auto_map", None) is not None,
+        f"activation {activation}, known is {ACTIVATION}": activation != ACTIVATION,
+        "other layers than full or sliding attention": set(getattr(config, "layer_types", None) or ())
+        - set(LAYER_TYPES),
+        f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind not in ROPE_TYPES,
+        "positions on part of a head's channels": rope.get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedModelError(f"native: {reason}")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.models.extension import extension, is_built, thread_count
-from specengine.models.families import Shape
 from specengine.models.twins import evaluating
 from specengine.models.weights import Source, Weight, states_of
 
@@ -264,7 +263,7 @@ class ModelSource(Source):
     def changed(self) -> str:
         return self._watch.changed()
 
-    def rope(self, shape: Shape) -> tuple[Tensor, float]:
+    def rope(self) -> tuple[Tensor, float]:
         rotary: Any = self._model.get_decoder().rotary_emb  # whose buffer a cast of the model rounds
         return rotary.inv_freq.detach().to(torch.float32), float(rotary.attention_scaling)
 

@@ -12,27 +12,26 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import Chosen, Successors
-from specengine.models.configs import empty_model
+from specengine.models.configs import empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, team, thread_count
-from specengine.models.families import Shape, shape_of
+from specengine.models.families import Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource, is_plain
 from specengine.models.weights import Source, Weight, layer_template
 from specengine.ops.tree import TokenTree
-from specengine.options import QUANTIZATIONS
 
 VARIABLE = "SPECENGINE_CPU"
 PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
@@ -89,8 +88,8 @@ class NativeLM:
     device = torch.device("cpu")
 
     def __init__(self, source: Source, *, quantize: str | None = None) -> None:
-        if quantize is not None and quantize not in QUANTIZATIONS:
-            raise InputError(f"quantize: got {quantize!r}, accepted {', '.join(QUANTIZATIONS)} or none")
+        if quantize not in (None, "int8"):
+            raise InputError(f"quantize: got {quantize!r}, accepted int8 or none")
         if source.dtype not in TOLERANCE:
             raise UnsupportedModelError(f"native: weights of {source.dtype}, known are bfloat16 and float32")
         self.source, self.config, self.quantize = source, source.config, quantize
@@ -254,30 +253,38 @@ class NativeLM:
         return states
 
     def _pack(self) -> None:
-        state = self.source.state
-        wanted, found = layer_template(self.config), self.source.shapes()
-        if self.config.tie_word_embeddings and found.pop("lm_head.weight", None):
-            refuse_own_head(self.source)
-        differing = [name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
-        differing = [name for name in differing if not name.endswith("rotary_emb.inv_freq")]
-        if differing:
-            shown = ", ".join(f"{name} {found.get(name)}, not {wanted.get(name)}" for name in differing[:4])
-            raise UnsupportedModelError(
-                f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}"
-            )
+        state, wanted = self.source.state, self._wanted()
+        parts = _parts_of(self.config, self.shape, wanted)
         self._weights = extension().Weights(thread_count())
         kinds = [
-            add_weight(self._weights, weight, self.quantize)
+            add_weight(self._weights, part, self.quantize)
             for weight in self.source.weights(blocks=self.quantize is None)
             if weight.name in wanted
+            for part in weight.parts(parts[weight.name])
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kinds if kind))  # what the matrices are kept as
-        shape, (frequencies, scale) = self.shape, self.source.rope(self.shape)
+        shape, (frequencies, scale) = self.shape, self.source.rope()
+        if len(frequencies) != shape.head_dim // 2:
+            raise UnsupportedModelError(f"native: {len(frequencies)} frequencies for heads of {shape.head_dim}")
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
         self.decoder = extension().Decoder(
             self.instruction_set, sizes, shape.eps, self._weights, frequencies.tolist(), scale
         )
         self._state = state
+
+    def _wanted(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the model's tensors; UnsupportedModelError where the source has others."""
+        wanted, stored = layer_template(self.config), self.source.shapes()
+        if self.config.tie_word_embeddings and stored.pop(f"{family_of(self.config).head.transformers}.weight", None):
+            refuse_own_head(self.source)
+        differing = [name for name in sorted(wanted.keys() | stored.keys()) if wanted.get(name) != stored.get(name)]
+        differing = [name for name in differing if not name.endswith("rotary_emb.inv_freq")]
+        if differing:
+            shown = ", ".join(f"{name} {stored.get(name)}, not {wanted.get(name)}" for name in differing[:4])
+            raise UnsupportedModelError(
+                f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}"
+            )
+        return wanted
 
     @torch.inference_mode()
     def _check(self) -> None:
@@ -350,14 +357,30 @@ def refuse_hooks(model: PreTrainedModel) -> None:
 
 def refuse_own_head(source: Source) -> None:
     """Raise UnsupportedModelError where a head that the config ties to the embeddings has other weights, or no twin."""
-    if "model.embed_tokens.weight" not in source.shapes():
+    family = family_of(source.config)
+    head, embedding = f"{family.head.transformers}.weight", f"{family.embedding.transformers}.weight"
+    if embedding not in source.shapes():
         raise UnsupportedModelError("native: it stores lm_head without the embeddings that the config ties it to")
-    if not torch.equal(source.tensor("lm_head.weight"), source.tensor("model.embed_tokens.weight")):
+    if not torch.equal(source.tensor(head), source.tensor(embedding)):
         raise UnsupportedModelError("native: lm_head has weights of its own, and the config ties it to the embeddings")
 
 
+def _parts_of(config: PretrainedConfig, shape: Shape, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Return the native parts of each tensor, with their rows; UnsupportedModelError where one is in no block."""
+    modules: dict[str, dict[str, int]] = {}
+    for part in family_of(config).parts(shape):
+        modules.setdefault(part.name.transformers, {})[part.native] = part.size
+    found: dict[str, dict[str, int]] = {}
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        if module not in modules:
+            raise UnsupportedModelError(f"native: {name} is in none of the blocks that {config.model_type} has")
+        found[name] = {f"{native}.{kind}": size for native, size in modules[module].items()}
+    return found
+
+
 def add_weight(weights: Any, weight: Weight, quantize: str | None = None) -> str:
-    """Packs one tensor and says as what; vectors are kept as float32, of which nothing is said."""
+    """Pack one tensor, and return the kind it is kept as; empty for a vector, which is kept as float32."""
     count = weight.shape[0]
     if len(weight.shape) == 1:
         values = weight.rows(0, count).float().contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from specengine.models.configs import empty_model
-from specengine.models.families import Shape
+from specengine.models.configs import empty_model, family_of, rope_of
 
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -34,10 +33,25 @@ class Weight(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Weight:
-        """A tensor in float32 or bfloat16 that is in memory."""
+        """Return the weight of a tensor in float32 or bfloat16 that is in memory."""
         return cls(
             name, KIND_OF[tensor.dtype], tuple(tensor.shape), lambda first, last: tensor[first:last].contiguous()
         )
+
+    def parts(self, sizes: Mapping[str, int]) -> Iterator[Weight]:
+        """Yield the weights that this one is made of: so many rows for each name, in their order."""
+        if len(sizes) == 1:  # whatever its size is: the shapes have been compared
+            yield self._replace(name=next(iter(sizes)))
+            return
+        begin = 0
+        for name, size in sizes.items():
+            order = None if self.order is None else self.order[begin : begin + size] - begin
+
+            def rows(first: int, last: int, begin: int = begin) -> Tensor:
+                return self.rows(begin + first, begin + last)
+
+            yield Weight(name, self.kind, (size, *self.shape[1:]), rows, order)
+            begin += size
 
 
 class Source(ABC):
@@ -79,9 +93,9 @@ class Source(ABC):
         """Return the first thing, numbers apart, that is not as it was at loading; empty where there is none."""
         return ""
 
-    def rope(self, shape: Shape) -> tuple[Tensor, float]:
-        """Return the frequencies of its positions, and the scale on cosines and sines; see Shape."""
-        return shape.frequencies, shape.rope_scale
+    def rope(self) -> tuple[Tensor, float]:
+        """Return the radians per position, float32 [head size / 2], and the factor on cosines and sines."""
+        return rope_of(self.config)
 
     def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
         """Return hidden states of transformers' own modules for tokens of which each sees those before it.
@@ -110,18 +124,20 @@ def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], *
 
 def _first_layer(source: Source) -> PreTrainedModel:
     """Return the model of the source's first layer and final norm, in float32 and with a tiny vocabulary."""
-    config = source.config
-    known = {"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    config, family = source.config, family_of(source.config)
+    sizes = {family.fields.layers: 1, family.fields.vocabulary: 8}
+    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     kinds = getattr(config, "layer_types", None)
-    small = type(config).from_dict(config.to_dict() | known | {"layer_types": kinds and kinds[:1]})
+    small = type(config).from_dict(config.to_dict() | sizes | ids | {"layer_types": kinds and kinds[:1]})
     model = empty_model(small, torch.float32)
-    wanted = {name for name, _ in model.named_parameters() if ".layers." in name or name.endswith("model.norm.weight")}
+    outside = (f"{family.embedding.transformers}.", f"{family.head.transformers}.")
+    wanted = [name for name, _ in model.named_parameters() if not name.startswith(outside)]
     model.load_state_dict({name: source.tensor(name).float() for name in wanted}, strict=False, assign=True)
     return with_buffers(model).eval()
 
 
 def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
-    """The rotary frequencies, which no checkpoint holds, made again outside the meta device."""
+    """Return the model with its rotary frequencies, which no checkpoint holds, made outside the meta device."""
     for module in model.modules():
         if any(buffer.is_meta for buffer in itertools.chain(module.buffers(recurse=False))):
             with torch.device("cpu"):
@@ -132,16 +148,17 @@ def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model with this config, those of all layers included; a tied head has none."""
-    layers = config.num_hidden_layers
-    small = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 1, "layer_types": None})
-    shapes = {name: tuple(weight.shape) for name, weight in empty_model(small, torch.float32).named_parameters()}
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if ".layers.0." in name:
-            found |= {name.replace(".layers.0.", f".layers.{number}."): shape for number in range(layers)}
-        else:
-            found[name] = shape
-    return found
+    """Return the shapes of a model's tensors by name, those of all layers included; a tied head has none."""
+    family = family_of(config)
+    layers = family.shape(config).layers
+    small = type(config).from_dict(config.to_dict() | {family.fields.layers: 1, "layer_types": None})
+    first, tied = f"{family.layers.transformers}.0.", config.tie_word_embeddings
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, weight in empty_model(small, torch.float32).named_parameters():
+        if name.startswith(first):
+            inside = name.removeprefix(first)
+            every = [f"{family.layers.transformers}.{number}.{inside}" for number in range(layers)]
+            shapes |= dict.fromkeys(every, tuple(weight.shape))
+        elif not (tied and name == f"{family.head.transformers}.weight"):
+            shapes[name] = tuple(weight.shape)
+    return shapes

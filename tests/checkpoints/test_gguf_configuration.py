@@ -10,6 +10,7 @@ import transformers
 from specengine import Engine
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.models.weights import layer_template
 from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import ARCHITECTURES, opened, written
 
@@ -36,7 +37,7 @@ def test_what_the_tensors_say_of_the_configuration(tmp_path: Path) -> None:
     file = opened(tmp_path, tied=True, tensors=biases)
     config = gguf.config(file)
     assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (True, True, False)
-    gguf.require_complete(file, config)
+    gguf.require_complete(file, config, layer_template(config))
 
 
 def test_absent_values_have_the_meaning_that_llama_cpp_gives_them(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_the_factors_of_llama_3(tmp_path: Path, factor: float) -> None:
     assert {1.0, factor} < set(stored.tolist())
     file = opened(tmp_path, tensors={"rope_freqs.weight": stored})
     config = gguf.config(file)
-    gguf.require_complete(file, config)
+    gguf.require_complete(file, config, layer_template(config))
     plain = 50_000.0 ** (-np.arange(0, files.HEAD, 2) / files.HEAD)
     np.testing.assert_allclose(LlamaRotaryEmbedding(config).inv_freq.numpy(), plain / stored, rtol=1e-5)
 

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, InputError
+from specengine.models.weights import layer_template
 from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import ARCHITECTURES, opened
 
@@ -64,12 +65,13 @@ def test_dequantize_refuses_what_does_not_fit() -> None:
 def test_names_and_shapes_are_those_of_the_model(tmp_path: Path, architecture: str, tied: bool) -> None:
     file = opened(tmp_path, architecture, tied=tied)
     config = gguf.config(file)
-    gguf.require_complete(file, config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    names = gguf.tensor_names(config.num_hidden_layers)
-    assert {names[name]: shape for name, shape in gguf.tensor_shapes(config).items()} == expected
+    assert layer_template(config) == expected
+    names = gguf.require_complete(file, config, expected)
+    assert {name: file.tensors[stored].shape for name, stored in names.items()} == expected
+    assert set(names.values()) == set(file.tensors)
 
 
 def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
@@ -80,8 +82,9 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
         "rope_freqs.weight": None,
     }
     file = opened(tmp_path, tensors=changes)
+    config = gguf.config(file)
     with pytest.raises(CheckpointError) as caught:
-        gguf.require_complete(file, gguf.config(file))
+        gguf.require_complete(file, config, layer_template(config))
     message = str(caught.value)
     assert (
         "missing: blk.1.ffn_up.weight; of another shape: blk.0.attn_v.weight [64, 64], not [32, 64]; not used"
@@ -104,11 +107,10 @@ def test_weights_are_those_that_transformers_loads(models: dict[str, Path], arch
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, config=config, **unpacking()
     ).state_dict()
-    names = gguf.tensor_names(config.num_hidden_layers)
-    for name in gguf.tensor_shapes(config):
-        order = gguf.row_order(config, name)
-        numbers = file.numbers(name) if order is None else file.numbers(name)[order]
-        assert np.array_equal(loaded[names[name]].numpy(), numbers), name
+    for name, stored in gguf.tensor_names(config, layer_template(config)).items():
+        order = gguf.row_order(config, stored)
+        numbers = file.numbers(stored) if order is None else file.numbers(stored)[order]
+        assert np.array_equal(loaded[name].numpy(), numbers), name
 
 
 def test_rows_are_reordered_for_llama_alone(models: dict[str, Path]) -> None:

@@ -1,8 +1,14 @@
 """GGUF files: tensors as packed blocks, configuration and tokenizer in the form of transformers."""
 
-from specengine.checkpoints.gguf.configuration import architecture_of, config, suppressed_ids
+from specengine.checkpoints.gguf.configuration import (
+    architecture_of,
+    config,
+    require_complete,
+    row_order,
+    suppressed_ids,
+    tensor_names,
+)
 from specengine.checkpoints.gguf.file import KINDS, GGUFFile, dequantize, read
-from specengine.checkpoints.gguf.tensors import require_complete, row_order, tensor_names, tensor_shapes
 from specengine.checkpoints.gguf.vocabulary import tokenizer
 
 __all__ = [
@@ -16,6 +22,5 @@ __all__ = [
     "row_order",
     "suppressed_ids",
     "tensor_names",
-    "tensor_shapes",
     "tokenizer",
 ]

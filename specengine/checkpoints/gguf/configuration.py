@@ -1,19 +1,23 @@
-"""The configuration of the model in a GGUF file, as transformers has it."""
+"""The configuration of the model in a GGUF file, and the names and order of its tensors, as transformers has them."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specengine.checkpoints.gguf.file import GGUFFile
-from specengine.checkpoints.gguf.tensors import _EMBEDDING, _OUTPUT, _ROPE_FACTORS
 from specengine.checkpoints.gguf.tokens import end_ids, special_id
 from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.models import families
 
-_CONFIGS = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+_EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
+_ROPE_FACTORS = "rope_freqs.weight"  # no weight of the model: it says what rope_parameters says
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # keys that would change the forward, and the values that do not
     "expert_count": (0,),
     "attention.causal": (True,),
@@ -41,16 +45,30 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # keys that would change the fo
 
 
 def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
-    """The model's architecture; UnsupportedModelError for one that is not read, CheckpointError where there is none."""
+    """Return the model's architecture; UnsupportedModelError for an unknown one, CheckpointError for none."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path} lacks general.architecture, or it is no text")
-    if architecture not in _CONFIGS:
+    if architecture not in (known := _stored()):
         raise UnsupportedModelError(
-            f"{path} has architecture {architecture[:80]!r}, and accepted in GGUF files are {', '.join(_CONFIGS)}; "
+            f"{path} has architecture {architecture[:80]!r}, and accepted in GGUF files are {', '.join(known)}; "
             "load the model from its folder or Hub id of safetensors instead, which transformers runs"
         )
     return architecture
+
+
+class _Stored(NamedTuple):
+    """A family as GGUF files store it, and the model type that it has in transformers."""
+
+    model_type: str
+    family: families.Family
+    gguf: families.GGUF
+
+
+def _stored() -> dict[str, _Stored]:
+    """Return the families that GGUF files store, by architecture."""
+    known = families.known().items()
+    return {family.gguf.architecture: _Stored(name, family, family.gguf) for name, family in known if family.gguf}
 
 
 class _Fields:
@@ -59,6 +77,10 @@ class _Fields:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self.architecture = architecture_of(file.path, file.metadata)
+
+    @cached_property
+    def stored(self) -> _Stored:
+        return _stored()[self.architecture]
 
     def value(self, key: str) -> Any:
         return self.file.metadata.get(f"{self.architecture}.{key}")
@@ -85,44 +107,34 @@ class _Fields:
 
 
 def config(file: GGUFFile) -> transformers.PretrainedConfig:
-    """The model's configuration: LlamaConfig (for Mistral too: stored as llama), Qwen2Config or Qwen3Config.
+    """Return the model's configuration, of the class that its family has in transformers.
 
-    Raises UnsupportedModelError for another architecture and for what no such configuration can say, CheckpointError
-    for values that are missing or contradict the tensors; which tensors there must be, `require_complete` checks.
+    Raises UnsupportedModelError for another architecture and for settings that no such configuration has,
+    CheckpointError for values that are missing or contradict the tensors. `require_complete` checks the tensors.
     """
-    fields = _Fields(file)
+    metadata = _Fields(file)
+    stored = metadata.stored
     for key, values in _WITHOUT_EFFECT.items():
-        if fields.value(key) is not None and fields.value(key) not in values:
-            raise fields.unsupported(key, "is not supported")
-    sizes, epsilon = _sizes(fields), fields.positive("attention.layer_norm_rms_epsilon")
-    rope = _rope_parameters(fields, sizes["head_dim"])
-    ids = _special_ids(file, sizes["vocab_size"])
-    name = _CONFIGS[fields.architecture]
+        if key not in stored.gguf.keys and metadata.value(key) is not None and metadata.value(key) not in values:
+            raise metadata.unsupported(key, "is not supported")
+    sizes, eps = _sizes(metadata), metadata.positive("attention.layer_norm_rms_epsilon")
+    named = stored.family.fields
+    fields: dict[str, Any] = {getattr(named, name): value for name, value in (sizes | {"eps": eps}).items()}
+    fields |= {field: f"blk.0.{tensor}" in file.tensors for field, tensor in stored.gguf.flags.items()}
+    fields |= {field: metadata.value(key) for key, field in stored.gguf.keys.items()}
+    fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"])}
+    fields |= {"tie_word_embeddings": _OUTPUT not in file.tensors, **_special_ids(file, sizes["vocabulary"])}
+    made = CONFIG_MAPPING[stored.model_type]
     try:
-        return getattr(transformers, name)(
-            **sizes,
-            **ids,
-            **_biases(fields),
-            rms_norm_eps=epsilon,
-            rope_parameters=rope,
-            tie_word_embeddings=_OUTPUT not in file.tensors,
-            architectures=[name.replace("Config", "ForCausalLM")],
-        )
+        return made(**fields, architectures=[made.__name__.replace("Config", "ForCausalLM")])
     except Exception as error:  # transformers' own checks, whose errors have no common base
-        raise CheckpointError(f"{file.path} makes no {name}: {error}") from error
-
-
-def _biases(fields: _Fields) -> dict[str, bool]:
-    tensors = fields.file.tensors
-    attention = {"attention_bias": "blk.0.attn_q.bias" in tensors}
-    mlp = {"mlp_bias": "blk.0.ffn_up.bias" in tensors}
-    return {"llama": attention | mlp, "qwen2": {}, "qwen3": attention}[fields.architecture]
+        raise CheckpointError(f"{file.path} makes no {made.__name__}: {error}") from error
 
 
 def _sizes(fields: _Fields) -> dict[str, int]:
+    """Return the sizes by their names in families.Fields."""
     hidden, layers, heads = (fields.count(key) for key in ("embedding_length", "block_count", "attention.head_count"))
-    tensors = fields.file.tensors
-    embedding = tensors.get(_EMBEDDING)
+    embedding = fields.file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         shown = "there is none" if embedding is None else f"it is {list(embedding.shape)}"
         raise CheckpointError(f"{fields.file.path}: {_EMBEDDING} must be [vocabulary, {hidden}]; {shown}")
@@ -130,17 +142,17 @@ def _sizes(fields: _Fields) -> dict[str, int]:
     if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
         rows = embedding.shape[0]
         raise CheckpointError(f"{fields.file.path}: {_EMBEDDING} has {rows} rows for {len(tokens)} tokens")
-    if layers > len(tensors):
-        raise fields.error("block_count", layers, f"at most the number of tensors, {len(tensors)}")
+    if layers > (count := len(fields.file.tensors)):
+        raise fields.error("block_count", layers, f"at most the number of tensors, {count}")
     return {
-        "vocab_size": embedding.shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": fields.count("feed_forward_length"),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": _key_value_heads(fields, heads),
+        "vocabulary": embedding.shape[0],
+        "hidden": hidden,
+        "inner": fields.count("feed_forward_length"),
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": _key_value_heads(fields, heads),
         "head_dim": _head_dim(fields, hidden, heads),
-        "max_position_embeddings": fields.count("context_length"),
+        "context": fields.count("context_length"),
     }
 
 
@@ -191,7 +203,7 @@ def _rope_parameters(fields: _Fields, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_rope(fields: _Fields, theta: float, head_dim: int) -> dict[str, Any]:
-    """The parameters that the file's factors were made from; all Llama 3 models share them but for the factor."""
+    """Return the parameters that the file's factors were made from; Llama 3 models differ in the factor alone."""
     stored = fields.file.numbers(_ROPE_FACTORS)
     low, high, context = 1.0, 4.0, 8192
     factor = float(stored.max())
@@ -209,10 +221,72 @@ def _llama3_rope(fields: _Fields, theta: float, head_dim: int) -> dict[str, Any]
 
 
 def suppressed_ids(file: GGUFFile, vocabulary: int) -> list[int] | None:
-    """Tokens that the file forbids in answers; those outside of the vocabulary are left out, as by llama.cpp."""
+    """Return the tokens that the file forbids in answers; those outside of the vocabulary drop, as in llama.cpp."""
     value = file.metadata.get("tokenizer.ggml.suppress_tokens")
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise CheckpointError(f"{file.path}: tokenizer.ggml.suppress_tokens must be a list of token ids")
     return [token for token in value if 0 <= token < vocabulary] or None
+
+
+# ---- tensors
+
+
+def require_complete(
+    file: GGUFFile, config: transformers.PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """Return the names in the file of the model's tensors, by those in transformers.
+
+    shapes: of the tensors that the model has in transformers. CheckpointError, which lists them, where some are
+    missing in the file, of another shape, or not used by the model.
+    """
+    names = tensor_names(config, shapes)
+    wanted = {names[name]: shape for name, shape in shapes.items()}
+    stored = {name: tensor.shape for name, tensor in file.tensors.items()}
+    if config.rope_parameters.get("rope_type") == "llama3":
+        stored.pop(_ROPE_FACTORS, None)
+    differ = [
+        f"{name} {list(stored[name])}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if stored.get(name, shape) != shape
+    ]
+    problems = {
+        "missing": [name for name in wanted if name not in stored],
+        "of another shape": differ,
+        "not used by this model": [name for name in stored if name not in wanted],
+    }
+    listed = [f"{what}: {_some(which)}" for what, which in problems.items() if which]
+    if listed:
+        raise CheckpointError(f"{file.path} does not fit a {config.model_type} of its size; {'; '.join(listed)}")
+    return names
+
+
+def tensor_names(config: transformers.PretrainedConfig, names: Iterable[str]) -> dict[str, str]:
+    """Return the names in GGUF files of tensors of transformers, by the latter."""
+    family = families.known()[config.model_type]
+    modules = {part.name.transformers: part.name.gguf for part in family.parts(family.shape(config))}
+    split = [name.rpartition(".") for name in names]
+    return {f"{module}.{kind}": f"{modules[module]}.{kind}" for module, _, kind in split}
+
+
+def _some(names: list[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(name[:120] for name in names[:limit]) + more
+
+
+def row_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray | None:
+    """Return the row of the file's tensor `name` for each row of transformers', int32 [rows]; None where they agree.
+
+    llama.cpp turns neighbouring rows of a head in some architectures, transformers one of the first half with one of
+    the second: see families.GGUF.pairs.
+    """
+    family = families.known()[config.model_type]
+    module = re.fullmatch(r"blk\.\d+\.(.+)\.(?:weight|bias)", name)
+    if family.gguf is None or module is None or module[1] not in family.gguf.pairs:
+        return None
+    shape = family.shape(config)
+    parts = family.layer.attention.parts(shape)
+    size = next(part.size for part in parts if part.name.gguf == module[1])
+    rows = np.arange(size, dtype=np.int32)
+    return rows.reshape(-1, shape.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)

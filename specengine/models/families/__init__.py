@@ -1,0 +1,183 @@
+"""Model families that the native forward runs: one file each, named as transformers' model type, with a `FAMILY`.
+
+A family says which blocks a layer has, and what their tensors and sizes are called in transformers and in GGUF files.
+csrc/cpu has the blocks. Models of other types run through transformers' modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Name:
+    """The name of a module in transformers' state dict, and in GGUF files."""
+
+    transformers: str
+    gguf: str
+
+    def below(self, above: Name) -> Name:
+        """Return the whole name of this module of the module `above`."""
+        return Name(f"{above.transformers}.{self.transformers}", f"{above.gguf}.{self.gguf}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder; inner: width of its feed-forward network; eps: of its norms."""
+
+    layers: int
+    hidden: int
+    inner: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+
+class Part(NamedTuple):
+    """A module of the native forward.
+
+    native  its name in csrc/cpu
+    name    its name in the model. Parts of one name are stored as one tensor, their rows in the order of the parts
+    size    its number of outputs: rows of its matrix
+    """
+
+    native: str
+    name: Name
+    size: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Full attention with rotary positions, which turn the first half of a head's channels with the second half.
+
+    q_norm, k_norm: RMS norms of each head's queries and keys before the rotation, or None.
+    """
+
+    q: Name = Name("self_attn.q_proj", "attn_q")
+    k: Name = Name("self_attn.k_proj", "attn_k")
+    v: Name = Name("self_attn.v_proj", "attn_v")
+    o: Name = Name("self_attn.o_proj", "attn_output")
+    q_norm: Name | None = None
+    k_norm: Name | None = None
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        yield Part("self_attn.q_proj", self.q, queries)
+        yield Part("self_attn.k_proj", self.k, keys)
+        yield Part("self_attn.v_proj", self.v, keys)
+        yield Part("self_attn.o_proj", self.o, shape.hidden)
+        if self.q_norm is not None:
+            yield Part("self_attn.q_norm", self.q_norm, shape.head_dim)
+        if self.k_norm is not None:
+            yield Part("self_attn.k_norm", self.k_norm, shape.head_dim)
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    gate: Name = Name("mlp.gate_proj", "ffn_gate")
+    up: Name = Name("mlp.up_proj", "ffn_up")
+    down: Name = Name("mlp.down_proj", "ffn_down")
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        yield Part("mlp.gate_proj", self.gate, shape.inner)
+        yield Part("mlp.up_proj", self.up, shape.inner)
+        yield Part("mlp.down_proj", self.down, shape.hidden)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x += attention(RMS norm(x)), then x += mlp(RMS norm(x)). All linear modules may have biases."""
+
+    attention_norm: Name = Name("input_layernorm", "attn_norm")
+    attention: Attention = Attention()
+    mlp_norm: Name = Name("post_attention_layernorm", "ffn_norm")
+    mlp: GatedMLP = GatedMLP()
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        yield Part("input_layernorm", self.attention_norm, shape.hidden)
+        yield from self.attention.parts(shape)
+        yield Part("post_attention_layernorm", self.mlp_norm, shape.hidden)
+        yield from self.mlp.parts(shape)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The names of sizes and settings in transformers' config."""
+
+    layers: str = "num_hidden_layers"
+    hidden: str = "hidden_size"
+    inner: str = "intermediate_size"
+    vocabulary: str = "vocab_size"
+    heads: str = "num_attention_heads"
+    kv_heads: str = "num_key_value_heads"
+    head_dim: str = "head_dim"
+    eps: str = "rms_norm_eps"
+    context: str = "max_position_embeddings"
+    activation: str = "hidden_act"
+
+
+@dataclass(frozen=True)
+class GGUF:
+    """How GGUF files store a family.
+
+    architecture  the value of general.architecture, which all other keys begin with
+    keys          keys that this family has beside the common ones -> field of transformers' config
+    flags         field of transformers' config -> the tensor of a layer whose presence sets it
+    pairs         modules whose rows stand in pairs that a rotation turns together: rows 0, 1, 2, 3 of a head are
+                  transformers' rows 0, n / 2, 1, n / 2 + 1
+    """
+
+    architecture: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    pairs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """A decoder: embeddings, layers, an RMS norm, and a head that may be tied to the embeddings.
+
+    gguf: None where no GGUF file stores the family under a name of its own.
+    """
+
+    layer: Layer = Layer()
+    fields: Fields = Fields()
+    gguf: GGUF | None = None
+    embedding: Name = Name("model.embed_tokens", "token_embd")
+    layers: Name = Name("model.layers", "blk")
+    norm: Name = Name("model.norm", "output_norm")
+    head: Name = Name("lm_head", "output")
+
+    def shape(self, config: Any) -> Shape:
+        """Return the sizes that a config states; a head's is hidden size / heads where it states none."""
+        stated: dict[str, Any] = {
+            size.name: getattr(config, getattr(self.fields, size.name), None) for size in fields(Shape)
+        }
+        return Shape(**stated | {"head_dim": stated["head_dim"] or stated["hidden"] // stated["heads"]})
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        """Yield all modules by their whole names."""
+        yield Part("model.embed_tokens", self.embedding, shape.vocabulary)
+        yield Part("model.norm", self.norm, shape.hidden)
+        yield Part("lm_head", self.head, shape.vocabulary)
+        inside = list(self.layer.parts(shape))
+        for number in range(shape.layers):
+            above = Name(f"{self.layers.transformers}.{number}", f"{self.layers.gguf}.{number}")
+            for part in inside:
+                yield Part(f"model.layers.{number}.{part.native}", part.name.below(above), part.size)
+
+
+def known() -> dict[str, Family]:
+    """Return all families by model type."""
+    return {
+        module.name: importlib.import_module(f"{__name__}.{module.name}").FAMILY
+        for module in pkgutil.iter_modules(__path__)
+    }

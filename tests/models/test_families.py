@@ -1,0 +1,95 @@
+"""Families say what there is: their blocks cover transformers' tensors, and what they leave out is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specengine.errors import UnsupportedModelError
+from specengine.models import families
+from specengine.models.configs import family_of, shape_of
+from specengine.models.families import Family, GatedMLP, Layer, Name
+from specengine.models.native import from_model
+from specengine.models.weights import Weight, layer_template
+from tests.models.native_engines import FAMILIES, needs_extension
+from tests.toy import tiny
+
+
+def test_the_families_are_those_that_are_tested() -> None:
+    assert tuple(families.known()) == FAMILIES
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_familys_blocks_are_transformers_modules(name: str) -> None:
+    config = tiny(name).config
+    modules = {tensor.rpartition(".")[0] for tensor in layer_template(config)}
+    parts = list(family_of(config).parts(shape_of(config)))
+    assert {part.name.transformers for part in parts} == modules
+    assert len({part.native for part in parts}) == len({part.name.gguf for part in parts}) == len(parts)
+    sizes = {part.name.transformers: part.size for part in parts}
+    assert all(shape[0] == sizes[name.rpartition(".")[0]] for name, shape in layer_template(config).items())
+
+
+def test_a_family_has_the_template_that_transformers_makes_of_its_config() -> None:
+    model = tiny("qwen3", tie_word_embeddings=True)
+    assert layer_template(model.config) == {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replace the family of a model type."""
+
+    def replace(name: str, family: Family | None) -> None:
+        known = families.known() | {name: family}
+        monkeypatch.setattr(families, "known", lambda: {key: value for key, value in known.items() if value})
+
+    return replace
+
+
+@needs_extension
+def test_tensors_of_no_block_are_refused(changed: Any) -> None:
+    changed("qwen3", Family())
+    with pytest.raises(UnsupportedModelError, match=r"native: model\.layers\.0\.\S+_norm\.weight is in none of"):
+        from_model(tiny("qwen3"))
+
+
+@needs_extension
+def test_blocks_of_another_order_are_refused(changed: Any) -> None:
+    """Names may fit while the meaning does not: the first layer's states are compared."""
+    swapped = GatedMLP(gate=Name("mlp.up_proj", "ffn_up"), up=Name("mlp.gate_proj", "ffn_gate"))
+    changed("llama", Family(layer=Layer(mlp=swapped)))
+    with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+        from_model(tiny())
+
+
+@needs_extension
+def test_a_type_without_a_family_is_named_with_the_known_ones(changed: Any) -> None:
+    changed("mistral", None)
+    with pytest.raises(UnsupportedModelError, match="native: model type mistral, known are llama, qwen2, qwen3"):
+        from_model(tiny("mistral"))
+
+
+def test_fused_rows_are_cut_in_their_order() -> None:
+    data = torch.arange(24.0).reshape(6, 4)
+    pieces = list(Weight.of("qkv", data).parts({"q": 3, "k": 1, "v": 2}))
+    assert [(piece.name, piece.kind, piece.shape) for piece in pieces] == [
+        ("q", "f32", (3, 4)),
+        ("k", "f32", (1, 4)),
+        ("v", "f32", (2, 4)),
+    ]
+    assert torch.equal(torch.cat([whole(piece) for piece in pieces]), data)
+    assert torch.equal(pieces[2].rows(1, 2), data[5:])
+
+
+def test_fused_rows_of_another_order_keep_it() -> None:
+    data, order = torch.arange(6.0)[:, None], torch.tensor([1, 0, 2, 5, 4, 3], dtype=torch.int32)
+    pieces = list(Weight.of("qkv", data)._replace(order=order).parts({"q": 3, "k": 3}))
+    assert [whole(piece)[:, 0].tolist() for piece in pieces] == [[1, 0, 2], [5, 4, 3]]
+
+
+def whole(weight: Weight) -> Tensor:
+    rows = weight.rows(0, weight.shape[0])
+    return rows if weight.order is None else rows[weight.order.long()]
