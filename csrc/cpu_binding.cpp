@@ -208,6 +208,12 @@ PYBIND11_MODULE(_cpu, module) {
     for (const cpu::Kernels* kernels : cpu::available_kernels()) names.push_back(kernels->name);
     return names;
   });
+  // names of csrc/cpu/formats
+  module.def("formats", [] {
+    std::vector<std::string> names;
+    for (int i = 0; i < cpu::kKinds; ++i) names.push_back(cpu::stored_as(static_cast<cpu::Kind>(i)).name);
+    return names;
+  });
   // of a tensor of whatever dtype
   module.def("checksum", [](handle tensor, int64_t threads) {
     border::Tensor given;

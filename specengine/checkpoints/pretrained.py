@@ -36,7 +36,7 @@ from specengine.errors import CheckpointError, InputError, SpecEngineError, Unsu
 from specengine.files import read_text, safetensors_files
 from specengine.models import native
 from specengine.models.configs import NO_MEMORY, empty_model, refuse_config, unsupported
-from specengine.models.extension import NOT_BUILT
+from specengine.models.extension import NOT_BUILT, extension
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
 from specengine.models.weights import KIND_OF, Source, Weight, layer_template, with_buffers
@@ -44,7 +44,6 @@ from specengine.models.weights import KIND_OF, Source, Weight, layer_template, w
 if TYPE_CHECKING:
     from specengine.options import LoadOptions
 
-BLOCKS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # of GGUF files, kept packed
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 
@@ -388,9 +387,10 @@ class GGUFSource(Source):
         return {names[stored]: tensor.shape for stored, tensor in self.file.tensors.items() if stored in names}
 
     def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
+        packed = packed_kinds() if blocks and self.dtype is torch.bfloat16 else []
         for name in self.shapes():
             stored = self.file.tensors[self._stored[name]]
-            if blocks and self.dtype is torch.bfloat16 and stored.kind in BLOCKS and len(stored.shape) == 2:
+            if stored.kind in packed and len(stored.shape) == 2:
                 order = gguf.row_order(self.config, stored.name)
 
                 def rows(first: int, last: int, name: str = stored.name) -> Tensor:
@@ -414,6 +414,12 @@ class GGUFSource(Source):
         model.generation_config = self.generation_config
         model.config.name_or_path = self.name
         return with_buffers(model).eval()
+
+
+def packed_kinds() -> list[str]:
+    """Return the kinds of blocks that the native forward reads as they are: those with a file in csrc/cpu/formats."""
+    known = [kind.name.lower() for kind in gguf.Kind if kind.elements > 1]
+    return [kind for kind in known if kind in extension().formats()]
 
 
 class _Stored(NamedTuple):

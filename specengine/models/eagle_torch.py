@@ -14,7 +14,7 @@ from specengine.models.eagle import EagleHead, RotatingAttend, causal, embed_for
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.native import NativeLM
-from specengine.models.packing import Packed, worth_packing
+from specengine.models.twins import Packed, worth_packing
 
 
 class TorchHead:

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from specengine.errors import BackendError
 
@@ -31,6 +32,12 @@ def extension() -> Any:
     if _extension is None:
         raise BackendError(f"native: {NOT_BUILT}")
     return _extension
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether this is memory of the CPU, with nothing to be known of it but dtype, shape and strides."""
+    exact = type(tensor) in (Tensor, nn.Parameter) and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+    return exact and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 team: ContextVar[int | None] = ContextVar("team", default=None)  # threads of a forward inside `one_torch_thread`

@@ -17,12 +17,10 @@ from transformers.cache_utils import Cache
 from specengine import ops
 from specengine.errors import SpecEngineError, UnsupportedModelError
 from specengine.models.attention import ATTENTION, NeedsDenseMask, Prompt, lower_right
-from specengine.models.compiling import compiled
 from specengine.models.configs import NO_MEMORY
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import Watch
-from specengine.models.packing import Packed, worth_packing
-from specengine.models.twins import evaluating, set_attention
+from specengine.models.twins import Packed, compiled, evaluating, set_attention, worth_packing
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 
@@ -111,7 +109,7 @@ class CausalLM:
     The model stays as it is, in training or not and with its own attention: a twin over the same parameters is run.
 
     pack: run the linear layers with packed weights; None decides by the device, the dtype and the free memory.
-    compile_blocks: run tree rows with the blocks compiled around their attention, see models.compiling.
+    compile_blocks: run tree rows with the blocks compiled around their attention, see models.twins.
     version: of the model; another one where it was changed.
     """
 
@@ -151,7 +149,7 @@ class CausalLM:
 
     @property
     def packed(self) -> bool:
-        """Whether the linear layers run with weights packed for oneDNN (see specengine.models.packing)."""
+        """Whether the linear layers run with weights packed for oneDNN (see specengine.models.twins)."""
         return self._packed is not None
 
     def require_same(self) -> None:

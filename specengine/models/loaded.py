@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from specengine.models.extension import extension, is_built, thread_count
+from specengine.models.extension import extension, is_built, is_plain, thread_count
 from specengine.models.twins import evaluating
 from specengine.models.weights import Source, Weight, states_of
 
@@ -95,12 +95,6 @@ class Watch:
         """Return checksums of all parameters and buffers; of a tensor that cannot be read, a value like no other."""
         tensors = {id(tensor): tensor for tensor in (*self._model.parameters(), *_steady_buffers(self._model))}
         return checksums(list(tensors.values()))
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether this is memory of the CPU, with nothing to be known of it but dtype, shape and strides."""
-    exact = type(tensor) in (Tensor, nn.Parameter) and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
-    return exact and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 @torch.no_grad()

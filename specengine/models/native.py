@@ -25,11 +25,11 @@ from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import Chosen, Successors
 from specengine.models.configs import empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
-from specengine.models.extension import extension, is_built, team, thread_count
+from specengine.models.extension import extension, is_built, is_plain, team, thread_count
 from specengine.models.families import Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
-from specengine.models.loaded import RECORDING, ModelSource, is_plain
+from specengine.models.loaded import RECORDING, ModelSource
 from specengine.models.weights import Source, Weight, layer_template
 from specengine.ops.tree import TokenTree
 

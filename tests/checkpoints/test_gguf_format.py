@@ -13,6 +13,7 @@ from gguf import GGUFValueType, GGUFWriter
 
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.models.weights import layer_template
 from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import written
 
@@ -178,7 +179,8 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
 def used(path: Path) -> None:
     """All that a loader does with a file before it computes."""
     with gguf.read(path) as file:
-        gguf.require_complete(file, gguf.config(file))
+        config = gguf.config(file)
+        gguf.require_complete(file, config, layer_template(config))
         gguf.tokenizer(file)
 
 

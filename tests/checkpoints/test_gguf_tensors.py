@@ -17,7 +17,7 @@ from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import ARCHITECTURES, opened
 
 
-@pytest.mark.parametrize("kind", gguf.KINDS)
+@pytest.mark.parametrize("kind", [kind.name.lower() for kind in gguf.Kind])
 def test_blocks_and_their_numbers_are_those_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
     files.add(writer, "first", kind, (3, 512))
@@ -36,6 +36,12 @@ def test_blocks_and_their_numbers_are_those_of_the_gguf_package(tmp_path: Path, 
             assert np.array_equal(
                 numbers.reshape(rows, columns).view(np.int32), expected.astype(np.float32).view(np.int32)
             )
+
+
+@pytest.mark.parametrize("kind", gguf.Kind)
+def test_numbers_and_sizes_of_kinds_are_those_of_the_gguf_package(kind: gguf.Kind) -> None:
+    assert GGMLQuantizationType(kind.value).name == kind.name
+    assert gguf_package.GGML_QUANT_SIZES[GGMLQuantizationType(kind.value)] == (kind.elements, kind.bytes)
 
 
 def test_blocks_into_a_given_buffer(models: dict[str, Path]) -> None:

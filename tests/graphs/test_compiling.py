@@ -10,7 +10,7 @@ from torch import nn
 
 from specengine import Engine
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.models import compiling
+from specengine.models.twins import compiled
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT
 
@@ -40,6 +40,6 @@ def test_answers_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_compiled_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="compile: Linear has no decoder blocks"):
-        compiling.compiled(nn.Linear(2, 2))
+        compiled(nn.Linear(2, 2))
     with pytest.raises(InputError, match="compile_blocks: it is for the padded forwards of graphs; add graphs=True"):
         Engine.from_pretrained(toy.tiny("llama"), "ngram", compile_blocks=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specengine.checkpoints import embedded
-from specengine.checkpoints.pretrained import BLOCKS, open_native
+from specengine.checkpoints.pretrained import open_native, packed_kinds
 from specengine.models.native import WITH_PAIRS, NativeLM, from_model
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
@@ -90,7 +90,7 @@ def packed(path: Path, instructions: str, dtype: torch.dtype = torch.bfloat16) -
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", packed_kinds() if INSTRUCTION_SETS else [])
 def test_packed_blocks_give_the_bits_of_the_converted_model(kind: str, architecture: str, folder: Path) -> None:
     path = write_gguf(folder / f"{architecture}-{kind}.gguf", architecture, kind, tied=architecture == "qwen3")
     converted = open_native(str(path)).source.model()
@@ -160,7 +160,7 @@ def test_the_default_model_by_both_forwards(default_model_path: Path) -> None:
 def test_the_default_models_file_gives_the_bits_of_its_conversion(default_model_path: Path) -> None:
     prompt = AutoTokenizer.from_pretrained(default_model_path)(TEXT)["input_ids"]
     file, tree = NativeLM(open_native(str(embedded.gguf())).source), tree_of(40_000)
-    assert set(file.stored.split(", ")) <= set(BLOCKS)
+    assert set(file.stored.split(", ")) <= set(packed_kinds())
     ours = native_logits(file, prompt, tree)
     folder = NativeLM(open_native(str(default_model_path)).source)
     assert (file.dtype, folder.dtype, folder.stored) == (torch.bfloat16, torch.bfloat16, "bf16")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from specengine import Engine
-from specengine.models import packing
+from specengine.models import twins
 from specengine.models.huggingface import CausalLM
-from specengine.models.packing import Packed, PackedLinear
+from specengine.models.twins import Packed, PackedLinear
 from tests import toy
 
 pytestmark = pytest.mark.skipif(
@@ -74,11 +74,11 @@ def test_engine_answers_the_same_packed_or_not() -> None:
 
 def test_packing_is_left_out_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     model = toy.tiny("llama").to(torch.bfloat16)
-    assert packing.worth_packing(model)
-    monkeypatch.setattr(packing, "_free_memory", lambda: 10.0)
-    assert not packing.worth_packing(model)
+    assert twins.worth_packing(model)
+    monkeypatch.setattr(twins, "_free_memory", lambda: 10.0)
+    assert not twins.worth_packing(model)
     assert not CausalLM(model).packed
 
 
 def test_float32_models_are_not_packed() -> None:
-    assert not packing.worth_packing(toy.tiny("llama"))
+    assert not twins.worth_packing(toy.tiny("llama"))

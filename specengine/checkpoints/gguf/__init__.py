@@ -8,12 +8,12 @@ from specengine.checkpoints.gguf.configuration import (
     suppressed_ids,
     tensor_names,
 )
-from specengine.checkpoints.gguf.file import KINDS, GGUFFile, dequantize, read
+from specengine.checkpoints.gguf.file import GGUFFile, Kind, dequantize, read
 from specengine.checkpoints.gguf.vocabulary import tokenizer
 
 __all__ = [
-    "KINDS",
     "GGUFFile",
+    "Kind",
     "architecture_of",
     "config",
     "dequantize",

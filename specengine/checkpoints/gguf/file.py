@@ -10,33 +10,13 @@ import struct
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specengine.errors import CheckpointError, InputError
-
-
-class Kind(NamedTuple):
-    """How numbers are stored: `elements` of one row share a block of `bytes`. `number` is ggml's for the type."""
-
-    number: int
-    elements: int
-    bytes: int
-
-
-KINDS = {
-    "f32": Kind(0, 1, 4),
-    "f16": Kind(1, 1, 2),
-    "bf16": Kind(30, 1, 2),
-    "q4_0": Kind(2, 32, 18),
-    "q4_1": Kind(3, 32, 20),
-    "q8_0": Kind(8, 32, 34),
-    "q4_k": Kind(12, 256, 144),
-    "q6_k": Kind(14, 256, 210),
-}
-_KIND_OF = {kind.number: name for name, kind in KINDS.items()}
 
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -130,10 +110,10 @@ def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None 
 
 
 def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """What the blocks `data` (uint8, any shape) stand for, as float32 of `shape`."""
-    block = KINDS.get(kind)
+    """Return the numbers of the blocks `data` (uint8, any shape), as float32 of `shape`."""
+    block = Kind.__members__.get(kind.upper())
     if block is None:
-        raise InputError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+        raise InputError(f"kind must be one of {', '.join(Kind.__members__).lower()}, not {kind!r}")
     elements, row = math.prod(shape), shape[-1] if shape else 1
     if row % block.elements or data.dtype != np.uint8 or data.size != elements // block.elements * block.bytes:
         raise InputError(f"{data.dtype} {data.shape} does not hold {list(shape)} numbers in {kind}")
@@ -147,11 +127,11 @@ def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     return _unpacked(block, data, row).reshape(shape)
 
 
-def _unpacked(block: Kind, data: np.ndarray, row: int) -> np.ndarray:
+def _unpacked(block: "Kind", data: np.ndarray, row: int) -> np.ndarray:
     from gguf import GGMLQuantizationType, quants
 
     rows = data.reshape(-1, row // block.elements * block.bytes)
-    return quants.dequantize(rows, GGMLQuantizationType(block.number))
+    return quants.dequantize(rows, GGMLQuantizationType(block.value))
 
 
 # ---- reading
@@ -339,17 +319,17 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
         raise cursor.error(f"has {dimensions} dimensions, and 1 to 4 are accepted")
     shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
     number, offset = cursor.number("I"), cursor.number("Q")
-    if number not in _KIND_OF:
+    kind = next((kind for kind in Kind if kind.value == number), None)
+    if kind is None:
         raise cursor.error(
-            f"is of type {_type_name(number)}, and accepted are {', '.join(KINDS).upper()}: take a file of those, as "
-            "Q4_K_M and Q8_0 mostly are, or make one with llama-quantize"
+            f"is of type {_type_name(number)}, and accepted are {', '.join(Kind.__members__)}: take a file of those, "
+            "as Q4_K_M and Q8_0 mostly are, or make one with llama-quantize"
         )
-    kind = KINDS[_KIND_OF[number]]
     if 0 in shape:
         raise cursor.error(f"is empty: {list(shape)}")
     if shape[-1] % kind.elements:
         raise cursor.error(f"has rows of {shape[-1]}, no multiple of the {kind.elements} in a block")
-    return GGUFTensor(name, shape, _KIND_OF[number], offset, math.prod(shape) // kind.elements * kind.bytes)
+    return GGUFTensor(name, shape, kind.name.lower(), offset, math.prod(shape) // kind.elements * kind.bytes)
 
 
 def _type_name(number: int) -> str:
@@ -376,3 +356,30 @@ def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> di
         if taken > cursor.source.size:
             raise cursor.error(f"ends at byte {taken}, and the file has {cursor.source.size}: it is cut off or damaged")
     return placed
+
+
+# ---- how numbers are stored: the last thing here, so that one more kind is one more line
+
+
+class Kind(Enum):
+    """Kinds of numbers: ggml's number of the type, and that `elements` of a row share a block of `bytes`.
+
+    One that has a file in csrc/cpu/formats stays packed; the gguf package unpacks the others when they are loaded.
+    """
+
+    elements: int
+    bytes: int
+
+    def __new__(cls, number: int, elements: int, size: int) -> "Kind":
+        kind = object.__new__(cls)
+        kind._value_, kind.elements, kind.bytes = number, elements, size
+        return kind
+
+    F32 = 0, 1, 4
+    F16 = 1, 1, 2
+    BF16 = 30, 1, 2
+    Q4_0 = 2, 32, 18
+    Q4_1 = 3, 32, 20
+    Q8_0 = 8, 32, 34
+    Q4_K = 12, 256, 144
+    Q6_K = 14, 256, 210
