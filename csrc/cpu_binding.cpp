@@ -202,7 +202,7 @@ void run_head(Draft& draft, const Model& target, handle positions, int64_t prefi
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 6;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 7;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   module.def("instruction_sets", [] {
     std::vector<std::string> names;
     for (const cpu::Kernels* kernels : cpu::available_kernels()) names.push_back(kernels->name);
