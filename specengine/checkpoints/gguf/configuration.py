@@ -3,9 +3,8 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import transformers
@@ -57,18 +56,10 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
     return architecture
 
 
-class _Stored(NamedTuple):
-    """A family as GGUF files store it, and the model type that it has in transformers."""
-
-    model_type: str
-    family: families.Family
-    gguf: families.GGUF
-
-
-def _stored() -> dict[str, _Stored]:
-    """Return the families that GGUF files store, by architecture."""
+def _stored() -> dict[str, tuple[str, families.Family, families.GGUF]]:
+    """Return, by architecture, the families that GGUF files store, each with its model type in transformers."""
     known = families.known().items()
-    return {family.gguf.architecture: _Stored(name, family, family.gguf) for name, family in known if family.gguf}
+    return {family.gguf.architecture: (name, family, family.gguf) for name, family in known if family.gguf}
 
 
 class _Fields:
@@ -77,10 +68,6 @@ class _Fields:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self.architecture = architecture_of(file.path, file.metadata)
-
-    @cached_property
-    def stored(self) -> _Stored:
-        return _stored()[self.architecture]
 
     def value(self, key: str) -> Any:
         return self.file.metadata.get(f"{self.architecture}.{key}")
@@ -113,18 +100,17 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     CheckpointError for values that are missing or contradict the tensors. `require_complete` checks the tensors.
     """
     metadata = _Fields(file)
-    stored = metadata.stored
+    model_type, family, own = _stored()[metadata.architecture]
     for key, values in _WITHOUT_EFFECT.items():
-        if key not in stored.gguf.keys and metadata.value(key) is not None and metadata.value(key) not in values:
+        if key not in own.keys and metadata.value(key) is not None and metadata.value(key) not in values:
             raise metadata.unsupported(key, "is not supported")
     sizes, eps = _sizes(metadata), metadata.positive("attention.layer_norm_rms_epsilon")
-    named = stored.family.fields
-    fields: dict[str, Any] = {getattr(named, name): value for name, value in (sizes | {"eps": eps}).items()}
-    fields |= {field: f"blk.0.{tensor}" in file.tensors for field, tensor in stored.gguf.flags.items()}
-    fields |= {field: metadata.value(key) for key, field in stored.gguf.keys.items()}
+    fields: dict[str, Any] = {getattr(family.fields, name): value for name, value in (sizes | {"eps": eps}).items()}
+    fields |= {field: f"blk.0.{tensor}" in file.tensors for field, tensor in own.flags.items()}
+    fields |= {field: metadata.value(key) for key, field in own.keys.items()}
     fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"])}
     fields |= {"tie_word_embeddings": _OUTPUT not in file.tensors, **_special_ids(file, sizes["vocabulary"])}
-    made = CONFIG_MAPPING[stored.model_type]
+    made = CONFIG_MAPPING[model_type]
     try:
         return made(**fields, architectures=[made.__name__.replace("Config", "ForCausalLM")])
     except Exception as error:  # transformers' own checks, whose errors have no common base
