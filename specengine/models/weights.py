@@ -63,19 +63,19 @@ class Source(ABC):
 
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that there are, without reading them."""
+        """Return the shapes of the stored tensors by name, without reading them."""
 
     @abstractmethod
     def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
-        """All tensors, one after the other, in `dtype`, or with `blocks` as they are stored where that is packed."""
+        """Yield all tensors in `dtype`; with `blocks`, packed ones as they are stored."""
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """One tensor in `dtype`."""
+        """Return one tensor in `dtype`."""
 
     @abstractmethod
     def model(self) -> PreTrainedModel:
-        """The whole model as transformers runs it, in `dtype`."""
+        """Return the whole model as transformers runs it, in `dtype`."""
 
     @cached_property
     def generation_config(self) -> GenerationConfig:

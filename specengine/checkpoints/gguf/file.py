@@ -1,7 +1,7 @@
-"""What a GGUF file holds: its metadata, and its tensors as packed blocks.
+"""The contents of a GGUF file: its metadata, and its tensors as packed blocks.
 
-Version 2 and 3, little endian, one file. Everything is checked against the file's size before it is believed; what is
-wrong is a CheckpointError with the file's path. Source of the format: ggml's docs/gguf.md and ggml/src/gguf.cpp.
+Version 2 and 3, little endian, one file. Everything is checked against the file's size before it is believed. Faults
+are CheckpointErrors with the file's path. Source of the format: ggml's docs/gguf.md and ggml/src/gguf.cpp.
 """
 
 import math
@@ -21,14 +21,14 @@ from specengine.errors import CheckpointError, InputError
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
-_LONGEST_KEY = 65535  # docs/gguf.md
-_LEAST_ENTRY = 8 + 4 + 1  # bytes: length of the key, type, value
-_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes: length of the name, dimensions, one dimension, type, offset
+_MAX_KEY_LENGTH = 65535  # docs/gguf.md
+_MIN_ENTRY_BYTES = 8 + 4 + 1  # bytes: length of the key, type, value
+_MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # bytes: length of the name, dimensions, one dimension, type, offset
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where a tensor lies: `nbytes` from byte `offset` of the file on; `shape` as in torch, outputs before inputs."""
+    """The place of a tensor: `nbytes` from byte `offset` of the file on. `shape` is torch's, outputs before inputs."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """An open GGUF file: what `read` found in it, and the tensors' blocks on demand.
+    """An open GGUF file: its metadata and list of tensors, and the tensors' blocks on demand.
 
     `metadata` maps keys to int, float, bool, str or lists of one of them. The descriptor is freed by `close`, by the
     end of a `with` block, or with the object.
@@ -51,7 +51,7 @@ class GGUFFile:
         self._source = source
 
     def read(self, name: str, *, out: np.ndarray | None = None) -> np.ndarray:
-        """Copies the blocks of one tensor: uint8 [nbytes], in `out` where given (uint8, contiguous, of that size).
+        """Return a copy of the blocks of one tensor: uint8 [nbytes], in `out` where given (contiguous, of that size).
 
         Raises CheckpointError where the file has changed since it was opened, and InputError for an unknown name.
         """
@@ -66,7 +66,7 @@ class GGUFFile:
         return out
 
     def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
-        """Copies the blocks of rows [first, last) of one tensor: uint8 [bytes]. Raises as `read`."""
+        """Return a copy of the blocks of rows [first, last) of one tensor: uint8 [bytes]. Raises as `read`."""
         tensor = self.tensors[name]
         each = tensor.nbytes // tensor.shape[0]
         out = np.empty((last - first) * each, np.uint8)
@@ -74,12 +74,12 @@ class GGUFFile:
         return out
 
     def numbers(self, name: str) -> np.ndarray:
-        """One tensor in float32, in its shape."""
+        """Return one tensor in float32, in its shape."""
         blocks = self.read(name)
         return dequantize(self.tensors[name].kind, blocks, self.tensors[name].shape)
 
     def close(self) -> None:
-        """Frees the descriptor; what was read stays."""
+        """Free the descriptor. Copies stay."""
         self._source.close()
 
     def __enter__(self) -> "GGUFFile":
@@ -90,9 +90,9 @@ class GGUFFile:
 
 
 def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None = None) -> GGUFFile:
-    """Opens a file and reads all but its tensors' blocks. Raises CheckpointError for whatever is wrong with it.
+    """Open a file and read all but its tensors' blocks. Raises CheckpointError for any fault in it.
 
-    accept: is given the path and the metadata before the tensors are looked at, and raises over what it does not take.
+    accept: called with the path and the metadata before the tensors are read; raises to refuse the file.
     """
     source = _Source(Path(path))
     try:
@@ -153,7 +153,7 @@ class _Source:
         self.size = self._state[0]
 
     def read_into(self, out: bytearray | memoryview, offset: int) -> None:
-        """Fills `out` (bytes) from byte `offset` on."""
+        """Fill `out` (bytes) from byte `offset` on."""
         if not self.close.alive:  # the number may already belong to another file
             raise CheckpointError(f"{self.path} is closed")
         view, done = memoryview(out), 0
@@ -213,9 +213,9 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.error(f"is not UTF-8 ({error.reason})") from error
 
-    def require_room(self, count: int, least: int) -> None:
-        """Refuses a count of things of at least `least` bytes each that the rest of the file cannot hold."""
-        if count * least > self.source.size - self.position:
+    def require_room(self, count: int, size: int) -> None:
+        """Refuse a count of entries of `size` bytes or more each that the rest of the file cannot hold."""
+        if count * size > self.source.size - self.position:
             raise self.error(f"claims {count} entries, more than the file of {self.source.size} bytes can hold")
 
     def _load(self, end: int) -> None:
@@ -229,7 +229,7 @@ class _Cursor:
 
 
 def _read_header(cursor: _Cursor) -> tuple[int, int]:
-    """Counts of tensors and of metadata entries."""
+    """Return the counts of tensors and of metadata entries."""
     magic = bytes(cursor.take(4))
     if magic != b"GGUF":
         raise CheckpointError(f"{cursor.source.path} is no GGUF file: it begins with {magic!r}")
@@ -239,8 +239,8 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     if version not in (2, 3):
         raise CheckpointError(f"{cursor.source.path} has GGUF version {version}: only 2 and 3 are read")
     tensor_count, entry_count = cursor.number("Q"), cursor.number("Q")
-    cursor.require_room(tensor_count, _LEAST_TENSOR)
-    cursor.require_room(entry_count, _LEAST_ENTRY)
+    cursor.require_room(tensor_count, _MIN_TENSOR_BYTES)
+    cursor.require_room(entry_count, _MIN_ENTRY_BYTES)
     return tensor_count, entry_count
 
 
@@ -249,8 +249,8 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     for number in range(count):
         cursor.place = f"the key of metadata entry {number}"
         key = cursor.string()
-        if len(key) > _LONGEST_KEY:
-            raise cursor.error(f"has {len(key)} characters, more than {_LONGEST_KEY}")
+        if len(key) > _MAX_KEY_LENGTH:
+            raise cursor.error(f"has {len(key)} characters, more than {_MAX_KEY_LENGTH}")
         cursor.place = f"metadata {key[:80]!r}"
         if key in metadata:
             raise cursor.error("stands there twice")
@@ -301,7 +301,7 @@ def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
 
 
 def _read_tensor_infos(cursor: _Cursor, count: int) -> dict[str, GGUFTensor]:
-    """The tensors with their offsets still counted from the start of the data."""
+    """Return the tensors with their offsets still counted from the start of the data."""
     infos: dict[str, GGUFTensor] = {}
     for number in range(count):
         cursor.place = f"the name of tensor {number}"
@@ -342,7 +342,7 @@ def _type_name(number: int) -> str:
 
 
 def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> dict[str, GGUFTensor]:
-    """The tensors with their offsets in the file, in the order of the file's list."""
+    """Return the tensors with their offsets in the file, in the order of the file's list."""
     start = -(-cursor.position // alignment) * alignment
     placed = {name: replace(info, offset=start + info.offset) for name, info in infos.items()}
     taken, last = start, ""

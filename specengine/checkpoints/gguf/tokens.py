@@ -17,7 +17,7 @@ from specengine.errors import CheckpointError
 
 
 class Kind(IntEnum):
-    """What a token is, by its number in `tokenizer.ggml.token_type`."""
+    """Kinds of tokens, by their number in `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -53,7 +53,7 @@ _WITH_PARTS = (
 
 
 def special_id(file: GGUFFile, key: str, vocabulary: int) -> int | None:
-    """The token id that the file gives for a role, as eos_token_id; None where there is none.
+    """Return the token id that the file gives for a role, as eos_token_id; None where there is none.
 
     CheckpointError for one outside of the vocabulary, of so many tokens.
     """
@@ -68,7 +68,7 @@ def special_id(file: GGUFFile, key: str, vocabulary: int) -> int | None:
 
 
 def end_ids(file: GGUFFile, vocabulary: int) -> int | list[int] | None:
-    """The tokens that end an answer, the file's eos first, as a config has them. Raises as `special_id`."""
+    """Return the tokens that end an answer, the file's eos first, as a config has them. Raises as `special_id`."""
     texts = file.metadata.get("tokenizer.ggml.tokens")
     texts = texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
     eos, ends = special_id(file, "eos_token_id", vocabulary), Tokens(file, texts, vocabulary).ends
@@ -78,7 +78,7 @@ def end_ids(file: GGUFFile, vocabulary: int) -> int | list[int] | None:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Texts of the tokens in the order of their ids, of a model with so many rows of embeddings."""
+    """The texts of tokens in the order of their ids; vocabulary: rows of the model's embeddings."""
 
     file: GGUFFile
     texts: list[str]
@@ -96,7 +96,7 @@ class Tokens:
 
     @cached_property
     def kinds(self) -> list[Kind]:
-        """Of all tokens: what the file says, but what ends an answer or marks a file is control."""
+        """The kind of each token, as the file says; tokens that end an answer or mark a file are control."""
         stated = self.file.metadata.get("tokenizer.ggml.token_type", [])
         kinds = [Kind(value) if value in _NUMBERS else Kind.NORMAL for value in stated]
         kinds += [Kind.NORMAL] * (len(self.texts) - len(kinds))
@@ -126,13 +126,13 @@ class Tokens:
 
     @cached_property
     def _parts(self) -> set[int]:
-        """Ends of a part of an answer alone."""
+        """Tokens that end a part of an answer alone."""
         there = {self.texts[number] for number in self._named_ends if number < len(self.texts)}
         return self._of("<|end|>") if any(texts <= there for texts in _WITH_PARTS) else set()
 
     @cached_property
     def _words(self) -> set[int]:
-        """Texts of an end that are none: Gemma 4's `</s>`."""
+        """Tokens with the text of an end that are words: Gemma 4's `</s>`."""
         return self._of("</s>") if "<|tool_response>" in self.ids else set()
 
     def _of(self, *texts: str) -> set[int]:

@@ -44,7 +44,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def tokenizer(file: GGUFFile) -> transformers.PreTrainedTokenizerFast:
-    """The tokenizer of the file, chat templates included; what it does not read is noted on stderr.
+    """Return the tokenizer of the file, chat templates included; metadata that it does not read is noted on stderr.
 
     Raises UnsupportedModelError for a vocabulary of another kind, CheckpointError for one that contradicts itself.
     """
@@ -92,7 +92,7 @@ def _sentencepiece(file: GGUFFile, tokens: Tokens, unknown: str | None) -> Token
 
 
 def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
-    """The merges that make each token of two others, the best score first; those of the file where it has no scores."""
+    """Return the merges that make tokens of two others, the best score first; the file's own where it has no scores."""
     scores = file.metadata.get("tokenizer.ggml.scores")
     if scores is None:
         return [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
@@ -110,7 +110,7 @@ def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
 
 
 def _add_special(backend: Tokenizer, tokens: Tokens, named: Any) -> None:
-    """Have control tokens taken whole where special tokens are, and those of the user's in any text."""
+    """Add control tokens as special tokens, and the user's tokens as whole words in any text."""
     ids = {number for number in named if number is not None}
     ids |= {number for number, kind in enumerate(tokens.kinds) if kind in (Kind.CONTROL, Kind.UNKNOWN)}
     users = [number for number, kind in enumerate(tokens.kinds) if kind is Kind.USER_DEFINED and number not in ids]
@@ -131,7 +131,7 @@ def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) 
 
 
 def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
-    """The template, or with named ones beside it (as tool_use) all by name."""
+    """Return the template, or with named ones beside it (as tool_use) all by name."""
     found = {key: value for key, value in file.metadata.items() if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")}
     wrong = next((key for key, value in found.items() if not isinstance(value, str)), None)
     if wrong is not None:
@@ -188,7 +188,7 @@ def _tokens(file: GGUFFile) -> Tokens:
 
 
 def _require_vocabulary(file: GGUFFile) -> None:
-    """Refuses a vocabulary of another sort, and lists of the wrong type or length."""
+    """Refuse a vocabulary of another sort, and lists of the wrong type or length."""
     model = file.metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         shown = "no tokenizer" if model is None else f"a tokenizer of kind {str(model)[:80]!r}"
@@ -258,7 +258,9 @@ _YOUTU = (
 
 @dataclass(frozen=True)
 class Splits:
-    """expressions    each cuts what the one before left, the whole text first
+    """How to cut text.
+
+    expressions    each cuts the words that the one before left, the whole text first
     ignore_merges  a word that is a token is taken whole, whatever the merges say
     add_bos        a prompt begins with the first token where the file does not say
     """
