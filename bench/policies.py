@@ -30,7 +30,7 @@ from specengine.benchmark.tables import Record
 from specengine.benchmark.ways import PLAIN
 from specengine.benchmark.workloads import Workload
 from specengine.checkpoints import embedded
-from specengine.costs import measured
+from specengine.costs import measuring
 from specengine.errors import InputError
 
 CPU_PRESET = "cpu"
@@ -77,7 +77,7 @@ def _records(args: argparse.Namespace, first: Engine, items: Sequence[Workload],
     """Yield rows without what `way` records hold, and where counters are all that is wanted, without times."""
     yield _settings(args, first, items)
     if args.costs:
-        yield measured.measure(first.target, first.drafter).record()
+        yield measuring.measure(first.target, first.drafter).record()
     done = []
     for record in run.records(items):
         if record["record"] == "row" and args.counters_only:

@@ -28,7 +28,7 @@ from specengine import Engine
 from specengine import checkpoints as models
 from specengine.benchmark.workloads import Workload
 from specengine.checkpoints.eagle import HeadOptions, load_head
-from specengine.costs import Costs, Points, measured
+from specengine.costs import PassCosts, Points, measuring
 from specengine.drafters.eagle import Eagle
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
@@ -125,12 +125,12 @@ def with_head(first: Engine, folder: Path, policy: TreePolicy) -> Engine:
     return Engine(first.target, drafter, policy, first.tokenizer)
 
 
-def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, Costs]:
+def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, PassCosts]:
     """Medians by head; what the target takes is one and the same for all."""
-    found: dict[str, list[Costs]] = {name: [] for name in engines}
+    found: dict[str, list[PassCosts]] = {name: [] for name in engines}
     for _ in range(rounds):
         for name, engine in engines.items():
-            found[name].append(measured.measure(engine.target, engine.drafter))
+            found[name].append(measuring.measure(engine.target, engine.drafter))
     every = [costs for of_head in found.values() for costs in of_head]
     verify, overhead = _medians([one.verify for one in every]), _median([one.overhead for one in every])
     return {
@@ -151,7 +151,9 @@ def _median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def _predicted(engine: Engine, policy: TreePolicy, items: list[Workload], length: int, costs: Costs) -> dict[str, Any]:
+def _predicted(
+    engine: Engine, policy: TreePolicy, items: list[Workload], length: int, costs: PassCosts
+) -> dict[str, Any]:
     serving = Engine(engine.target, engine.drafter, policy, engine.tokenizer)
     cycles: list[Cycle] = []
     for item in items:
@@ -165,7 +167,7 @@ def _predicted(engine: Engine, policy: TreePolicy, items: list[Workload], length
     }
 
 
-def _seconds(cycle: Cycle, costs: Costs) -> float:
+def _seconds(cycle: Cycle, costs: PassCosts) -> float:
     """Under the costs; all passes behind the first count as of one width, that of the nodes that have children."""
     tree = cycle.tree if cycle.grown is None else cycle.grown
     passes = int(cycle.tree.passes)

@@ -34,7 +34,7 @@ from bench.arguments import add_arguments
 from specengine import Engine, policies
 from specengine import checkpoints as models
 from specengine.benchmark.ways import parse
-from specengine.costs import PUBLISHED, Costs, find_costs
+from specengine.costs import PUBLISHED, PassCosts, find_costs
 from specengine.cycle import draft_tree, walk
 from specengine.drafters import Drafter
 from specengine.errors import InputError, SpecEngineError
@@ -206,14 +206,14 @@ def _ends_at_a_node(tree: TokenTree, path: list[int], tokens: list[int]) -> bool
 # ---------------------------------------------------------------------------------------------------- reporting
 
 
-def speedup(costs: Costs, rows: Sequence[Replayed]) -> float:
+def speedup(costs: PassCosts, rows: Sequence[Replayed]) -> float:
     """Over plain decoding, which verifies one node per token."""
     own = sum(row.policy_seconds for row in rows) if costs.measured else 0.0
     spent = own + sum(costs.cycle(row.verified, row.widths) for row in rows)
     return sum(row.committed for row in rows) * costs.plain / spent
 
 
-def summary(spec: str, policy: TreePolicy, rows: Sequence[Replayed], costs: Sequence[Costs]) -> dict[str, Any]:
+def summary(spec: str, policy: TreePolicy, rows: Sequence[Replayed], costs: Sequence[PassCosts]) -> dict[str, Any]:
     """tau, delta and gamma per cycle, what was missed, and the speed-up that each cost model predicts."""
 
     def mean(values: Iterator[float]) -> float:

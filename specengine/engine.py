@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specengine import contracts, loading, policies
 from specengine.captured import CapturedDriver
-from specengine.costs import measured
+from specengine.costs import stored
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import EagerDriver, Lane, make_room, run_eager
 from specengine.drafters import Drafter, Hints, Traits
@@ -400,7 +400,7 @@ class Engine:
     ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
         if policy is not None:
-            policy.begin(len(prompt), sampler.seed is not None, lambda: measured.find(self.target, drafter))
+            policy.begin(len(prompt), sampler.seed is not None, lambda: stored.find(self.target, drafter))
         if not reuse_cache:
             self.reset()
         stats.num_prompt_tokens = len(prompt)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specengine import policies
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.drafters import Drafter
 from specengine.models import Target
 from specengine.models.eagle import EagleConfig, EagleHead, head_from, make_head
@@ -224,7 +224,7 @@ class RandomShape(TreePolicy):
 
 
 POLICIES = [*(name for name in policies.names() if name != "plain"), "random"]
-COSTS = Costs("toy", {1: 1.0, 10: 1.2}, {1: 0.1})  # that stay, so that trees do not depend on a clock
+COSTS = PassCosts("toy", {1: 1.0, 10: 1.2}, {1: 0.1})  # that stay, so that trees do not depend on a clock
 
 
 def policy_for(name: str, seed: int = 0) -> TreePolicy:

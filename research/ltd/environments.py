@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from research.ltd.options import RewardName, Stage
 from research.ltd.outcomes import Array, Outcomes, reward
 from research.ltd.steered import Question, SteeredEngine
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.policies._ltd import GO_ON, Networks, Shape
 from specengine.policies.ltd import depth_observation, size_observation
 from specengine.records import Cycle
@@ -37,7 +37,12 @@ class LiveEnvironment(gymnasium.Env[Array, Any]):
     """
 
     def __init__(
-        self, make: Callable[[int], SteeredEngine], shape: Shape, which: Stage, kind: RewardName, costs: Costs | None
+        self,
+        make: Callable[[int], SteeredEngine],
+        shape: Shape,
+        which: Stage,
+        kind: RewardName,
+        costs: PassCosts | None,
     ) -> None:
         self.observation_space, self.action_space = spaces(shape, which)
         self._make, self._kind, self._costs, self._seed = make, kind, costs, 0

@@ -10,7 +10,7 @@ from research.ltd.environments import WALLCLOCK_UNIT, LiveEnvironment, LoggedEnv
 from research.ltd.options import PolicyOptions, Stage
 from research.ltd.outcomes import Outcomes, Speed
 from research.ltd.steered import SteeredEngine, decision_seconds
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.engine import Engine
 from specengine.policies._ltd import Networks
 from specengine.policies.ltd import Ltd
@@ -60,7 +60,7 @@ class LiveGround:
     engine: Engine
     learnt: Sequence[list[int]]
     held: Sequence[list[int]]
-    costs: Costs | None
+    costs: PassCosts | None
     options: PolicyOptions
 
     def environment(self, which: Stage, other: Networks | int | None, networks: Networks) -> LiveEnvironment:

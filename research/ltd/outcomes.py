@@ -13,7 +13,7 @@ from torch import Tensor
 
 from research.ltd.candidates import Candidates, CandidateTrees
 from research.ltd.options import RewardName
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.errors import InputError
 from specengine.policies._ltd import GO_ON, Networks, Shape
 from specengine.policies.ltd import depth_observation, laid_out, size_observation
@@ -59,14 +59,14 @@ class Outcomes:
     """
 
     shape: Shape
-    costs: Costs
+    costs: PassCosts
     laid: Tensor
     contexts: Tensor
     ranks: Array
     answers: Array
 
     @classmethod
-    def of(cls, answers: Sequence[Sequence[Candidates]], shape: Shape, costs: Costs) -> Outcomes:
+    def of(cls, answers: Sequence[Sequence[Candidates]], shape: Shape, costs: PassCosts) -> Outcomes:
         """InputError where the trees are narrower or lower than the shape's."""
         trees = [tree for answer in answers for tree in answer]
         if not trees:
@@ -186,12 +186,14 @@ def path_ranks(scores: Array, depths: Array, path: Array, expansions: int) -> Ar
     return ranks
 
 
-def cycle_cost(costs: Costs, shape: Shape, expansions: int, size: int) -> float:
+def cycle_cost(costs: PassCosts, shape: Shape, expansions: int, size: int) -> float:
     """Of a whole beam with so many expansions, of which `size` candidates and the root are verified."""
     return costs.cycle(1 + min(size, shape.grown(expansions)), [1, *[shape.width] * expansions])
 
 
-def split(folders: Sequence[CandidateTrees], shape: Shape, costs: Costs, held_back: float) -> tuple[Outcomes, Outcomes]:
+def split(
+    folders: Sequence[CandidateTrees], shape: Shape, costs: PassCosts, held_back: float
+) -> tuple[Outcomes, Outcomes]:
     """What is learnt from and what is held back, of the answers of all folders."""
     learnt, held = hold_back([answer for trees in folders for answer in trees.answers() if answer], held_back)
     return Outcomes.of(learnt, shape, costs), Outcomes.of(held, shape, costs)

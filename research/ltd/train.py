@@ -17,7 +17,7 @@ from specengine.cli.given import read_prompts
 from specengine.cli.parser import PROMPT_FORMATS, add_options, add_target
 from specengine.cli.train import load_engine, question
 from specengine.cli.train_arguments import changes, listing
-from specengine.costs import PUBLISHED, Costs, find_costs, measured
+from specengine.costs import PUBLISHED, PassCosts, find_costs, measuring
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.registry import build
@@ -109,13 +109,13 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _with_engine(
-    engine: Engine, prompts: list[list[int]], folder: Path, options: PolicyOptions, costs: Costs | None, live: bool
+    engine: Engine, prompts: list[list[int]], folder: Path, options: PolicyOptions, costs: PassCosts | None, live: bool
 ) -> Ground:
     from research.ltd.grounds import LiveGround
 
     learnt, held = hold_back(prompts, options.held_back)
     if costs is None and options.reward != "wallclock":
-        costs = measured.measure(engine.target, engine.drafter)
+        costs = measuring.measure(engine.target, engine.drafter)
         say(f"costs: {costs.record()}")
     if live:
         table = None if options.reward == "wallclock" else costs
@@ -126,7 +126,7 @@ def _with_engine(
     return _logged([trees], options, costs)
 
 
-def _logged(folders: list[CandidateTrees], options: PolicyOptions, costs: Costs) -> Ground:
+def _logged(folders: list[CandidateTrees], options: PolicyOptions, costs: PassCosts) -> Ground:
     from research.ltd.grounds import LoggedGround
 
     return LoggedGround(*split(folders, options.shape, costs, options.held_back), options)

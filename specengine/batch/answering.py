@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from specengine.batch import openai
 from specengine.batch.lines import Item
-from specengine.costs import measured
+from specengine.costs import stored
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.records import GenerationResult
 
-# Of costs.measured.identity: what changes the time that an answer takes and none of its tokens.
+# Of costs.stored.identity: what changes the time that an answer takes and none of its tokens.
 _SPEED_ALONE = ("threads", "packed")
 
 
@@ -58,7 +58,7 @@ def failed(item: Item, kind: str, message: str) -> Answered:
 
 def facts(engine: Engine) -> dict[str, Any]:
     """Return the facts of an engine that its answers depend on, JSON-ready. Engines that answer alike have the same."""
-    identity = measured.identity(engine.target, engine.drafter)
+    identity = stored.identity(engine.target, engine.drafter)
     return {name: value for name, value in identity.items() if name not in _SPEED_ALONE}
 
 

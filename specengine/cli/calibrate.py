@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from specengine.cli import given
 from specengine.cli.terminal import as_json, say
-from specengine.costs import Costs, Points, measured
+from specengine.costs import PassCosts, Points, measuring, stored
 from specengine.engine import Engine
 
 
@@ -16,20 +16,20 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model, arguments.draft, draft_options=dict(arguments.draft_option), **given.load_options(arguments)
     )
     target, drafter = engine.target, engine.drafter
-    costs = measured.find(target, drafter, fresh=True)
-    key = measured.identity(target, drafter)
+    costs = stored.find(target, drafter, fresh=True)
+    key = stored.identity(target, drafter)
     if arguments.json:
         print(as_json({"key": key, "costs": costs.to_dict()}))
     else:
         facts = (key["model"], key["dtype"], key["backend"], key["device"], f"draft {key['draft'] or 'none'}")
         print(", ".join(facts))
-        print("\n".join(_lines(costs, measured.contexts(target), drafts=drafter is not None)))
-    file = measured.place(key)
+        print("\n".join(_lines(costs, measuring.contexts(target), drafts=drafter is not None)))
+    file = stored.path(key)
     say(f"specengine: note: {costs.source}" if "," in costs.source else f"kept in {file}")
     return 0
 
 
-def _lines(costs: Costs, contexts: tuple[int, int], *, drafts: bool) -> Iterator[str]:
+def _lines(costs: PassCosts, contexts: tuple[int, int], *, drafts: bool) -> Iterator[str]:
     behind = list(dict.fromkeys(contexts)) if costs.verify_growth else [costs.context]
     yield from _table("verified nodes", behind, _milliseconds(costs, costs.verify, behind, drafting=False))
     if drafts:
@@ -40,11 +40,11 @@ def _lines(costs: Costs, contexts: tuple[int, int], *, drafts: bool) -> Iterator
 
 
 def _milliseconds(
-    costs: Costs, points: Points, contexts: list[int], *, drafting: bool
+    costs: PassCosts, points: Points, contexts: list[int], *, drafting: bool
 ) -> Iterator[tuple[int, list[float]]]:
     for count in sorted(points):
         sizes = (1, count) if drafting else (count, 1)
-        yield count, [1e3 * float(costs.tables(*sizes, context)[drafting][-1]) for context in contexts]
+        yield count, [1e3 * float(costs.table(*sizes, context)[drafting][-1]) for context in contexts]
 
 
 def _table(title: str, contexts: list[int], rows: Iterable[tuple[int, list[float]]]) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch
 from specengine.benchmark.workloads import entry_of
 from specengine.cli.parser import flag
 from specengine.cli.terminal import say, tell
-from specengine.costs import measured
+from specengine.costs import stored
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.files import MARK, lines_of
@@ -48,9 +48,9 @@ class Recipe:
             torch.set_num_threads(self.threads)
         engine = self._loaded()
         if engine.policy is not None and engine.policy.plan().reads_costs:
-            if not measured.place(measured.identity(engine.target, engine.drafter)).is_file():
+            if not stored.path(stored.identity(engine.target, engine.drafter)).is_file():
                 tell("Measuring what drafting and verifying cost here, once")
-            measured.find(engine.target, engine.drafter)
+            stored.find(engine.target, engine.drafter)
         return engine
 
     def _loaded(self) -> Engine:

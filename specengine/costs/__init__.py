@@ -17,14 +17,14 @@ from specengine.files import read_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-Points = dict[int, float]  # by count
+Points = dict[int, float]  # costs by number of nodes
 
 
-class CostTables(NamedTuple):
-    """Costs by count behind one context, on the CPU, in the unit of their Costs; entry 0 is 0.
+class CostTable(NamedTuple):
+    """Costs by number of nodes at one context length, on the CPU, in the unit of their PassCosts. Entry 0 is 0.
 
-    verify  float32 [nodes + 1], a verification of so many nodes, the root included
-    draft   float32 [width + 1], a draft pass of so many nodes
+    verify  float32 [nodes + 1], a verification of n nodes, the root included
+    draft   float32 [width + 1], a draft pass of n nodes
     """
 
     verify: Tensor
@@ -32,16 +32,17 @@ class CostTables(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What a verification of n nodes and a draft pass of n nodes take, in any one unit; linear between given points.
+class PassCosts:
+    """Costs of a verification of n nodes and of a draft pass of n nodes, in any one unit.
 
-    verify, draft  cost by nodes, at least one point each; beyond the last one the slope of the last two goes on,
-                   where it rises
-    measured       in seconds, so that the policy's own time, as it is in a replay, can be added
-    overhead       of a drafted cycle beside them: both commits, and what its first draft pass takes beyond another one
-    context        tokens in the cache that `verify` and `draft` hold behind
-    verify_growth, draft_growth  what each further token in the cache adds, by nodes; no points: nothing
-    padded         every verification runs as many rows as the largest one may have, every draft pass likewise
+    Costs are linear between the given points. Beyond the last point, the slope of the last two continues if it rises.
+
+    verify, draft  cost by number of nodes, at least one point each
+    measured       whether the unit is seconds, so that a replay can add the policy's own time
+    overhead       cost of a drafted cycle besides its passes: both commits, and the extra cost of the first draft pass
+    context        tokens in the cache for which `verify` and `draft` hold
+    verify_growth, draft_growth  extra cost per further token in the cache, by number of nodes; empty: none
+    padded         every verification, and every draft pass, runs as many rows as the largest
     """
 
     name: str
@@ -55,68 +56,70 @@ class Costs:
     draft_growth: Points = field(default_factory=dict)
     padded: bool = False
 
-    def tables(self, nodes: int, width: int, context: int) -> CostTables:
-        """Of 0 to `nodes` verified nodes and 0 to `width` drafted from, behind `context` tokens in the cache.
+    def table(self, nodes: int, width: int, context: int) -> CostTable:
+        """Return costs of 0 to `nodes` verified nodes and draft passes of 0 to `width` nodes.
 
-        Contexts below the one that was measured count as that one. A padded table is flat: it holds for trees of
-        which `nodes` and `width` are the most.
+        context: tokens in the cache; contexts shorter than the measured one count as that one.
+
+        A padded table is flat: it holds for trees with at most `nodes` nodes and passes of at most `width` nodes.
         """
         require("nodes, width", (nodes, width), "1 or more each", min(nodes, width) >= 1)
-        more = max(0, context - self.context)
-        return CostTables(
-            self._table(self.verify, self.verify_growth, nodes, more),
-            self._table(self.draft, self.draft_growth, width, more),
+        longer = max(0, context - self.context)
+        return CostTable(
+            self._column(self.verify, self.verify_growth, nodes, longer),
+            self._column(self.draft, self.draft_growth, width, longer),
         )
 
     def cycle(self, verified: int, widths: Sequence[int]) -> float:
-        """Of verifying so many nodes after draft passes of these widths."""
+        """Return the cost of a cycle that verifies `verified` nodes after draft passes of these widths."""
         passes = sum(interpolated(self.draft, width) for width in widths)
         return self.overhead + interpolated(self.verify, verified) + passes
 
     @property
     def plain(self) -> float:
-        """Of a token without a draft."""
+        """Cost of one token of plain decoding."""
         return interpolated(self.verify, 1)
 
     def record(self) -> dict[str, Any]:
-        """As result files hold it; see `find_costs`."""
+        """Return the record of a result file, which `find_costs` reads."""
         unit = 1e3 if self.measured else 1
-        points = [{str(n): round(unit * cost, 5) for n, cost in found.items()} for found in (self.verify, self.draft)]
+        points = [{str(n): round(unit * cost, 5) for n, cost in column.items()} for column in (self.verify, self.draft)]
         names = ("verify_ms_by_nodes", "draft_pass_ms_by_width") if self.measured else ("verify", "draft")
-        found = {"record": "costs", "name": self.name, "source": self.source, **dict(zip(names, points, strict=True))}
-        return found | ({"cycle_overhead_ms": round(unit * self.overhead, 5)} if self.measured else {})
+        columns = dict(zip(names, points, strict=True))
+        record = {"record": "costs", "name": self.name, "source": self.source, **columns}
+        return record | ({"cycle_overhead_ms": round(unit * self.overhead, 5)} if self.measured else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` takes it back."""
+        """Return a JSON-ready dict, which `from_dict` reads."""
         return {
             name: {str(n): cost for n, cost in value.items()} if isinstance(value, dict) else value
             for name, value in vars(self).items()
         }
 
     @classmethod
-    def from_dict(cls, content: Any) -> Costs:
-        """What `to_dict` gave; InputError naming the field that is missing, unknown or of another kind."""
+    def from_dict(cls, content: Any) -> PassCosts:
+        """Read the dict of `to_dict`. Raise InputError naming a field that is missing, unknown or of another type."""
         if not isinstance(content, Mapping):
             raise InputError(f"costs: got {type(content).__name__}, accepted an object")
-        fields = {found.name: found for found in dataclasses.fields(cls)}
+        fields = {item.name: item for item in dataclasses.fields(cls)}
         for name in content.keys() - fields.keys():
             raise InputError(f"costs.{name}: unknown, known are {', '.join(fields)}")
         for name in ("name", "verify", "draft"):
             require(f"costs.{name}", "nothing", _READERS[name][0], name in content)
         return cls(**{name: _read(name, value) for name, value in content.items()})
 
-    def _table(self, base: Points, growth: Points, most: int, more: int) -> Tensor:
-        table = _table(_sorted(base), most) + more * _table(_sorted(growth), most)
+    def _column(self, base: Points, growth: Points, count: int, longer: int) -> Tensor:
+        column = _column(_sorted(base), count) + longer * _column(_sorted(growth), count)
         if self.padded:
-            table[1:] = table[-1].clone()
-        return table.clamp(min=0)
+            column[1:] = column[-1].clone()
+        return column.clamp(min=0)
 
 
-def _ratio(name: str, draft: float, verify: float, source: str) -> Costs:
-    return Costs(name, {1: verify}, {1: draft}, source)
+def _ratio(name: str, draft: float, verify: float, source: str) -> PassCosts:
+    return PassCosts(name, {1: verify}, {1: draft}, source)
 
 
-# A pass of the draft against a verification, whatever their sizes: batch 1 on GPUs, where both wait for memory.
+# A draft pass relative to a verification of any size: batch 1 on GPUs, where both are memory-bound.
 PUBLISHED = {
     costs.name: costs
     for costs in (
@@ -126,29 +129,32 @@ PUBLISHED = {
         _ratio("qwen3-32b-h200", 0.058, 1, "TALON, from its EAGLE-3 rows with 9 draft passes, CNN/DM left out"),
         _ratio("8b-l40", 5, 100, "C2T, equation 12"),
         _ratio("70b-2xa100", 10, 400, "C2T, equation 12"),
-        Costs(
+        PassCosts(
             "2-cores-amx",
             {1: 33.2, 4: 35.7, 12: 39.0, 28: 47.3, 60: 58.7},
             {1: 2.6, 4: 2.2, 10: 2.2},
-            "milliseconds of SmolLM2-135M-Instruct in bfloat16 and its head on two cores with AMX, all of a cycle "
-            "included; medians of bench/results/policies-bfloat16.jsonl",
+            "milliseconds of SmolLM2-135M-Instruct in bfloat16 and its head on two cores with AMX, the rest of the "
+            "cycle included; medians of bench/results/policies-bfloat16.jsonl",
         ),
-        Costs(
+        PassCosts(
             "8b-a100-roofline",
             {1: 1.0, 140: 1.0, 280: 2.0},
             {1: 0.074},
-            "as qwen3-8b-h200; verification waits for 2 bytes per weight at 1.55 TB/s up to 140 nodes, where 2 "
-            "operations per weight and node at 70 % of 312 TFLOPS take as long, and grows in proportion from there",
+            "draft as qwen3-8b-h200; verification reads 2 bytes per weight at 1.55 TB/s up to 140 nodes, where 2 "
+            "operations per weight and node at 70 % of 312 TFLOPS take as long, and is proportional from there",
         ),
     )
 }
 
-# Where nothing was measured: one token's verification is 1.
-ASSUMED = Costs("assumed", {1: 1.0, 16: 1.05, 32: 1.3, 64: 2.0}, {1: 0.1, 8: 0.12}, "a guess")
+# If nothing was measured. The verification of one token is 1.
+ASSUMED = PassCosts("assumed", {1: 1.0, 16: 1.05, 32: 1.3, 64: 2.0}, {1: 0.1, 8: 0.12}, "a guess")
 
 
-def find_costs(name: str) -> Costs:
-    """Published ratios by name, or the `costs` record of a file that `bench.policies --costs` wrote."""
+def find_costs(name: str) -> PassCosts:
+    """Return published costs by name, or the `costs` record of a file that `bench.policies --costs` wrote.
+
+    Raise InputError if `name` is neither.
+    """
     if name in PUBLISHED:
         return PUBLISHED[name]
     try:
@@ -163,11 +169,11 @@ def find_costs(name: str) -> Costs:
         raise InputError(
             f"costs: {name} is neither one of {', '.join(PUBLISHED)} nor a file with a costs record ({error!r})"
         ) from error
-    return Costs(Path(name).stem, verify, draft, source="measured", measured=True, overhead=overhead)
+    return PassCosts(Path(name).stem, verify, draft, source="measured", measured=True, overhead=overhead)
 
 
 def _records(text: str) -> Iterator[dict[str, Any]]:
-    """JSON values, one behind the other: lines of a result file, or what was printed."""
+    """Yield JSON values that follow each other: lines of a result file, or printed output."""
     decoder, place = json.JSONDecoder(), 0
     while place < len(text):
         value, place = decoder.raw_decode(text, place)
@@ -176,7 +182,7 @@ def _records(text: str) -> Iterator[dict[str, Any]]:
 
 
 def interpolated(points: Points, nodes: int) -> float:
-    """The cost of so many nodes: linear between the points, the first one's below it."""
+    """Return the cost of `nodes` nodes: linear between the points, constant below the first."""
     return _at(_sorted(points), nodes)
 
 
@@ -185,7 +191,7 @@ def _at(known: tuple[tuple[int, float], ...], nodes: int) -> float:
         return known[0][1]
     right = next((i for i, (at, _) in enumerate(known) if at >= nodes), len(known) - 1)
     (x0, y0), (x1, y1) = known[right - 1], known[right]
-    if nodes > x1:  # beyond all points, where noise must not make more nodes cheaper and cheaper
+    if nodes > x1:  # beyond the last point, noise must not make more nodes cheaper
         return y1 + max(0.0, y1 - y0) * (nodes - x1) / (x1 - x0)
     return y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
 
@@ -195,11 +201,11 @@ def _sorted(points: Points) -> tuple[tuple[int, float], ...]:
 
 
 @lru_cache(maxsize=64)
-def _table(known: tuple[tuple[int, float], ...], most: int) -> Tensor:
-    """float32 [most + 1]; kept, as a policy asks for the same points behind context after context."""
+def _column(known: tuple[tuple[int, float], ...], count: int) -> Tensor:
+    """Return costs of 0 to `count` nodes, float32 [count + 1]. Cached: a policy asks for the same points repeatedly."""
     import torch
 
-    seconds = [0.0, *(_at(known, nodes) if known else 0.0 for nodes in range(1, most + 1))]
+    seconds = [0.0, *(_at(known, nodes) if known else 0.0 for nodes in range(1, count + 1))]
     return torch.tensor(seconds, dtype=torch.float32, device="cpu")
 
 
@@ -208,20 +214,20 @@ def _table(known: tuple[tuple[int, float], ...], most: int) -> Tensor:
 
 def _read(name: str, value: Any) -> Any:
     accepted, read = _READERS[name]
-    found = read(value)
-    require(f"costs.{name}", repr(value)[:80], accepted, found is not None)
-    return found
+    result = read(value)
+    require(f"costs.{name}", repr(value)[:80], accepted, result is not None)
+    return result
 
 
-def _points(value: Any, least: int) -> Points | None:
-    if not isinstance(value, Mapping) or len(value) < least:
+def _points(value: Any, minimum: int) -> Points | None:
+    if not isinstance(value, Mapping) or len(value) < minimum:
         return None
     try:
-        found = {int(nodes): _number(cost) for nodes, cost in value.items()}
+        points = {int(nodes): _number(cost) for nodes, cost in value.items()}
     except (TypeError, ValueError):
         return None
-    wrong = len(found) < len(value) or any(nodes < 1 or cost is None for nodes, cost in found.items())
-    return None if wrong else {nodes: cost for nodes, cost in found.items() if cost is not None}
+    wrong = len(points) < len(value) or any(nodes < 1 or cost is None for nodes, cost in points.items())
+    return None if wrong else {nodes: cost for nodes, cost in points.items() if cost is not None}
 
 
 def _number(value: Any) -> float | None:
@@ -234,7 +240,7 @@ def _of(kind: type) -> Any:
 
 
 _COST_BY_NODES = "costs of 0 or more by nodes of 1 or more"
-# name of the field, what it accepts, what makes it of a JSON value, None where that does not fit
+# Name of the field: accepted values, and a function that reads a JSON value and returns None if it does not fit.
 _READERS: dict[str, tuple[str, Any]] = {
     "name": ("a text", _of(str)),
     "verify": (_COST_BY_NODES, lambda value: _points(value, 1)),

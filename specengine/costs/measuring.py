@@ -1,4 +1,4 @@
-"""What verifications, draft passes and the rest of a cycle take here: medians of interleaved, made-up cycles."""
+"""Measure verifications, draft passes and the rest of a cycle on this machine: medians of synthetic cycles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from specengine.costs import Costs, Points, interpolated
+from specengine.costs import PassCosts, Points, interpolated
 from specengine.cuda_graphs import Graphs, room
 from specengine.errors import require
 from specengine.models import Target
@@ -28,34 +28,34 @@ if TYPE_CHECKING:
 
 CONTEXTS = (64, 1024)  # tokens in the cache
 SECONDS = 3.0
-MOST_CYCLES = 200  # cycles of one node in whose time a calibration is done, where that is less
-NEAR_SHARE = 0.6  # of the time, for the short context
-ROUNDS = 4  # that a plan must have time for; the first one warms up
+MAX_CYCLES = 200  # a measurement takes at most the time of this many cycles of one node
+SHORT_SHARE = 0.6  # share of the time for the short context
+ROUNDS = 4  # rounds that a plan must have time for; the first one warms up
 
 
 class Plan(NamedTuple):
-    """Counts that one round of cycles goes through.
+    """Numbers of nodes that one round of cycles measures.
 
-    A processor's matrix products step where a block of 16 rows is full, so both sides of steps are among them, and 96
-    behind the last one, so that the slope that goes on from there is one over several blocks.
+    The time of a matrix product steps where a block of 16 rows is full. So the plans have counts on both sides of
+    steps, and 96 after the last one: the slope that continues from there covers several blocks.
     """
 
     nodes: tuple[int, ...]
     widths: tuple[int, ...]
 
 
-FEWEST = Plan((1, 64, 16), (1, 16, 4))
-NEAR = (
+SMALLEST_PLAN = Plan((1, 64, 16), (1, 16, 4))
+SHORT_PLANS = (
     Plan((1, 64, 16, 17, 32, 33, 48, 49, 96, 8), (1, 16, 4, 8)),
     Plan((1, 64, 16, 17, 32, 33, 48, 49, 96, 8, 2, 24, 4), (1, 16, 4, 8, 2)),
 )
-FAR = (Plan((1, 64, 16, 17, 32, 33), (1, 16, 4)),)
-PADDED = (Plan((1, 64, 16, 32, 96, 8), (1, 16, 4, 8)),)
+LONG_PLANS = (Plan((1, 64, 16, 17, 32, 33), (1, 16, 4)),)
+PADDED_PLANS = (Plan((1, 64, 16, 32, 96, 8), (1, 16, 4, 8)),)
 
 
 @dataclass
-class _Found:
-    """Seconds by count, in the order of their measurement, behind one context."""
+class _Samples:
+    """Seconds by number of nodes at one context length, in the order of measurement."""
 
     verify: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     draft: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -63,31 +63,31 @@ class _Found:
     commit: list[float] = field(default_factory=list)
 
     def medians(self) -> tuple[Points, Points]:
-        return _medians(self.verify, FEWEST.nodes), _medians(self.draft, FEWEST.widths)
+        return _medians(self.verify, SMALLEST_PLAN.nodes), _medians(self.draft, SMALLEST_PLAN.widths)
 
     def overhead(self) -> float:
-        """Both commits, and what the first draft pass takes beyond another one."""
+        """Return the time of both commits and the extra time of the first draft pass."""
         _, draft = self.medians()
         return _median(self.commit) + max(0.0, _median(self.root) - interpolated(draft, 1))
 
 
 @torch.inference_mode()
-def measure(target: Target, drafter: Drafter | None, *, seconds: float = SECONDS) -> Costs:
-    """Seconds of verifying n nodes, of drafting from n nodes, and of what else a cycle does, on this machine.
+def measure(target: Target, drafter: Drafter | None, *, seconds: float = SECONDS) -> PassCosts:
+    """Measure the seconds of verifying n nodes, of drafting from n nodes, and of the rest of a cycle.
 
-    Random tokens, behind two contexts where the model's allows it; verification with the greedy choice, as an engine
-    does it. A lookup beside the draft finds nothing in random tokens, which is its cheaper case. Without a drafter its
-    passes cost nothing. The caches are empty afterwards; no generation may be under way.
+    seconds: maximum time, except for the cycles that give the first two points. It stops earlier if 200 cycles of one
+    node take less, unless graphs are captured on a device.
 
-    seconds  at most, but for the fewest cycles that give two points; less where 200 cycles of one node take less,
-             but for captures on a device
+    The cycles have random tokens at two context lengths, if the model's context allows it, and greedy choices. Lookup
+    finds nothing in random tokens, which is its cheaper case. Without a drafter, draft passes cost nothing. All caches
+    are empty afterwards. No generation may be running.
 
-    Of a captured target the verification of n rows is captured as a graph of its own, and so are the draft's passes;
-    the result is `padded`: an engine's trees all take what its largest tree does.
+    With a captured target, every number of rows is captured as a graph of its own, and so are the draft passes. The
+    result is `padded`: all trees of an engine cost as much as its largest tree.
     """
     require("seconds", seconds, "above 0", seconds > 0)
     began = time.perf_counter()
-    cycles = MadeUpCycles(target, drafter, max(contexts(target)))
+    cycles = SyntheticCycles(target, drafter, max(contexts(target)))
     try:
         with target.running():
             return _measured(cycles, began, seconds)
@@ -96,100 +96,100 @@ def measure(target: Target, drafter: Drafter | None, *, seconds: float = SECONDS
 
 
 def contexts(target: Target) -> tuple[int, int]:
-    """The short and the long context that costs are measured behind, in tokens; one where the model's is short."""
-    most = max(1, target.max_context - 2 * LONGEST)
-    near, far = (min(context, most) for context in CONTEXTS)
-    return near, far if far >= 2 * near else near
+    """Return the short and the long context to measure at, in tokens; twice the same if the model's is short."""
+    limit = max(1, target.max_context - 2 * MAX_PATH)
+    short, long = (min(context, limit) for context in CONTEXTS)
+    return short, long if long >= 2 * short else short
 
 
-def _measured(cycles: MadeUpCycles, began: float, seconds: float) -> Costs:
-    near, far = contexts(cycles.target)
-    prefill = cycles.begin(near)
+def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCosts:
+    short, long = contexts(cycles.target)
+    prefill = cycles.begin(short)
     first = cycles.cycle(1, 1)
     if sum(first) < seconds / 20:
-        first = min((cycles.cycle(1, 1) for _ in range(3)), key=sum)  # the one before has warmed up
+        first = min((cycles.cycle(1, 1) for _ in range(3)), key=sum)  # the first cycle has warmed up
     padded = cycles.target.captured
-    captures = padded and cycles.target.device.type == "cuda"  # each takes longer than many cycles
-    allowed = seconds if captures else min(seconds, MOST_CYCLES * sum(first))
-    found = _rounds(cycles, PADDED if padded else NEAR, began + (NEAR_SHARE if far > near else 1) * allowed)
-    verify, draft = found.medians()
-    left = began + allowed - time.perf_counter() - (len(FEWEST.nodes) + 1) * verify[max(verify)]
-    far = min(far, int(near * left / prefill)) if left > 0 else near
+    captures = padded and cycles.target.device.type == "cuda"  # a capture takes longer than many cycles
+    allowed = seconds if captures else min(seconds, MAX_CYCLES * sum(first))
+    share = SHORT_SHARE if long > short else 1
+    samples = _rounds(cycles, PADDED_PLANS if padded else SHORT_PLANS, began + share * allowed)
+    verify, draft = samples.medians()
+    remaining = began + allowed - time.perf_counter() - (len(SMALLEST_PLAN.nodes) + 1) * verify[max(verify)]
+    long = min(long, int(short * remaining / prefill)) if remaining > 0 else short
     growths: list[Points] = [{}, {}]
-    if far >= 2 * near:
-        cycles.begin(far)
-        later = _rounds(cycles, () if padded else FAR, began + allowed).medians()
-        growths = [_growth(before, after, far - near) for before, after in zip((verify, draft), later, strict=True)]
-    return Costs(
+    if long >= 2 * short:
+        cycles.begin(long)
+        later = _rounds(cycles, () if padded else LONG_PLANS, began + allowed).medians()
+        growths = [_growth(before, after, long - short) for before, after in zip((verify, draft), later, strict=True)]
+    return PassCosts(
         "measured",
         verify,
         draft if cycles.drafter is not None else {1: 0.0},
         source="measured",
         measured=True,
-        overhead=found.overhead(),
-        context=near,
+        overhead=samples.overhead(),
+        context=short,
         verify_growth=growths[0],
         draft_growth=growths[1] if cycles.drafter is not None else {},
         padded=padded,
     )
 
 
-def _rounds(cycles: MadeUpCycles, plans: Sequence[Plan], until: float) -> _Found:
-    """Rounds of the fewest cycles, then of the fullest plan that there is time for."""
-    found, plan = _Found(), FEWEST
-    _round(cycles, plan, found, until)
-    for fuller in plans:
-        if time.perf_counter() + ROUNDS * _seconds(fuller, found) < until:
-            plan = fuller
+def _rounds(cycles: SyntheticCycles, plans: Sequence[Plan], until: float) -> _Samples:
+    """Run a round of the smallest plan, then rounds of the largest plan that there is time for."""
+    samples, plan = _Samples(), SMALLEST_PLAN
+    _round(cycles, plan, samples, until)
+    for larger in plans:
+        if time.perf_counter() + ROUNDS * _seconds(larger, samples) < until:
+            plan = larger
     while time.perf_counter() < until:
-        _round(cycles, plan, found, until)
-    return found
+        _round(cycles, plan, samples, until)
+    return samples
 
 
-def _round(cycles: MadeUpCycles, plan: Plan, found: _Found, until: float) -> None:
+def _round(cycles: SyntheticCycles, plan: Plan, samples: _Samples, until: float) -> None:
     for nodes, width in zip(plan.nodes, itertools.cycle(plan.widths), strict=False):
-        if len(found.verify) > 1 and time.perf_counter() > until:
+        if len(samples.verify) > 1 and time.perf_counter() > until:
             return
-        took = cycles.cycle(nodes, width)
-        found.verify[nodes].append(took.verify)
-        found.draft[width].append(took.step)
-        found.root.append(took.root)
-        found.commit.append(took.commit)
+        times = cycles.cycle(nodes, width)
+        samples.verify[nodes].append(times.verify)
+        samples.draft[width].append(times.step)
+        samples.root.append(times.root)
+        samples.commit.append(times.commit)
 
 
-def _seconds(plan: Plan, found: _Found) -> float:
-    """Of a round of this plan."""
-    verify, draft = found.medians()
-    beside = _median(found.root) + _median(found.commit) + interpolated(draft, max(plan.widths))
-    return sum(beside + interpolated(verify, nodes) for nodes in plan.nodes)
+def _seconds(plan: Plan, samples: _Samples) -> float:
+    """Return the time that a round of this plan is expected to take."""
+    verify, draft = samples.medians()
+    rest = _median(samples.root) + _median(samples.commit) + interpolated(draft, max(plan.widths))
+    return sum(rest + interpolated(verify, nodes) for nodes in plan.nodes)
 
 
-def _growth(near: Points, far: Points, tokens: int) -> Points:
-    return {n: max(0.0, far[n] - near[n]) / tokens for n in sorted(near.keys() & far.keys())}
+def _growth(short: Points, long: Points, tokens: int) -> Points:
+    return {n: max(0.0, long[n] - short[n]) / tokens for n in sorted(short.keys() & long.keys())}
 
 
 def _medians(samples: dict[int, list[float]], always: Sequence[int]) -> Points:
-    return {n: _median(took) for n, took in sorted(samples.items()) if n in always or len(took) > 1}
+    return {n: _median(times) for n, times in sorted(samples.items()) if n in always or len(times) > 1}
 
 
-def _median(took: list[float]) -> float:
-    return statistics.median(took[1:] or took)  # the first one warms up
+def _median(times: list[float]) -> float:
+    return statistics.median(times[1:] or times)  # the first one warms up
 
 
 T = TypeVar("T")
 
-MOST_NODES, MOST_WIDTH = 96, 16  # that are measured
-CHILDREN = 3  # of a node of a verified tree
-PATH = 3  # nodes that a cycle commits, of trees that are deep enough
-DRIFT = 32  # tokens by which cycles may lengthen the context that they stand for
-LONGEST = 8  # tokens that a cycle can add, or that a tree can be deep
-DRAFTED = 4 * (MOST_WIDTH + 1)  # slots of the draft's scratch: a capture runs a pass several times
+MAX_NODES, MAX_WIDTH = 96, 16  # the largest tree and draft pass of a plan
+CHILDREN = 3  # children per node of a verified tree
+DRIFT = 32  # tokens by which cycles may lengthen the context before it is rewound
+MAX_PATH = 8  # tokens that a cycle can add, and depth that a tree can have
+DRAFT_SLOTS = 4 * (MAX_WIDTH + 1)  # slots of the draft's scratch: a capture runs a pass several times
 
 Verified = tuple[list[int], Tensor | None]
 
 
-class Sample(NamedTuple):
-    """Seconds of one cycle: the draft's first pass and a further one, verification, both commits."""
+class CycleTimes(NamedTuple):
+    """Seconds of one cycle: the first draft pass, a further one, verification, both commits."""
 
     root: float
     step: float
@@ -197,34 +197,34 @@ class Sample(NamedTuple):
     commit: float
 
 
-class MadeUpCycles:
-    """Cycles of `target` and `drafter`, which may be None, behind a context of up to `longest` random tokens.
+class SyntheticCycles:
+    """Cycles of `target` and `drafter` on random tokens, at contexts of up to `max_context` tokens.
 
-    Nothing but the caches is touched; `end` clears those. Runs inside inference mode and `target.running()`.
+    Only the caches change; `end` clears them. Runs inside inference mode and `target.running()`.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, longest: int) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, max_context: int) -> None:
         self.target, self.drafter = target, drafter
         self.graphs = Graphs(target.device) if target.captured else None
         self._random = torch.Generator().manual_seed(0)
         self._prompt: list[int] = []
         self._root = self._tokens(1)[0]
         self._branching = min(CHILDREN, target.vocab_size)
-        self._verified: dict[int, TokenTree] = {}  # made once, as captures read them
+        self._verified: dict[int, TokenTree] = {}  # created once, because captures read them
         self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
-        self.end()  # what a generation before has left
+        self.end()  # clear the caches of an earlier generation
         target.want(() if drafter is None else drafter.traits.features)
-        self._reserve(longest)
+        self._reserve(max_context)
 
     def begin(self, context: int) -> float:
-        """Make both caches hold `context` tokens; the seconds that this took."""
+        """Fill both caches with `context` tokens. Return the seconds that it took."""
         self._prompt += self._tokens(context - len(self._prompt))
         self._prompt = self._prompt[:context]
         return self._timed(self._rewind)[0]
 
-    def cycle(self, nodes: int, width: int) -> Sample:
-        """Draft from the root and from `width` nodes, verify `nodes` nodes, commit a path."""
-        if len(self.target.tokens) + LONGEST > min(len(self._prompt) + DRIFT, self.target.max_context):
+    def cycle(self, nodes: int, width: int) -> CycleTimes:
+        """Draft from the root and from `width` nodes, verify `nodes` nodes, commit a path. Return the times."""
+        if len(self.target.tokens) + MAX_PATH > min(len(self._prompt) + DRIFT, self.target.max_context):
             self._rewind()
         if nodes not in self._verified:
             self._verified[nodes] = self._tree_of(nodes)
@@ -232,14 +232,14 @@ class MadeUpCycles:
         root, step = self._draft(width)
         verify, (_, features) = self._timed(self._verification(tree))
         commit, _ = self._timed(lambda: self._commit(tree, features))
-        return Sample(root, step, verify, commit)
+        return CycleTimes(root, step, verify, commit)
 
     def end(self) -> None:
         self.target.reset()
         if self.drafter is not None:
             self.drafter.reset()
 
-    # ---- the parts of a cycle
+    # ---- steps of a cycle
 
     def _draft(self, width: int) -> tuple[float, float]:
         drafter: Any = self.drafter
@@ -263,7 +263,7 @@ class MadeUpCycles:
         return first, self._timed(partial(self._replay, names[1], drafter.reads, step))[0]
 
     def _verification(self, tree: TokenTree) -> Callable[[], Verified]:
-        """What verifies this tree and chooses greedily, as the engine does it."""
+        """Return a function that verifies this tree and chooses greedily, as the engine does."""
         target = self.target
 
         def chosen() -> tuple[Tensor, Tensor | None]:
@@ -271,11 +271,11 @@ class MadeUpCycles:
             return logits.argmax(-1), features
 
         def eager() -> Verified:
-            found = target.choose(tree)
-            if found is None:
+            choice = target.choose(tree)
+            if choice is None:
                 tokens, features = chosen()
                 return tokens.tolist(), features
-            return found.tokens, found.features
+            return choice.tokens, choice.features
 
         if self.graphs is None or not isinstance(target, HuggingFaceTarget):
             return eager
@@ -298,7 +298,7 @@ class MadeUpCycles:
     # ---- trees, caches, clocks
 
     def _tree_of(self, nodes: int) -> TokenTree:
-        """Of so many nodes, every one with the same number of children, as far as they go."""
+        """Return a tree of `nodes` nodes, each with the same number of children until the nodes run out."""
         ids, branching = torch.arange(nodes, dtype=torch.int64, device="cpu"), self._branching
         parents = torch.div(ids - 1, branching, rounding_mode="floor")
         depths = [0]
@@ -313,7 +313,7 @@ class MadeUpCycles:
         return TokenTree.of(tokens, parents, levels, edges, paths)
 
     def _star_of(self, width: int) -> tuple[TokenTree, Nodes]:
-        """So many children under a root, and they as a frontier."""
+        """Return a tree of a root and `width` children, and the children as a frontier."""
         device = torch.device("cpu") if self.drafter is None else self.drafter.device
         tree = TokenTree.root(self._root, width + 1, device)
         tokens = (self._root + torch.arange(width, device=device, dtype=torch.int64)) % self.target.vocab_size
@@ -325,36 +325,36 @@ class MadeUpCycles:
         ).tolist()
 
     def _reserve(self, context: int) -> None:
-        """Once for all: captures read buffers that must not move."""
-        tokens = context + DRIFT + 2 * LONGEST
+        """Reserve memory once, because captures read buffers that must not move."""
+        tokens = context + DRIFT + 2 * MAX_PATH
         if self.graphs is None:
-            self.target.reserve(tokens, MOST_NODES)
-        else:  # as captured.py does it: attention that is no kernel of its own runs over all slots
-            self.target.reserve(room(tokens + MOST_NODES + getattr(self.target, "strict_rows", 0)), 0)
+            self.target.reserve(tokens, MAX_NODES)
+        else:  # as in captured.py: attention without a kernel of its own runs over all slots
+            self.target.reserve(room(tokens + MAX_NODES + getattr(self.target, "strict_rows", 0)), 0)
         innermost: Any = self.drafter
-        while hasattr(innermost, "inner"):  # of those that wrap another
+        while hasattr(innermost, "inner"):  # unwrap
             innermost = innermost.inner
         if _is_captured(innermost):
-            innermost.reserve(tokens, DRAFTED, LONGEST)
+            innermost.reserve(tokens, DRAFT_SLOTS, MAX_PATH)
 
     def _rewind(self) -> None:
         known, drafter = self._prompt, self.drafter
-        kept = min(self.target.cached(known), len(known) if drafter is None else drafter.cached(known))
-        features = self.target.prefill(known, kept)
+        cached = min(self.target.cached(known), len(known) if drafter is None else drafter.cached(known))
+        features = self.target.prefill(known, cached)
         if drafter is not None:
             drafter.begin(known, features)
 
     def _capture(
-        self, parts: Sequence[tuple[Hashable, Callable[[], object]]], reads: Sequence[Tensor], state: Sequence[Tensor]
+        self, steps: Sequence[tuple[Hashable, Callable[[], object]]], reads: Sequence[Tensor], state: Sequence[Tensor]
     ) -> None:
-        """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
+        """Capture the steps that are not captured yet. That runs them, so `state` is restored afterwards."""
         assert self.graphs is not None
-        if all(self.graphs.has(name, reads) for name, _ in parts):
+        if all(self.graphs.has(name, reads) for name, _ in steps):
             return
-        kept = [tensor.clone() for tensor in state]
-        for name, function in parts:
+        saved = [tensor.clone() for tensor in state]
+        for name, function in steps:
             self.graphs.run(name, reads, function)
-        for tensor, before in zip(state, kept, strict=True):
+        for tensor, before in zip(state, saved, strict=True):
             tensor.copy_(before)
 
     def _replay(self, name: Hashable, reads: Sequence[Tensor], function: Callable[[], T]) -> T:
@@ -364,9 +364,9 @@ class MadeUpCycles:
     def _timed(self, function: Callable[[], T]) -> tuple[float, T]:
         self._wait()
         began = time.perf_counter()
-        found = function()
+        result = function()
         self._wait()
-        return time.perf_counter() - began, found
+        return time.perf_counter() - began, result
 
     def _wait(self) -> None:
         if self.target.device.type == "cuda":

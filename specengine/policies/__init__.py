@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specengine import errors, registry
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.errors import InputError, PolicyError, did_you_mean, kind_of, shown
 from specengine.ops import Nodes
 from specengine.ops.tree import CAPACITY, TokenTree
@@ -76,7 +76,7 @@ class TreePolicy:
         """Return how to run the next cycle. By default it drafts."""
         return DRAFT
 
-    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], Costs] | None = None) -> None:
+    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
         """Prepare for a generation.
 
         tokens: length of the prompt; sampled: whether the target draws its tokens, at a temperature above 0; costs:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specengine import ops
-from specengine.costs import ASSUMED, Costs, CostTables, find_costs
+from specengine.costs import ASSUMED, CostTable, PassCosts, find_costs
 from specengine.errors import InputError
 from specengine.ops import Counts, Drafted, Ledger, Limits, Nodes, Notes, Prices
 from specengine.ops.select import Step
@@ -57,9 +57,9 @@ REST = (
 class _State:
     """State of the rule on a device; skipped: int32 [1], cycles since the last draft pass."""
 
-    def __init__(self, capacity: int, widths: Tensor, tables: CostTables, beside: float, device: torch.device) -> None:
+    def __init__(self, capacity: int, widths: Tensor, tables: CostTable, beside: float, device: torch.device) -> None:
         self.counts, self.notes = _counts(device), _notes(capacity, device)
-        seconds = CostTables(*(table.to(device, copy=True) for table in tables))
+        seconds = CostTable(*(table.to(device, copy=True) for table in tables))
         plain = seconds.verify[1:2]
         prices = Prices(torch.zeros_like(seconds.verify), torch.zeros_like(seconds.draft), widths)
         earned = torch.cat([torch.ones_like(plain), plain]) * DOUBT
@@ -118,7 +118,7 @@ class Auto(TreePolicy):
     max_passes  draft passes per cycle
     rounds      passes that are thought ahead
     costs       `measured`: those of this engine on this machine, corrected as cycles are timed; or such as stay:
-                Costs, a name in specengine.costs.PUBLISHED, the file of a costs record
+                PassCosts, a name in specengine.costs.PUBLISHED, the file of a costs record
 
     Related: SMART (arXiv 2604.09731) and CaDDTree (arXiv 2606.01813) weigh costs as well.
     """
@@ -127,7 +127,7 @@ class Auto(TreePolicy):
     width: int = 8
     max_passes: int = 12
     rounds: int = 2
-    costs: str | Costs = MEASURED
+    costs: str | PassCosts = MEASURED
 
     patience: ClassVar[int] = 16  # cycles in a row without a draft pass, after which one looks whether it pays again
 
@@ -166,7 +166,7 @@ class Auto(TreePolicy):
         plain = self._plain * self._scale[0] if self._costs.measured else None
         return Plan(self.patience, self._pace.resting > 0, PLAIN_REASON, plain, self.costs == MEASURED)
 
-    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], Costs] | None = None) -> None:
+    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
         if costs is not None and self.costs == MEASURED and (measured := costs()) is not self._costs:
             self._costs, self._scale = measured, [1.0, 1.0]
         self._context, self._group = tokens, int(sampled)
@@ -260,10 +260,10 @@ class Auto(TreePolicy):
         state.counts.group.fill_(self._group)
         return state
 
-    def _tables(self) -> CostTables:
-        tables = self._costs.tables(self.budget, self.width, self._context)
+    def _tables(self) -> CostTable:
+        tables = self._costs.table(self.budget, self.width, self._context)
         self._plain = float(tables.verify[1])
-        return CostTables(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
+        return CostTable(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
 
     def _reprice(self) -> None:
         tables = self._tables()
@@ -307,11 +307,11 @@ class Auto(TreePolicy):
         return edges, torch.tensor(cells, device=tree.device, dtype=torch.int64)
 
 
-def _costs_of(costs: str | Costs) -> Costs:
-    if isinstance(costs, Costs):
+def _costs_of(costs: str | PassCosts) -> PassCosts:
+    if isinstance(costs, PassCosts):
         return costs
     if not isinstance(costs, str):
-        raise InputError(f"policy auto.costs: got {costs!r}, accepted {MEASURED}, Costs, a name or a file")
+        raise InputError(f"policy auto.costs: got {costs!r}, accepted {MEASURED}, PassCosts, a name or a file")
     return find_costs(costs)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import ops
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
@@ -93,7 +93,7 @@ class Ltd(Beam):
         most = shape.sizes[-1] if self.size is None else self.size
         self.budget = min(1 + most, self.capacity)
 
-    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], Costs] | None = None) -> None:
+    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
         self._tokens = tokens
         self._tell()
 

@@ -10,7 +10,7 @@ import pytest
 
 from specengine import Engine
 from specengine.cli import main
-from specengine.costs import Costs, measured
+from specengine.costs import PassCosts, stored
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def test_json_is_what_an_engine_finds(folder: str, capsys: Any) -> None:
     assert main(["calibrate", "--model", folder, "--draft", "ngram", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     engine = Engine.from_pretrained(folder, "ngram")
-    assert printed["key"] == measured.identity(engine.target, engine.drafter)
-    assert measured.find(engine.target, engine.drafter) == Costs.from_dict(printed["costs"])
+    assert printed["key"] == stored.identity(engine.target, engine.drafter)
+    assert stored.find(engine.target, engine.drafter) == PassCosts.from_dict(printed["costs"])
 
 
 def test_a_second_call_measures_anew(folder: str, capsys: Any) -> None:
@@ -63,4 +63,4 @@ def test_a_folder_that_cannot_be_written_is_a_note(folder: str, tmp_path: Path, 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "file"))
     assert main(["calibrate", "--model", folder, "--draft", "none"]) == 0
-    assert "specengine: note: measured, not kept" in capsys.readouterr().err
+    assert "specengine: note: measured, not stored" in capsys.readouterr().err

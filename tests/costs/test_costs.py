@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import Engine
-from specengine.costs import Costs, interpolated, measuring
-from specengine.costs import measured as kept
+from specengine.costs import PassCosts, interpolated, measuring, stored
 from specengine.drafters import Drafter
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
@@ -37,8 +36,8 @@ RISING = POINTS.map(lambda points: dict(zip(sorted(points), sorted(points.values
 STEPS = {1: 1.0, 16: 1.0, 17: 2.0, 32: 2.0, 33: 3.0}
 
 
-def costs_of(verify: dict[int, float], **more: Any) -> Costs:
-    return Costs("mine", verify, {1: 0.5}, **more)
+def costs_of(verify: dict[int, float], **more: Any) -> PassCosts:
+    return PassCosts("mine", verify, {1: 0.5}, **more)
 
 
 # ---- tables
@@ -46,7 +45,7 @@ def costs_of(verify: dict[int, float], **more: Any) -> Costs:
 
 @given(POINTS)
 def test_tables_hit_the_points(points: dict[int, float]) -> None:
-    verify, draft = Costs("mine", points, points).tables(120, 120, 0)
+    verify, draft = PassCosts("mine", points, points).table(120, 120, 0)
     assert verify[0] == draft[0] == 0
     assert torch.equal(verify, draft)
     assert [float(verify[n]) for n in points] == pytest.approx(list(points.values()))
@@ -63,12 +62,12 @@ def test_between_points_costs_are_between_theirs(points: dict[int, float]) -> No
 
 @given(RISING)
 def test_rising_points_make_rising_tables(points: dict[int, float]) -> None:
-    table = costs_of(points).tables(200, 1, 0).verify
+    table = costs_of(points).table(200, 1, 0).verify
     assert (table.diff() >= -1e-3 * table[1:]).all()
 
 
 def test_steps_survive() -> None:
-    table = costs_of(STEPS).tables(40, 1, 0).verify
+    table = costs_of(STEPS).table(40, 1, 0).verify
     assert table[[1, 9, 16, 17, 25, 32, 33]].tolist() == [1, 1, 1, 2, 2, 2, 3]
 
 
@@ -79,29 +78,29 @@ def test_behind_the_points_the_last_slope_goes_on_where_it_rises() -> None:
 
 def test_each_token_of_context_adds_its_growth() -> None:
     costs = costs_of({1: 10.0, 3: 14.0}, context=64, verify_growth={1: 0.1, 3: 0.3}, draft_growth={1: 0.01})
-    verify, draft = costs.tables(3, 2, 164)
+    verify, draft = costs.table(3, 2, 164)
     assert verify.tolist() == pytest.approx([0, 20, 32, 44])
     assert draft.tolist() == pytest.approx([0, 1.5, 1.5])
-    assert costs.tables(3, 2, 10).verify.tolist() == costs.tables(3, 2, 64).verify.tolist() == [0, 10, 12, 14]
+    assert costs.table(3, 2, 10).verify.tolist() == costs.table(3, 2, 64).verify.tolist() == [0, 10, 12, 14]
 
 
 def test_tables_of_padded_costs_are_flat() -> None:
     padded = costs_of(STEPS, padded=True)
-    assert padded.tables(20, 1, 0).verify.tolist() == [0, *[2.0] * 20]
-    assert padded.tables(16, 1, 0).verify.tolist() == [0, *[1.0] * 16]
+    assert padded.table(20, 1, 0).verify.tolist() == [0, *[2.0] * 20]
+    assert padded.table(16, 1, 0).verify.tolist() == [0, *[1.0] * 16]
 
 
 def test_tables_are_the_callers_own() -> None:
     costs = costs_of(STEPS)
-    costs.tables(4, 4, 0).verify.fill_(7)
-    assert costs.tables(4, 4, 0).verify.tolist() == [0, 1, 1, 1, 1]
+    costs.table(4, 4, 0).verify.fill_(7)
+    assert costs.table(4, 4, 0).verify.tolist() == [0, 1, 1, 1, 1]
 
 
 def test_a_cycle_with_its_overhead() -> None:
     assert costs_of(STEPS, overhead=0.25).cycle(17, [1, 4]) == 2 + 2 * 0.5 + 0.25
-    assert Costs("published", {1: 1.0, 60: 1.2}, {1: 0.07}).cycle(1, [1]) == pytest.approx(1.07)
+    assert PassCosts("published", {1: 1.0, 60: 1.2}, {1: 0.07}).cycle(1, [1]) == pytest.approx(1.07)
     with pytest.raises(InputError, match="nodes, width"):
-        costs_of(STEPS).tables(0, 1, 0)
+        costs_of(STEPS).table(0, 1, 0)
 
 
 # ---- JSON
@@ -109,8 +108,8 @@ def test_a_cycle_with_its_overhead() -> None:
 
 @given(POINTS, POINTS, st.integers(0, 5000), st.floats(0, 10), st.booleans())
 def test_json_round_trip(points: dict[int, float], growth: Any, context: int, overhead: float, flag: bool) -> None:
-    costs = Costs("mine", points, points, "here", flag, overhead, context, growth, {}, flag)
-    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+    costs = PassCosts("mine", points, points, "here", flag, overhead, context, growth, {}, flag)
+    assert PassCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
 @pytest.mark.parametrize(
@@ -133,14 +132,14 @@ def test_json_round_trip(points: dict[int, float], growth: Any, context: int, ov
 )
 def test_malformed_json_is_refused_by_field(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Costs.from_dict(costs_of(STEPS).to_dict() | change)
+        PassCosts.from_dict(costs_of(STEPS).to_dict() | change)
 
 
 def test_json_without_a_field_or_of_another_kind() -> None:
     with pytest.raises(InputError, match=r"costs\.draft: got nothing"):
-        Costs.from_dict({"name": "mine", "verify": {"1": 1.0}})
+        PassCosts.from_dict({"name": "mine", "verify": {"1": 1.0}})
     with pytest.raises(InputError, match="got list"):
-        Costs.from_dict([])
+        PassCosts.from_dict([])
 
 
 # ---- measuring
@@ -190,7 +189,7 @@ def test_measured_costs_leave_the_parts_as_they_were(pair: str) -> None:
         return [token for cycle in engine.answer(prompt, max_new_tokens=9, temperature=0.0) for token in cycle.tokens]
 
     before, noise = answer(), torch.random.get_rng_state()
-    costs = kept.measure(target, drafter, seconds=0.2)
+    costs = measuring.measure(target, drafter, seconds=0.2)
     assert not target.tokens
     assert not getattr(drafter, "tokens", [])
     assert torch.equal(torch.random.get_rng_state(), noise)
@@ -240,14 +239,14 @@ class Slow(toy.ToyTarget):
 
 
 def test_without_a_draft(clock: Clock) -> None:
-    costs = kept.measure(Slow(clock, 0.001), None)
+    costs = measuring.measure(Slow(clock, 0.001), None)
     assert costs.draft == {1: 0.0}
     assert costs.verify[64] > costs.verify[1] > 0
 
 
 def test_steps_and_the_contexts_part_are_found(clock: Clock) -> None:
-    costs = kept.measure(Slow(clock, 0.001), None, seconds=3.0)
-    table = costs.tables(64, 1, 64).verify
+    costs = measuring.measure(Slow(clock, 0.001), None, seconds=3.0)
+    table = costs.table(64, 1, 64).verify
     assert float(table[17] - table[16]) == pytest.approx(0.001, rel=0.05)
     assert abs(table[32] - table[17]) < 0.0001
     assert costs.verify_growth[1] == pytest.approx(1e-5, rel=0.05)
@@ -255,7 +254,7 @@ def test_steps_and_the_contexts_part_are_found(clock: Clock) -> None:
 
 def test_a_slow_target_keeps_to_its_time(clock: Clock) -> None:
     target = Slow(clock, 0.04)
-    costs = kept.measure(target, None, seconds=0.2)
+    costs = measuring.measure(target, None, seconds=0.2)
     assert clock.now < 1.5  # prefill 1, then 1 + 2 nodes' cycles at least, of up to 5 forwards
     assert len(target.sizes) <= 5
     assert len(costs.verify) >= 2
@@ -263,8 +262,8 @@ def test_a_slow_target_keeps_to_its_time(clock: Clock) -> None:
 
 def test_a_fast_target_takes_few_cycles(clock: Clock) -> None:
     target = Slow(clock, 0.0001)
-    kept.measure(target, toy.ToyDrafter(toy.Tables()))
-    assert sum(target.sizes) < 64 * measuring.MOST_CYCLES
+    measuring.measure(target, toy.ToyDrafter(toy.Tables()))
+    assert sum(target.sizes) < 64 * measuring.MAX_CYCLES
     assert clock.now < measuring.SECONDS / 2
 
 
@@ -272,89 +271,89 @@ def test_an_error_leaves_empty_caches() -> None:
     target, drafter = tables_pair()
     target.verify = lambda tree: (_ for _ in ()).throw(RuntimeError("no memory"))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no memory"):
-        kept.measure(target, drafter)
+        measuring.measure(target, drafter)
     assert not target.tokens
     with pytest.raises(InputError, match="seconds: got 0"):
-        kept.measure(target, drafter, seconds=0)
+        measuring.measure(target, drafter, seconds=0)
 
 
-# ---- what is kept
+# ---- stored costs
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PassCosts]:
     """Made-up costs, one more each time that something is measured; files go to a folder of the test."""
-    made: list[Costs] = []
+    made: list[PassCosts] = []
 
-    def measure(*_: Any) -> Costs:
+    def measure(*_: Any) -> PassCosts:
         made.append(costs_of(STEPS, source="measured", overhead=float(len(made)), measured=True))
         return made[-1]
 
-    monkeypatch.setattr(kept, "measure", measure)
+    monkeypatch.setattr(stored, "measure", measure)
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "cache"))
     return made
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As another process would begin."""
-    monkeypatch.setattr(kept, "_found", {})
+    monkeypatch.setattr(stored, "_loaded", {})
 
 
-def test_what_was_measured_is_found_again(measured: list[Costs], tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_was_measured_is_found_again(measured: list[PassCosts], tmp_path: Path, monkeypatch: Any) -> None:
     target, drafter = tables_pair()
-    first = kept.find(target, drafter)
-    assert kept.find(target, drafter) is first
+    first = stored.find(target, drafter)
+    assert stored.find(target, drafter) is first
     forget(monkeypatch)
-    assert kept.find(*tables_pair()) == first
+    assert stored.find(*tables_pair()) == first
     assert len(measured) == 1
-    assert kept.find(target, drafter, fresh=True) == measured[1] != first
+    assert stored.find(target, drafter, fresh=True) == measured[1] != first
     (file,) = (tmp_path / "cache" / "costs").iterdir()
     content = json.loads(file.read_text())
-    assert content["key"] == kept.identity(target, drafter)
+    assert content["key"] == stored.identity(target, drafter)
     assert content["key"]["model"] == "ToyTarget"
-    assert Costs.from_dict(content["costs"]) == measured[1]
+    assert PassCosts.from_dict(content["costs"]) == measured[1]
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", '{"key": {}}', '{"key": {}, "costs": {}}', "\ud800", "[" * 100000],
 )
-def test_a_damaged_file_is_measured_again(measured: list[Costs], monkeypatch: Any, text: str) -> None:
+def test_a_damaged_file_is_measured_again(measured: list[PassCosts], monkeypatch: Any, text: str) -> None:
     pair = tables_pair()
-    kept.find(*pair)
-    file = kept.place(kept.identity(*pair))
+    stored.find(*pair)
+    file = stored.path(stored.identity(*pair))
     file.write_bytes(text.encode(errors="surrogatepass"))
     forget(monkeypatch)
-    assert kept.find(*pair) == measured[1]
+    assert stored.find(*pair) == measured[1]
     assert json.loads(file.read_text())["costs"]["overhead"] == 1
 
 
-def test_a_foreign_file_is_measured_again(measured: list[Costs], monkeypatch: Any) -> None:
+def test_a_foreign_file_is_measured_again(measured: list[PassCosts], monkeypatch: Any) -> None:
     pair = tables_pair()
-    kept.find(*pair)
-    file = kept.place(kept.identity(*pair))
+    stored.find(*pair)
+    file = stored.path(stored.identity(*pair))
     content = json.loads(file.read_text())
     for change in ({"key": {**content["key"], "model": "another"}}, {"costs": {**content["costs"], "verify": {}}}):
         file.write_text(json.dumps(content | change))
         forget(monkeypatch)
-        kept.find(*pair)
+        stored.find(*pair)
     assert len(measured) == 3
 
 
-def test_a_folder_that_cannot_be_written(measured: list[Costs], tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_folder_that_cannot_be_written(measured: list[PassCosts], tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "file"))
     pair = tables_pair()
-    found = kept.find(*pair)
+    found = stored.find(*pair)
     assert "cannot be written" in found.source
-    assert kept.find(*pair) is found
+    assert stored.find(*pair) is found
     assert len(measured) == 1
 
 
 def test_the_key_follows_what_costs_depend_on() -> None:
     def key(dtype: torch.dtype = torch.float32, drafter: Drafter | None = None, **options: Any) -> dict[str, Any]:
         captured = options.pop("captured", False)
-        return kept.identity(HuggingFaceTarget(toy.tiny(**options).to(dtype), captured=captured), drafter)
+        return stored.identity(HuggingFaceTarget(toy.tiny(**options).to(dtype), captured=captured), drafter)
 
     base = key()
     assert key() == base
@@ -371,6 +370,6 @@ def test_the_key_follows_what_costs_depend_on() -> None:
     torch.set_num_threads(threads + 1)
     others.append(key())
     torch.set_num_threads(threads)
-    places = {kept.place(found) for found in (base, *others)}
+    places = {stored.path(found) for found in (base, *others)}
     assert len(places) == 1 + len(others)
     assert key() == base

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.cycle import Draft, draft_tree
 from specengine.drafters import Drafter
 from specengine.ops import Nodes
@@ -75,9 +75,9 @@ class Node(NamedTuple):
     place: int
 
 
-def all_ways(rows: Rows, costs: Costs, *, budget: int, width: int, passes: int) -> list[Found]:
+def all_ways(rows: Rows, costs: PassCosts, *, budget: int, width: int, passes: int) -> list[Found]:
     """Of every sequence of widths, best first, and every number of verified nodes."""
-    verify, draft = (table.tolist() for table in costs.tables(budget, width, 0))
+    verify, draft = (table.tolist() for table in costs.table(budget, width, 0))
     found = list[Found]()
 
     def follow(chances: list[float], waiting: list[Node], spent: float, left: int) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import Engine, ops, policies
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
@@ -32,10 +32,10 @@ from tests.policies.lawful import ELSEWHERE, Lawful, Rows, World, all_ways, draf
 from tests.toy import CPU
 
 HELD = [float(torch.tensor(odds).sigmoid()) for odds in (3.0, 2.0, 1.0, 0.0, -1.0, -2.0)]  # that a table holds exactly
-CHEAP = Costs("cheap", {1: 1.0, 64: 1.5}, {1: 0.05})
+CHEAP = PassCosts("cheap", {1: 1.0, 64: 1.5}, {1: 0.05})
 
 
-def auto(costs: str | Costs = CHEAP, **options: Any) -> Auto:
+def auto(costs: str | PassCosts = CHEAP, **options: Any) -> Auto:
     """It takes chances as they are stated until it has counted others."""
     policy = policies.make("auto", costs=costs, **options)
     assert isinstance(policy, Auto)
@@ -66,17 +66,17 @@ def rows(draw: Any) -> Rows:
 
 
 @st.composite
-def costs(draw: Any, most: int, width: int, step: int | None) -> Costs:
+def costs(draw: Any, most: int, width: int, step: int | None) -> PassCosts:
     """Verification that rises more and more, or, with `step`, by so many nodes at once."""
     slope = draw(st.sampled_from([0.01, 0.03, 0.1, 0.3]))
     curved = 0.0 if step else draw(st.sampled_from([0.0, 0.2]))
     counts = {n: (n - 1) // step * step / 2 if step else (n - 1) * (1 + curved * (n - 2)) for n in range(1, most + 1)}
     verify = {n: 1 + slope * count for n, count in counts.items()}
     least, more = draw(st.sampled_from([0.02, 0.05, 0.1, 0.2, 0.4, 1.0])), draw(st.sampled_from([0.0, 0.01, 0.05]))
-    return Costs("drawn", verify, {1: least, width + 1: least + more * width})
+    return PassCosts("drawn", verify, {1: least, width + 1: least + more * width})
 
 
-def left_by(law: Rows, given: Costs, **shape: int) -> float:
+def left_by(law: Rows, given: PassCosts, **shape: int) -> float:
     """The share of the best way's rate that auto's tree leaves; it knows the law and that rate."""
     best = max(found.rate for found in all_ways(law, given, **shape))
     policy = auto(given, budget=shape["budget"], width=shape["width"], max_passes=shape["passes"])
@@ -114,12 +114,12 @@ def test_the_tree_of_the_most_tokens_per_time(step: int | None, bound: float) ->
 @pytest.mark.parametrize(
     ("given", "law"),
     [
-        (Costs("dear", {1: 1.0}, {1: 100.0}), [[0.9]] * LEVELS),
-        (Costs("cheap", {1: 1.0, 64: 1.5}, {1: 0.3}), [[0.01, 0.01]] * LEVELS),
+        (PassCosts("dear", {1: 1.0}, {1: 100.0}), [[0.9]] * LEVELS),
+        (PassCosts("cheap", {1: 1.0, 64: 1.5}, {1: 0.3}), [[0.01, 0.01]] * LEVELS),
     ],
     ids=["draft that costs too much", "draft that is never right"],
 )
-def test_where_nothing_pays_it_decodes_plainly_and_asks_again_after_patience(given: Costs, law: Rows) -> None:
+def test_where_nothing_pays_it_decodes_plainly_and_asks_again_after_patience(given: PassCosts, law: Rows) -> None:
     policy = auto(given)
     world = World(policy, Lawful(law), lambda tree, node: 0.0)
     drafts = [world.cycle() for _ in range(150)]
@@ -134,7 +134,7 @@ def test_where_nothing_pays_it_decodes_plainly_and_asks_again_after_patience(giv
 def test_caps_hold_whatever_was_counted(
     law: Rows, budget: int, width: int, passes: int, rounds: int, seed: int
 ) -> None:
-    policy = auto(Costs("free", {1: 1.0}, {1: 0.0}), budget=budget, width=width, max_passes=passes, rounds=rounds)
+    policy = auto(PassCosts("free", {1: 1.0}, {1: 0.0}), budget=budget, width=width, max_passes=passes, rounds=rounds)
     drafter, asked = Lawful(law), list[int]()
     step = drafter.step
     drafter.step = lambda tree, frontier: asked.append(len(frontier.alive())) or step(tree, frontier)  # type: ignore
@@ -178,7 +178,7 @@ def test_a_biased_draft_is_counted_by_kind_of_answer_and_kept() -> None:
 
 def test_a_draft_that_becomes_worse_is_noticed() -> None:
     """What is lost against one that knows the chances, per cycle and in tokens, falls to 3 % of what a cycle gives."""
-    given = Costs("drift", {1: 1.0, 16: 1.6}, {1: 0.15})
+    given = PassCosts("drift", {1: 1.0, 16: 1.6}, {1: 0.15})
     policy, chance = auto(given, budget=16, width=2, max_passes=6), [0.9]
     world = World(policy, Lawful([[0.5]] * LEVELS), lambda tree, node: chance[0], seed=3)
     for chance[0] in (0.9, 0.1):
@@ -196,13 +196,13 @@ def test_a_draft_that_becomes_worse_is_noticed() -> None:
 
 
 def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
-    thought = Costs("thought", {1: 0.010, 64: 0.015}, {1: 0.006}, measured=True)
+    thought = PassCosts("thought", {1: 0.010, 64: 0.015}, {1: 0.006}, measured=True)
     policy = auto(MEASURED)
     assert policy.plan().reads_costs
     policy.begin(0, costs=lambda: thought)
     verify, draft = 3.0, 1 / 3
     world = World(policy, Lawful([[0.7, 0.2]] * LEVELS), lambda tree, node: 0.7 if int(tree.tokens[node]) == 0 else 0.2)
-    drafted_before = thought.tables(64, 8, 0)
+    drafted_before = thought.table(64, 8, 0)
     for _ in range(12 * REPRICED):
         cycle = world.cycle()
         ledger = state_of(policy).ledger
@@ -263,7 +263,7 @@ def sure(tree: TokenTree, node: int) -> float:
 
 
 def test_free_continuations_are_hung_and_accepted_and_passes_left_out_where_they_cover() -> None:
-    policy = auto(Costs("flat", {1: 1.0, 64: 1.1}, {1: 0.3}), budget=8, width=2, max_passes=2)
+    policy = auto(PassCosts("flat", {1: 1.0, 64: 1.1}, {1: 0.3}), budget=8, width=2, max_passes=2)
     world = World(policy, Freely([[0.6, 0.2]] * LEVELS, 0.9, 5), sure)
     drafts = [world.cycle() for _ in range(60)]
     last = drafts[-1]
@@ -277,14 +277,14 @@ def test_free_continuations_are_hung_and_accepted_and_passes_left_out_where_they
 
 
 def test_unlikely_free_continuations_replace_no_pass() -> None:
-    policy = auto(Costs("flat", {1: 1.0, 64: 1.1}, {1: 0.05}), budget=8, width=2, max_passes=2)
+    policy = auto(PassCosts("flat", {1: 1.0, 64: 1.1}, {1: 0.05}), budget=8, width=2, max_passes=2)
     draft = drafted(policy, Freely([[0.6, 0.2]] * LEVELS, 0.3, 3))
     assert int(draft.grown.passes) > 0
     assert 50 in draft.grown.tokens.tolist()
 
 
 def test_free_continuations_that_are_never_right_are_given_up() -> None:
-    policy = auto(Costs("steep", {1: 1.0, 64: 5.0}, {1: 0.05}), budget=8, width=2, max_passes=2)
+    policy = auto(PassCosts("steep", {1: 1.0, 64: 5.0}, {1: 0.05}), budget=8, width=2, max_passes=2)
     truth = [0.6, 0.2]
     law = Freely([truth] * LEVELS, 0.9, 5)
     world = World(

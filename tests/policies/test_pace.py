@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import Engine
-from specengine.costs import Costs, measured
+from specengine.costs import PassCosts, stored
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
@@ -75,8 +75,8 @@ def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(monkeypatch: 
     policy = toy.policy_for("auto")
     assert isinstance(policy, Auto)
     policy = dataclasses.replace(policy, costs="measured", budget=16)
-    cheap = Costs("cheap", {1: 1.0, 16: 1.1}, {1: 0.01}, measured=True)  # whatever this machine would say
-    monkeypatch.setattr(measured, "find", lambda target, drafter: cheap)
+    cheap = PassCosts("cheap", {1: 1.0, 16: 1.1}, {1: 0.01}, measured=True)  # whatever this machine would say
+    monkeypatch.setattr(stored, "find", lambda target, drafter: cheap)
     drafter = Lookup(Recycling())
     engine, plain = Engine(target, drafter, policy), Engine(target, None, None)
     asked = list[int]()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import ops, policies
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.cycle import draft_tree, learns
 from specengine.ops import Nodes
 from specengine.ops.select import Step
@@ -27,7 +27,7 @@ BEAM = {"width": st.integers(1, 5), "expansions": st.integers(0, 5), "budget": s
 THRESHOLD = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0]))
 CHAIN = slow.options(length=st.integers(1, 8), threshold=THRESHOLD)
 COSTS = st.builds(
-    lambda verify, draft: Costs("toy", {1: 1.0, 12: 1.0 + verify}, {1: draft}), st.floats(0, 2), st.floats(0, 0.3)
+    lambda verify, draft: PassCosts("toy", {1: 1.0, 12: 1.0 + verify}, {1: draft}), st.floats(0, 2), st.floats(0, 0.3)
 )
 OPTIONS: dict[str, Any] = {
     "auto": slow.options(

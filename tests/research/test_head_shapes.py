@@ -11,7 +11,7 @@ import torch
 
 from research import head_shapes
 from specengine.checkpoints.eagle import load_head, save_head
-from specengine.costs import Costs, find_costs
+from specengine.costs import PassCosts, find_costs
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from tests.toy import byte_tokenizer, head_config, random_state, tiny
@@ -75,7 +75,7 @@ def test_a_vocabulary_that_would_shrink_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_a_cycle_costs_its_nodes_and_its_passes() -> None:
-    costs = Costs("made up", {1: 10.0, 9: 18.0}, {1: 1.0, 3: 2.0}, overhead=0.5)
+    costs = PassCosts("made up", {1: 10.0, 9: 18.0}, {1: 1.0, 3: 2.0}, overhead=0.5)
     tree = TokenTree.root(0, 9)
     level = tree.graft([0, 0, 0], [1, 2, 3], [-1.0, -1.5, -2.0])
     tree.graft([1, 2, 3, 1], [4, 5, 6, 7], [-2.0, -3.0, -4.0, -5.0])

@@ -13,7 +13,7 @@ import torch
 from research import replay as command
 from research.replay import Replayed, path_log_probs, replay, speedup, summary
 from specengine import policies
-from specengine.costs import PUBLISHED, Costs, find_costs, interpolated
+from specengine.costs import PUBLISHED, PassCosts, find_costs, interpolated
 from specengine.cycle import draft_tree, walk
 from specengine.engine import Engine
 from specengine.errors import InputError
@@ -156,9 +156,9 @@ def test_costs_are_linear_between_points() -> None:
 
 
 def test_speedups() -> None:
-    costs = Costs("mine", {1: 0.036, 13: 0.048}, {1: 0.002, 4: 0.005})
+    costs = PassCosts("mine", {1: 0.036, 13: 0.048}, {1: 0.002, 4: 0.005})
     assert speedup(costs, [ROW]) == pytest.approx(3 * 0.036 / (0.048 + 0.002 + 2 * 0.005))
-    measured = Costs("mine", costs.verify, costs.draft, measured=True)
+    measured = PassCosts("mine", costs.verify, costs.draft, measured=True)
     assert speedup(measured, [ROW, ROW]) == pytest.approx(3 * 0.036 / (0.048 + 0.012 + 0.002))
     published = PUBLISHED["qwen3-8b-h200"]
     assert speedup(published, [ROW]) == pytest.approx(3 / (1 + 0.074 * 3))

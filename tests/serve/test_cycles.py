@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specengine import policies
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.trace import TraceWriter, read_trace
 from specengine.trace.records import TracedCycle
 from tests.serve.served import CHAT, Served, served, tiny_engine
@@ -57,7 +57,7 @@ def test_only_who_asks_gets_them(server: Served) -> None:
 
 def test_auto_says_what_a_plain_cycle_takes() -> None:
     engine = tiny_engine(draft="ngram")
-    engine.policy = policies.make("auto", costs=Costs("here", {1: 0.02}, {1: 0.001}, measured=True))
+    engine.policy = policies.make("auto", costs=PassCosts("here", {1: 0.02}, {1: 0.001}, measured=True))
     with served(lambda: engine) as server:
         asked = ASKED | {"max_tokens": 8}
         auto, plain = (chunks(server.post(asked | policy).text) for policy in ({}, {"policy": "plain"}))

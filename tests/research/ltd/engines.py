@@ -9,14 +9,14 @@ from research.ltd.environments import LiveEnvironment
 from research.ltd.options import PolicyOptions
 from research.ltd.steered import SteeredEngine
 from specengine import policies
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.engine import Engine
 from specengine.policies._ltd import Shape
 from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget
 
 TARGET = Tables(12, 1, concentration=0.2)
 SHAPE = Shape(width=3, expansions=4, sizes=(2, 5, 9))
-COSTS = Costs("toy", {1: 30.0, 10: 40.0}, {1: 3.0, 3: 2.0})
+COSTS = PassCosts("toy", {1: 30.0, 10: 40.0}, {1: 3.0, 3: 2.0})
 PROMPTS = [[i, j, 3] for i in range(4) for j in range(2)]
 LOGGING = CandidateOptions(length=40, width=3, expansions=4, verified=5)
 OPTIONS = PolicyOptions(
@@ -31,7 +31,7 @@ def engine(**kind: Any) -> Engine:
     return Engine(ToyTarget(TARGET), draft, policies.make("chain"), LetterTokenizer())
 
 
-def environment(which: Any, costs: Costs | None, other: Any = None, **kind: Any) -> LiveEnvironment:
+def environment(which: Any, costs: PassCosts | None, other: Any = None, **kind: Any) -> LiveEnvironment:
     def make(seed: int) -> SteeredEngine:
         return SteeredEngine(engine(**kind), PROMPTS, SHAPE, which, other, length=24, seed=seed)
 

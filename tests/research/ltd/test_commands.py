@@ -12,7 +12,7 @@ from research.ltd import compare, train
 from research.ltd.__main__ import main
 from research.ltd.candidates import CandidateTrees
 from specengine.cli import main as specengine
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.policies import _ltd
 from tests.toy import byte_tokenizer, tiny
 
@@ -84,8 +84,8 @@ def test_from_a_model_alone_to_answers(model: str, prompts: str, tmp_path: Path,
 def test_live_by_the_wall_clock_and_by_measured_costs(
     model: str, prompts: str, tmp_path: Path, how: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = Costs("here", {1: 0.03, 16: 0.04, 64: 0.06}, {1: 0.002, 4: 0.003}, source="measured", measured=True)
-    monkeypatch.setattr(train.measured, "measure", lambda target, drafter: table)
+    table = PassCosts("here", {1: 0.03, 16: 0.04, 64: 0.06}, {1: 0.002, 4: 0.003}, source="measured", measured=True)
+    monkeypatch.setattr(train.measuring, "measure", lambda target, drafter: table)
     out = tmp_path / "out"
     given = ["train", str(out), "--target", model, "--draft", model, "--prompts", prompts, *SMALL]
     given += ["-o", "again=", "-o", "size_steps=32", "-o", "depth_steps=32"]

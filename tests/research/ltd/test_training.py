@@ -19,7 +19,7 @@ from research.ltd.grounds import LiveGround, LoggedGround, speed_of
 from research.ltd.outcomes import split
 from research.ltd.training import read_log, train_policy
 from specengine import policies
-from specengine.costs import Costs
+from specengine.costs import PassCosts
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.policies import _ltd
@@ -107,7 +107,7 @@ def test_a_discount_changes_nothing_for_a_bandit(tmp_path: Path, ground: LoggedG
 @pytest.mark.parametrize("kind", ["table", "accept", "time"])
 def test_each_reward_is_learnt(tmp_path: Path, trees: CandidateTrees, kind: Any) -> None:
     """Verification is dear here: time wants the least, accept the most, throughput what pays."""
-    costs = Costs("dear", {1: 1.0, 10: 2.0}, {1: 0.0})
+    costs = PassCosts("dear", {1: 1.0, 10: 2.0}, {1: 0.0})
     often = {"size_steps": 3072, "rollout": 256, "minibatch": 64, "epochs": 8, "learning_rate": 3e-3, "again": ()}
     options = replace(OPTIONS, reward=kind, entropy=0.0, **often)
     ground = LoggedGround(*split([trees], SHAPE, costs, 0.2), options)
@@ -122,7 +122,7 @@ def test_each_reward_is_learnt(tmp_path: Path, trees: CandidateTrees, kind: Any)
 
 
 @pytest.mark.parametrize("costs", [COSTS, None])
-def test_live_training(tmp_path: Path, costs: Costs | None) -> None:
+def test_live_training(tmp_path: Path, costs: PassCosts | None) -> None:
     """The same loop around the running engine; under a table the seed decides everything."""
     options = replace(OPTIONS, environments=1, again=("size",), reward="table" if costs else "wallclock")
     found = []

@@ -1,4 +1,4 @@
-"""Measured costs that are kept from one run to the next, by what they were measured on."""
+"""Measured costs, stored in the cache folder by model, draft, device and versions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from specengine.costs import Costs
-from specengine.costs.measuring import contexts, measure
+from specengine.costs import PassCosts
+from specengine.costs.measuring import measure
 from specengine.errors import InputError
 from specengine.files import atomic, cache_dir
 from specengine.models import Target
@@ -24,47 +24,47 @@ from specengine.models.extension import thread_count
 if TYPE_CHECKING:
     from specengine.drafters import Drafter
 
-__all__ = ["contexts", "find", "identity", "measure", "place"]
-
-_found: dict[Path, Costs] = {}  # by file, so that a process measures once where it cannot write either
+_loaded: dict[Path, PassCosts] = {}  # by file, so that a process measures once even if it cannot write
 
 
-def find(target: Target, drafter: Drafter | None, *, fresh: bool = False) -> Costs:
-    """The costs of these parts here: measured when they are first asked for, from then on read from the cache folder.
+def find(target: Target, drafter: Drafter | None, *, fresh: bool = False) -> PassCosts:
+    """Return the costs of target and drafter on this machine, measured on first use and then read from the cache.
 
-    fresh: measure anew, and keep that. Clears the caches of both parts where it measures. A file that is damaged or
-    of other parts is measured again; where none can be written, `source` says why.
+    fresh: measure again and store the result.
+
+    Measuring clears the caches of both. A file that is damaged, or of another pair, is replaced. If no file can be
+    written, `source` has the reason.
     """
     key = identity(target, drafter)
-    file = place(key)
-    costs = None if fresh else _found.get(file) or _read(file, key)
+    file = path(key)
+    costs = None if fresh else _loaded.get(file) or _read(file, key)
     if costs is None:
         costs = measure(target, drafter)
         if reason := _write(file, key, costs):
-            costs = dataclasses.replace(costs, source=f"{costs.source}, not kept: {reason}")
-    _found[file] = costs
+            costs = dataclasses.replace(costs, source=f"{costs.source}, not stored: {reason}")
+    _loaded[file] = costs
     return costs
 
 
-def place(key: dict[str, Any]) -> Path:
-    """The file of what `identity` gave."""
+def path(key: dict[str, Any]) -> Path:
+    """Return the file for a result of `identity`."""
     return cache_dir() / "costs" / f"{digest(key)}.json"
 
 
-def _read(file: Path, key: dict[str, Any]) -> Costs | None:
+def _read(file: Path, key: dict[str, Any]) -> PassCosts | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return Costs.from_dict(content["costs"]) if content["key"] == key else None
+        return PassCosts.from_dict(content["costs"]) if content["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError, InputError, RecursionError):
         return None
 
 
-def _write(file: Path, key: dict[str, Any], costs: Costs) -> str | None:
-    """Why it could not be written, if so."""
+def _write(file: Path, key: dict[str, Any], costs: PassCosts) -> str | None:
+    """Write the file. Return the reason if that fails."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(file) as part:
-            part.write_text(json.dumps({"key": key, "costs": costs.to_dict()}, indent=1) + "\n", encoding="utf-8")
+        with atomic(file) as temporary:
+            temporary.write_text(json.dumps({"key": key, "costs": costs.to_dict()}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         return f"{file.parent} cannot be written ({error.strerror or error})"
     return None
@@ -74,7 +74,7 @@ CPU_FACTS = Path("/proc/cpuinfo")
 
 
 def identity(target: Target, drafter: Drafter | None) -> dict[str, Any]:
-    """JSON-ready and readable: model, draft, device and how they run here."""
+    """Return what costs depend on, JSON-ready: model, draft, device, versions and how they run."""
     lm: Any = getattr(target, "lm", None)
     return {
         "model": target.name or type(target).__name__,
@@ -97,7 +97,7 @@ def identity(target: Target, drafter: Drafter | None) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Of the processor, as its maker calls it where the system says so."""
+    """Return the name of the GPU or processor, as far as the system knows it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -109,7 +109,7 @@ def device_name(device: torch.device) -> str:
 
 
 def digest(facts: dict[str, Any]) -> str:
-    """32 hexadecimal digits of JSON-ready facts."""
+    """Return 32 hexadecimal digits that identify JSON-ready facts."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -120,7 +120,7 @@ def _config(target: Target, lm: Any) -> str:
 
 
 def _head(drafter: Any) -> str | None:
-    """Of an EAGLE head, whatever stands before it: its sizes, and what the C++ forward keeps its weights as."""
+    """Return a digest of an EAGLE head's sizes and stored weight type, behind any wrapping drafters."""
     while hasattr(drafter, "inner"):
         drafter = drafter.inner
     head = getattr(drafter, "head", None)
