@@ -1,4 +1,4 @@
-"""Checking that an answer is the target's own: token for token, or up to near-ties of the target's logits."""
+"""Check that an answer is the target's own: token for token, or up to near-ties of the target's logits."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from specengine.request.text import decoder
 if TYPE_CHECKING:
     from specengine.engine import Engine, TextGeneration
 
-# The largest logit gap that counts as rounding. Logits of language models lie mostly below 32, and between 16 and 32
+# The largest logit gap that counts as rounding. Most logits of language models are below 32. Between 16 and 32,
 # neighbouring values are 2**-3 apart in bfloat16 (8 significant bits), 2**-6 in float16 (11) and 2**-19 in float32
 # (24). Two candidates with an error of two such steps each can swap over four steps: 0.5 and 0.0625. In float32 the
-# logit's own rounding is the smaller part: sums of thousands of terms over tens of layers, in another order, differ
-# by some 1e-5, and 1e-3 leaves room for larger models. The middle of a real answer has gaps of several units.
+# rounding of the logit itself is the smaller part: sums of thousands of terms over tens of layers, in another order,
+# differ by about 1e-5, and 1e-3 leaves room for larger models. Typical gaps are several units.
 NEAR_TIE_LOGITS = {torch.bfloat16: 0.5, torch.float16: 0.0625, torch.float32: 1e-3}
 
-_LARGEST_GAP = 64.0  # gaps beyond this count as infinite
-_GAP_STEPS = 22  # halvings: gaps are found to 64 / 2**22, about 2e-5
-_FOR_THE_DRAFT = ("prediction", "policy", "policy_options")  # which plain decoding has none of
+_MAX_GAP = 64.0  # larger gaps count as infinite
+_GAP_STEPS = 22  # halvings: the precision of a gap is 64 / 2**22, about 2e-5
+_DRAFT_OPTIONS = ("prediction", "policy", "policy_options")  # plain decoding does not take them
 _NOT_COMPARABLE = ("max_time", "stopping_criteria", "streamer", "return_dict_in_generate")
 
 Verdict = Literal["exact", "near-tie", "mismatch"]
@@ -41,13 +41,13 @@ Verdict = Literal["exact", "near-tie", "mismatch"]
 
 @dataclass(frozen=True)
 class Flip:
-    """A token that the target, run one token at a time over the same tokens before it, would not have committed.
+    """A committed token that differs from the target's choice after the same tokens, run one at a time.
 
-    position  in the answer, 0 is its first token
-    token     the one that was committed
-    wanted    the reference's token, or the target's choice once the reference has been left
-    gap       logits by which one of both would have to move to swap them, as the target sees them; inf where no
-              move does it (a ban, say)
+    position  index in the answer, from 0
+    token     the committed token
+    wanted    the reference's token; after the first difference, the target's choice
+    gap       by how much one of the two logits would have to move to swap the tokens; inf if no move does, such as for
+              a banned token
     """
 
     position: int
@@ -58,13 +58,14 @@ class Flip:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a comparison found.
+    """The result of a comparison.
 
-    verdict    exact: the same tokens; near-tie: other tokens, but each within `tolerance` of the target's choice
-               given the tokens before it; mismatch: anything else, a wrong end included
+    verdict    exact: the same tokens; near-tie: other tokens, each within `tolerance` of the target's choice after the
+               tokens before it; mismatch: anything else, a wrong end included
+    tolerance  the largest logit gap of a near-tie
     flips      all tokens that differ from the target's choices, in order
-    reference  the tokens that the answer was compared with
-    answer     the answer that was judged
+    reference  the tokens of plain decoding
+    answer     the speculative answer
     """
 
     verdict: Verdict
@@ -75,13 +76,13 @@ class Certificate:
 
     @property
     def flip(self) -> Flip | None:
-        """The flip that decided: the first beyond the tolerance, else the first."""
+        """The flip that decides the verdict: the first beyond the tolerance, otherwise the first."""
         beyond = [flip for flip in self.flips if flip.gap > self.tolerance]
         return next(iter(beyond or self.flips), None)
 
     @property
     def position(self) -> int | None:
-        """Where the answer first leaves the reference, or what decided a mismatch; None where it is exact."""
+        """Position of the deciding flip, or of the first difference; None if the answer is exact."""
         if self.flip is not None:
             return self.flip.position
         return None if self.verdict == "exact" else common_prefix(self.reference, self.answer.token_ids)
@@ -92,11 +93,11 @@ class Certificate:
 
     @property
     def tokens(self) -> tuple[int, int] | None:
-        """The wanted token and the committed one."""
+        """The wanted and the committed token of the deciding flip."""
         return (self.flip.wanted, self.flip.token) if self.flip is not None else None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; an infinite gap is None."""
+        """Return the result JSON-ready. An infinite gap is None."""
         flips = [vars(flip) | {"gap": _finite(flip.gap)} for flip in self.flips]
         return {
             "verdict": self.verdict,
@@ -119,24 +120,24 @@ def certify(
     tolerance: float | None = None,
     **options: Any,
 ) -> Certificate:
-    """Compare `speculative`'s answer with plain decoding's, and explain each difference.
+    """Compare the answer of `speculative` with plain decoding, and explain each difference.
 
-    plain      an engine with policy `plain` on the same model: it gives the reference and the logits of near-ties
-    reference  tokens to compare with instead, from plain decoding with the same options or from elsewhere
+    plain      an engine with policy `plain` on the same model, for the reference and the logits of near-ties
+    reference  tokens to compare with instead of plain decoding's
     tolerance  largest logit gap of a near-tie; by default NEAR_TIE_LOGITS for the target's dtype
     options    those of Engine.generate. A sampled answer is compared with plain sampling with the same seed
 
-    After the first difference every later token is judged against the target's choice given the answer so far, so
-    a fault behind a near-tie is found as well. Where options are random and no seed is given, one is drawn.
+    After the first difference, every token is compared with the target's choice after the answer so far. So an error
+    after a near-tie is found as well. If no seed is given, one is drawn.
     """
     for name in _NOT_COMPARABLE:
         if options.get(name) is not None:
-            raise InputError(f"{name}: answers cannot be compared with it")
+            raise InputError(f"{name}: not supported in a comparison")
     if options.get("seed") is None:
         options["seed"] = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
     if reference is None:
-        asked = {name: value for name, value in options.items() if name not in _FOR_THE_DRAFT}
-        reference = plain.generate(prompt, **asked).token_ids
+        plain_options = {name: value for name, value in options.items() if name not in _DRAFT_OPTIONS}
+        reference = plain.generate(prompt, **plain_options).token_ids
     generation = speculative.stream(prompt, **options)
     answer = generation.run()
     limit = near_tie_logits(plain.target) if tolerance is None else tolerance
@@ -146,7 +147,7 @@ def certify(
 
 
 class Judged(NamedTuple):
-    """As in a Certificate; end: for which reason the options end the answer where it ends, None where they do not."""
+    """Verdict and flips as in a Certificate. end: the reason why the options end the answer there, or None."""
 
     verdict: Verdict
     flips: tuple[Flip, ...]
@@ -154,76 +155,77 @@ class Judged(NamedTuple):
 
 
 def judge(plain: Engine, prompt: Prompt, tokens: list[int], reference: list[int], **options: Any) -> Judged:
-    """An answer that is there already, `tokens`, as `certify` would judge it."""
+    """Judge an existing answer, `tokens`, as `certify` does."""
     return _judge(plain, plain.stream(prompt, **options), tokens, reference, near_tie_logits(plain.target))
 
 
 def _judge(plain: Engine, generation: TextGeneration, tokens: list[int], reference: list[int], limit: float) -> Judged:
-    found = () if tokens == reference else tuple(_flips(plain.target, generation, tokens, reference))
+    differences = () if tokens == reference else tuple(_flips(plain.target, generation, tokens, reference))
     end = _end(generation, tokens, decoder(plain.tokenizer))
     verdict: Verdict = "mismatch"
     if end is not None:
         if tokens == reference:
             verdict = "exact"
-        elif found and all(flip.gap <= limit for flip in found):
+        elif differences and all(flip.gap <= limit for flip in differences):
             verdict = "near-tie"
-    return Judged(verdict, found, end)
+    return Judged(verdict, differences, end)
 
 
 def flips(plain: Engine, prompt: Prompt, tokens: list[int], **options: Any) -> list[Flip]:
-    """Where `tokens`, an answer from wherever, are not the target's own choices given those before them.
+    """Return the tokens of an answer that differ from the target's own choices after the tokens before them.
 
-    plain: as in `certify`; options: those of Engine.generate.
+    plain: as in `certify`; tokens: an answer from any source; options: those of Engine.generate.
     """
     return list(_flips(plain.target, plain.stream(prompt, **options), tokens, []))
 
 
 def near_tie_logits(target: Target) -> float:
-    """The tolerance for the dtype of the target's weights."""
+    """Return the tolerance for the dtype of the target's weights. Raise InputError if none is known."""
     if not isinstance(target, HuggingFaceTarget | NativeTarget):
-        raise InputError(f"tolerance: none is known for a {type(target).__name__}, give one")
+        raise InputError(f"tolerance: no default for a {type(target).__name__}, pass one")
     dtype = target.dtype
     if dtype not in NEAR_TIE_LOGITS:
-        raise InputError(f"tolerance: none is known for {dtype}, give one")
+        raise InputError(f"tolerance: no default for {dtype}, pass one")
     return NEAR_TIE_LOGITS[dtype]
 
 
 def huggingface_model(target: Target) -> PreTrainedModel:
-    """The target's model as transformers runs it; read where the native forward has packed its weights."""
+    """Return the target's model as transformers runs it. Read from its files if the C++ forward packed the weights."""
     if not isinstance(target, HuggingFaceTarget | NativeTarget):
-        raise InputError(f"target: {type(target).__name__} is no Hugging Face model")
+        raise InputError(f"target: {type(target).__name__} is not a Hugging Face model")
     return target.model
 
 
 def huggingface_tokens(engine: Engine, prompt: Prompt, **options: Any) -> list[int]:
-    """The greedy answer of transformers' own `generate` on the engine's model; options as in Engine.generate.
+    """Return the greedy answer of transformers' own `generate` on the engine's model.
 
-    InputError for sampling, whose noise is another one there, and for options that `generate` does not have.
+    options: those of Engine.generate. Raise InputError for sampling, where transformers draws other noise, and for
+    options that `generate` does not have.
     """
     generation = engine.stream(prompt, **options)
-    asked = generation.options
-    if asked.samples:
-        raise InputError("temperature, do_sample: transformers samples with other noise, compare greedy answers")
+    settings = generation.options
+    if settings.samples:
+        raise InputError("temperature, do_sample: transformers draws other noise; compare greedy answers")
     for name in ("presence_penalty", "frequency_penalty", "logits_processor", *_NOT_COMPARABLE):
-        if getattr(asked, name):
+        if getattr(settings, name):
             raise InputError(f"{name}: not available in a comparison with transformers' generate")
     names = "repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens min_new_tokens"
-    given = {name: getattr(asked, name) for name in names.split() if getattr(asked, name) is not None}
-    if asked.stops:
-        given |= {"stop_strings": asked.stops, "tokenizer": engine.tokenizer}
-    if asked.eos_token_ids:
-        given |= {"eos_token_id": asked.eos_token_ids, "pad_token_id": asked.eos_token_ids[0]}
+    arguments = {name: getattr(settings, name) for name in names.split() if getattr(settings, name) is not None}
+    if settings.stops:
+        arguments |= {"stop_strings": settings.stops, "tokenizer": engine.tokenizer}
+    if settings.eos_token_ids:
+        arguments |= {"eos_token_id": settings.eos_token_ids, "pad_token_id": settings.eos_token_ids[0]}
     ids = torch.tensor([generation.prompt], device=engine.target.device, dtype=torch.int64)
     model: Any = huggingface_model(engine.target)
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=asked.max_new_tokens, do_sample=False, **given
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=settings.max_new_tokens, do_sample=False, **arguments
     )
     return out[0, ids.shape[1] :].tolist()
 
 
 @torch.inference_mode()
 def teacher_forced(target: Target, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
-    """The target's logits, [vocabulary], before each of `tokens`: one forward per token, as in plain decoding."""
+    """Yield the target's logits, [vocabulary], before each of `tokens`: one forward per token, as in plain decoding."""
     target.reset()
     target.reserve(len(prompt) + len(tokens), 1)
     target.prefill(prompt[:-1])
@@ -235,11 +237,11 @@ def teacher_forced(target: Target, prompt: list[int], tokens: list[int]) -> Iter
 
 
 def swap_gap(sampler: Sampler, logits: Tensor, history: History, token: int) -> float:
-    """By how much one logit would have to move to make `token` the sampler's choice: 0 if it is, inf if none does.
+    """Return by how much one logit would have to move to make `token` the sampler's choice.
 
-    Either `token` rises or the present choice falls; the smaller move counts. Processors and sampling noise are
-    those of the choice itself, so the gap is one of raw logits whatever the options. Without any of them it is the
-    largest logit minus the token's.
+    The result is 0 if it is the choice already, and inf if no move suffices. Either `token` rises or the present choice
+    falls; the smaller move counts. Processors and sampling noise are those of the choice, so the gap is one of raw
+    logits whatever the options. Without processors and noise it is the largest logit minus the token's.
     """
     scores = logits.float()
     choice = refuse_no_choice(sampler.choose(scores, history), history.length)
@@ -255,8 +257,8 @@ def swap_gap(sampler: Sampler, logits: Tensor, history: History, token: int) -> 
 
 
 def _smallest(holds: Callable[[float], bool]) -> float:
-    """The smallest move for which `holds`, which stays true for larger ones."""
-    low, high = 0.0, _LARGEST_GAP
+    """Return the smallest move for which `holds`, which must stay true for larger ones."""
+    low, high = 0.0, _MAX_GAP
     if not holds(high):
         return math.inf
     for _ in range(_GAP_STEPS):
@@ -281,14 +283,14 @@ def _flips(target: Target, generation: TextGeneration, tokens: list[int], refere
 
 
 def _end(generation: TextGeneration, tokens: list[int], decode: Callable[[list[int]], str]) -> str | None:
-    """For which reason the options end an answer after the last of these tokens; None where not, or before."""
+    """Return the reason why the options end an answer after the last token; None if they do not, or end it before."""
     stopper = generation.options.stopper(decode)
     history = History(generation.prompt, len(generation.prompt) + len(tokens))
-    for left, token in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
+    for remaining, token in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
         history.append(token)
         reason = stopper.reason(token, history)
         if reason is not None:
-            return reason if left == 0 else None
+            return reason if remaining == 0 else None
     return None
 
 

@@ -1,4 +1,4 @@
-"""Everything specengine raises on purpose; each message says what to do next."""
+"""The errors that specengine raises. Each message says what to do next."""
 
 from __future__ import annotations
 
@@ -16,91 +16,91 @@ class SpecEngineError(Exception):
 
 
 class InputError(SpecEngineError, ValueError):
-    """A given value is not accepted; the message names the field and the accepted values."""
+    """Raised for a value that is not accepted. The message names the field and the accepted values."""
 
 
 class UnsupportedModelError(SpecEngineError):
-    """The model cannot serve as a target or a draft; the message says which property is missing."""
+    """Raised for a model that cannot be a target or a draft. The message names the missing property."""
 
 
 class TokenizerMismatchError(SpecEngineError):
-    """Draft and target do not share a vocabulary."""
+    """Raised if draft and target do not share a vocabulary."""
 
 
 class CheckpointError(SpecEngineError):
-    """A draft head's files are damaged, incomplete or ambiguous; the message lists what is wrong."""
+    """Raised if the files of a draft head are damaged, incomplete or ambiguous. The message lists the problems."""
 
 
 class ModelFetchError(SpecEngineError):
-    """The embedded default model could not be fetched: offline, no pip, or not the expected file."""
+    """Raised if the default model cannot be fetched: offline, no pip, or not the expected file."""
 
 
 class CorruptCacheError(SpecEngineError):
-    """A cached model is damaged and could not be built again."""
+    """Raised if a cached model is damaged and cannot be built again."""
 
 
 class CacheFolderError(SpecEngineError, OSError):
-    """The cache folder is full or cannot be written."""
+    """Raised if the cache folder is full or cannot be written."""
 
 
 class EngineBusyError(SpecEngineError, RuntimeError):
-    """The engine is already generating; one engine serves one sequence at a time."""
+    """Raised if the engine is already generating. An engine serves one sequence at a time."""
 
 
 class QueueFullError(SpecEngineError, RuntimeError):
-    """As many requests wait for the engine as may; the message says when to come again."""
+    """Raised if the queue of requests is full. The message says when to retry."""
 
 
 class ReplicaError(SpecEngineError, RuntimeError):
-    """The process of a replica ended, again and again; the message says over what."""
+    """Raised if the process of a replica ended repeatedly. The message names the request."""
 
 
 class ProcessorError(SpecEngineError, RuntimeError):
-    """A logits processor failed or returned scores of another shape; the message names the processor."""
+    """Raised if a logits processor fails or returns scores of another shape. The message names the processor."""
 
 
 class PolicyError(SpecEngineError, ValueError):
-    """A policy broke what it promises; the message names the policy, its method or field, and what was wrong."""
+    """Raised if a policy violates its interface. The message names the policy, the method or field, and the problem."""
 
 
 class DrafterError(SpecEngineError, ValueError):
-    """A drafter broke what it promises; the message names the draft, its method, and what was wrong."""
+    """Raised if a drafter violates its interface. The message names the drafter, the method, and the problem."""
 
 
 class NumericalError(SpecEngineError, ArithmeticError):
-    """The target's logits are NaN or infinite, so no token can be chosen."""
+    """Raised if the target's logits are NaN or infinite, so that no token can be chosen."""
 
 
 class RankError(SpecEngineError, RuntimeError):
-    """A rank of a tensor parallel run is gone; the message names it."""
+    """Raised if a rank of a tensor parallel run has ended. The message names it."""
 
 
 class BackendError(SpecEngineError, RuntimeError):
-    """The backend asked for is unknown or not built; the message names the accepted ones or the build command."""
+    """Raised for a backend that is unknown or not built. The message has the accepted ones or the build command."""
 
 
 class MissingExtraError(SpecEngineError, ImportError):
-    """A package is missing that an extra of specengine brings; the message holds the command that installs it."""
+    """Raised if a package of one of specengine's extras is missing. The message has the command that installs it."""
 
 
-# ---- what is missing
+# ---- missing packages, and whose fault an error is
 
-CHECKOUT = Path(__file__).parent.parent  # where this package lies in one
+CHECKOUT = Path(__file__).parent.parent  # the root of the repository, if the package runs from a checkout
 
 
 def is_fault(error: Exception) -> bool:
-    """Return whether an error is not specengine's own: one from inside a policy or a drafter is its author's."""
-    blamed = isinstance(error, PolicyError | DrafterError) and isinstance(error.__cause__, Exception)
-    return not isinstance(error.__cause__ if blamed else error, SpecEngineError)
+    """Return whether an error is a bug: not one of specengine's own, or raised inside a policy or drafter."""
+    wraps = isinstance(error, PolicyError | DrafterError) and isinstance(error.__cause__, Exception)
+    return not isinstance(error.__cause__ if wraps else error, SpecEngineError)
 
 
-def missing_extra(what: str, extra: str, error: ImportError) -> MissingExtraError:
-    """Return the error of `what`, which needs a package that the extra `extra` of specengine brings."""
-    return MissingExtraError(f"{what}: {error.name} is not installed; it comes with: {install_command(extra)}")
+def missing_extra(feature: str, extra: str, error: ImportError) -> MissingExtraError:
+    """Return the error for a feature that needs a package of the extra `extra`."""
+    return MissingExtraError(f"{feature}: {error.name} is not installed; it comes with: {install_command(extra)}")
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs what an extra of specengine needs, here: in a checkout, or beside a wheel."""
+    """Return the command that installs an extra: from the checkout, or package by package for an installed wheel."""
     if (CHECKOUT / "pyproject.toml").is_file():
         folder = "." if Path.cwd() == CHECKOUT else CHECKOUT
         return f"pip install -e '{folder}[{extra}]'"
@@ -108,7 +108,7 @@ def install_command(extra: str) -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """Return what an extra needs by the metadata of the installed package, such as `fastapi>=0.115`."""
+    """Return the requirements of an extra, from the metadata of the installed package."""
     from importlib import metadata
 
     ending = f'; extra == "{extra}"'
@@ -117,29 +117,29 @@ def _requirements(extra: str) -> list[str]:
 
 
 def why_not_loaded(error: Exception) -> str:
-    """Why torch.load refused a file, in a line, without torch's advice to run what stands in it."""
+    """Return in one line why torch.load refused a file, without torch's advice to run its code."""
     if isinstance(error, pickle.UnpicklingError):
-        return "it holds more than tensors, and what a pickle would run is not run"
+        return "it contains more than tensors, and code in a pickle is never run"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-# ---- what a value must hold
+# ---- checks of values
 
 
 def require(field: str, value: Any, accepted: str, holds: bool) -> None:
-    """Raise InputError for a value outside its range."""
+    """Raise InputError unless `holds`. accepted: the accepted values, in words."""
     if not holds:
         raise InputError(f"{field}: got {value if isinstance(value, str) else shown(value)}, accepted {accepted}")
 
 
-def require_least(options: Any, **least: float) -> None:
-    """Raise InputError where a field of `options` is below the number given for it."""
-    for field, low in least.items():
+def require_minimum(options: Any, **minimums: float) -> None:
+    """Raise InputError if a field of `options` is below its minimum."""
+    for field, minimum in minimums.items():
         value = getattr(options, field)
-        require(field, value, f"{low} or more", value >= low)
+        require(field, value, f"{minimum} or more", value >= minimum)
 
 
-# By what other programs call things, what they are called here; the first one that is known in its place is meant.
+# Names in other programs, and the names here. The first one that is known is suggested.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "max_tokens": ("max_new_tokens",),
     "max_completion_tokens": ("max_new_tokens",),
@@ -171,43 +171,43 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "show": ("inspect",),
     "list": ("inspect",),
 }
-SIMILAR = 0.6  # of difflib's ratio
+SIMILAR = 0.6  # cutoff of difflib's ratio
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: `; did you mean NAME?`, or nothing where none is like it."""
+    """Return the end of a message about an unknown name: `; did you mean NAME?`, or "" if no name is similar."""
     options = {_bare(option): option for option in known}
-    given = _bare(name) if isinstance(name, str) else ""
-    others = [option for option in ELSEWHERE.get(given, ()) if option in options]
-    longer = [option for option in options if len(given) > 2 and option.startswith(f"{given}_")]
-    close = others or longer or difflib.get_close_matches(given, options, n=1, cutoff=SIMILAR)
+    wanted = _bare(name) if isinstance(name, str) else ""
+    others = [option for option in ELSEWHERE.get(wanted, ()) if option in options]
+    longer = [option for option in options if len(wanted) > 2 and option.startswith(f"{wanted}_")]
+    close = others or longer or difflib.get_close_matches(wanted, options, n=1, cutoff=SIMILAR)
     return f"; did you mean {options[close[0]]}?" if close else ""
 
 
 def _bare(name: str) -> str:
-    """Return a name as an option of Python: --max-new-tokens is max_new_tokens."""
+    """Return the name of an option as in Python: --max-new-tokens becomes max_new_tokens."""
     return name.lstrip("-").replace("-", "_").lower()
 
 
 def require_known(field: str, name: str, known: Mapping[str, T]) -> T:
-    """The entry of this name; InputError listing the known ones where there is none."""
+    """Return the entry of this name. Raise InputError with the known names if there is none."""
     require(field, repr(name), ", ".join(known) + did_you_mean(name, known), name in known)
     return known[name]
 
 
 def require_suffix(field: str, file: Path, accepted: Iterable[str]) -> None:
-    """Raise InputError for a file whose name says that something else is in it than what is written there."""
+    """Raise InputError for a file name with another suffix than the accepted ones."""
     if file.suffix.lower() not in accepted:
         raise InputError(f"{field}: got {file}, accepted a file whose name ends in {' or '.join(accepted)}")
 
 
-def shown(value: Any, most: int = 60) -> str:
-    """A value for a message, cut where it is long, whatever it is."""
+def shown(value: Any, limit: int = 60) -> str:
+    """Return any value as text for a message, cut after `limit` characters."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):
         return f"a {type(value).__name__}"
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def kind_of(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Cycle: the record of one draft-verify-commit round. Stats: an aggregate of cycles."""
+"""Records of a generation: the Cycle of each round, the Stats over all rounds, and the result."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class TokenLogprob(NamedTuple):
-    """A token and its natural log-probability given all before it; `top`: the likeliest tokens there, with theirs.
+    """A token, its natural log-probability given all tokens before it, and the most likely tokens at its place.
 
-    Of the target's logits in float32, before temperature, processors and constraints. The likeliest comes first, the
-    lower token of equals; what is not finite counts as -inf.
+    The log-probabilities come from the target's logits in float32, before temperature, processors and constraints.
+    `top` is sorted, the most likely token first and the lower one of equals. Values that are not finite become -inf.
     """
 
     token: int
@@ -31,9 +31,9 @@ class TokenLogprob(NamedTuple):
 
 @dataclass
 class Seconds:
-    """Wall-clock seconds of one cycle by part; `model` is what the draft and target forwards took of `total`.
+    """Wall-clock seconds of one cycle by step. `model` is the share of `total` spent in forwards of draft and target.
 
-    split: whether the parts were measured; of a cycle that stays on a device only `total` is, and counts as `model`.
+    split: whether the steps were measured. A cycle that stays on a device only has `total`, which counts as `model`.
     """
 
     draft: float = 0.0
@@ -47,26 +47,27 @@ class Seconds:
 
     @property
     def host(self) -> float:
-        """Everything outside the two models' forwards."""
+        """Seconds outside the forwards of the two models."""
         return self.total - self.model
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """One round: what was verified, which path was accepted, which tokens were committed.
+    """One round of decoding: the verified tree, the accepted path, the committed tokens.
 
-    tree     the verified tree; its root is the token committed last before this cycle
+    tree     the verified tree; its root is the last token committed before this cycle
     path     accepted node ids, the root (0) first
     tokens   the committed tokens: those of path[1:], then the bonus token (cut short at a stop)
-    drafted  draft nodes proposed before the policy's `keep`, root excluded
-    features the target's hidden states of the tree's nodes, [nodes, features * hidden size], where the draft reads them
-    grown    the tree before `keep`, with all `drafted` nodes; None where the cycle was not made by an engine
-    kept     int64 [len(tree)], the nodes of `grown` that make up `tree`, in its order; None where those are all
-    successors  what the target would say after each of the tree's nodes, rejected ones included, where the draft reads
-                it and the cycle did not stay on a device
-    origins  by node of `grown`: draft, copied, recycled or forced (by a grammar), None of the root and of nodes grown
-             in graphs; where TextGeneration.origins asks for them
-    logprobs of each of `tokens`, where they were asked for
+    seconds  wall-clock time by step
+    drafted  number of draft nodes before the policy's `keep`, root excluded
+    features the target's hidden states of the tree's nodes, [nodes, features * hidden size], if the draft reads them
+    grown    the tree before `keep`, with all `drafted` nodes; None if no engine ran the cycle
+    kept     int64 [len(tree)], the nodes of `grown` that make up `tree`, in its order; None for all nodes
+    successors  the target's predictions after each node, rejected ones included, if the draft reads them and the cycle
+                did not stay on a device
+    origins  by node of `grown`: draft, copied, recycled or forced (by a grammar); None for the root and for nodes
+             drafted in graphs. Set if TextGeneration.origins is
+    logprobs log-probabilities of `tokens`, if requested
     """
 
     tree: TokenTree
@@ -83,7 +84,7 @@ class Cycle:
 
     @property
     def accepted(self) -> int:
-        """Committed tokens that the draft had proposed."""
+        """Number of committed tokens that the draft proposed."""
         return len(self.path) - 1
 
 
@@ -113,11 +114,10 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Stats:
-    """Counters and times of one generation, under vLLM's metric names where vLLM has one.
+    """Counters and times of one generation, with vLLM's names where vLLM has one.
 
-    Lengths count the bonus token; `num_draft_tokens` counts verified draft nodes, the root excluded;
-    `num_plain_steps` the verifications of a root alone where a policy might have grown a tree, which says why in
-    `plain_reason`.
+    Lengths count the bonus token. `num_draft_tokens` counts verified draft nodes, the root excluded.
+    `num_plain_steps` counts verifications of a root alone under a policy, which gives the reason in `plain_reason`.
     """
 
     num_prompt_tokens: int = 0
@@ -178,7 +178,7 @@ class Stats:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted over verified draft tokens; small for trees by construction."""
+        """Accepted divided by verified draft tokens. Small for trees by construction."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
@@ -193,7 +193,7 @@ class Stats:
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """Entry d: of the cycles whose tree had depth d + 1, the share that accepted a token at that depth."""
+        """Entry d: share of the cycles with a tree of depth d + 1 or more that accepted a token at depth d + 1."""
         rates = []
         for depth in range(1, len(self.reached_histogram)):
             accepted, reached = sum(self.acceptance_histogram[depth:]), sum(self.reached_histogram[depth:])
@@ -202,7 +202,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the whole wall-clock time, prefill included."""
+        """Generated tokens divided by the whole wall-clock time, prefill included."""
         return self.num_generated_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
@@ -213,16 +213,16 @@ class Stats:
 
     @property
     def median_host_share(self) -> float:
-        """Median over cycles of the share of time spent outside the two models' forwards."""
+        """Median over cycles of the share of time outside the forwards of the two models."""
         return statistics.median(self.host_shares) if self.host_shares else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All counters, times and derived metrics, JSON-ready."""
+        """Return all counters, times and derived metrics, JSON-ready."""
         counters = {name: value for name, value in vars(self).items() if not name.startswith("host_shares")}
         return counters | {name: getattr(self, name) for name in _DERIVED}
 
     def report(self) -> str:
-        """A short table for people."""
+        """Return the statistics as a short text table."""
         rates = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
         lines = [
             f"tokens             {self.num_generated_tokens} in {self.elapsed_s:.2f} s "
@@ -251,8 +251,13 @@ def _count(histogram: list[int], index: int) -> None:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """An answer. `token_ids` are the new tokens only; `finish_reason` is stop, length or criteria; `logprobs` has an
-    entry for each token, where they were asked for. A token for which the tokenizer has no text writes none."""
+    """An answer.
+
+    text           the answer; tokens without a text in the tokenizer add none
+    token_ids      the new tokens, without the prompt
+    finish_reason  stop, length or criteria
+    logprobs       an entry per token, if requested
+    """
 
     text: str
     token_ids: list[int]
@@ -263,7 +268,7 @@ class GenerationResult:
 
 
 class StreamPiece(NamedTuple):
-    """A piece of streamed text and the cycle that committed its tokens; the pieces add up to the result's text."""
+    """A piece of streamed text and the cycle that committed its tokens. The pieces add up to the result's text."""
 
     text: str
     cycle: Cycle
@@ -271,7 +276,7 @@ class StreamPiece(NamedTuple):
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `return_dict_in_generate=True` gives: transformers' output with this engine's figures."""
+    """The result with `return_dict_in_generate=True`: transformers' output with specengine's statistics."""
 
     text: str | None = None
     token_ids: list[int] | None = None

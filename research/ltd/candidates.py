@@ -18,7 +18,7 @@ from torch import Tensor
 from specengine import policies
 from specengine.cycle import walk
 from specengine.engine import Engine
-from specengine.errors import InputError, require_least
+from specengine.errors import InputError, require_minimum
 from specengine.records import Cycle
 from specengine.train.classifier.trees import SHORTEST
 from specengine.train.text.shards import Contents, ShardFolder
@@ -45,7 +45,7 @@ class CandidateOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_least(self, length=1, width=1, expansions=0, verified=1, temperature=0, seed=0)
+        require_minimum(self, length=1, width=1, expansions=0, verified=1, temperature=0, seed=0)
 
     def generation(self) -> dict[str, Any]:
         """The options of each answer, whatever the target's own say."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from specengine.errors import require, require_known, require_least
+from specengine.errors import require, require_known, require_minimum
 
 if TYPE_CHECKING:
     from specengine.policies._ltd import Shape
@@ -94,8 +94,8 @@ class PolicyOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_least(self, size_steps=0, depth_steps=0, rollout=2, minibatch=2, epochs=1, validate_every=1)
-        require_least(self, environments=1, length=4, seed=0, prompts=0, fixed_size=1, fixed_depth=0)
+        require_minimum(self, size_steps=0, depth_steps=0, rollout=2, minibatch=2, epochs=1, validate_every=1)
+        require_minimum(self, environments=1, length=4, seed=0, prompts=0, fixed_size=1, fixed_depth=0)
         for name in ("again_share", "learning_rate", "clip"):
             value = getattr(self, name)
             self._require(name, math.isfinite(value) and value > 0, "above 0")

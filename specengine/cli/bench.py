@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specengine.cli import given
 from specengine.cli.commands import DEFAULT_WAYS
 from specengine.cli.terminal import say
-from specengine.errors import InputError, require_least
+from specengine.errors import InputError, require_minimum
 
 if TYPE_CHECKING:
     from specengine.benchmark.tables import Table
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from specengine.benchmark.report import tables
     from specengine.benchmark.workloads import read
 
-    require_least(arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0)
+    require_minimum(arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0)
     items = read(arguments.prompts, arguments.per_set or None, by_category=arguments.set_by == "category")
     choice = Choice(
         arguments.way or list(DEFAULT_WAYS),

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from specengine.errors import require, require_least
+from specengine.errors import require, require_minimum
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_least(self, steps=1, batch_tokens=8, draft_vocab_size=0, kv_heads=0, intermediate_size=0)
-        require_least(self, validate_every=1, save_every=1, seed=0)
+        require_minimum(self, steps=1, batch_tokens=8, draft_vocab_size=0, kv_heads=0, intermediate_size=0)
+        require_minimum(self, validate_every=1, save_every=1, seed=0)
         fit = bool(self.lengths) and min(self.lengths) >= 8 and max(self.lengths) <= self.batch_tokens
         require("lengths", self.lengths, f"8 to batch_tokens = {self.batch_tokens} each", fit)
         require("head", repr(self.head), "auto, eagle1, eagle3", self.head in ("auto", "eagle1", "eagle3"))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from specengine.errors import require, require_least
+from specengine.errors import require, require_minimum
 
 if TYPE_CHECKING:
     from specengine.policies import TreePolicy
@@ -34,7 +34,7 @@ class CollectOptions:
     logits: bool = False
 
     def __post_init__(self) -> None:
-        require_least(self, trees=0, length=1, width=1, expansions=0, top=1)
+        require_minimum(self, trees=0, length=1, width=1, expansions=0, top=1)
 
     @property
     def policy(self) -> TreePolicy:
@@ -75,7 +75,7 @@ class ClassifierOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_least(self, epochs=1, batch=1, head_width=1, blocks=1, seed=0)
+        require_minimum(self, epochs=1, batch=1, head_width=1, blocks=1, seed=0)
         for name in ("learning_rate", "negatives"):
             require(name, value := getattr(self, name), "above 0", 0 < value < math.inf)
         require("optimizer", repr(self.optimizer), "adam, adamw", self.optimizer in ("adam", "adamw"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from specengine.errors import require, require_known, require_least
+from specengine.errors import require, require_known, require_minimum
 
 LossName = Literal["eagle", "hass", "ttt", "talf"]
 
@@ -42,7 +42,7 @@ class Loss:
     noise: float = 0.0
 
     def __post_init__(self) -> None:
-        require_least(self, steps=1, width=0, top_k=1, cross_entropy=0, top_weight=0, regression=0, noise=0)
+        require_minimum(self, steps=1, width=0, top_k=1, cross_entropy=0, top_weight=0, regression=0, noise=0)
         for field in ("anchors", "decay"):
             require(field, value := getattr(self, field), "above 0, up to 1", 0 < value <= 1)
 

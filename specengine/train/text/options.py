@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specengine.errors import require, require_least
+from specengine.errors import require, require_minimum
 
 
 @dataclass(frozen=True)
@@ -25,5 +25,5 @@ class SynthesisOptions:
     prompt_share: float = 0.5
 
     def __post_init__(self) -> None:
-        require_least(self, tokens=1, rows=1, length=16, seed=0)
+        require_minimum(self, tokens=1, rows=1, length=16, seed=0)
         require("prompt_share", self.prompt_share, "0 to 1", 0 <= self.prompt_share <= 1)
