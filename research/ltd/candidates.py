@@ -20,7 +20,7 @@ from specengine.cycle import walk
 from specengine.engine import Engine
 from specengine.errors import InputError, require_minimum
 from specengine.records import Cycle
-from specengine.train.classifier.trees import SHORTEST
+from specengine.train.classifier.trees import MIN_PROMPT
 from specengine.train.text.shards import Contents, ShardFolder
 
 Progress = Callable[[str], None]
@@ -119,9 +119,9 @@ def log_candidates(
     """
     if engine.drafter is None:
         raise InputError("draft: there is none, and the candidates are the draft's")
-    short = next((number for number, prompt in enumerate(prompts, start=1) if len(prompt) < SHORTEST), None)
+    short = next((number for number, prompt in enumerate(prompts, start=1) if len(prompt) < MIN_PROMPT), None)
     if short is not None or not prompts:
-        raise InputError(f"prompts: number {short or 1} has fewer than {SHORTEST} tokens")
+        raise InputError(f"prompts: number {short or 1} has fewer than {MIN_PROMPT} tokens")
     recorded = {"target": name, "draft": engine.drafter.name, **asdict(options)}
     trees = CandidateTrees.create(folder, recorded)
     beam = policies.make("eagle", width=options.width, expansions=options.expansions, budget=options.verified)

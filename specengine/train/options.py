@@ -1,4 +1,4 @@
-"""How a draft is trained."""
+"""Options of training a draft head."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from specengine.errors import require, require_minimum
 class TrainOptions:
     """How a draft is trained.
 
-    head               eagle1 or eagle3; auto: what the loss is made for
+    head               eagle1 or eagle3; auto: the one that the loss is made for
     steps              optimiser steps, 1 or more
-    batch_tokens       tokens of a step, 8 or more; at least one of the longest sequences
-    lengths            of the sequences, in tokens, 8 to batch_tokens each, taken in turn: whole texts one behind the
-                       other, so that a draft of short texts knows long contexts too
-    learning_rate      at its peak, above 0; falls to 0 on a cosine
+    batch_tokens       tokens per step, 8 or more; at least one of the longest sequences
+    lengths            lengths of the sequences in tokens, 8 to batch_tokens each, used in turn. A sequence has several
+                       whole texts, so that a draft of short texts sees long contexts too
+    learning_rate      peak learning rate, above 0; falls to 0 on a cosine
     warmup             share of the steps in which the learning rate rises, 0 to below 1
-    weight_decay       of AdamW, 0 or more
-    average            share of its past that the average of the weights keeps at each step, 0 to below 1; less in the
-                       first steps. What is measured and saved is the average; 0: the weights themselves
-    clip               norm that the gradient is scaled down to, above 0
-    draft_vocab_size   of an EAGLE-3 head: so many of the answers' most frequent tokens, 0 or more; 0: all of the
-                       target's. A head to start from that has fewer of them takes in the missing ones, but with 0
-    kv_heads           of the draft's attention, 0 or more; 0: as many as the target has
-    intermediate_size  units of the draft's MLP, 0 or more; 0: the target's, or those of the head to start from, which
-                       may also become more, or fewer: those of the largest weights
-    start              target: from the target's head, final norm and last layer; random; or the path of a head
-    autocast           true: run in bfloat16 where the weights are kept in float32
-    held_back          share of the texts that nothing is learnt from, 0 to below 1
-    keep_gib           GiB of main memory for the target's hidden states, which later epochs need not compute again,
-                       0 or more
-    temperatures       true: at the end, fit one for each depth on the text that was held back, for the head's
-                       probabilities to be the chances that policies take them for
-    validate_every     steps from one validation to the next, 1 or more
-    save_every         steps from one saved state to the next, 1 or more
-    seed               of the order of the texts and the weights drawn, 0 or more
+    weight_decay       weight decay of AdamW, 0 or more
+    average            decay of the running average of the weights, 0 to below 1; lower in the first steps. The average
+                       is measured and saved; 0: the weights themselves
+    clip               maximum norm of the gradient, above 0
+    draft_vocab_size   size of an EAGLE-3 head's vocabulary, 0 or more: the most frequent tokens of the answers; 0: the
+                       target's whole vocabulary. With `start`, a head with fewer tokens gets the missing ones, unless 0
+    kv_heads           KV heads of the draft's attention, 0 or more; 0: as many as the target has
+    intermediate_size  units of the draft's MLP, 0 or more; 0: as many as the target, or the head in `start`, has. With
+                       `start`, units can be added, or removed: those with the largest weights are kept
+    start              target: start from the target's head, final norm and last layer; random; or the path of a head
+    autocast           true: run in bfloat16 if the weights are float32
+    held_back          share of the texts that is not trained on, 0 to below 1
+    keep_gib           GiB of main memory for the target's hidden states, which later epochs then need not compute
+                       again, 0 or more
+    temperatures       true: at the end, fit a temperature for each depth on held-back text, so that the head's
+                       probabilities are chances of acceptance
+    validate_every     steps between validations, 1 or more
+    save_every         steps between saved states, 1 or more
+    seed               seed of the order of the texts and of new weights, 0 or more
     """
 
     head: Literal["auto", "eagle1", "eagle3"] = "auto"

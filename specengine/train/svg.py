@@ -1,4 +1,4 @@
-"""Figures of a training, where matplotlib is installed."""
+"""Plots of a training run, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from specengine.files import atomic
 
 
 def draw(file: Path, size: tuple[float, float], onto: Callable[[Any], None]) -> bool:
-    """What `onto` draws onto a matplotlib figure of `size` inches, as an SVG file; False without matplotlib."""
+    """Write an SVG file of `size` inches that `onto` draws. Return False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return False
     figure = Figure(figsize=size, layout="constrained")
     onto(figure)
-    with atomic(file) as part:
-        figure.savefig(part, format="svg", metadata={"Date": None})
+    with atomic(file) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
     return True

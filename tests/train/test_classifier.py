@@ -112,18 +112,18 @@ def test_a_collection_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_too_few_prompts_and_damaged_shards_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"prompts: 1 gave \d+ trees of 120"):
+    with pytest.raises(InputError, match=r"prompts: got \d+ of 120 trees"):
         collect(engine(), PROMPTS[:1], tmp_path, COLLECT)
     with pytest.raises(InputError, match="prompts: number 1 has 1 tokens, 2 or more"):
         collect(engine(), [[1]], tmp_path / "short", COLLECT)
-    with pytest.raises(InputError, match="draft: there is none"):
+    with pytest.raises(InputError, match="draft: got none"):
         collect(Engine(ToyTarget(TARGET), None, None), PROMPTS, tmp_path / "none", COLLECT)
     found = Trees.open(tmp_path)
     shard = found.shards()[0]
     shard.write_bytes(shard.read_bytes()[:-9])
     with pytest.raises(InputError, match=r"00000\.safetensors is damaged"):
         list(found)
-    with pytest.raises(InputError, match="is no folder of logged trees"):
+    with pytest.raises(InputError, match="is not a folder of logged trees"):
         Trees.open(tmp_path / "nothing")
     (tmp_path / Trees.MANIFEST).write_text('{"format": 0}')
     with pytest.raises(InputError, match="has another format"):
@@ -186,7 +186,7 @@ def test_rows_of_specdecpp_are_the_nodes_drafted_from(trees: Trees) -> None:
             assert bool(rows.labels[row]) == (logged.choices[logged.parents[node]] == logged.tokens[node])
             assert torch.equal(rows.inputs[row], logged.hidden[row + 1])
     without = logged._replace(hidden=logged.hidden[:, :0])
-    with pytest.raises(InputError, match="they hold no hidden states"):
+    with pytest.raises(InputError, match="they have no hidden states"):
         rows_of("specdecpp", without)
 
 
@@ -264,7 +264,7 @@ def test_trees_with_one_label_are_refused(trees: Trees, tmp_path: Path) -> None:
     rejected = [tree._replace(accepted=torch.arange(len(tree.tokens)) == 0) for tree in list(trees)[:4]]
     found = Trees.create(tmp_path, {"top": 1000})
     found.add(0, rejected, collecting.Columns())
-    with pytest.raises(InputError, match="training part holds nodes of one label only"):
+    with pytest.raises(InputError, match="all training nodes have the same label"):
         train_classifier("c2t", found, tmp_path / "it.safetensors")
     alone = Trees.create(tmp_path / "one", {"top": 1000})
     alone.add(0, rejected[:1], collecting.Columns())
@@ -318,7 +318,7 @@ def test_the_command_trains_from_a_model_alone(tmp_path: Path, capsys: Any) -> N
         (["-o", "tree=5"], "option: unknown option 'tree', known are batch, blocks, epochs, "),
         (["-o", "trees=many"], r"option.trees: got 'many'"),
         (["-o", "epochs=0"], "epochs: got 0"),
-        ([], "data: nowhere is no folder of training text"),
+        ([], "data: nowhere is not a folder of training text"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_loaded(

@@ -312,7 +312,7 @@ def test_a_killed_training_resumes_to_the_same_curve(
     (tmp_path / "cut" / LOG).open("a").write('{"step": 7, "loss"')  # the rest of the line was not written any more
     said: list[str] = []
     resumed = train_draft(model, corpus, tmp_path / "cut", replace(options, keep_gib=0.0), LOSS, progress=said.append)
-    assert "going on at step 4 of 12" in said
+    assert "resuming at step 4 of 12" in said
     assert log(resumed) == log(whole)
     states = [load_head(folder).state for folder in (resumed, whole)]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())

@@ -451,5 +451,5 @@ def test_what_does_not_fit_is_refused(model: PreTrainedModel) -> None:
     tokens, answers = text()
     with pytest.raises(InputError, match="EAGLE-3 head does not predict"):
         loss_of(make_loss("hass"), head, teacher, teacher.read(tokens), answers)
-    with pytest.raises(InputError, match="answers: none"):
+    with pytest.raises(InputError, match="answers: no answer"):
         loss_of(make_loss("ttt"), head, teacher, teacher.read(tokens), torch.zeros_like(answers))

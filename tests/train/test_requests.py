@@ -14,7 +14,7 @@ from specengine.cli.given import read_prompts
 from specengine.errors import InputError
 from specengine.train.text import requests as module
 from specengine.train.text.corpus import Text
-from specengine.train.text.requests import LONGEST_PASSAGE, SHORTEST_PASSAGE, requests
+from specengine.train.text.requests import MAX_PASSAGE, MIN_PASSAGE, requests
 from tests.toy import byte_tokenizer, tiny
 from tests.train.test_draft import corpus_of
 
@@ -23,9 +23,9 @@ PASSAGE = (
 )
 
 
-@given(st.integers(1, 60), st.integers(0, 2**32), st.lists(st.text(min_size=SHORTEST_PASSAGE), min_size=1, max_size=4))
+@given(st.integers(1, 60), st.integers(0, 2**32), st.lists(st.text(min_size=MIN_PASSAGE), min_size=1, max_size=4))
 def test_any_text_makes_as_many_as_are_asked_for(count: int, seed: int, passages: list[str]) -> None:
-    if not any(len(passage.strip()) >= SHORTEST_PASSAGE for passage in passages):
+    if not any(len(passage.strip()) >= MIN_PASSAGE for passage in passages):
         passages = [*passages, PASSAGE * 2]
     found = requests(count, passages, seed)
     assert len(found) == count
@@ -40,13 +40,13 @@ def test_every_kind_is_there_and_no_template_is_left_open() -> None:
             assert any(template.partition("{")[0].strip() in text for text in found)
     assert any(text.startswith("Translate into Dutch") for text in found)
     assert not any("{" in text or "}" in text for text in found)
-    assert max(map(len, found)) < 2 * LONGEST_PASSAGE + 200
+    assert max(map(len, found)) < 2 * MAX_PASSAGE + 200
     assert len(set(found)) > 1000
 
 
 def test_a_long_passage_ends_with_a_sentence() -> None:
     cut = module._cut(PASSAGE * 40)
-    assert SHORTEST_PASSAGE < len(cut) <= LONGEST_PASSAGE
+    assert MIN_PASSAGE < len(cut) <= MAX_PASSAGE
     assert cut.endswith(".")
 
 

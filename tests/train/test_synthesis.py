@@ -101,7 +101,7 @@ def test_questions_end_in_time(tmp_path: Path, way: str) -> None:
     with torch.no_grad():
         endless.lm_head.weight[END] = 0
     for tokens, answers in texts(write(source(endless, way), tmp_path)):
-        assert tokens.index(END) <= OPTIONS.length * conversations.LONGEST_QUESTION + 2
+        assert tokens.index(END) <= OPTIONS.length * conversations.QUESTION_LIMIT + 2
         assert len(tokens) == OPTIONS.length
         assert answers[-1]
 
@@ -273,7 +273,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_damaged_corpora_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no folder of training text"):
+    with pytest.raises(InputError, match="not a folder of training text"):
         Corpus.open(tmp_path)
     (tmp_path / "corpus.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(InputError, match="another format"):

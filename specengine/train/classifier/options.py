@@ -1,4 +1,4 @@
-"""Which trees are collected for a classifier, and how it is trained on them."""
+"""Options of collecting trees for a classifier, and of training it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CollectOptions:
-    """Which trees are collected, and what of them.
+    """Which trees are collected, and which data of them.
 
-    trees       how many in all, 0 or more; 0: as many as the prompts give
-    length      tokens of each answer at most, 1 or more; one answer gives about length / acceptance length trees
+    trees       total number of trees, 0 or more; 0: all trees of the prompts' answers
+    length      maximum tokens per answer, 1 or more; an answer has about length / acceptance length trees
     width       children per node of the beam, 1 or more; all 1 + width + expansions * width**2 candidates are verified
     expansions  levels of the beam below the first, 0 or more
-    top         likeliest tokens that the entropies are summed over, 1 or more
-    hidden      true: keep the draft's hidden states
-    logits      true: keep the draft's whole rows, in their own dtype
+    top         number of most likely tokens that entropies are summed over, 1 or more
+    hidden      true: store the draft's hidden states
+    logits      true: store the draft's logits, in their own dtype
     """
 
     trees: int = 1000
@@ -38,7 +38,7 @@ class CollectOptions:
 
     @property
     def policy(self) -> TreePolicy:
-        """The beam whose every candidate is verified."""
+        """The beam, with a budget for all candidates."""
         from specengine import policies
 
         capacity = 1 + self.width + self.expansions * self.width**2
@@ -50,16 +50,16 @@ class ClassifierOptions:
     """How a classifier is trained.
 
     epochs         passes over the trees, 1 or more
-    batch          candidates of an optimiser's step, 1 or more
-    learning_rate  of the optimiser, above 0
+    batch          candidates per optimiser step, 1 or more
+    learning_rate  learning rate, above 0
     optimizer      adam or adamw
-    negatives      drawn per positive, anew for every epoch, above 0; of the training part only
-    held_back      share of the trees that nothing is learnt from, above 0, below 1; beta and all figures come from them
+    negatives      negatives per positive in training, drawn for every epoch, above 0
+    held_back      share of the trees that is not trained on, above 0, below 1; beta and all figures come from it
     keep_rate      share of a tree's candidates that beta is calibrated to keep, above 0, below 1
     recall         share of the accepted nodes that beta is calibrated to keep instead, above 0, below 1; or none
-    head_width     units of SpecDec++'s head, 1 or more; of no effect for the other kinds
-    blocks         layers of SpecDec++'s head, 1 or more; of no effect for the other kinds
-    seed           of what is drawn, 0 or more
+    head_width     units of SpecDec++'s head, 1 or more; no effect for the other kinds
+    blocks         layers of SpecDec++'s head, 1 or more; no effect for the other kinds
+    seed           random seed, 0 or more
     """
 
     epochs: int = 10

@@ -1,4 +1,4 @@
-"""Training the classifiers of C2T, Disco and SpecDec++ on logged trees."""
+"""Train the classifiers of C2T, Disco and SpecDec++ on logged trees."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from specengine.policies._classifier import KINDS, c2t_features, disco_features
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions
 from specengine.train.classifier.trees import LoggedTree, Trees
 
-DEPTH_BASE = 0  # what the root's children count as
+DEPTH_BASE = 0  # depth of the root's children as a feature
 NEAR = 0.01  # recalls this close to the best count as equal
-BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)  # bounds of the entropy buckets, in nats
-KEEP_RATES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2)  # at which the curve is recorded
+BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)  # limits of the entropy buckets, in nats
+KEEP_RATES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2)  # points of the recorded curve
 
 Progress = Callable[[str], None]
 
 
 class Rows(NamedTuple):
-    """inputs: [rows, ...] as the network takes them; labels: bool [rows]."""
+    """Training rows. inputs: [rows, ...], features of the network; labels: bool [rows]."""
 
     inputs: Tensor
     labels: Tensor
 
 
 def rows_of(kind: str, logged: LoggedTree) -> Rows:
-    """What one tree teaches.
+    """Return the training rows of one tree.
 
-    c2t        every node but the root: whether it is on the accepted path
-    disco      every level: whether it holds an accepted node; read behind the parent of the level's best node
-    specdecpp  every node drafted from but the root: whether the target chose its token after its parent
+    c2t        each node but the root: whether it is on the accepted path
+    disco      each level: whether it has an accepted node; features of the parent of the level's best node
+    specdecpp  each node drafted from, except the root: whether the target chose its token after its parent
     """
     return {"c2t": _c2t_rows, "disco": _disco_rows, "specdecpp": _specdecpp_rows}[kind](logged)
 
@@ -66,19 +66,19 @@ def _disco_rows(logged: LoggedTree) -> Rows:
 
 def _specdecpp_rows(logged: LoggedTree) -> Rows:
     if not logged.hidden.shape[1]:
-        raise InputError("trees: they hold no hidden states of the draft; only EAGLE heads give them")
+        raise InputError("trees: they have no hidden states of the draft; only EAGLE heads have them")
     below = logged.expanded > 0
     nodes = logged.expanded[below]
     return Rows(logged.hidden[below], logged.choices[logged.parents[nodes]] == logged.tokens[nodes])
 
 
 def parent_entropies(logged: LoggedTree) -> Tensor:
-    """float32 [n - 1]: for each node but the root, the entropy of the distribution that it came from."""
+    """Return the entropy of the distribution that each node but the root was drawn from, float32 [n - 1]."""
     return logged.entropies[_row_of(logged)[logged.parents[1:]]]
 
 
 def _row_of(logged: LoggedTree) -> Tensor:
-    """int64 [n]: the place of each node among the expanded ones; -1 where it is none."""
+    """Return the index of each node among the expanded ones, or -1; int64 [n]."""
     row_of = torch.full_like(logged.tokens, -1)
     row_of[logged.expanded] = torch.arange(len(logged.expanded), dtype=torch.int64, device="cpu")
     return row_of
@@ -87,10 +87,10 @@ def _row_of(logged: LoggedTree) -> Tensor:
 def train_classifier(
     kind: str, trees: Trees, out: Path, options: ClassifierOptions | None = None, progress: Progress = lambda line: None
 ) -> Path:
-    """Train the classifier of policy `kind` on `trees`; writes and returns `out`, which the policy reads.
+    """Train the classifier of policy `kind` on `trees`. Write the file `out`, which the policy reads, and return it.
 
-    The trees are split as wholes, so no tree is learnt from and measured on. InputError for too few trees, or without
-    a node of either label.
+    Whole trees are held back, so no tree is used for both training and measuring. Raise InputError for too few trees,
+    or if all nodes have the same label.
     """
     options = options or SETTINGS[kind]
     logged = list(trees)
@@ -133,7 +133,7 @@ def train_classifier(
     return out
 
 
-# ---------------------------------------------------------------------------------------------------- learning
+# ---------------------------------------------------------------------------------------------------- training
 
 
 def _split(logged: list[LoggedTree], options: ClassifierOptions) -> tuple[list[LoggedTree], list[LoggedTree]]:
@@ -149,7 +149,7 @@ def _split(logged: list[LoggedTree], options: ClassifierOptions) -> tuple[list[L
 def _fit(
     net: Any, rows: Rows, options: ClassifierOptions, measure: Callable[[], dict[str, Any]], progress: Progress
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """The figures on held-out trees and the weights after every epoch."""
+    """Train, and return the figures on held-out trees and the weights after every epoch."""
     kind = torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW
     optimizer = kind(net.parameters(), lr=options.learning_rate)
     generator = torch.Generator().manual_seed(options.seed)
@@ -169,7 +169,7 @@ def _fit(
 
 
 def _balanced(labels: Tensor, options: ClassifierOptions, generator: torch.Generator) -> Tensor:
-    """Row numbers in random order: all positives, and `negatives` times as many of the others, drawn anew."""
+    """Return row numbers in random order: all positives, and `negatives` times as many randomly drawn others."""
     positives, others = labels.nonzero()[:, 0], (~labels).nonzero()[:, 0]
     count = min(len(others), max(1, round(options.negatives * len(positives))))
     drawn = others[torch.randperm(len(others), generator=generator, dtype=torch.int64, device="cpu")[:count]]
@@ -178,7 +178,7 @@ def _balanced(labels: Tensor, options: ClassifierOptions, generator: torch.Gener
 
 
 def _recall_first(epochs: Sequence[tuple[dict[str, Any], dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """The weights of the epoch that keeps the fewest nodes among those of nearly the best recall."""
+    """Return the weights of the epoch that keeps the fewest nodes among those with nearly the best recall."""
     best = max(figures["at_half"]["recall"] for figures, _ in epochs)
     near = [entry for entry in epochs if entry[0]["at_half"]["recall"] >= best - NEAR]
     return min(near, key=lambda entry: entry[0]["at_half"]["keep_rate"])[1]
@@ -188,16 +188,16 @@ def _joined(parts: Sequence[Rows]) -> Rows:
     return Rows(torch.cat([rows.inputs for rows in parts]), torch.cat([rows.labels for rows in parts]))
 
 
-def _require_both(rows: Rows, part: str) -> None:
+def _require_both(rows: Rows, name: str) -> None:
     if not bool(rows.labels.any()) or bool(rows.labels.all()):
-        raise InputError(f"trees: their {part} part holds nodes of one label only; collect more trees")
+        raise InputError(f"trees: all {name} nodes have the same label; collect more trees")
 
 
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
 def scores(predicted: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy, precision, recall, F1 and the share predicted positive; bool [m] each."""
+    """Return accuracy, precision, recall, F1 and the share predicted positive. Both inputs are bool [m]."""
     hits = int((predicted & labels).sum())
     precision, recall = hits / max(1, int(predicted.sum())), hits / max(1, int(labels.sum()))
     return {
@@ -210,67 +210,72 @@ def scores(predicted: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def path_minimum(confidence: Tensor, logged: LoggedTree) -> Tensor:
-    """float32 [n - 1]: the least confidence on the way to each node but the root: a child of a pruned node is pruned.
+    """Return the minimum confidence on the path to each node but the root, float32 [n - 1]. Pruning is inherited.
 
     confidence: float32 [n - 1].
     """
     tree = logged.tree
-    least = torch.cat([torch.full((1,), math.inf, dtype=torch.float32, device="cpu"), confidence])
+    minimum = torch.cat([torch.full((1,), math.inf, dtype=torch.float32, device="cpu"), confidence])
     for depth in range(2, int(tree.depths.max()) + 1):
         level = (tree.depths == depth).nonzero()[:, 0]
-        least[level] = torch.minimum(least[level], least[tree.parents[level]])
-    return least[1:]
+        minimum[level] = torch.minimum(minimum[level], minimum[tree.parents[level]])
+    return minimum[1:]
 
 
 @torch.no_grad()
 def _measure_c2t(
     net: Any, held: Sequence[LoggedTree], rows: Sequence[Rows], options: ClassifierOptions
 ) -> dict[str, Any]:
-    confidence = torch.cat([path_minimum(net(part.inputs), tree) for part, tree in zip(rows, held, strict=True)])
-    paths, labels = torch.cat([part.inputs[:, 0] for part in rows]), torch.cat([part.labels for part in rows])
-    ranks = torch.cat([part.inputs[:, 0].argsort(descending=True, stable=True).argsort() for part in rows])
-    entropies = torch.cat([part.inputs[:, 1] for part in rows])
+    confidence = torch.cat(
+        [path_minimum(net(own_rows.inputs), tree) for own_rows, tree in zip(rows, held, strict=True)]
+    )
+    paths = torch.cat([own_rows.inputs[:, 0] for own_rows in rows])
+    labels = torch.cat([own_rows.labels for own_rows in rows])
+    ranks = torch.cat([own_rows.inputs[:, 0].argsort(descending=True, stable=True).argsort() for own_rows in rows])
+    entropies = torch.cat([own_rows.inputs[:, 1] for own_rows in rows])
     beta = calibrated(confidence, labels, options)
-    kept = confidence >= beta
+    keeps = confidence >= beta
     bucket = torch.bucketize(entropies, torch.tensor(BUCKETS, dtype=torch.float32, device="cpu"), right=True)
     names = [f"[{a:g}, {b:g})" for a, b in zip((0.0, *BUCKETS), (*BUCKETS, math.inf), strict=True)]
     inside = [(name, bucket == number) for number, name in enumerate(names)]
 
     def point(rate: float) -> dict[str, float]:
-        """At a beta that keeps this share, and two other ways to keep as many nodes: one bound on the path
-        probability for all trees; of each tree the same number, as EAGLE-2 does."""
+        """Return the recall at the beta that keeps this share, and of two other ways to keep as many nodes.
+
+        These are one bound on the path probability for all trees, and the same number per tree, as in EAGLE-2.
+        """
         at = _threshold(confidence, rate)
-        found = scores(confidence >= at, labels)
-        bounded = scores(paths >= _threshold(paths, found["keep_rate"]), labels)
-        ranked = scores(ranks < round(found["keep_rate"] * len(labels) / len(held)), labels)
+        own = scores(confidence >= at, labels)
+        bounded = scores(paths >= _threshold(paths, own["keep_rate"]), labels)
+        ranked = scores(ranks < round(own["keep_rate"] * len(labels) / len(held)), labels)
         others = {"recall_of_path_bound": bounded["recall"], "recall_of_top_n": ranked["recall"]}
-        return {"beta": round(at, 5), "keep_rate": found["keep_rate"], "recall": found["recall"], **others}
+        return {"beta": round(at, 5), "keep_rate": own["keep_rate"], "recall": own["recall"], **others}
 
     return {
         "beta": beta,
         "at_half": scores(confidence >= 0.5, labels),
-        "at_beta": scores(kept, labels),
-        "top_n": scores(ranks < round(float(kept.sum()) / len(held)), labels),
-        "nodes_per_tree": round(float(kept.sum()) / len(held), 2),
-        "acceptance_length": round(1 + float((kept & labels).sum()) / len(held), 3),
+        "at_beta": scores(keeps, labels),
+        "top_n": scores(ranks < round(float(keeps.sum()) / len(held)), labels),
+        "nodes_per_tree": round(float(keeps.sum()) / len(held), 2),
+        "acceptance_length": round(1 + float((keeps & labels).sum()) / len(held), 3),
         "by_entropy": {
-            name: {"share": round(float(part.float().mean()), 4), **scores(kept[part], labels[part])}
-            for name, part in inside
-            if bool(part.any())
+            name: {"share": round(float(within.float().mean()), 4), **scores(keeps[within], labels[within])}
+            for name, within in inside
+            if bool(within.any())
         },
         "curve": [point(rate) for rate in KEEP_RATES],
     }
 
 
 def calibrated(confidence: Tensor, labels: Tensor, options: ClassifierOptions) -> float:
-    """The largest beta that keeps the share `keep_rate` of all nodes, or the share `recall` of the accepted ones."""
+    """Return the largest beta that keeps a share `keep_rate` of all nodes, or `recall` of the accepted ones."""
     if options.recall is not None:
         return _threshold(confidence[labels], options.recall)
     return _threshold(confidence, options.keep_rate)
 
 
 def _threshold(values: Tensor, share: float) -> float:
-    """The largest value that at least `share` of the values, and one of them, reach."""
+    """Return the largest value that at least `share` of the values, and at least one, reach."""
     count = min(len(values), max(1, math.ceil(share * len(values) - 1e-6)))
     return float(values.topk(count).values[-1])
 
@@ -279,14 +284,14 @@ def _threshold(values: Tensor, share: float) -> float:
 def _measure_stop(
     net: Any, held: Sequence[LoggedTree], rows: Sequence[Rows], options: ClassifierOptions
 ) -> dict[str, Any]:
-    part = _joined(rows)
-    probabilities = net(part.inputs)
-    found = scores(probabilities >= 0.5, part.labels)
-    chance = binary_cross_entropy_with_logits(net.logits(part.inputs), part.labels.float())
+    joined = _joined(rows)
+    probabilities = net(joined.inputs)
+    figures = scores(probabilities >= 0.5, joined.labels)
+    chance = binary_cross_entropy_with_logits(net.logits(joined.inputs), joined.labels.float())
     return {
         "beta": 0.5,
-        "at_half": found,
-        "at_beta": found,
-        "positive_rate": round(float(part.labels.float().mean()), 4),
+        "at_half": figures,
+        "at_beta": figures,
+        "positive_rate": round(float(joined.labels.float().mean()), 4),
         "loss": round(float(chance), 4),
     }

@@ -1,6 +1,6 @@
-"""Full candidate trees of a running engine, on disk, with what the target made of each of their nodes.
+"""Full candidate trees of a running engine, on disk, with the target's choices after each node.
 
-What classifiers learn from, and what `research.replay` evaluates other policies on.
+Classifiers are trained on them, and `research.replay` evaluates policies on them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from specengine.train.classifier.options import CollectOptions
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.shards import Contents, ShardFolder
 
-TOP_PROBS = 10  # of each draft distribution
-SHORTEST = 2  # tokens of a prompt: its last is the first root, and an EAGLE head needs one before it
+TOP_PROBS = 10  # probabilities per draft distribution
+MIN_PROMPT = 2  # tokens: the last one is the first root, and an EAGLE head needs one before it
 
 Progress = Callable[[str], None]
 
 
 class LoggedTree(NamedTuple):
-    """One verified tree of n nodes, e of which the draft was run at; node 0 is the root.
+    """One verified tree of n nodes; the draft ran at e of them. Node 0 is the root.
 
     tokens, parents    int64 [n]; the root has parent -1
-    log_probs          float32 [n], the draft's, of the edge to the node, in nats; 0 at the root
-    choices            int64 [n], the token that the target chose after the node; -1 where it had none
+    log_probs          float32 [n], the draft's log-probability of the edge to the node, in nats; 0 at the root
+    choices            int64 [n], the target's choice after the node; -1 without one
     target_log_probs   float32 [n], the target's log-probability of the node's token given its parent; 0 at the root
     accepted           bool [n], the nodes of the accepted path, the root included
-    expanded           int64 [e], ascending by the pass that they were drafted from in
-    entropies          float32 [e], of the draft's distribution at the node, in nats
-    top_probs          float32 [e, 10], its largest probabilities, descending, 0 where there are no more
+    expanded           int64 [e], nodes that were drafted from, in the order of passes
+    entropies          float32 [e], entropy of the draft's distribution at the node, in nats
+    top_probs          float32 [e, 10], its largest probabilities, descending, padded with 0
     hidden             [e, hidden size] of the draft, or [e, 0]
     logits             [e, draft vocabulary] of the draft, or [e, 0]
     """
@@ -63,10 +63,10 @@ class LoggedTree(NamedTuple):
 
     @property
     def tree(self) -> TokenTree:
-        """With the depths and path probabilities that the serving code gives it."""
+        """The tree, with depths and path probabilities computed by the serving code."""
         tree = TokenTree.root(int(self.tokens[0]), len(self.tokens))
         start = 1
-        while start < len(self.tokens):  # batch by batch: a batch's parents are there before it
+        while start < len(self.tokens):  # batch by batch: parents come in earlier batches
             stop = start + int((self.parents[start:] < start).long().cumprod(0).sum())
             tree.add(self.parents[start:stop], self.tokens[start:stop], self.log_probs[start:stop])
             start = stop
@@ -74,8 +74,11 @@ class LoggedTree(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What the draft's rows mean, as of a Step: the target's ids of its columns, None where they are
-    the columns themselves; whether the rows are log-probabilities already."""
+    """The meaning of a draft's rows, as in a Step.
+
+    token_ids   the target's ids of the columns; None if they are the columns themselves
+    normalized  whether the rows are log-probabilities
+    """
 
     token_ids: Tensor | None = None
     normalized: bool = False
@@ -87,7 +90,7 @@ class Columns(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The trees of one answer, in its order."""
+    """The trees of one answer, in order."""
 
     trees: list[LoggedTree]
     columns: Columns
@@ -105,7 +108,7 @@ class Trees(ShardFolder):
     contents = Contents("trees", "logged trees", "the trees in {} were", "collect the trees")
 
     def add(self, number: int, trees: Sequence[LoggedTree], columns: Columns) -> None:
-        """Write a shard of at least one tree."""
+        """Write a shard with at least one tree."""
         tensors = {name: torch.cat([getattr(tree, name) for tree in trees]) for name in (*PER_NODE, *PER_ROW)}
         tensors |= {name: tensors[name].to(torch.int32) for name in ("tokens", "parents", "choices", "expanded")}
         tensors["nodes"] = torch.tensor([len(tree.tokens) for tree in trees], dtype=torch.int64, device="cpu")
@@ -116,11 +119,11 @@ class Trees(ShardFolder):
         self.save(number, tensors)
 
     def read(self, file: Path) -> Shard:
-        """InputError where the shard is damaged."""
+        """Return a shard. Raise InputError if it is damaged."""
         return self.load(file, _shard)
 
     def __iter__(self) -> Iterator[LoggedTree]:
-        """All trees, shard by shard; InputError for a damaged one."""
+        """Yield all trees, shard by shard. Raise InputError for a damaged shard."""
         for file in self.shards():
             yield from self.read(file).trees
 
@@ -142,19 +145,19 @@ def collect(
     name: str = "",
     progress: Progress = lambda line: None,
 ) -> Trees:
-    """Let `engine` answer the prompts greedily under full candidate trees until `options.trees` are logged.
+    """Answer the prompts greedily with full candidate trees until `options.trees` trees are logged.
 
-    The trees are those of the draft alone, without lookup.
+    prompts: checked token ids, two or more each; name: recorded name of the target.
 
-    prompts: checked token ids, two or more each; each is a shard, and one that is there is not answered again, so an
-    interrupted call goes on where it stopped. An answer's last tree is left out where the answer's end cut its path.
-    name: of the target, as recorded. InputError without a draft, and where the prompts give too few trees.
+    The trees are those of the draft alone, without lookup. Each prompt is a shard, so an interrupted call resumes where
+    it stopped. The last tree of an answer is skipped if the end of the answer cut its path. Raise InputError without a
+    draft, or if the prompts give too few trees.
     """
     if engine.drafter is None:
-        raise InputError("draft: there is none, and the trees are the draft's")
-    settings = {key: value for key, value in asdict(options).items() if key != "trees"}  # there may be more
+        raise InputError("draft: got none, but the trees come from a draft")
+    settings = {key: value for key, value in asdict(options).items() if key != "trees"}  # a folder may grow
     drafter = engine.drafter
-    if isinstance(drafter, Lookup):  # whose columns are other ones in every step
+    if isinstance(drafter, Lookup):  # its columns differ in every step
         drafter = drafter.inner
     trees = Trees.create(folder, {"target": name, "draft": drafter.name, **settings})
     watched = Recorder(options.policy, options)
@@ -163,8 +166,8 @@ def collect(
     for number, prompt in enumerate(prompts):
         if 0 < options.trees <= have:
             return trees
-        if len(prompt) < SHORTEST:
-            raise InputError(f"prompts: number {number + 1} has {len(prompt)} tokens, {SHORTEST} or more are needed")
+        if len(prompt) < MIN_PROMPT:
+            raise InputError(f"prompts: number {number + 1} has {len(prompt)} tokens, {MIN_PROMPT} or more are needed")
         if not trees.shard(number).is_file():
             logged = list(_answer(recording, watched, prompt, options.length))
             if not logged:
@@ -177,14 +180,14 @@ def collect(
         else:
             have += len(trees.read(trees.shard(number)).trees)
     if have < options.trees or not have:
-        raise InputError(f"prompts: {len(prompts)} gave {have} trees of {options.trees}; give more, or ask for fewer")
+        raise InputError(f"prompts: got {have} of {options.trees} trees; pass more prompts, or ask for fewer trees")
     return trees
 
 
 def questions(corpus: Corpus) -> list[list[int]]:
-    """What stands before the first answer of each text: the token ids of its first user's turn, as it was asked."""
-    found = [text.tokens[: int(text.answers.int().argmax())].tolist() for text in corpus if bool(text.answers.any())]
-    return [tokens for tokens in found if len(tokens) >= SHORTEST]
+    """Return the token ids before the first answer of each text: its first user turn, with the chat template."""
+    prompts = [text.tokens[: int(text.answers.int().argmax())].tolist() for text in corpus if bool(text.answers.any())]
+    return [tokens for tokens in prompts if len(tokens) >= MIN_PROMPT]
 
 
 def _answer(engine: Engine, watched: Recorder, prompt: list[int], length: int) -> Iterator[LoggedTree]:
@@ -196,9 +199,9 @@ def _answer(engine: Engine, watched: Recorder, prompt: list[int], length: int) -
 
 
 class WatchingSampler(Sampler):
-    """The greedy choice, remembering the logits that it was made from."""
+    """A greedy sampler that stores the logits."""
 
-    takes_largest = False  # the logits are wanted as well
+    takes_largest = False  # so that it gets the logits
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,14 +212,14 @@ class WatchingSampler(Sampler):
         return super().chooser(logits, history)
 
     def choices(self) -> list[int | None]:
-        """The token chosen after each node of the tree last seen."""
+        """Return the token chosen after each node of the last tree."""
         choose = super().chooser(self.logits, History([], 0))
         return [choose(node) for node in range(len(self.logits))]
 
 
 @dataclass
 class Recorder(TreePolicy):
-    """The policy `policy`, which verifies all that it grows, and a record of the distributions that it saw."""
+    """Runs `policy`, which must verify all nodes that it grows, and records the distributions that it reads."""
 
     policy: TreePolicy
     options: CollectOptions
@@ -232,7 +235,7 @@ class Recorder(TreePolicy):
             self._rows = []
         columns = Columns(step.token_ids, step.normalized)
         if self._rows and self.options.logits and not columns.same(self.columns):
-            raise InputError("draft: its distributions are over other tokens at every step, so they cannot be logged")
+            raise InputError("draft: its distributions have other tokens at every step, so they cannot be logged")
         self.columns = columns
         self._rows.append((frontier.alive(), *distribution_facts(step, self.options)))
         return self.policy.grow(tree, frontier, step)
@@ -244,7 +247,7 @@ class Recorder(TreePolicy):
         self.policy.learn(outcome)
 
     def logged(self, cycle: Cycle, sampler: WatchingSampler) -> LoggedTree:
-        """The tree of the last cycle. Its path is the target's, also where the answer ended within it."""
+        """Return the tree of the last cycle, with the target's whole path even if the answer ended within it."""
         tree, logits = cycle.tree, sampler.logits
         choices = sampler.choices()
         path, _ = walk(tree, choices.__getitem__, lambda token: False)
@@ -263,7 +266,7 @@ class Recorder(TreePolicy):
 
 
 def distribution_facts(step: Step, options: CollectOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Entropies, top probabilities, hidden states and logits of a LoggedTree, row for row of `step`."""
+    """Return entropies, top probabilities, hidden states and logits of a LoggedTree, by row of `step`."""
     log_probs, _ = step.best_children(TOP_PROBS)
     top_probs = torch.zeros(len(log_probs), TOP_PROBS, device=log_probs.device, dtype=torch.float32)
     top_probs[:, : log_probs.shape[1]] = log_probs.exp()
@@ -273,7 +276,7 @@ def distribution_facts(step: Step, options: CollectOptions) -> tuple[Tensor, Ten
 
 
 def edge_log_probs(logits: Tensor, tree: TokenTree) -> Tensor:
-    """float32 [n]: the log-probability of each node's token by the row of its parent; 0 at the root.
+    """Return the log-probability of each node's token in the row of its parent, float32 [n]; 0 at the root.
 
     logits: [n, vocabulary], one row per node.
     """

@@ -1,4 +1,4 @@
-"""The curve of a training run, drawn from its log."""
+"""Plot a training run from its log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specengine.train.svg import draw
 
 
 def plot(log: Path, file: Path) -> bool:
-    """Draw the losses and the agreement on held-back text of `log` into an SVG file; False without matplotlib."""
+    """Plot losses and agreement on held-back text from `log` into an SVG file. Return False without matplotlib."""
     entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
 
     def onto(figure: Any) -> None:

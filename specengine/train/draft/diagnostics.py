@@ -1,4 +1,4 @@
-"""How well a draft goes on behind its own less likely tokens: accuracy and calibration by rank (SALF & TALF, §3.1)."""
+"""Accuracy and calibration of a draft after its own less likely tokens, by rank (SALF & TALF, §3.1)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BINS = 15  # of equal mass
 
 @dataclass(frozen=True)
 class RankReport:
-    """Behind the draft's `rank`-th best token, over `rows` places.
+    """Results after the draft's `rank`-th best token, over `rows` places.
 
     accuracy          share of places where the draft's best token is the target's
-    calibration       difference of accuracy and mean probability that the draft gives to the target's best token, in
-                      bins by that probability, weighted by their sizes: the paper's expected calibration error
-    standard_calibration  the same with the probability of the draft's own best token, as Guo et al. (2017) define it
+    calibration       expected calibration error of the paper: difference of accuracy and mean draft probability of the
+                      target's best token, in bins by that probability, weighted by their sizes
+    standard_calibration  the same with the probability of the draft's own best token, as in Guo et al. (2017)
     """
 
     rank: int
@@ -39,8 +39,12 @@ class RankReport:
 
 
 class Observed(NamedTuple):
-    """Of one text, float32 [places, ranks]: hit or not, the draft's probability of the target's best token, and that
-    of its own best."""
+    """Observations of one text, float32 [places, ranks].
+
+    hits     whether the draft's best token is the target's
+    of_best  the draft's probability of the target's best token
+    highest  the draft's probability of its own best token
+    """
 
     hits: Tensor
     of_best: Tensor
@@ -49,17 +53,17 @@ class Observed(NamedTuple):
 
 @torch.no_grad()
 def by_rank(head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, anchors: int = 32) -> list[RankReport]:
-    """Reports for ranks 1 to 5, from up to `anchors` places in the answers of each text, evenly spread.
+    """Return reports for ranks 1 to 5, from up to `anchors` evenly spaced places in the answers of each text.
 
-    At each place the draft predicts a token, is told its own n-th best instead of the text's, and predicts once more;
-    the target is told the same token.
+    At each place the draft predicts a token, gets its own n-th best token instead of the text's, and predicts again.
+    The target gets the same token.
     """
     return reports([observe(head, teacher, text, anchors) for text in texts if text.answers[2:].any()])
 
 
-def reports(found: Sequence[Observed]) -> list[RankReport]:
-    """What `by_rank` says of these texts, which may be a sample of them, some more than once."""
-    hits, of_best, highest = (torch.cat(parts) for parts in zip(*found, strict=True))
+def reports(observed: Sequence[Observed]) -> list[RankReport]:
+    """Return the reports of `by_rank` for observed texts, which may be a bootstrap sample."""
+    hits, of_best, highest = (torch.cat(parts) for parts in zip(*observed, strict=True))
     return [
         RankReport(
             rank=rank + 1,
@@ -74,7 +78,7 @@ def reports(found: Sequence[Observed]) -> list[RankReport]:
 
 @torch.no_grad()
 def observe(head: EagleHead, teacher: Teacher, text: Text, count: int) -> Observed:
-    """At up to `count` places in the answers of a text that has some; see `by_rank`."""
+    """Observe up to `count` places in the answers of a text with answers; see `by_rank`."""
     tokens = text.tokens.long().to(teacher.device)[None]
     places = text.answers[2:].nonzero()[:, 0].to(teacher.device)
     places = places[
@@ -91,31 +95,31 @@ def observe(head: EagleHead, teacher: Teacher, text: Text, count: int) -> Observ
     chosen = columns if ids is None else ids[columns]
     parents = torch.zeros_like(chosen)
     target = teacher.head(Branches(teacher, reading, places + 1).extend(chosen, parents)).float()[0]
-    behind = logits_of(head, teacher, unrolling.next(chosen, parents, detach=True))[0]
-    draft = (behind / temperature_at(head.config, 2)).softmax(dim=-1)
+    after = logits_of(head, teacher, unrolling.next(chosen, parents, detach=True))[0]
+    draft = (after / temperature_at(head.config, 2)).softmax(dim=-1)
     best = target.argmax(dim=-1)
     own = draft.max(dim=-1)
     guess = own.indices if ids is None else ids[own.indices]
     if ids is None:
         of_best = draft.gather(-1, best[..., None])[..., 0]
-    else:  # a token that the draft has no column for has probability 0
+    else:  # a token outside the draft's vocabulary has probability 0
         of_best = (draft * (ids == best[..., None])).sum(dim=-1)
     return Observed((guess == best).float().cpu(), of_best.cpu(), own.values.cpu())
 
 
 def temperature_at(config: EagleConfig, depth: int) -> float:
-    """What the head divides logits by that propose nodes of this depth, 1 or more."""
+    """Return the temperature of the head's logits for nodes of this depth, 1 or more."""
     return config.temperatures[min(depth, len(config.temperatures)) - 1] if config.temperatures else 1.0
 
 
 def logits_of(head: EagleHead, teacher: Teacher, states: Tensor) -> Tensor:
-    """float32, [..., draft vocabulary]: of the draft's recurrent states, as the network gives them."""
+    """Return logits of the draft's recurrent states, float32 [..., draft vocabulary], before temperatures."""
     logits = head.logits(states)
     return (teacher.head(states.to(teacher.model.dtype)) if logits is None else logits).float()
 
 
 def calibration_error(hits: Tensor, confidence: Tensor) -> float:
-    """Weighted mean of |accuracy - confidence| over `BINS` bins of equal mass; both float [rows]."""
+    """Return the weighted mean of |accuracy - confidence| over `BINS` bins of equal mass. Both are float [rows]."""
     order = confidence.argsort()
     bins = zip(hits[order].tensor_split(BINS), confidence[order].tensor_split(BINS), strict=True)
     gaps = [len(h) * abs(float(h.mean() - c.mean())) for h, c in bins if len(h)]

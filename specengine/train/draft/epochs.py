@@ -1,4 +1,4 @@
-"""The order in which a draft sees its text."""
+"""Batches of training text, in the order of training."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ from specengine.errors import InputError
 from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text
 
-MOST_HELD_BACK = 32  # texts
+MAX_HELD_BACK = 32  # texts
 
 
 class Batch(NamedTuple):
-    """int64 and bool [sequences, length]."""
+    """A batch. tokens: int64 [sequences, length]; answers: bool [sequences, length]."""
 
     tokens: Tensor
     answers: Tensor
 
 
 def pack(texts: Sequence[Text], options: TrainOptions) -> list[Batch]:
-    """Batches that hold every text once: whole texts one behind the other, in an order that the seed decides.
+    """Return batches that contain every text once, in an order that depends on the seed.
 
-    A text that does not fit any more fills its sequence with its beginning, and begins the next one. One that is
-    longer than a sequence is cut. The last batch is filled up from the beginning.
+    A sequence is filled with whole texts. If the next text does not fit, its beginning fills the sequence, and the next
+    sequence starts with it again. A text longer than a sequence is cut. The first texts fill up the last batch.
     """
     generator = torch.Generator().manual_seed(options.seed)
     order = torch.randperm(len(texts), generator=generator, dtype=torch.int64, device="cpu").tolist()
-    found: list[Batch] = []
+    batches: list[Batch] = []
     place = 0
     while place < len(order):
-        length = options.lengths[len(found) % len(options.lengths)]
+        length = options.lengths[len(batches) % len(options.lengths)]
         rows = []
         for _ in range(options.batch_tokens // length):
             row, place = _row(texts, order, place, length)
             rows.append(row)
-        found.append(
+        batches.append(
             Batch(torch.stack([row.tokens for row in rows]).long(), torch.stack([row.answers for row in rows]))
         )
-    return found
+    return batches
 
 
 def _row(texts: Sequence[Text], order: list[int], place: int, length: int) -> tuple[Text, int]:
-    """A sequence of texts from `place` of the order on, and the place behind them."""
-    parts: list[Text] = []
+    """Return a sequence of texts from `place` in the order, and the place after them."""
+    pieces: list[Text] = []
     room = length
     while room:
         text = texts[order[place % len(order)]]
-        if len(text.tokens) <= room or not parts:
+        if len(text.tokens) <= room or not pieces:
             place += 1
-        parts.append(Text(text.tokens[:room], text.answers[:room]))
-        room -= len(parts[-1].tokens)
-    return Text(torch.cat([part.tokens for part in parts]), torch.cat([part.answers for part in parts])), place
+        pieces.append(Text(text.tokens[:room], text.answers[:room]))
+        room -= len(pieces[-1].tokens)
+    return Text(torch.cat([piece.tokens for piece in pieces]), torch.cat([piece.answers for piece in pieces])), place
 
 
 class Epochs:
-    """The order in which a training run sees its text.
+    """The batches of all epochs of a training run.
 
-    The shards that are there when an epoch begins are packed into batches, which keep their composition and are
-    shuffled anew for every epoch: text may be written while a draft trains on it. `shards` records which shards
-    came in with each epoch, so that a run that goes on later sees the same.
+    New shards are packed into batches at the beginning of an epoch, so text may be written during the training. Batches
+    keep their composition and are shuffled for every epoch. `shards` records the new shards of each epoch, so that a
+    resumed run sees the same batches.
     """
 
     def __init__(self, corpus: Corpus, options: TrainOptions, shards: Sequence[Sequence[int]] = ()) -> None:
@@ -71,12 +71,12 @@ class Epochs:
         self.shards: list[list[int]] = []
         self.batches: list[Batch] = []
         self.held_back: list[Text] = []
-        self._packed: list[int] = []  # batches that each epoch has
+        self._packed: list[int] = []  # number of batches of each epoch
         self._recorded = [list(numbers) for numbers in shards]
         self._begin()
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        """Numbered batches without end; the number is the batch's for good."""
+        """Yield numbered batches without end. A batch keeps its number in all epochs."""
         epoch = 0
         while True:
             if epoch >= len(self.shards):
@@ -97,10 +97,10 @@ class Epochs:
             new = [number for number in self._corpus.numbers() if number not in known]
         texts = [text for number in new for text in self._corpus.read(number) if text.answers[2:].any()]
         if epoch == 0:
-            held = min(MOST_HELD_BACK, math.ceil(self._options.held_back * len(texts))) if len(texts) > 1 else 0
+            held = min(MAX_HELD_BACK, math.ceil(self._options.held_back * len(texts))) if len(texts) > 1 else 0
             self.held_back, texts = texts[:held], texts[held:]
             if not texts:
-                raise InputError(f"data: {self._corpus.folder} holds no text with an answer")
+                raise InputError(f"data: {self._corpus.folder} has no text with an answer")
         self.batches += [batch for batch in pack(texts, self._options) if batch.answers[:, 2:].any()]
         self.shards.append(new)
         self._packed.append(len(self.batches))

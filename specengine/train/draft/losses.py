@@ -1,7 +1,7 @@
 """Losses of EAGLE drafts: regression and cross-entropy along the text, or along a tree that the target grows.
 
-All are one computation with other settings. From each position the draft is unrolled as it is when it serves: the
-first step reads the target's hidden states, every later one the draft's own output and the token that follows.
+All losses are one computation with different settings. From each position the draft is unrolled as when it serves: the
+first step reads the target's hidden states, later steps read the draft's own output and the next token.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from specengine.train.draft.options import Loss
 from specengine.train.draft.teacher import Reading, Teacher
 
 LABEL_ROWS = 256  # rows that the target's head reads at a time
-BLOCK = 2048  # rows of the draft's head whose gradients are made at once
-CHUNK_VALUES = (1 << 20, 1 << 28)  # logits in float32 at a time, on a CPU (what its caches hold) and on a GPU
-NOISE_LENGTH = 512  # tokens at which the noise has its nominal strength
+BLOCK = 2048  # rows of the draft's head whose gradients are computed at once
+CHUNK_VALUES = (1 << 20, 1 << 28)  # float32 logits at a time, on a CPU (fits its caches) and on a GPU
+NOISE_LENGTH = 512  # sequence length at which the noise has its nominal width
 
 
 def check_fit(loss: Loss, head: EagleHead) -> None:
-    """InputError where the head gives nothing that the loss can compare."""
+    """Raise InputError if the loss needs an output that the head does not have."""
     if loss.regression and head.config.version != 1:
         raise InputError(
             f"loss: {loss.name} compares hidden states with the target's, which an EAGLE-3 head does not predict; "
-            "take an EAGLE-1 head, or regression 0"
+            "use an EAGLE-1 head, or regression 0"
         )
 
 
 class Step(NamedTuple):
-    """What one step of the unrolled draft gives.
+    """One step of the unrolled draft.
 
     states    [batch, anchors, width, hidden size], recurrent states of the draft
-    labels    int64 [batch, anchors, width], rows of `Labels`, or -1 where nothing is to be learnt
+    labels    int64 [batch, anchors, width], rows of `Labels`, or -1 for nodes without a loss
     """
 
     states: Tensor
@@ -45,8 +45,12 @@ class Step(NamedTuple):
 
 
 class Report(NamedTuple):
-    """loss: a scalar with a gradient. hits, overlap: per step, the shares of rows whose best token was the target's,
-    and the mean overlap of the two distributions (the acceptance rate of sampled drafts); None if not measured."""
+    """The loss of a batch.
+
+    loss     a scalar with a gradient
+    hits     per step, share of rows whose best token is the target's; None if not measured
+    overlap  per step, mean overlap of both distributions (the acceptance rate of sampled drafts); None if not measured
+    """
 
     loss: Tensor
     hits: list[float] | None
@@ -63,17 +67,19 @@ def loss_of(
     generator: torch.Generator | None = None,
     measure: bool = False,
 ) -> Report:
-    """The loss over a batch of sequences of one length.
+    """Return the loss over a batch of sequences of one length.
 
-    reading: of the teacher, with its cache for a loss on a tree; answers: bool [batch, length], the tokens that the
-    draft shall predict. Mean over positions of the sum over steps and, in a tree, over nodes. InputError where no
-    answer is long enough.
+    reading: of the teacher, with its cache for a loss on a tree; answers: bool [batch, length], true for tokens that
+    the draft learns to predict.
+
+    The loss is the mean over positions of the sum over steps and, in a tree, over nodes. Raise InputError if no answer
+    is long enough.
     """
     check_fit(loss, head)
     rows = torch.zeros_like(answers[:, 1:])
     rows[:, :-1] = answers[:, 2:]  # row i reads feature i and token i + 1, and predicts token i + 2
     if not rows.any():
-        raise InputError("answers: none has a token that a draft could predict")
+        raise InputError("answers: no answer has a token that a draft could predict")
     anchors = _anchors(rows, loss.anchors, generator)
     labels = Labels(teacher, head)
     steps = _steps(loss, head, teacher, reading, rows, anchors, labels, generator)
@@ -82,20 +88,20 @@ def loss_of(
         chosen = step.labels >= 0
         index = step.labels[chosen]
         positions = max(int(chosen.any(dim=-1).sum()), 1)
-        found = labels.cross_entropy(step.states[chosen], index, loss, measure=measure)
-        total = found.loss / positions
+        entropy = labels.cross_entropy(step.states[chosen], index, loss, measure=measure)
+        total = entropy.loss / positions
         if loss.regression:
             aim = labels.states[index].to(step.states.dtype)
             distances = smooth_l1_loss(step.states[chosen].float(), aim.float(), reduction="none").mean(dim=-1)
             total = total + loss.regression * distances.sum() / positions
         totals.append(total * loss.decay**number)
-        hits.append(found.hits / max(len(index), 1))
-        overlap.append(found.overlap / max(len(index), 1))
+        hits.append(entropy.hits / max(len(index), 1))
+        overlap.append(entropy.overlap / max(len(index), 1))
     return Report(torch.stack(totals).sum(), hits if measure else None, overlap if measure else None)
 
 
 def _anchors(rows: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
-    """Rows from which later steps are unrolled, int64 [batch, anchors], -1 where a sequence has fewer than others."""
+    """Return rows from which later steps are unrolled, int64 [batch, anchors], padded with -1."""
     keys = (
         torch.rand(rows.shape, generator=generator, device=rows.device, dtype=torch.float32)
         if share < 1
@@ -118,7 +124,7 @@ def _steps(
     labels: Labels,
     generator: torch.Generator | None,
 ) -> Iterator[Step]:
-    """The first step is that of every row; the later ones follow the text, or the tree that the target grows."""
+    """Yield the first step, of every row, then later steps along the text or along the target's tree."""
     where = _text_labels(labels, reading, rows)
     features = _with_noise(reading.features, loss.noise, generator)
     unrolling = Unrolling(head, teacher, features, reading.tokens, anchors)
@@ -130,7 +136,7 @@ def _steps(
 
 
 def _along_text(loss: Loss, reading: Reading, anchors: Tensor, where: Tensor, unrolling: Unrolling) -> Iterator[Step]:
-    """Later steps of EAGLE, HASS and the training-time test."""
+    """Yield the later steps of EAGLE, HASS and the training-time test."""
     batch, length = reading.tokens.shape
     sequence = torch.arange(batch, device=anchors.device, dtype=torch.int64)[:, None]
     for depth in range(1, loss.steps):
@@ -145,7 +151,7 @@ def _along_text(loss: Loss, reading: Reading, anchors: Tensor, where: Tensor, un
 def _along_tree(
     loss: Loss, teacher: Teacher, reading: Reading, anchors: Tensor, labels: Labels, unrolling: Unrolling
 ) -> Iterator[Step]:
-    """Later steps of TALF: every node of the target's own tree carries the target's distribution behind its path."""
+    """Yield the later steps of TALF. The label of a node of the target's tree is the target's distribution after it."""
     roots = anchors.clamp(min=0) + 1  # positions of the root tokens
     for layer in teacher.grow(reading, roots, width=loss.width, depths=loss.steps - 1):
         index = labels.add(layer.states.flatten(0, 2)).view(layer.tokens.shape)
@@ -154,7 +160,7 @@ def _along_tree(
 
 
 def _text_labels(labels: Labels, reading: Reading, rows: Tensor) -> Tensor:
-    """int64 [batch, length]: by position, the row in `labels` of the target's distribution there, or -1."""
+    """Return the row in `labels` of the target's distribution at each position, or -1; int64 [batch, length]."""
     wanted = torch.zeros_like(reading.tokens, dtype=torch.bool)
     wanted[:, 1:] = rows
     where = torch.full_like(reading.tokens, -1)
@@ -170,10 +176,10 @@ def _with_noise(features: Tensor, width: float, generator: torch.Generator | Non
 
 
 class Unrolling:
-    """A draft unrolled from many positions of a text at once, each as if it served there.
+    """A draft unrolled from many positions of a text at once, as if it served at each.
 
-    A node at depth d behind anchor row r sees the rows up to r, its own ancestors and itself, stands at position
-    r + d and reads its parent's output: the same arithmetic as `drafters.eagle`, in a few large passes.
+    A node at depth d after anchor row r sees the rows up to r, its own ancestors and itself. It is at position r + d
+    and reads its parent's output. This is the arithmetic of `drafters.eagle` in a few large passes.
     """
 
     def __init__(self, head: EagleHead, teacher: Teacher, features: Tensor, tokens: Tensor, anchors: Tensor) -> None:
@@ -182,10 +188,10 @@ class Unrolling:
         self._features, self._tokens = features, tokens
         self._anchors = anchors.clamp(min=0)
         self._depth = 0
-        self._path: list[tuple[Tensor, Tensor]] = []  # keys and values of the ancestors of the last nodes, per node
+        self._path: list[tuple[Tensor, Tensor]] = []  # keys and values of the last nodes' ancestors
 
     def first(self) -> Tensor:
-        """Recurrent states of all rows, [batch, length - 1, hidden size]."""
+        """Return recurrent states of all rows, [batch, length - 1, hidden size]."""
         attend = _Recorded(causal)
         tokens = self._tokens[:, 1:]
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand(tokens.shape)
@@ -197,7 +203,7 @@ class Unrolling:
         return states
 
     def next(self, tokens: Tensor, parents: Tensor, *, detach: bool) -> Tensor:
-        """Recurrent states [batch, anchors, width, hidden size] one depth further, behind the nodes of the last call.
+        """Return recurrent states one depth after the nodes of the last call, [batch, anchors, width, hidden size].
 
         tokens, parents: int64 [batch, anchors, width]; parents are places among the anchor's last nodes.
         """
@@ -224,7 +230,7 @@ def _of_parents(states: Tensor, parents: Tensor) -> Tensor:
 
 
 class _Recorded:
-    """An attention function that keeps the last keys and values, [batch, KV heads, rows, head size]."""
+    """An attention function that stores the last keys and values, [batch, KV heads, rows, head size]."""
 
     def __init__(self, attend: Any) -> None:
         self._attend = attend
@@ -235,7 +241,7 @@ class _Recorded:
 
 
 class _PathAttention:
-    """Nodes attend to the rows up to their anchor, to their ancestors' own keys, and to themselves."""
+    """Attention of nodes to the rows up to their anchor, to their ancestors and to themselves."""
 
     def __init__(
         self, prefix: tuple[Tensor, Tensor], path: list[tuple[Tensor, Tensor]], anchors: Tensor, width: int
@@ -245,7 +251,7 @@ class _PathAttention:
         self._hidden = (rows > anchors[..., None]).repeat_interleave(width, dim=1)[:, None, None]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Half precision goes through softmax as it is, which computes in float32 inside: autocast would copy.
+        # softmax computes half precision in float32 internally; autocast would copy.
         with torch.autocast(query.device.type, enabled=False):
             return self._attend(query.to(value.dtype), key.to(value.dtype), value)
 
@@ -253,7 +259,7 @@ class _PathAttention:
         batch, heads, nodes, size = query.shape
         shape = (batch, key.shape[1], heads // key.shape[1], nodes)
         query = (query * size**-0.5).view(*shape, size)
-        far_key, far_value = (part.to(value.dtype) for part in self._prefix)
+        far_key, far_value = (tensor.to(value.dtype) for tensor in self._prefix)
         near = [*((_per_node(k), _per_node(v)) for k, v in self._path), (key, value)]
         scores = (query.flatten(2, 3) @ far_key.transpose(-1, -2)).view(*shape, -1)
         scores = scores.masked_fill(self._hidden, float("-inf"))
@@ -266,23 +272,23 @@ class _PathAttention:
 
 
 def _per_node(states: Tensor) -> Tensor:
-    """[batch, anchors, width, KV heads, head size] as [batch, KV heads, anchors * width, head size]."""
+    """Reshape [batch, anchors, width, KV heads, head size] to [batch, KV heads, anchors * width, head size]."""
     return states.flatten(1, 2).transpose(1, 2)
 
 
 # ---------------------------------------------------------------------------------------------------- cross-entropy
 
 
-class _Found(NamedTuple):
+class _Entropy(NamedTuple):
     loss: Tensor
     hits: float
     overlap: float
 
 
 class Labels:
-    """The target's distributions, over the draft's vocabulary, at positions that were added row by row.
+    """The target's distributions over the draft's vocabulary, added row by row.
 
-    A row whose best token the draft cannot propose carries no loss, as in EAGLE-3, and is never hit.
+    A row whose best token is not in the draft's vocabulary has no loss, as in EAGLE-3, and never counts as a hit.
     """
 
     def __init__(self, teacher: Teacher, head: EagleHead) -> None:
@@ -304,26 +310,26 @@ class Labels:
 
     @property
     def best(self) -> Tensor:
-        """int64 [rows]: the draft's column of the target's best token, or -1."""
+        """int64 [rows]: the draft's column of the target's best token, or -1 without one."""
         return _joined(self._best)
 
     @torch.no_grad()
     def add(self, states: Tensor) -> Tensor:
-        """Take in the target's states behind its final norm, [rows, hidden size]; returns their row numbers."""
-        for part in states.split(LABEL_ROWS):
-            logits = self._teacher.head(part)
+        """Add the target's states after its final norm, [rows, hidden size]. Return their row numbers."""
+        for rows in states.split(LABEL_ROWS):
+            logits = self._teacher.head(rows)
             highest = logits.amax(dim=-1)
             if self._ids is not None:
                 logits = logits[:, self._ids]
-            found = logits.max(dim=-1)
-            self._best.append(torch.where(found.values == highest, found.indices, -1))
-            self._probabilities.append(logits.float().softmax(dim=-1).to(part.dtype))
+            own = logits.max(dim=-1)
+            self._best.append(torch.where(own.values == highest, own.indices, -1))
+            self._probabilities.append(logits.float().softmax(dim=-1).to(rows.dtype))
         self._states.append(states)
         first, self._count = self._count, self._count + len(states)
         return torch.arange(first, self._count, device=states.device, dtype=torch.int64)
 
-    def cross_entropy(self, states: Tensor, index: Tensor, loss: Loss, *, measure: bool) -> _Found:
-        """Sum over rows of the weighted cross-entropies between these labels and the draft's distributions.
+    def cross_entropy(self, states: Tensor, index: Tensor, loss: Loss, *, measure: bool) -> _Entropy:
+        """Return the sum over rows of the weighted cross-entropies between these labels and the draft's distributions.
 
         states: [rows, hidden size], recurrent; index: int64 [rows], the label of each.
         """
@@ -334,7 +340,7 @@ class Labels:
             read = read.to(torch.get_autocast_dtype(device))
         hits = torch.zeros(2, device=read.device, dtype=torch.float32)
         total = _LinearCrossEntropy.apply(read, layer.weight, layer.bias, self, index, loss, hits if measure else None)
-        return _Found(total, *hits.tolist())
+        return _Entropy(total, *hits.tolist())
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -344,9 +350,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """A linear layer and the cross-entropy on it, chunk by chunk: the logits of all rows are never in memory at once.
+    """A linear layer with cross-entropy, chunk by chunk, so that the logits of all rows are never in memory at once.
 
-    The gradients are made in the forward pass, while a chunk's logits are at hand.
+    The forward pass also computes the gradients, while it has the logits of a chunk.
     """
 
     @staticmethod
@@ -396,12 +402,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
-        into = (None if part is None else part * slope.to(part.dtype) for part in ctx.saved_tensors)
+        into = (None if saved is None else saved * slope.to(saved.dtype) for saved in ctx.saved_tensors)
         return (*into, None, None, None, None)
 
 
 def _weighted(aim: Tensor, loss: Loss) -> Tensor:
-    """Labels times the weights of the two cross-entropies."""
+    """Return labels multiplied by the weights of both cross-entropies."""
     if not loss.top_weight:
         return aim if loss.cross_entropy == 1 else aim * loss.cross_entropy
     weights = torch.full_like(aim, loss.cross_entropy)

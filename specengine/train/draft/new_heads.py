@@ -1,4 +1,4 @@
-"""Heads to be trained: their shape, and what they begin with."""
+"""Heads to train: their shape and initial weights."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from specengine.train.draft.options import Loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.options import TrainOptions
 
-RIDGE = 1e-4  # of the mean squared input
+RIDGE = 1e-4  # relative to the mean squared input
 
 
 def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: Tensor) -> EagleHead:
-    """A head for `model` to be trained, float32. counts: int64 [vocabulary], of each token in the answers."""
+    """Return a float32 head for `model` to train. counts: int64 [vocabulary], of each token in the answers."""
     device = model.get_input_embeddings().weight.device
     if options.start not in ("target", "random"):
         config, state, _ = load_head(options.start)
-        config = replace(config, temperatures=())  # fitted to what it was
+        config = replace(config, temperatures=())  # they were fitted to the old weights
         config, state = _resized(config, state, options)
         config, state = _with_more_tokens(config, state, model, options, counts)
         head = head_from(config, state, torch.float32, device).train().requires_grad_(True)
@@ -58,38 +58,41 @@ def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: 
 def _resized(
     config: EagleConfig, state: dict[str, Tensor], options: TrainOptions
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """The head with MLPs of `options.intermediate_size` units: new ones say nothing yet, and of too many those stay
-    whose weights are largest, by the product of the norms of what a unit reads and of what it writes."""
-    size, more = options.intermediate_size, options.intermediate_size - config.intermediate_size
-    if size == 0 or more == 0:
+    """Return the head with MLPs of `options.intermediate_size` units.
+
+    New units contribute nothing at first. If there are too many, the units with the largest weights are kept, by the
+    product of the norms of their input and output weights.
+    """
+    size, added = options.intermediate_size, options.intermediate_size - config.intermediate_size
+    if size == 0 or added == 0:
         return config, state
     torch.manual_seed(options.seed)
     state = dict(state)
     for down in [name for name in state if name.endswith("down_proj.weight")]:
         gate, up = (down.replace("down_proj", name) for name in ("gate_proj", "up_proj"))
-        if more > 0:
+        if added > 0:
             for name in (gate, up):
                 state[name] = torch.cat(
                     [
                         state[name],
-                        torch.randn(more, state[name].shape[1], dtype=torch.float32, device="cpu").to(state[name])
+                        torch.randn(added, state[name].shape[1], dtype=torch.float32, device="cpu").to(state[name])
                         * 0.02,
                     ]
                 )
-            state[down] = torch.cat([state[down], state[down].new_zeros(len(state[down]), more)], dim=1)
+            state[down] = torch.cat([state[down], state[down].new_zeros(len(state[down]), added)], dim=1)
             continue
         weight = state[gate].float().norm(dim=1) * state[up].float().norm(dim=1) * state[down].float().norm(dim=0)
-        kept = weight.argsort(descending=True, stable=True)[:size].sort().values
-        state |= {gate: state[gate][kept], up: state[up][kept], down: state[down][:, kept]}
+        chosen = weight.argsort(descending=True, stable=True)[:size].sort().values
+        state |= {gate: state[gate][chosen], up: state[up][chosen], down: state[down][:, chosen]}
     return replace(config, intermediate_size=size), state
 
 
 def _with_more_tokens(
     config: EagleConfig, state: dict[str, Tensor], model: PreTrainedModel, options: TrainOptions, counts: Tensor
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """The head with a vocabulary of `options.draft_vocab_size`.
+    """Return the head with a vocabulary of `options.draft_vocab_size`.
 
-    The answers' most frequent tokens of those that it lacked come in, each with its row of the target's head.
+    It gets the most frequent missing tokens of the answers, with their rows of the target's head.
     """
     size, known = min(options.draft_vocab_size, config.vocab_size), config.draft_vocab_size
     if "d2t" not in state or size <= known:
@@ -109,10 +112,10 @@ def _with_more_tokens(
 
 @torch.no_grad()
 def start_from_text(head: EagleHead, teacher: Teacher, batches: Sequence[Tensor]) -> None:
-    """Let an EAGLE-1 head begin as the best linear guess of the target's next hidden state.
+    """Initialise an EAGLE-1 head as the best linear prediction of the target's next hidden state.
 
-    Its fusion becomes the least-squares solution over `batches` (int64 [sequences, length] each), and its layer adds
-    nothing yet: there is no norm in front of its attention, so a layer of the target would see a wrong scale.
+    Its fusion becomes the least-squares solution over `batches` (int64 [sequences, length] each). Its layer adds
+    nothing at first: there is no norm before its attention, so weights of a target's layer would get a wrong scale.
     """
     size, device = head.config.hidden_size, head.fc.weight.device
     products = torch.zeros(2 * size + 1, 3 * size + 1, dtype=torch.float64, device=device)
@@ -162,7 +165,7 @@ def new_config(model: PreTrainedModel, version: int, options: TrainOptions) -> E
 
 
 def _choose_vocabulary(head: Eagle3Head, counts: Tensor) -> None:
-    """The draft's vocabulary: the most frequent tokens, by id."""
+    """Set the draft's vocabulary to the most frequent tokens, sorted by id."""
     if head.d2t is None:
         return
     size = head.config.draft_vocab_size
@@ -172,10 +175,10 @@ def _choose_vocabulary(head: Eagle3Head, counts: Tensor) -> None:
 
 @torch.no_grad()
 def _start_from_target(head: EagleHead, model: PreTrainedModel) -> None:
-    """Copy what the target already knows wherever a weight of the same shape and meaning is found.
+    """Copy weights of the target that have the same shape and meaning.
 
-    The fusion starts as the highest hidden state. The target's last layer becomes the head's, reading the hidden
-    state alone at first, and its final norm and its head's rows become those of the head.
+    The fusion starts as the last of the hidden states. The target's last layer becomes the head's layer, which reads
+    the hidden state alone at first. The target's final norm and rows of its language-model head become the head's.
     """
     size = head.config.hidden_size
     ids = head.target_ids()

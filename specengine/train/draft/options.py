@@ -1,4 +1,4 @@
-"""The settings of a draft's training loss, and the losses by name."""
+"""Options of the training losses, and the losses by name."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ LossName = Literal["eagle", "hass", "ttt", "talf"]
 class Loss:
     """A training loss.
 
-    name           whose loss it is
-    steps          predictions in a row from each position, 1 or more; depths of the tree, for `talf`
-    width          nodes that a depth of the target's tree keeps, 0 or more; 0: the text itself is followed
-    anchors        share of the positions from which the steps after the first are unrolled, drawn anew for each batch,
+    name           the method that the loss comes from
+    steps          consecutive predictions from each position, 1 or more; for `talf`, depths of the tree
+    width          nodes per depth of the target's tree, 0 or more; 0: follow the text instead of a tree
+    anchors        share of the positions from which the steps after the first are unrolled, drawn for each batch,
                    above 0, up to 1
     cross_entropy  weight of the cross-entropy with the target's distribution, 0 or more
-    top_k          of the target's best tokens, 1 or more, for `top_weight`
-    top_weight     weight of the cross-entropy over these tokens alone, 0 or more
+    top_k          number of the target's best tokens for `top_weight`, 1 or more
+    top_weight     weight of the cross-entropy over the `top_k` best tokens, 0 or more
     regression     weight of the smooth L1 distance to the target's hidden state, averaged over its channels, 0 or more
-    decay          step j counts decay**j, above 0, up to 1
-    detach         true: no gradient passes from a step to the one before
-    noise          width of the uniform noise on the features, 0 or more, for sequences of 512 tokens; less for longer
-                   ones
+    decay          step j has weight decay**j, above 0, up to 1
+    detach         true: stop gradients between steps
+    noise          width of the uniform noise on the features for sequences of 512 tokens, 0 or more; narrower for
+                   longer ones
     """
 
     name: LossName
@@ -58,5 +58,5 @@ LOSSES: dict[str, Loss] = {
 
 
 def make_loss(name: str, **changes: Any) -> Loss:
-    """The loss with this name, with other settings where they are given; InputError for a name that is unknown."""
+    """Return the loss of this name, with `changes` to its settings. Raise InputError for an unknown name."""
     return replace(require_known("loss", name, LOSSES), **changes)

@@ -1,4 +1,4 @@
-"""Settings that fit a machine: how much text, which loss, how long."""
+"""Recipes: settings for a kind of machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Recipe:
 
 RECIPES = {
     "cpu-small": Recipe(
-        "two CPU cores; 89 minutes for a model of 135M parameters, text included, with other work beside",
+        "two CPU cores; 89 minutes for a model of 135M parameters, text included, with other work on the machine",
         SynthesisOptions(tokens=650_000, rows=128, length=512),
         TrainOptions(
             steps=1700, batch_tokens=1024, lengths=(512, 1024), learning_rate=1e-3, validate_every=500, save_every=50

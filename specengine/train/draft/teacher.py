@@ -1,4 +1,4 @@
-"""The target as a teacher: its hidden states, its distributions, and the trees that it would draft itself."""
+"""The target as a teacher: its hidden states, its distributions, and its own draft trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specengine.errors import UnsupportedModelError
 
 
 def _as_stored(method: Any) -> Any:
-    """Run a method of the target without gradients and in the dtype of its weights, whatever the draft runs in."""
+    """Decorate a method of the target to run without gradients and in the dtype of its weights."""
 
     @functools.wraps(method)
     def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -28,8 +28,8 @@ class Reading(NamedTuple):
 
     tokens    int64 [batch, length]
     features  [batch, length, features * hidden size], the hidden states that the draft reads
-    states    [batch, length, hidden size], behind the final norm
-    cache     keys and values, if they were wanted
+    states    [batch, length, hidden size], after the final norm
+    cache     keys and values, if requested
     """
 
     tokens: Tensor
@@ -38,7 +38,7 @@ class Reading(NamedTuple):
     cache: DynamicCache | None
 
     def to(self, device: torch.device) -> Reading:
-        """Without the cache."""
+        """Return the reading on `device`, without the cache."""
         return Reading(self.tokens.to(device), self.features.to(device), self.states.to(device), None)
 
 
@@ -46,8 +46,8 @@ class Layer(NamedTuple):
     """Tree nodes of one depth, `width` for each anchor.
 
     tokens   int64 [batch, anchors, width]
-    parents  int64 [batch, anchors, width], the parent's place among the anchor's nodes one depth above
-    states   [batch, anchors, width, hidden size] of the target at the nodes, behind the final norm
+    parents  int64 [batch, anchors, width], the parent's index among the anchor's nodes one depth above
+    states   [batch, anchors, width, hidden size] of the target at the nodes, after the final norm
     """
 
     tokens: Tensor
@@ -56,7 +56,7 @@ class Layer(NamedTuple):
 
 
 class Teacher:
-    """A frozen target. feature_ids: which of transformers' `hidden_states` the draft reads."""
+    """A frozen target. feature_ids: indices into transformers' `hidden_states` that the draft reads."""
 
     def __init__(self, model: PreTrainedModel, feature_ids: tuple[int, ...]) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -72,12 +72,12 @@ class Teacher:
 
     @property
     def head(self) -> torch.nn.Linear:
-        """The language-model head, which reads states behind the final norm."""
+        """The language-model head, which reads states after the final norm."""
         return self.model.get_output_embeddings()
 
     @_as_stored
     def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:
-        """Run whole sequences without padding, int64 [batch, length]."""
+        """Run whole sequences without padding. tokens: int64 [batch, length]."""
         cache = DynamicCache(config=self.model.config) if keep_cache else None
         out = self.decoder(input_ids=tokens, past_key_values=cache, use_cache=keep_cache, output_hidden_states=True)
         features = torch.cat([out.hidden_states[i] for i in self.feature_ids], dim=-1)
@@ -85,10 +85,10 @@ class Teacher:
 
     @_as_stored
     def grow(self, reading: Reading, anchors: Tensor, *, width: int, depths: int) -> list[Layer]:
-        """The target's own beam tree behind each anchor, one Layer for each depth from 1 on (SALF & TALF, Alg. 1).
+        """Return the target's own beam tree after each anchor, one Layer per depth from 1 (SALF & TALF, Alg. 1).
 
         anchors: int64 [batch, anchors], positions of root tokens. Every depth keeps the `width` nodes with the
-        largest path probability among the children of the depth above. The cache of `reading` is used up.
+        largest path probability among the children of the depth above. The cache of `reading` cannot be used again.
         """
         rows = torch.arange(anchors.shape[0], device=anchors.device, dtype=torch.int64)[:, None]
         states = reading.states[rows, anchors][:, :, None]
@@ -102,10 +102,10 @@ class Teacher:
         return layers
 
     def _best_children(self, states: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Parents, tokens and log path probabilities [batch, anchors, width] of the likeliest children."""
-        found = [_top(self.head(part).float(), width) for part in states.flatten(0, 2).split(256)]
+        """Return parents, tokens and log path probabilities [batch, anchors, width] of the most likely children."""
+        top = [_top(self.head(rows).float(), width) for rows in states.flatten(0, 2).split(256)]
         log_probabilities, tokens = (
-            torch.cat(list(parts)).view(*states.shape[:3], width) for parts in zip(*found, strict=True)
+            torch.cat(list(parts)).view(*states.shape[:3], width) for parts in zip(*top, strict=True)
         )
         joint = (scores[..., None] + log_probabilities).flatten(2)
         best = joint.topk(width, dim=-1)
@@ -113,12 +113,12 @@ class Teacher:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Refuse models whose logits are not their head's output: the losses read the head's."""
+        """Raise UnsupportedModelError if the logits are not the head's output, which the losses read."""
         token = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         out, logits = self.decoder(input_ids=token, output_hidden_states=True), self.model(input_ids=token).logits
         if len(out.hidden_states) != self.layers + 1 or not all(0 <= i <= self.layers for i in self.feature_ids):
             raise UnsupportedModelError(
-                f"target: it gives {len(out.hidden_states)} hidden states, {self.layers + 1} are needed, and the draft "
+                f"target: it has {len(out.hidden_states)} hidden states, {self.layers + 1} are needed, and the draft "
                 f"reads {', '.join(map(str, self.feature_ids))}"
             )
         if not torch.allclose(self.head(out.hidden_states[-1]).float(), logits.float(), rtol=1e-2, atol=1e-2):
@@ -129,9 +129,9 @@ class Teacher:
 
 
 class Branches:
-    """Tokens behind many positions of one text, run by the target one depth at a time.
+    """Trees of tokens after many positions of one text, run by the target one depth at a time.
 
-    A node sees the text up to its anchor, its own ancestors and itself. The cache of `reading` is used up.
+    A node sees the text up to its anchor, its own ancestors and itself. The cache of `reading` cannot be used again.
     """
 
     def __init__(self, teacher: Teacher, reading: Reading, anchors: Tensor) -> None:
@@ -142,13 +142,13 @@ class Branches:
         self._text = (
             torch.arange(reading.tokens.shape[1], device=anchors.device, dtype=torch.int64) <= anchors[..., None]
         )[:, :, None]
-        self._lineage: Tensor | None = None  # bool [batch, anchors, width, depth, width]: who is whose ancestor
+        self._lineage: Tensor | None = None  # bool [batch, anchors, width, depth, width]: ancestors
 
     @_as_stored
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """States behind the final norm, [batch, anchors, width, hidden size], of nodes one depth further.
+        """Return states after the final norm, [batch, anchors, width, hidden size], of nodes one depth further.
 
-        tokens, parents: int64 [batch, anchors, width], of one width at every depth; parents are places among the
+        tokens, parents: int64 [batch, anchors, width], of the same width at every depth. Parents are indices among the
         anchor's last nodes.
         """
         batch, count, width = tokens.shape
@@ -158,7 +158,7 @@ class Branches:
             own = torch.cat([self._lineage.gather(2, above), own], dim=3)
         self._lineage = own
         depth = own.shape[3]
-        # Columns behind the text: depth by depth, anchor by anchor. A node sees columns of its own anchor alone.
+        # Columns after the text: depth by depth, anchor by anchor. A node only sees columns of its own anchor.
         mine = torch.eye(count, dtype=torch.bool, device=tokens.device)[None, :, None, None, :, None]
         nodes = (own[:, :, :, :, None] & mine).reshape(batch, count * width, depth * count * width)
         text = self._text.expand(-1, -1, width, -1).reshape(batch, count * width, -1)

@@ -1,4 +1,4 @@
-"""Temperatures that make a draft's probabilities mean what they say, fitted by depth on text that was held back."""
+"""Fit temperatures by depth on held-back text, so that a draft's probabilities are calibrated."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from specengine.train.draft.validation import autocasting
 from specengine.train.text.corpus import Text
 
 DEPTHS = 6
-ANCHORS = 64  # places of a text
-SHARPNESS = torch.linspace(0.5, 2.0, 61, dtype=torch.float32, device="cpu")  # 1 / temperature, that are tried
+ANCHORS = 64  # places per text
+SHARPNESS = torch.linspace(0.5, 2.0, 61, dtype=torch.float32, device="cpu")  # candidates for 1 / temperature
 CHUNK = 128  # rows of logits at a time
 
 
@@ -24,11 +24,11 @@ CHUNK = 128  # rows of logits at a time
 def fit_temperatures(
     head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, depths: int = DEPTHS, autocast: bool = False
 ) -> tuple[float, ...]:
-    """A temperature for each depth, from 1 on: those under which the target's best tokens are likeliest.
+    """Return a temperature for each depth from 1, which makes the target's best tokens as likely as possible.
 
-    That is the chance that policies ask for: that a token is the one that a greedy target takes. From up to 64 places
-    in the answers of each text, evenly spread, the draft is told the text, as on the path that is accepted. Places
-    whose best token the draft has no column for say nothing. Empty where there is no place. (Guo et al. 2017, §4.2.)
+    A probability then is the chance that a greedy target takes the token, which is how policies read it. From up to 64
+    evenly spaced places in the answers of each text, the draft follows the text, as on an accepted path. Places whose
+    best token is not in the draft's vocabulary are skipped. Return () if there are no places. (Guo et al. 2017, §4.2.)
     """
     losses = torch.zeros(depths, len(SHARPNESS), dtype=torch.float64, device="cpu")
     rows = torch.zeros(depths, dtype=torch.int64, device="cpu")
@@ -49,26 +49,26 @@ def fit_temperatures(
             states = unrolling.first()[0, places]
             for depth in range(depths):
                 if depth:
-                    told = tokens[0, (places + 1 + depth).clamp(max=tokens.shape[1] - 1)][None, :, None]
-                    states = unrolling.next(told, torch.zeros_like(told), detach=True)[0, :, 0]
+                    following = tokens[0, (places + 1 + depth).clamp(max=tokens.shape[1] - 1)][None, :, None]
+                    states = unrolling.next(following, torch.zeros_like(following), detach=True)[0, :, 0]
                 inside = places + 1 + depth < tokens.shape[1]
-                found = _losses(head, teacher, states[inside], reading.states[0, (places + 1 + depth)[inside]])
-                losses[depth] += found[0]
-                rows[depth] += found[1]
+                total, count = _losses(head, teacher, states[inside], reading.states[0, (places + 1 + depth)[inside]])
+                losses[depth] += total
+                rows[depth] += count
     if not bool(rows.all()):
         return ()
     return tuple(round(1 / _lowest(of_depth), 3) for of_depth in losses)
 
 
 def _losses(head: EagleHead, teacher: Teacher, draft: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """Sums over rows of -log p of the target's best token, by sharpness, float64; and how many rows there were.
+    """Return sums over rows of -log p of the target's best token, float64 by sharpness, and the number of rows.
 
     draft, target: states [rows, hidden size] of the same places.
     """
     total, count, ids = torch.zeros(len(SHARPNESS), dtype=torch.float64, device="cpu"), 0, head.target_ids()
     sharpness = SHARPNESS.to(draft.device)
-    for mine, its in zip(draft.split(CHUNK), target.split(CHUNK), strict=True):
-        logits, best = logits_of(head, teacher, mine), teacher.head(its).argmax(dim=-1)
+    for draft_rows, target_rows in zip(draft.split(CHUNK), target.split(CHUNK), strict=True):
+        logits, best = logits_of(head, teacher, draft_rows), teacher.head(target_rows).argmax(dim=-1)
         if ids is not None:
             best = torch.searchsorted(ids, best).clamp(max=len(ids) - 1).masked_fill(~torch.isin(best, ids), -1)
         logits, best = logits[best >= 0], best[best >= 0]
@@ -80,7 +80,7 @@ def _losses(head: EagleHead, teacher: Teacher, draft: Tensor, target: Tensor) ->
 
 
 def _lowest(losses: Tensor) -> float:
-    """The sharpness of the lowest loss: the vertex of the parabola through the best one tried and its neighbours."""
+    """Return the sharpness of the lowest loss: the vertex of a parabola through the best candidates."""
     at = int(losses.argmin().clamp(1, len(losses) - 2))
     before, here, after = losses[at - 1 : at + 2].tolist()
     bend = before - 2 * here + after

@@ -1,4 +1,4 @@
-"""Training an EAGLE draft head on text that the target wrote."""
+"""Train an EAGLE draft head on text that the target wrote."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from specengine.train.text.corpus import Corpus, Text
 
 STATE, LOG, CURVE = "training.pt", "log.jsonl", "curve.svg"
 MEASURE_EVERY = 10  # steps
-START_BATCHES = 24  # that an EAGLE-1 head's first guess is fitted to
-HOUSEKEEPING = ("keep_gib", "validate_every", "save_every", "temperatures")  # options that do not change what is learnt
+START_BATCHES = 24  # batches that the initial EAGLE-1 head is fitted to
+HOUSEKEEPING = ("keep_gib", "validate_every", "save_every", "temperatures")  # options that do not change the result
 
 Progress = Callable[[str], None]
 
@@ -52,10 +52,12 @@ def train_draft(
     stop_after: int | None = None,
     progress: Progress = lambda line: None,
 ) -> Path:
-    """Train a head for `model` into the folder `out`, which holds a head that serves from the first saving on.
+    """Train a head for `model` and save it in the folder `out`, every `save_every` steps and at the end.
 
-    Interrupted, the same call goes on where it last saved and comes to the same curve. stop_after: end at this step
-    of the schedule. InputError for text of another target, and for a folder that was begun in another way.
+    stop_after: end at this step of the schedule.
+
+    After an interruption, the same call resumes from the last saved state, with the same result. Raise InputError for
+    text of another target, and for a folder that was begun with other settings.
     """
     loss = loss or make_loss("ttt")
     run = _Run(model, corpus, out, options, loss, name, progress)
@@ -77,7 +79,7 @@ class _Run:
         vocab_size = model.get_input_embeddings().weight.shape[0]
         if corpus.manifest.get("vocab_size") != vocab_size:
             raise InputError(
-                f"data: it is text of {corpus.manifest.get('target')!r} with a vocabulary of "
+                f"data: the text is of {corpus.manifest.get('target')!r} with a vocabulary of "
                 f"{corpus.manifest.get('vocab_size')}; this target has {vocab_size}"
             )
         self.model, self.out, self.options, self.loss, self.progress = model, out, options, loss, progress
@@ -96,7 +98,7 @@ class _Run:
             counts += batch.tokens[batch.answers].bincount(minlength=vocab_size)
         self.head = new_head(model, options, loss, counts)
         check_fit(loss, self.head)
-        self.target = HuggingFaceTarget(model, pack=False)  # fails now rather than after the training
+        self.target = HuggingFaceTarget(model, pack=False)  # fail now rather than after the training
         require_fit(self.head.config, self.target.lm)
         self.coverage = self._coverage(counts)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -120,7 +122,7 @@ class _Run:
             tokens = sum(batch.tokens.numel() for batch in self.epochs.batches)
             self.progress(
                 f"EAGLE-{self.head.config.version} head, {sum(p.numel() for p in self.learns) / 1e6:.1f}M parameters, "
-                f"loss {self.loss.name}, {tokens:,} tokens of text; the draft's vocabulary holds {self.coverage:.1%} "
+                f"loss {self.loss.name}, {tokens:,} tokens of text; the draft's vocabulary covers {self.coverage:.1%} "
                 "of the answers"
             )
         began, before = time.perf_counter(), self.seconds
@@ -144,7 +146,7 @@ class _Run:
         self._finish()
 
     def _finish(self) -> None:
-        """Save, with temperatures fitted to what the training has come to."""
+        """Fit temperatures to the trained head, and save it."""
         if self.options.temperatures and self.epochs.held_back:
             texts = self.epochs.held_back
             self.temperatures = fit_temperatures(self.result, self.teacher, texts, autocast=self.options.autocast)
@@ -154,7 +156,7 @@ class _Run:
         plot(self.log, self.out / CURVE)
 
     def _backward(self, number: int, batch: Batch, *, measure: bool) -> Report:
-        """Gradients of one batch; InputError where the loss is not finite any more."""
+        """Compute the gradients of one batch. Raise InputError if the loss is not finite."""
         device = self.teacher.device
         generator = torch.Generator(device).manual_seed(self.options.seed * 1_000_003 + self.step)
         reading = self.readings.get(number, batch.tokens.to(device), keep_cache=self.loss.width > 0)
@@ -169,9 +171,8 @@ class _Run:
                 measure=measure,
             )
         if not math.isfinite(float(report.loss.detach())):
-            raise InputError(
-                f"learning_rate: the loss was {float(report.loss.detach())} at step {self.step}; take a lower one"
-            )
+            loss = float(report.loss.detach())
+            raise InputError(f"learning_rate: the loss was {loss} at step {self.step}; use a lower learning rate")
         self.optimizer.zero_grad(set_to_none=True)
         report.loss.backward()
         return report
@@ -187,7 +188,7 @@ class _Run:
 
     @property
     def result(self) -> EagleHead:
-        """What the training gives so far: the averaged weights where they are averaged."""
+        """The head so far, with averaged weights if `average` is set."""
         return self.head if self.average is None else cast(EagleHead, self.average.module)
 
     def _validate(self) -> Validation:
@@ -204,7 +205,7 @@ class _Run:
         }
         config = replace(self.head.config, temperatures=self.temperatures)
         save_head(config, state, self.out, verifier=Verifier(self.name or None))
-        with atomic(self.out / STATE) as part:
+        with atomic(self.out / STATE) as temporary:
             torch.save(
                 {
                     **self.begun_as,
@@ -215,7 +216,7 @@ class _Run:
                     "average": None if self.average is None else self.average.state_dict(),
                     "optimizer": self.optimizer.state_dict(),
                 },
-                part,
+                temporary,
             )
 
     def _read_state(self) -> dict[str, Any] | None:
@@ -225,14 +226,14 @@ class _Run:
         try:
             return torch.load(file, weights_only=True, map_location="cpu")
         except Exception as error:
-            raise InputError(f"out: {file} is damaged ({why_not_loaded(error)}); delete it to begin anew") from error
+            raise InputError(f"out: {file} is damaged ({why_not_loaded(error)}); delete it to start again") from error
 
     def _require_same(self, saved: dict[str, Any], *names: str) -> None:
         for field in names or self.begun_as:
             if saved[field] != self.begun_as[field]:
                 raise InputError(
                     f"out: the training in {self.out} was begun with {field} {saved[field]}, got "
-                    f"{self.begun_as[field]}; go on with the same, or take another folder"
+                    f"{self.begun_as[field]}; use the same, or another folder"
                 )
 
     def _restore(self, saved: dict[str, Any]) -> None:
@@ -242,27 +243,27 @@ class _Run:
             self.average.load_state_dict(saved["average"])
         self.step, self.seconds = saved["step"], saved["seconds"]
         lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True) if self.log.is_file() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
-        with atomic(self.log) as part:
-            part.write_text("".join(kept), encoding="utf-8")
-        self.progress(f"going on at step {self.step} of {self.options.steps}")
+        valid = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
+        with atomic(self.log) as temporary:
+            temporary.write_text("".join(valid), encoding="utf-8")
+        self.progress(f"resuming at step {self.step} of {self.options.steps}")
 
     def _log(self, **values: Any) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        cpu = round(time.process_time(), 1)  # of this process: what other work on the machine does not stretch
+        cpu = round(time.process_time(), 1)  # of this process, independent of other work on the machine
         entry = {"step": self.step, "seconds": round(self.seconds, 1), "cpu_seconds": cpu, **values}
         with self.log.open("a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")
         if "loss" in values and self.step % 50 == 1:
-            left = (self.options.steps - self.step) * self.seconds / self.step
-            self.progress(f"step {self.step}: loss {values['loss']:.3f}, {left / 60:.0f} min left")
+            remaining = (self.options.steps - self.step) * self.seconds / self.step
+            self.progress(f"step {self.step}: loss {values['loss']:.3f}, {remaining / 60:.0f} min left")
 
-    def _log_validation(self, found: Validation) -> None:
-        self._log(held_back=found._asdict())
-        ahead = " / ".join(f"{share:.0%}" for share in found.hits)
+    def _log_validation(self, validation: Validation) -> None:
+        self._log(held_back=validation._asdict())
+        ahead = " / ".join(f"{share:.0%}" for share in validation.hits)
         self.progress(
-            f"step {self.step}: agreement 1 to {len(found.hits)} tokens ahead {ahead}, "
-            f"acceptance length {found.acceptance_length:.2f}"
+            f"step {self.step}: agreement 1 to {len(validation.hits)} tokens ahead {ahead}, "
+            f"acceptance length {validation.acceptance_length:.2f}"
         )
 
     def _coverage(self, counts: Tensor) -> float:
@@ -270,11 +271,11 @@ class _Run:
         return 1.0 if ids is None else float(counts[ids.cpu()].sum() / counts.sum())
 
 
-def _average(head: EagleHead, kept: float) -> AveragedModel | None:
+def _average(head: EagleHead, decay: float) -> AveragedModel | None:
     def moved(average: Tensor, now: Tensor, steps: Tensor | int) -> Tensor:
-        return average.lerp(now.to(average.dtype), 1 - min(kept, float((1 + steps) / (10 + steps))))
+        return average.lerp(now.to(average.dtype), 1 - min(decay, float((1 + steps) / (10 + steps))))
 
-    return AveragedModel(head, avg_fn=moved) if kept else None
+    return AveragedModel(head, avg_fn=moved) if decay else None
 
 
 def _as_texts(batch: Batch) -> list[Text]:
@@ -289,19 +290,19 @@ def _fingerprint(batches: Sequence[Batch]) -> str:
 
 
 class _Readings:
-    """The teacher's readings, kept in memory from one epoch to the next as far as `gib` reach."""
+    """The teacher's readings, stored in up to `gib` GiB of memory for later epochs."""
 
     def __init__(self, teacher: Teacher, gib: float) -> None:
         self._teacher = teacher
-        self._kept: dict[int, Reading] = {}
+        self._stored: dict[int, Reading] = {}
         self._room = gib * 2**30
 
     def get(self, number: int, tokens: Tensor, *, keep_cache: bool) -> Reading:
-        if number in self._kept:
-            return self._kept[number]._replace(tokens=tokens).to(tokens.device)
+        if number in self._stored:
+            return self._stored[number]._replace(tokens=tokens).to(tokens.device)
         reading = self._teacher.read(tokens, keep_cache=keep_cache)
         size = reading.features.nbytes + reading.states.nbytes
-        if size <= self._room and not keep_cache:  # a tree needs the keys and values too, which are far larger
-            self._kept[number] = reading.to(torch.device("cpu"))
+        if size <= self._room and not keep_cache:  # for a tree, keys and values are needed too, which are far larger
+            self._stored[number] = reading.to(torch.device("cpu"))
             self._room -= size
         return reading

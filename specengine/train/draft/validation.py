@@ -1,4 +1,4 @@
-"""How well a draft predicts text that was held back, and how well it serves."""
+"""Validate a draft: agreement on held-back text, and acceptance length when it serves."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.text.corpus import Text
 
-MEASURED_STEPS = 5  # of the agreement on held-back text
+MEASURED_STEPS = 5  # tokens ahead, for the agreement on held-back text
 VALIDATED = 12  # texts
-WRITTEN_PROMPTS, WRITTEN_TOKENS = 4, 48  # of the acceptance length
+ANSWERS, ANSWER_TOKENS = 4, 48  # number and length of the answers for the acceptance length
 
 
 class Validation(NamedTuple):
-    """hits[j]: share of held-back answer tokens that the draft's best guess j + 1 tokens ahead is the target's;
-    overlap[j]: acceptance rate of a draft that samples; acceptance_length: mean tokens per cycle when it serves."""
+    """Results of a validation.
+
+    hits[j]            share of held-back answer tokens for which the draft's best token j + 1 ahead is the target's
+    overlap[j]         acceptance rate of a sampled draft, j + 1 tokens ahead
+    acceptance_length  mean tokens per cycle when the draft serves
+    """
 
     hits: list[float]
     overlap: list[float]
@@ -36,26 +40,26 @@ class Validation(NamedTuple):
 def validate(
     head: EagleHead, teacher: Teacher, target: HuggingFaceTarget, texts: Sequence[Text], *, autocast: bool
 ) -> Validation:
-    """Of up to 12 texts, and of answers to the first questions of 4 of them."""
+    """Validate on up to 12 texts, and on answers to the first questions of 4 of them."""
     hits, overlap = agreement(head, teacher, texts[:VALIDATED], autocast=autocast)
     prompts = [prompt for text in texts[:VALIDATED] if (prompt := _question(text))]
-    return Validation(hits, overlap, acceptance_length(target, head, prompts[:WRITTEN_PROMPTS]))
+    return Validation(hits, overlap, acceptance_length(target, head, prompts[:ANSWERS]))
 
 
 @torch.no_grad()
 def agreement(
     head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, autocast: bool
 ) -> tuple[list[float], list[float]]:
-    """Hits and overlap (see Validation) along the texts' answers, which the draft is told token by token."""
+    """Return hits and overlap (see Validation) along the answers of the texts, with the text's tokens as input."""
     measuring = make_loss("ttt", steps=MEASURED_STEPS)
     sums = torch.zeros(2, MEASURED_STEPS, dtype=torch.float64, device="cpu")
     counted = 0
     for text in texts:
         reading = teacher.read(text.tokens.long().to(teacher.device)[None])
         with autocasting(teacher.device, enabled=autocast):
-            found = loss_of(measuring, head, teacher, reading, text.answers.to(teacher.device)[None], measure=True)
+            report = loss_of(measuring, head, teacher, reading, text.answers.to(teacher.device)[None], measure=True)
         weight = int(text.answers.sum())
-        sums += weight * torch.tensor([found.hits, found.overlap], dtype=torch.float64, device="cpu")
+        sums += weight * torch.tensor([report.hits, report.overlap], dtype=torch.float64, device="cpu")
         counted += weight
     hits, overlap = (sums / counted).tolist()
     return hits, overlap
@@ -63,24 +67,24 @@ def agreement(
 
 @torch.no_grad()
 def acceptance_length(target: HuggingFaceTarget, head: EagleHead, prompts: Sequence[list[int]]) -> float:
-    """Mean tokens per cycle, greedy, with EAGLE's tree of 60 nodes; 0 where there is no prompt."""
+    """Return mean tokens per cycle, greedy, with EAGLE's tree of 60 nodes; 0 without prompts."""
     serving = head_from(head.config, head.state_dict(), target.model.dtype, target.device)
     engine = Engine(target, Eagle(serving, target.lm, pack=False), EaglePolicy(width=10, expansions=6, budget=60))
     tokens = cycles = 0
     for prompt in prompts:
-        stats = engine.generate(prompt, max_new_tokens=WRITTEN_TOKENS, temperature=0.0).stats
+        stats = engine.generate(prompt, max_new_tokens=ANSWER_TOKENS, temperature=0.0).stats
         tokens, cycles = tokens + stats.num_generated_tokens, cycles + stats.num_spec_steps
     return tokens / cycles if cycles else 0.0
 
 
 def _question(text: Text) -> list[int]:
-    """What stands before the text's first answer."""
+    """Return the tokens before the first answer of a text."""
     return text.tokens[: int(text.answers.int().argmax())].tolist()
 
 
 @contextmanager
 def autocasting(device: torch.device, *, enabled: bool) -> Iterator[None]:
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled), warnings.catch_warnings():
-        # The norms' weights stay float32 on purpose.
+        # The weights of the norms stay float32 on purpose.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         yield

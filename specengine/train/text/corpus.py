@@ -1,4 +1,4 @@
-"""A folder of training text: token ids of conversations, and which of them the target wrote as answers."""
+"""A folder of training text: token ids of conversations, and a mask of the answers that the target wrote."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from specengine.train.text.shards import Contents, ShardFolder
 
 
 class Text(NamedTuple):
-    """tokens: int32 [length]; answers: bool [length], the tokens that the target wrote as answers."""
+    """A conversation. tokens: int32 [length]; answers: bool [length], true for tokens of answers."""
 
     tokens: Tensor
     answers: Tensor
 
 
 class Corpus(ShardFolder):
-    """Texts, shard by shard."""
+    """A folder of texts, in shards."""
 
     FORMAT = 1
     MANIFEST = "corpus.json"
@@ -37,11 +37,11 @@ class Corpus(ShardFolder):
         self.save(number, tensors)
 
     def read(self, number: int) -> list[Text]:
-        """The texts of a shard; InputError where it is damaged."""
+        """Return the texts of a shard. Raise InputError if it is damaged."""
         return self.load(self.shard(number), _texts)
 
     def __iter__(self) -> Iterator[Text]:
-        """All texts, shard by shard; InputError for a damaged shard."""
+        """Yield all texts, shard by shard. Raise InputError for a damaged shard."""
         for file in self.shards():
             yield from self.load(file, _texts)
 
@@ -49,6 +49,6 @@ class Corpus(ShardFolder):
 def _texts(tensors: dict[str, Tensor]) -> list[Text]:
     tokens, answers, lengths = (tensors[name] for name in ("tokens", "answers", "lengths"))
     if not len(tokens) == len(answers) == int(lengths.sum()):
-        raise ValueError("its tensors do not fit together")
+        raise ValueError("its tensors have different lengths")
     pieces = [split.split(lengths.tolist()) for split in (tokens, answers)]
     return [Text(*text) for text in zip(*pieces, strict=True)]

@@ -1,4 +1,4 @@
-"""Conversations in lockstep: one forward of the model for all of them at each position."""
+"""Write conversations in lockstep: one forward of the model per position, for all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specengine.train.text.options import SynthesisOptions
 
 
 class Lockstep(Writer):
-    """Writes a batch of conversations in lockstep: all rows stand at the same position, so nothing is padded."""
+    """Writes a batch of conversations in lockstep. All rows are at the same position, so nothing is padded."""
 
     def __init__(self, model: PreTrainedModel, form: Format, options: SynthesisOptions, tokenizer: Any) -> None:
         vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -23,13 +23,13 @@ class Lockstep(Writer):
         self.model = model.eval()
         self._no_words = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
         self._no_words[self.no_words] = True
-        self._no_words[len(tokenizer) :] = True  # rows of the head that no token has
+        self._no_words[len(tokenizer) :] = True  # rows of the head without a token
 
     @torch.inference_mode()
-    def _texts(self, shard: int, given: list[list[list[int]]]) -> list[Text]:
+    def _texts(self, shard: int, prompts: list[list[list[int]]]) -> list[Text]:
         options, device = self.options, self.model.device
         generator = torch.Generator(device).manual_seed(self.seed(shard))
-        rows = [self.row(number, shard, given, generator) for number in range(options.rows)]
+        rows = [self.row(number, shard, prompts, generator) for number in range(options.rows)]
         lead = min(len(row.forced) for row in rows)
         inputs = torch.tensor([[row.take() for _ in range(lead)] for row in rows], device=device, dtype=torch.int64)
         cache = _lockstep_cache(self.model, options.length)
@@ -46,7 +46,7 @@ class Lockstep(Writer):
         return [row.text() for row in rows]
 
     def _draw(self, logits: Tensor, rows: list[Row], generator: torch.Generator) -> Tensor:
-        """int64 [rows]: each row's next token at its temperature; greedy rows take the best."""
+        """Return each row's next token at its temperature, int64 [rows]."""
         device = logits.device
         users = torch.tensor([row.asks for row in rows], device=device, dtype=torch.bool)
         if users.any():  # a user's turn has at least one word, and no markup in it
@@ -68,13 +68,13 @@ def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) ->
     probabilities[probabilities < MIN_P * probabilities.amax(dim=-1, keepdim=True)] = 0
     cumulated = probabilities.cumsum(dim=-1)
     noise = torch.rand(len(logits), 1, generator=generator, device=logits.device, dtype=torch.float32)
-    # Right of the drawn height, so that a token without probability is never hit.
-    found = torch.searchsorted(cumulated, noise * cumulated[:, -1:], right=True)[:, 0]
-    return torch.minimum(found, (cumulated < cumulated[:, -1:]).sum(dim=-1))
+    # To the right of the drawn value, so that a token without probability is never chosen.
+    drawn = torch.searchsorted(cumulated, noise * cumulated[:, -1:], right=True)[:, 0]
+    return torch.minimum(drawn, (cumulated < cumulated[:, -1:]).sum(dim=-1))
 
 
 def _lockstep_cache(model: PreTrainedModel, length: int) -> DynamicCache:
-    """transformers' cache, with room for `length` tokens from the start where its layers only ever grow."""
+    """Return transformers' cache. Layers that only grow have room for `length` tokens from the start."""
     cache = DynamicCache(config=model.config)
     for number, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
@@ -83,7 +83,7 @@ def _lockstep_cache(model: PreTrainedModel, length: int) -> DynamicCache:
 
 
 class _RoomyLayer(DynamicLayer):
-    """Keys and values as views of buffers that have room for all positions; appending copies nothing."""
+    """Keys and values as views of buffers with room for all positions. Appending copies nothing."""
 
     def __init__(self, length: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How much training text is written, and how."""
+"""Options of writing training text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specengine.errors import require, require_minimum
 class SynthesisOptions:
     """How much text is written, and how.
 
-    tokens        how many in all, the users' turns included, 1 or more
-    rows          conversations written side by side, 1 or more; one shard on disk
-    length        tokens of the longest conversation, 16 or more
-    seed          of the draws, 0 or more; the same seed writes the same text on the same machine
-    prompt_share  share of the conversations that begin with given prompts, where there are any, 0 to 1
+    tokens        total number of tokens, the users' turns included, 1 or more
+    rows          conversations per shard, written at the same time, 1 or more
+    length        maximum number of tokens of a conversation, 16 or more
+    seed          seed of the sampling, 0 or more; the same seed writes the same text on the same machine
+    prompt_share  share of the conversations that begin with one of the prompts, if there are any, 0 to 1
     """
 
     tokens: int = 1_000_000

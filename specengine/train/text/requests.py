@@ -1,9 +1,8 @@
-"""Requests of the kinds that people make of a model, around passages that it wrote itself.
+"""Requests of the kinds that users send to a model, about passages that the model wrote itself.
 
-A chat model that is shown the bare beginning of a user's turn goes on as its users do, mostly with short questions.
-Whoever serves it also asks for code, sums, summaries, translations and facts from a text; a draft should have seen
-those answers. Everything here is made of templates, of lists in this file and of the model's own text: nothing comes
-from a data set.
+A chat model that is prompted with the bare beginning of a user's turn mostly writes short questions. Real users also
+ask for code, sums, summaries, translations and facts from a text, and a draft should have seen such answers. All
+requests come from templates and lists in this file and from the model's own text, none from a data set.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from specengine.errors import InputError
 
-SHORTEST_PASSAGE, LONGEST_PASSAGE = 120, 1600  # characters
+MIN_PASSAGE, MAX_PASSAGE = 120, 1600  # characters
 FOLLOW_UPS = (
     "Make that shorter.",
     "Explain the second point in more detail.",
@@ -184,20 +183,20 @@ FACTS = (
     "Compare {subject} with {other}.",
     "Write a quiz of three questions about {subject}.",
 )
-FEW = ("two", "three", "four", "five")
+COUNTS = ("two", "three", "four", "five")
 
 
 def requests(count: int, passages: Sequence[str], seed: int = 0) -> list[list[str]]:
-    """`count` conversations, each the user's turns, one or two of them; the kinds in turn, the same for the same seed.
+    """Return `count` conversations of one or two user turns each. The kinds alternate; the same seed gives the same.
 
-    passages: text of the model's own, of any length; what is too short says nothing, what is too long is cut at the end
-    of a sentence. InputError where none is long enough.
+    passages: the model's own texts. Short ones are skipped, long ones are cut at the end of a sentence. Raise
+    InputError if none is long enough.
     """
     if count < 1:
         raise InputError(f"count: got {count}, accepted 1 or more")
-    usable = [passage for text in passages if len(passage := _cut(text)) >= SHORTEST_PASSAGE]
+    usable = [passage for text in passages if len(passage := _cut(text)) >= MIN_PASSAGE]
     if not usable:
-        raise InputError(f"passages: none of {len(passages)} has {SHORTEST_PASSAGE} characters")
+        raise InputError(f"passages: none of {len(passages)} has {MIN_PASSAGE} characters")
     draw = random.Random(seed)
     kinds: tuple[Callable[[random.Random, Sequence[str]], str], ...] = (
         _about_text,
@@ -217,9 +216,9 @@ def _turns(draw: random.Random, first: str) -> Iterator[str]:
 
 
 def _about_text(draw: random.Random, passages: Sequence[str]) -> str:
-    asked = draw.choice(draw.choice((SUMMARIES, SUMMARIES, EXTRACTIONS, REWRITES))).format(few=draw.choice(FEW))
+    request = draw.choice(draw.choice((SUMMARIES, SUMMARIES, EXTRACTIONS, REWRITES))).format(few=draw.choice(COUNTS))
     text = "\n\n".join(draw.choices(passages, k=draw.choice((1, 1, 2))))
-    return f"{text}\n\n{asked}" if draw.random() < 0.3 else f"{asked}\n\n{text}"
+    return f"{text}\n\n{request}" if draw.random() < 0.3 else f"{request}\n\n{text}"
 
 
 def _translate(draw: random.Random, passages: Sequence[str]) -> str:
@@ -251,10 +250,10 @@ def _sentences(text: str) -> list[str]:
 
 
 def _cut(text: str) -> str:
-    """Up to the last sentence that ends before the passage is too long."""
+    """Return the text up to the last sentence that fits into a passage."""
     text = text.strip()
-    if len(text) <= LONGEST_PASSAGE:
+    if len(text) <= MAX_PASSAGE:
         return text
-    short = text[:LONGEST_PASSAGE]
+    short = text[:MAX_PASSAGE]
     end = max(short.rfind(mark) for mark in (". ", "! ", "? ", ".\n"))
     return short[: end + 1] if end > 0 else short

@@ -1,4 +1,4 @@
-"""Folders that a long job fills shard by shard, and goes on with when it was interrupted."""
+"""Folders that a long job fills shard by shard, and that it can resume after an interruption."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Folder = TypeVar("Folder", bound="ShardFolder")
 
 
 class Contents(NamedTuple):
-    """How a kind of folder is called in messages."""
+    """Names of a kind of folder, for messages."""
 
     field: str
-    what: str  # the folder holds
-    subject: str  # what of it was begun, with the verb
-    redo: str  # how to make it again
+    content: str  # content of the folder
+    subject: str  # beginning of a sentence about a started folder, with its verb
+    redo: str  # how to create it again
 
 
 @dataclass(frozen=True)
 class ShardFolder:
-    """A manifest, and shards numbered from 0, each a safetensors file that is written whole or not at all."""
+    """A manifest, and shards numbered from 0. Each is a safetensors file, written completely or not at all."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -41,35 +41,35 @@ class ShardFolder:
 
     @classmethod
     def open(cls: type[Folder], folder: Path) -> Folder:
-        """InputError where `folder` is none of this kind, or one of another format."""
+        """Open a folder. Raise InputError if it is of another kind or format."""
         file, contents = folder / cls.MANIFEST, cls.contents
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(f"{contents.field}: {folder} is no folder of {contents.what} ({error})") from error
+            raise InputError(f"{contents.field}: {folder} is not a folder of {contents.content} ({error})") from error
         if not isinstance(manifest, dict) or manifest.get("format") != cls.FORMAT:
             raise InputError(f"{contents.field}: {file} has another format than {cls.FORMAT}; {contents.redo} again")
         return cls(folder, manifest)
 
     @classmethod
     def create(cls: type[Folder], folder: Path, manifest: Mapping[str, Any]) -> Folder:
-        """A new folder, or the one that is there if it was begun in the same way.
+        """Create a folder, or open it if it was begun with the same manifest.
 
-        InputError naming the first entry of `manifest` that differs from that of the folder.
+        Raise InputError naming the first entry of `manifest` that differs.
         """
         wanted = {"format": cls.FORMAT, **json.loads(json.dumps(manifest))}
         if (folder / cls.MANIFEST).is_file():
-            found = cls.open(folder)
-            for name in {**found.manifest, **wanted}:
-                if found.manifest.get(name) != wanted.get(name):
+            existing = cls.open(folder)
+            for name in {**existing.manifest, **wanted}:
+                if existing.manifest.get(name) != wanted.get(name):
                     raise InputError(
-                        f"{name}: {cls.contents.subject.format(folder)} begun with {found.manifest.get(name)!r}, got "
-                        f"{wanted.get(name)!r}; go on with the same, or take another folder"
+                        f"{name}: {cls.contents.subject.format(folder)} begun with {existing.manifest.get(name)!r}, "
+                        f"got {wanted.get(name)!r}; use the same, or another folder"
                     )
-            return found
+            return existing
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic(folder / cls.MANIFEST) as part:
-            part.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        with atomic(folder / cls.MANIFEST) as temporary:
+            temporary.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
         return cls(folder, wanted)
 
     def shard(self, number: int) -> Path:
@@ -79,11 +79,11 @@ class ShardFolder:
         return sorted(self.folder.glob("[0-9]" * 5 + ".safetensors"))
 
     def save(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        with atomic(self.shard(number)) as part:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
+        with atomic(self.shard(number)) as temporary:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
 
     def load(self, file: Path, read: Callable[[dict[str, Tensor]], T]) -> T:
-        """What `read` makes of a shard's tensors; InputError where the shard is damaged."""
+        """Return `read` of a shard's tensors. Raise InputError if the shard is damaged."""
         try:
             return read(load_file(file))
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:

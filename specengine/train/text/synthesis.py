@@ -1,7 +1,7 @@
-"""Training text without a data set: the target writes the user's turns and answers them.
+"""Write training text without a data set: the target writes the user's turns and answers them.
 
-A chat model, shown the bare beginning of a user's turn, goes on as the users of its own training did; its answers
-are then exactly the text that a draft has to predict. A base model continues a single random token.
+A chat model that is prompted with the bare beginning of a user's turn continues like the users in its training data.
+Its answers are the text that a draft has to predict. A base model continues a single random token.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ def write_corpus(
     part: tuple[int, int] = (0, 1),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Corpus:
-    """Let a model write training text into `folder` until there are `options.tokens` tokens.
+    """Let a model write training text into `folder` until it has `options.tokens` tokens.
 
-    source: the model itself writes all conversations of a shard in lockstep, an engine (with this tokenizer) one after
-    the other, as it answers its users.
+    source: a model writes all conversations of a shard in lockstep; an engine (with this tokenizer) writes one at a
+    time, as it answers its users.
+    prompts: users' turns of conversations to mix in.
+    part: (i, n), write only every n-th shard from the i-th on, and an n-th of the tokens, for n parallel calls.
 
-    Interrupted at any point it goes on behind the last whole shard, and ends with the same text. prompts: the users'
-    turns of conversations to be mixed in. part: (i, n), write only every n-th shard from the i-th on, and an n-th of
-    the tokens, for n such calls at a time into one folder. InputError where `folder` was begun otherwise.
+    After an interruption, the same call resumes after the last complete shard and ends with the same text. Raise
+    InputError if `folder` was begun with other settings.
     """
     index, parts = part
     if not 0 <= index < parts:
         raise InputError(f"part: got {index} of {parts}, accepted 0 to {parts - 1}")
     form = Format.of(tokenizer, stop_tokens(source, tokenizer))
-    given = [ids for ids in (as_turns(turns, form, tokenizer) for turns in prompts) if len(ids[0]) < options.length]
-    if prompts and not given:
+    turn_ids = [ids for ids in (as_turns(turns, form, tokenizer) for turns in prompts) if len(ids[0]) < options.length]
+    if prompts and not turn_ids:
         raise InputError(f"prompts: each is longer than the length of {options.length} tokens")
     if not form.chat and len(form.before) + 1 >= options.length:
-        raise InputError(f"length: got {options.length}, the beginning of a text alone has {len(form.before)} tokens")
-    manifest: dict[str, Any] = {"target": name, "prompts": len(given)}
+        raise InputError(f"length: got {options.length}, but the beginning of a text has {len(form.before)} tokens")
+    manifest: dict[str, Any] = {"target": name, "prompts": len(turn_ids)}
     if not isinstance(source, PreTrainedModel):
         manifest |= {"vocab_size": source.target.vocab_size, "writer": "engine"}
     else:
         manifest |= {"vocab_size": source.get_input_embeddings().weight.shape[0]}
-    settings = {field: value for field, value in asdict(options).items() if field != "tokens"}  # there may be more
+    settings = {field: value for field, value in asdict(options).items() if field != "tokens"}  # a folder may grow
     corpus = Corpus.create(folder, manifest | settings)
     writer: Writer
     if not isinstance(source, PreTrainedModel):
@@ -70,7 +71,7 @@ def write_corpus(
     written = 0
     while have * parts < options.tokens:
         if not corpus.shard(number).is_file():
-            texts = writer.write(number, given)
+            texts = writer.write(number, turn_ids)
             corpus.add(number, texts)
             written += sum(len(text.tokens) for text in texts)
         have += sum(len(text.tokens) for text in corpus.read(number))
@@ -82,7 +83,7 @@ def write_corpus(
 
 
 def stop_tokens(source: PreTrainedModel | Engine, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a sequence, by the model's generation config and the tokenizer."""
+    """Return the tokens that end a sequence, from the model's generation config and the tokenizer."""
     config = source.generation_config if isinstance(source, PreTrainedModel) else source.target.generation_config
     ends = config.eos_token_id if config else None
     ids = [ends] if isinstance(ends, int) else list(ends or [])

@@ -105,13 +105,13 @@ def test_live_by_the_wall_clock_and_by_measured_costs(
         (["--data", "x", "--recipe", "tpu"], "recipe: got 'tpu', accepted paper, released, short, cpu"),
         (["--data", "x", "-o", "step=5"], "option: unknown option 'step'"),
         (["--data", "x", "-o", "epochs=0"], "epochs: got 0"),
-        (["--data", "nowhere"], "data: nowhere is no folder of training text"),
+        (["--data", "nowhere"], "data: nowhere is not a folder of training text"),
         (["--data", "nowhere", "--costs", "tpu"], "costs: tpu is neither one of vicuna-13b-h200"),
         ([], "data, prompts, candidates: accepted --data, --prompts or both, or --candidates alone"),
         (["--candidates", "x", "--data", "x", "--costs", "8b-l40"], "or --candidates alone"),
         (["--candidates", "nowhere"], "candidates: they are for a cost table that is given by --costs"),
         (["--candidates", "x", "--live", "--costs", "8b-l40"], "not for live training"),
-        (["--candidates", "nowhere", "--costs", "8b-l40"], "candidates: nowhere is no folder of logged candidates"),
+        (["--candidates", "nowhere", "--costs", "8b-l40"], "candidates: nowhere is not a folder of logged candidates"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_loaded(
