@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 def samples(found: Sequence[T]) -> list[list[T]]:
-    """As many draws with replacement as an interval needs, each of as many as there are."""
+    """Yield bootstrap samples of a sequence, as many as an interval needs."""
     generator = random.Random(0)
     return [generator.choices(found, k=len(found)) for _ in range(SAMPLES)]
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """The 2.5th and the 97.5th percentile."""
+    """Return the 2.5th and the 97.5th percentile."""
     bounds = statistics.quantiles(values, n=40)
     return [round(bounds[0], 4), round(bounds[-1], 4)]

@@ -1,8 +1,8 @@
-"""How sure a head is of its best token and how often it is right, by the rank of the token that it goes on behind.
+"""Calibration of a head by the rank of the token before: probability of its best token, and how often it is right.
 
-Along held-back text, every ranked token is followed, likely or not (SALF & TALF, §3.1); there the head's temperatures
-are also scaled, as the paper's error falls with sharpness alone. In served trees only what the target took is: there
-`chance` is the error that exactly right probabilities would show with as many outcomes.
+Along held-back text, every ranked token is followed, likely or not (SALF & TALF, §3.1). The temperatures of the head
+are also scaled, because the paper's error falls with sharpness alone. In served trees, only tokens that the target
+accepted are followed. There `chance` is the error that exact probabilities would show with as many outcomes.
 
     python -m research.calibration --head HEAD --data TEXT --prompts PROMPTS --per-set 60 --out FILE
 """
@@ -35,7 +35,7 @@ DRAWS = 100
 
 
 class Outcome(NamedTuple):
-    """Of a best child whose parent was accepted: the parent's rank (0: the root), the draft's probability, the end."""
+    """The best child of an accepted node: rank of the parent (0: the root), draft probability, acceptance."""
 
     behind: int
     stated: float
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, "model", "prompts", "out", per_set=60, max_new_tokens=96)
     parser.add_argument("--head", type=Path, action="append", required=True, help="folder of a head; repeatable")
-    parser.add_argument("--data", type=Path, required=True, help="training text, which holds texts back")
+    parser.add_argument("--data", type=Path, required=True, help="training text with held-back texts")
     provenance.show(measure(args := parser.parse_args()), args.out)
 
 
@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def along(folder: Path, model: Any, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:
-    """Behind every ranked token, with the head's temperatures as they are and lower ones."""
+    """Yield records after every ranked token, with the head's temperatures and with lower ones."""
     head, teacher = taught(folder, model)
     config = head.config
     for scale in SCALES:
@@ -83,7 +83,7 @@ def along(folder: Path, model: Any, texts: Sequence[Text]) -> Iterator[dict[str,
 
 
 def outcomes(cycle: Cycle) -> list[Outcome]:
-    """Of one cycle, the root's best child and those of every accepted node that has one."""
+    """Return the outcomes of one cycle: best children of the root and of each accepted node that has one."""
     tree = cycle.tree
     parents, stated, ranks = tree.parents.tolist(), tree.log_probs.exp().tolist(), [0, *sibling_ranks(tree)]
     on_path = set(cycle.path)
@@ -95,7 +95,7 @@ def outcomes(cycle: Cycle) -> list[Outcome]:
 
 
 def served(found: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
-    """Behind the root (0), by rank from 1, those above counted with the highest that is told apart."""
+    """Yield records after the root (0) and by rank from 1; the last rank includes all higher ones."""
     generator = torch.Generator().manual_seed(0)
     for behind in range(RANKS + 1):
         own = [outcome for outcome in found if min(outcome.behind, RANKS) == behind]

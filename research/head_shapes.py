@@ -1,9 +1,9 @@
-"""Which head a model should have: shapes by what they would be worth, in tokens per second, not by agreement.
+"""Compare shapes of a draft head by predicted tokens per second.
 
-`train` widens one head to each shape (units of the MLP, or fewer, x tokens of the vocabulary) and trains each for as
-many steps on the same text. `measure` counts what their trees do on prompts, measures their passes and the target's
-verifications here, and predicts from both: counters do not depend on what else the machine does, and costs are measured
-one after the other, the heads in turn.
+`train` resizes one head to each shape (units of the MLP x tokens of the vocabulary) and trains each for the same number
+of steps on the same text. `measure` counts acceptance on prompts, measures draft passes and verifications on this
+machine, and predicts the speed from both. Counters do not depend on other work on the machine, and the heads' costs are
+measured in turn.
 
     python -m research.head_shapes train --data TEXT --heads FOLDER --start HEAD --shape 1536x8192 --shape 3072x12288
     python -m research.head_shapes measure --heads FOLDER --prompts PROMPTS --per-set 60 --out FILE
@@ -52,7 +52,7 @@ def main() -> None:
     trains = commands.add_parser("train")
     trains.set_defaults(run=train)
     trains.add_argument("--data", type=Path, required=True, help="folder of training text")
-    trains.add_argument("--start", required=True, help="the head that is widened")
+    trains.add_argument("--start", required=True, help="the head to resize")
     trains.add_argument("--shape", action="append", required=True, metavar="UNITSxTOKENS", help="repeatable")
     trains.add_argument("--steps", type=int, default=300)
     trains.add_argument("--rate", type=float, default=6e-4)
@@ -119,14 +119,14 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def with_head(first: Engine, folder: Path, policy: TreePolicy) -> Engine:
-    """The target of `first`, drafted for by the head in `folder`."""
+    """Return an engine with the target of `first` and the head in `folder`."""
     assert isinstance(first.target, NativeTarget | HuggingFaceTarget)
     drafter = Eagle.from_folder(folder, first.target.lm, HeadOptions())
     return Engine(first.target, drafter, policy, first.tokenizer)
 
 
 def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, PassCosts]:
-    """Medians by head; what the target takes is one and the same for all."""
+    """Return median costs by head. All heads share the costs of the target."""
     found: dict[str, list[PassCosts]] = {name: [] for name in engines}
     for _ in range(rounds):
         for name, engine in engines.items():
@@ -140,7 +140,7 @@ def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, PassCosts]:
 
 
 def _medians(points: list[Points]) -> Points:
-    """At the counts that most measurements came to; a slow one leaves some out."""
+    """Return medians at the numbers of nodes that most measurements have; a slow one skips some."""
     counts = Counter(n for each in points for n in each)
     return {
         n: _median([each[n] for each in points if n in each]) for n in sorted(counts) if counts[n] > len(points) / 2
@@ -168,7 +168,7 @@ def _predicted(
 
 
 def _seconds(cycle: Cycle, costs: PassCosts) -> float:
-    """Under the costs; all passes behind the first count as of one width, that of the nodes that have children."""
+    """Return predicted seconds. All passes after the first count as the width of the nodes with children."""
     tree = cycle.tree if cycle.grown is None else cycle.grown
     passes = int(cycle.tree.passes)
     parents = len(set(tree.parents[1 : len(tree)].tolist()) - {0})

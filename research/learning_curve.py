@@ -1,9 +1,9 @@
-"""What more text and more time are worth to a head: acceptance and calibration at points of its training.
+"""Acceptance and calibration of a head at points of its training, and a prediction for more text.
 
-Each --stage is a training's folder: its log.jsonl, and beside it a folder for each head that was kept, named by its
-step. Later stages go on from the ones before, so tokens and processor hours add up. Every head drafts alone, EAGLE's
-tree of 60 nodes, greedily. The last record is the straight line through acceptance against the logarithm of the tokens
-of the trainings' ends (of all heads where there are fewer than three ends), and what it says of twice as many.
+Each --stage is the folder of a training run: log.jsonl, and a folder for each saved head, named by its step. Later
+stages continue earlier ones, so tokens and processor hours add up. Every head drafts alone, greedily, with EAGLE's tree of
+60 nodes. The last record is a line through acceptance against the logarithm of the tokens, through the ends of the
+stages (through all heads if there are fewer than three ends), and its prediction for twice as many tokens.
 
     python -m research.learning_curve --start HEAD --start-tokens 2500000 --stage FIRST --stage SECOND --data TEXT \\
         --prompts PROMPTS --per-set 60 --out FILE
@@ -38,7 +38,7 @@ TREE = {"width": 10, "expansions": 6, "budget": 60}
 
 
 class Point(NamedTuple):
-    """A head, and what its training took until then; hours: of the processor, where a log says so."""
+    """A head and the cost of its training so far. hours: processor hours, if a log has them."""
 
     folder: Path
     stage: int
@@ -51,20 +51,18 @@ class Point(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, "model", "prompts", "out", per_set=60, max_new_tokens=96)
-    parser.add_argument("--start", type=Path, help="the head that the first stage went on from")
-    parser.add_argument("--start-tokens", type=int, default=0, help="that it had learnt from")
+    parser.add_argument("--start", type=Path, help="the head that the first stage started from")
+    parser.add_argument("--start-tokens", type=int, default=0, help="tokens that it was trained on")
     parser.add_argument("--stage", type=Path, action="append", required=True, help="repeatable, in order")
     parser.add_argument("--batch-tokens", type=int, default=1024, help="of a step of every stage")
-    parser.add_argument(
-        "--data", type=Path, action="append", required=True, help="training text, which holds texts back"
-    )
+    parser.add_argument("--data", type=Path, action="append", required=True, help="training text with held-back texts")
     args = parser.parse_args()
     found = points(args.stage, args.batch_tokens, args.start, args.start_tokens)
     provenance.show(measure(found, args), args.out)
 
 
 def points(stages: Sequence[Path], batch_tokens: int, start: Path | None, start_tokens: int) -> list[Point]:
-    """The heads in the order of their training; tokens count those that every step was shown, repeated ones too."""
+    """Return the heads in the order of their training. Tokens count repetitions."""
     found = [] if start is None else [Point(start, 0, 0, start_tokens, None, True)]
     tokens, hours = start_tokens, 0.0
     for number, stage in enumerate(stages, 1):
@@ -108,7 +106,7 @@ def measure(found: Sequence[Point], args: argparse.Namespace) -> Iterator[dict[s
 
 
 def doubling(found: Sequence[Point], counts: Sequence[Sequence[tuple[int, int]]]) -> dict[str, Any]:
-    """What twice the tokens of the last head would add, by the line through acceptance against log2 of the tokens.
+    """Predict the gain of twice as many tokens, by a line through acceptance against log2 of the tokens.
 
     counts: of each head, tokens and cycles of each prompt; its interval comes of drawing prompts, the same for all.
     """

@@ -1,10 +1,10 @@
-"""Losses against each other: heads of one shape, trained for the same time under each loss, and what they are worth.
+"""Compare training losses: heads of one shape, trained for the same time with each loss.
 
-`train` makes the heads one after the other, each with the same processor time (set OMP_NUM_THREADS=1 where other work
-runs beside it); interrupted, the same call goes on. `measure` writes the table: speed-up over plain decoding and
-acceptance length with each tree, accuracy and calibration behind the n-th ranked token, with 95 % intervals over
-prompts and over texts (bootstrap, by percentiles), each loss's differences to the first on the same prompts and texts,
-and the share of tree nodes by rank; and what `ahead` writes alone: agreement 1 to 5 tokens ahead on held-back text.
+`train` trains the heads one after the other, each for the same processor time (set OMP_NUM_THREADS=1 if other work runs
+on the machine). After an interruption, the same call resumes. `measure` writes speed-up over plain decoding and
+acceptance length with each tree, accuracy and calibration after the n-th ranked token, with 95 % intervals over prompts
+and texts (bootstrap percentiles), paired differences to the first loss, the share of tree nodes by rank, and the result
+of `ahead`: agreement 1 to 5 tokens ahead on held-back text.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["train", "measure", "ahead"])
     add_arguments(parser, "model", "dtype", "prompts", "per_set", "max_new_tokens", "out")
-    parser.add_argument("--data", type=Path, required=True, help="folder of training text, which holds texts back")
+    parser.add_argument("--data", type=Path, required=True, help="folder of training text with held-back texts")
     parser.add_argument("--heads", type=Path, required=True, help="folder for a head per loss")
-    parser.add_argument("--minutes", type=float, default=10, help="of training, for each loss: processor time")
+    parser.add_argument("--minutes", type=float, default=10, help="processor time of the training with each loss")
     parser.add_argument("--loss", action="append", choices=list(LOSSES), help="repeatable; default: all")
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def train(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float, target: str) -> None:
-    """Train each head for as many steps as fit into `seconds` of processor time, by the pace of a trial."""
+    """Train each head for the number of steps that fit into `seconds` of processor time, by the pace of a trial."""
     for name, steps in _steps(names, model, corpus, heads, seconds).items():
         done = heads / name / RECORD
         if not done.is_file():
@@ -106,7 +106,7 @@ def train(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds
 
 
 def _train(name: str, model: Any, corpus: Corpus, out: Path, options: TrainOptions, target: str) -> int:
-    """The processor time in seconds."""
+    """Train one head. Return the processor time in seconds."""
     options = replace(options, save_every=min(SAVE_EVERY, max(1, options.steps // 10)))
     train_draft(model, corpus, out, options, LOSSES[name], name=target, progress=print)
     for file in (STATE, CURVE):
@@ -117,7 +117,7 @@ def _train(name: str, model: Any, corpus: Corpus, out: Path, options: TrainOptio
 def _train_on(
     name: str, model: Any, corpus: Corpus, head: Path, record: dict[str, Any], seconds: float, target: str
 ) -> None:
-    """Go on where the steps took less time than their trial foretold, at the low rate that the training ended with."""
+    """Train further at a low learning rate if the steps took less time than the trial predicted."""
     steps = math.ceil(1.02 * (seconds - record["cpu_seconds"]) * record["steps"] / max(1, record["cpu_seconds"])) + 1
     print(f"{name}: {steps} steps more", flush=True)
     more = head / "more"
@@ -138,13 +138,13 @@ def _write(file: Path, record: dict[str, Any]) -> None:
 
 
 def cpu_seconds(entries: Sequence[dict[str, Any]]) -> float:
-    """Of a training by its log, start-up left out; the count begins anew in each process that went on with it."""
+    """Return the processor time of a training run by its log, without start-up. Each process counts from zero."""
     times = [entry["cpu_seconds"] for entry in entries if "loss" in entry]
     return sum(later - earlier if later > earlier else later for earlier, later in pairwise(times))
 
 
 def _steps(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float) -> dict[str, int]:
-    """How many steps of each loss fit; all paces are measured first, close together, and kept with the heads."""
+    """Return the steps of each loss. All paces are measured first, close together, and stored with the heads."""
     kept = heads / "steps.json"
     if kept.is_file():
         steps = json.loads(kept.read_text())
@@ -202,8 +202,9 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
 
 
 def ahead(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Share of held-back answer tokens that each head's best guess j + 1 tokens ahead is the target's, and by how much
-    it is more than the first head's."""
+    """Return the share of held-back answer tokens for which each head's best token j + 1 ahead is the target's.
+
+    Also return the difference to the first head."""
     held_back = Epochs(Corpus.open(args.data), OPTIONS).held_back
     found = {}
     for name in names:
@@ -215,7 +216,7 @@ def ahead(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[di
 
 
 def taught(folder: Path, model: Any) -> tuple[EagleHead, Teacher]:
-    """The head in `folder` and its teacher, which is `model`."""
+    """Return the head in `folder` and its teacher, `model`."""
     config, state, _ = load_head(folder)
     teacher = Teacher(model, config.feature_ids(model.config.num_hidden_layers))
     return head_from(config, state, model.dtype, model.device), teacher
@@ -244,12 +245,12 @@ def shares_ahead(found: Sequence[Sequence[float]], first: Sequence[Sequence[floa
 
 
 def observations(head: EagleHead, teacher: Teacher, texts: Sequence[Text]) -> list[Observed]:
-    """What `by_rank` is told: of each text that has places to observe, in order."""
+    """Return the observations for `by_rank` of each text with answers, in order."""
     return [observe(head, teacher, text, PLACES) for text in texts if text.answers[2:].any()]
 
 
 def by_rank(found: Sequence[Observed]) -> list[dict[str, Any]]:
-    """Accuracy and calibration behind the ranked tokens, each with its interval over the texts."""
+    """Return accuracy and calibration by rank, with intervals over the texts."""
     rows = [report.to_dict() for report in reports(found)]
     drawn = [reports(sample) for sample in bootstrap.samples(found)]
     for number, row in enumerate(rows):
@@ -259,7 +260,7 @@ def by_rank(found: Sequence[Observed]) -> list[dict[str, Any]]:
 
 
 def ranks_beside(found: Sequence[Observed], first: Sequence[Observed]) -> list[dict[str, Any]]:
-    """What `by_rank` says of one head less what it says of the first on the same texts, drawn together."""
+    """Return differences of `by_rank` between a head and the first on the same texts, with paired intervals."""
     pairs = list(zip(found, first, strict=True))
 
     def both(sample: Sequence[Any]) -> list[tuple[RankReport, RankReport]]:
@@ -304,7 +305,7 @@ class _Cell:
         }
 
     def beside(self, first: _Cell) -> dict[str, Any]:
-        """By how much the acceptance length is longer than the first's, over the same prompts, drawn together."""
+        """Return the difference of acceptance length to the first on the same prompts, with a paired interval."""
         pairs = list(zip(self.counts, first.counts, strict=True))
 
         def more(sample: Sequence[Any]) -> float:
@@ -319,13 +320,13 @@ class _Cell:
 
 
 def acceptance_length(counts: Sequence[tuple[int, int]]) -> float:
-    """Of tokens and cycles of each prompt."""
+    """Return the acceptance length from tokens and cycles of each prompt."""
     tokens, cycles = map(sum, zip(*counts, strict=True))
     return tokens / cycles
 
 
 def timed(engine: Engine, prompt: Prompt, length: int, ranks: Counter[int] | None) -> tuple[float, int, int]:
-    """Seconds, new tokens and cycles of one greedy answer; the drafted nodes' ranks are counted into `ranks`."""
+    """Return seconds, new tokens and cycles of one greedy answer. Count the ranks of drafted nodes into `ranks`."""
     began = time.perf_counter()
     turn = engine.stream(prompt, max_new_tokens=length, temperature=0.0)
     pieces = list(turn)

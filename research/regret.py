@@ -1,9 +1,9 @@
-"""How fast counted chances follow a law that drifts: what is lost against somebody who knows them.
+"""Regret of `auto`'s counted acceptance rates when the true probabilities drift.
 
-A draft states the probability p of its first token and splits the rest; what is accepted follows another law, in log
-odds a x + b of the stated x, whose a and b drift or jump. In every cycle the rule of `auto` keeps the number of nodes
-whose chances pay their price, once by its own counts, once by the stated probabilities, once by the true ones: the
-loss of a cycle is what it is worth less than by the true ones, in expected tokens.
+A draft states the probability p of its first token and splits the rest. Acceptance follows other probabilities, with
+log odds a x + b of the stated x, where a and b drift or jump. In every cycle the rule of `auto` chooses the number of
+nodes to verify: by its own counts, by the stated probabilities, and by the true ones. The loss of a cycle is the
+difference to the true ones, in expected tokens.
 
     python -m research.regret --out FILE --plot FILE.svg
 """
@@ -32,7 +32,7 @@ PRICE, CHILDREN, EVERY = 0.08, 5, 50  # tokens of a node; of the root; cycles of
 
 
 def law(kind: str, cycle: int, cycles: int) -> tuple[float, float]:
-    """Slope and shift of the log-odds at a cycle."""
+    """Return slope and shift of the log-odds at a cycle."""
     if kind == "still":
         return 0.6, 0.8
     if kind == "jumps":
@@ -42,7 +42,7 @@ def law(kind: str, cycle: int, cycles: int) -> tuple[float, float]:
 
 
 def losses(kind: str, cycles: int, seed: int) -> dict[str, list[float]]:
-    """Per cycle, by who decides."""
+    """Return the losses per cycle, by the probabilities that decide."""
     draw, policy = random.Random(seed), Auto()
     price = torch.arange(CHILDREN + 2).float() * PRICE
     lost: dict[str, list[float]] = {"counted": [], "stated": []}
@@ -71,7 +71,7 @@ def losses(kind: str, cycles: int, seed: int) -> dict[str, list[float]]:
 
 
 def _worth(believed: list[float], true: list[float], price: torch.Tensor) -> float:
-    """By the true chances, of what these chances would have verified."""
+    """Return the value, by true probabilities, of the nodes that the believed ones would verify."""
     paths = torch.tensor([0.0, *(math.log(max(chance, 1e-9)) for chance in believed)])
     kept = ops.select_worth(paths, torch.tensor([len(paths)], dtype=torch.int32), price, len(paths)).alive().tolist()
     return sum(true[node - 1] for node in kept if node) - PRICE * (len(kept) - 1)

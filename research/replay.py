@@ -1,13 +1,13 @@
-"""Policies on logged trees: what each would have verified, accepted and cost, without running either model again.
+"""Replay policies on logged trees, without running the models again.
 
-`log` answers prompts greedily while every candidate of a wide beam is verified, and writes these trees to a folder,
-with the draft's whole distribution at each node that it was run at. `run` lets any policy grow its trees from those
-distributions and walks them by the target's logged choices.
+`log` answers prompts greedily with all candidates of a wide beam verified, and writes these trees to a folder, with the
+draft's whole distribution at each node that it ran at. `run` lets any policy grow its trees from those distributions
+and walks them by the target's logged choices.
 
-What this is not: a generation. Every policy is evaluated at the positions that the logging run visited, one cycle at
-each, whatever path the policy itself would have taken through the answer; a policy with a history sees them in order.
-Outside the logged trees nothing is known: the draft proposes nothing at such nodes, and a walk that comes to one ends
-there. Both are counted, and make tau a lower bound.
+A replay is not a generation. Every policy is evaluated at the positions that the logging run visited, one cycle at
+each, whatever path the policy itself would have taken. A policy with a history sees them in order. Outside the logged
+trees nothing is known: the draft proposes nothing at such nodes, and a walk that reaches one ends there. Both are
+counted, and make tau a lower bound.
 
     python -m research.replay log FOLDER --prompts FOLDER --per-set 2
     python -m research.replay run FOLDER --policy talon --policy c2t,beta=0.5 --costs FILE --costs qwen3-8b-h200
@@ -88,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
 class Replayed(NamedTuple):
     """One cycle of a policy at a logged position.
 
-    committed  tokens, the bonus token included (fewer where the walk left the log)
+    committed  tokens, the bonus token included (fewer if the walk left the log)
     expected   1 + the summed path probabilities, by the target, of the verified nodes that are in the log
     widths     nodes of each draft pass; verified, drafted: nodes, of which `drafted` leaves the root out
     missed_rows, missed_nodes   rows asked for and nodes verified that are not in the log
-    cut        the walk came to such a node
+    cut        whether the walk reached such a node
     """
 
     committed: int
@@ -108,7 +108,7 @@ class Replayed(NamedTuple):
 
 @dataclass
 class ReplayDrafter(Drafter):
-    """The draft's distributions as logged; where nothing was logged, nothing is proposed."""
+    """A drafter with the logged distributions. It proposes nothing at nodes outside the log."""
 
     logged: LoggedTree
     columns: Columns
@@ -124,7 +124,7 @@ class ReplayDrafter(Drafter):
         self._row = {node: row for row, node in enumerate(self.logged.expanded.tolist())}
 
     def locate(self, tree: TokenTree) -> list[int]:
-        """The place of each node of `tree` in the log; -1 where it is not there."""
+        """Return the index of each node of `tree` in the log, or -1."""
         new = slice(len(self.places), len(tree))
         for parent, token in zip(tree.parents[new].tolist(), tree.tokens[new].tolist(), strict=True):
             above = self.places[parent]
@@ -152,7 +152,7 @@ class ReplayDrafter(Drafter):
 
 
 def replay(trees: Trees, policy: TreePolicy) -> Iterator[Replayed]:
-    """The policy's cycle at every logged position, answer by answer; prompts were not logged, and count as empty."""
+    """Yield the policy's cycle at every logged position, answer by answer. Prompts count as empty."""
     for file in trees.shards():
         shard = trees.read(file)
         policy.begin(0)
@@ -189,7 +189,7 @@ def replay_cycle(logged: LoggedTree, columns: Columns, policy: TreePolicy) -> Re
 
 
 def path_log_probs(logged: LoggedTree) -> Tensor:
-    """float64 [n]: the target's log-probability of each node's path from the root."""
+    """Return the target's log-probability of each node's path from the root, float64 [n]."""
     total = logged.target_log_probs.double()
     depths = logged.tree.depths
     for depth in range(1, int(depths.max()) + 1):
@@ -199,7 +199,7 @@ def path_log_probs(logged: LoggedTree) -> Tensor:
 
 
 def _ends_at_a_node(tree: TokenTree, path: list[int], tokens: list[int]) -> bool:
-    """Whether a child of the path's end carries the last token: what follows it is not known."""
+    """Return whether a child of the path's end carries the last token: its successors are unknown."""
     return not tokens or bool(((tree.parents == path[-1]) & (tree.tokens == tokens[-1])).any())
 
 
@@ -207,14 +207,14 @@ def _ends_at_a_node(tree: TokenTree, path: list[int], tokens: list[int]) -> bool
 
 
 def speedup(costs: PassCosts, rows: Sequence[Replayed]) -> float:
-    """Over plain decoding, which verifies one node per token."""
+    """Return the speed-up over plain decoding, which verifies one node per token."""
     own = sum(row.policy_seconds for row in rows) if costs.measured else 0.0
     spent = own + sum(costs.cycle(row.verified, row.widths) for row in rows)
     return sum(row.committed for row in rows) * costs.plain / spent
 
 
 def summary(spec: str, policy: TreePolicy, rows: Sequence[Replayed], costs: Sequence[PassCosts]) -> dict[str, Any]:
-    """tau, delta and gamma per cycle, what was missed, and the speed-up that each cost model predicts."""
+    """Return tau, delta and gamma per cycle, missed nodes, and the speed-up that each cost model predicts."""
 
     def mean(values: Iterator[float]) -> float:
         return round(statistics.fmean(values), 4)
@@ -241,7 +241,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("log")
-    one.add_argument("folder", type=Path, help="goes on where it stopped")
+    one.add_argument("folder", type=Path, help="folder of the trees; resumes after an interruption")
     add_arguments(one, "model", "draft", "dtype", "prompts", "per_set", max_new_tokens=64)
     one.add_argument("--width", type=int, default=10)
     one.add_argument("--expansions", type=int, default=6)

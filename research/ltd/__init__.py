@@ -1,1 +1,1 @@
-"""Learning to Draft: the training of the policy ltd's two networks, and the comparisons that its claims rest on."""
+"""Learning to Draft: train the two networks of the policy ltd, and compare them with other methods."""

@@ -1,10 +1,9 @@
 """Learning to Draft: train the networks of the policy ltd, and compare them with the EAGLE beam.
 
 `train` trains a pair on the trees of a target and a draft. `log` answers prompts and logs the candidates of each cycle.
-`compare` tells what the beam at its default, the beam with the best depth and size for the trees that a pair was
-trained on, and pairs of networks give at these trees under a cost table. `agree` decides at random while the engine
-runs, and correlates what was measured with the table's reward. `curves` puts what trainings logged into one file, and
-draws it.
+`compare` evaluates, under a cost table, the beam with its default settings, the beam with the best depth and size on
+the training trees, and pairs of networks. `agree` makes random decisions while the engine runs, and correlates measured
+rewards with those of the table. `curves` writes the logs of training runs into one file and plots it.
 
     python -m research.ltd train FOLDER --recipe cpu --target MODEL --draft HEAD --prompts FILE
     python -m research.ltd log FOLDER --prompts FOLDER --per-set 2 --width 4 --expansions 6
@@ -43,7 +42,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     train.add(training)
     training.set_defaults(run=train.run, out=None)
     first = commands.add_parser("log")
-    first.add_argument("folder", type=Path, help="goes on where it stopped")
+    first.add_argument("folder", type=Path, help="folder of the trees; resumes after an interruption")
     first.add_argument("--width", type=int, default=10)
     first.add_argument("--expansions", type=int, default=12)
     first.add_argument("--temperature", type=float, default=0.0)
@@ -57,7 +56,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     third.add_argument("--cycles", type=int, default=300)
     third.add_argument("--candidates", type=Path, help="logged trees of the same prompts")
     fourth = commands.add_parser("curves")
-    fourth.add_argument("folder", type=Path, nargs="+", help="of a training")
+    fourth.add_argument("folder", type=Path, nargs="+", help="folder of a training run")
     for command, run in ((first, log), (second, compare), (third, agree), (fourth, curves)):
         add_arguments(command, "out")
         command.set_defaults(run=run)

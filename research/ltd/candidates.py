@@ -1,7 +1,7 @@
-"""Candidate trees of a running engine, on disk, with the way that the target took through each of them.
+"""Candidate trees of a running engine, on disk, with the target's path through each of them.
 
-A tree that the draft grew at a position accepts what the answer goes on with there, whatever part of it is verified.
-So one answer says of all trees along it what each would have accepted, and none of their nodes need be verified for it.
+A tree that the draft grew at a position accepts the tokens that the answer continues with, whichever nodes are
+verified. So one answer determines what all trees along it would have accepted, and their nodes need not be verified.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def log_candidates(
     would accept of them is not known. name: of the target, as recorded. InputError without a draft.
     """
     if engine.drafter is None:
-        raise InputError("draft: there is none, and the candidates are the draft's")
+        raise InputError("draft: got none, but the candidates come from a draft")
     short = next((number for number, prompt in enumerate(prompts, start=1) if len(prompt) < MIN_PROMPT), None)
     if short is not None or not prompts:
         raise InputError(f"prompts: number {short or 1} has fewer than {MIN_PROMPT} tokens")

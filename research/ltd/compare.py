@@ -45,7 +45,7 @@ def log(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def curves(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The figures of trainings, and their curves drawn beside the result file."""
+    """Yield the figures of training runs, and plot their curves next to the result file."""
     for folder in args.folder:
         trained, entries = _ltd.load(str(folder / PAIR)), read_log(folder)
         facts = {name: trained.facts[name] for name in ("options", "ground", "pairs", "kept")}
@@ -92,20 +92,20 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def best_of_grid(trees: Outcomes) -> tuple[int, int]:
-    """The depth and size with the greatest throughput at these trees."""
+    """Return the depth and size with the highest throughput on these trees."""
     shape = trees.shape
     grid = [(depth, size) for depth in range(shape.least, shape.expansions + 1) for size in shape.sizes]
     return max(grid, key=lambda point: trees.speed(*point).speed)
 
 
 def decided(trees: Outcomes, networks: Networks, depth: int | None, size: int | None) -> tuple[Any, Any]:
-    """Depths and sizes, int64 [trees], by the networks, or one number in the place of one of them."""
+    """Return depths and sizes, int64 [trees], by the networks, or by a fixed number instead of one of them."""
     depths = trees.depths_by(networks) if depth is None else trees.all_trees(depth)
     return depths, trees.sizes_by(networks, depths) if size is None else trees.all_trees(size)
 
 
 def foreseen(trees: Outcomes) -> tuple[Any, Any]:
-    """Depths and sizes that maximise throughput given what the target will say: no policy can do better."""
+    """Return depths and sizes that maximise throughput given the target's choices: an upper bound for any policy."""
     shape, everything, rate = trees.shape, np.arange(len(trees)), 1.0
     grid = [(depth, size) for depth in range(shape.least, shape.expansions + 1) for size in shape.sizes]
     tokens = np.stack([trees.committed(everything, *map(trees.all_trees, point)) for point in grid], 1)
@@ -170,7 +170,7 @@ def agree(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _by_setting(trees: Outcomes, actions: Any, live: Any) -> dict[str, Any]:
-    """Mean rewards of each depth and of each size, the other one being random: measured, and replayed."""
+    """Return mean rewards, measured and replayed, of each depth and of each size, with the other one random."""
     shape, found = trees.shape, {}
     depths, sizes = np.arange(max(1, shape.least), shape.expansions + 1), np.array(shape.sizes)
     every, deep, many = np.meshgrid(np.arange(len(trees)), depths, sizes, indexing="ij")
@@ -188,7 +188,7 @@ def _by_setting(trees: Outcomes, actions: Any, live: Any) -> dict[str, Any]:
 
 
 def spearman(a: Any, b: Any) -> float:
-    """The correlation of ranks; equal values share the mean of theirs."""
+    """Return the rank correlation. Equal values share their mean rank."""
     return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
 
 

@@ -1,4 +1,4 @@
-"""The curves of a training of Learning to Draft's networks, drawn from its log."""
+"""Plot a training run of Learning to Draft's networks from its log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specengine.train.svg import draw
 
 
 def plot(entries: list[dict[str, Any]], file: Path) -> bool:
-    """Draw each stage's training reward and validation speed into an SVG file; False without matplotlib."""
+    """Draw each stage's training reward and validation speed into an SVG file. Return False without matplotlib."""
     stages = sorted({(entry["stage"], entry["which"]) for entry in entries})
 
     def onto(figure: Any) -> None:

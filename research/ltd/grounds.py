@@ -1,4 +1,4 @@
-"""Where Learning to Draft's networks are trained and validated: on logged trees, or on the running engine."""
+"""Training environments and validation of Learning to Draft's networks: logged trees, or the running engine."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Ground(Protocol):
         """The networks' speed on what is held back; a depth or size stands for the network that it replaces."""
 
     def facts(self) -> dict[str, Any]:
-        """For the record."""
+        """Return facts for the metadata of the networks."""
 
 
 @dataclass(frozen=True)
 class LoggedGround:
-    """Logged trees under a cost table; `held` is what is held back."""
+    """Logged trees under a cost table. held: the held-back trees."""
 
     learnt: Outcomes
     held: Outcomes
@@ -55,7 +55,7 @@ def speed_of(outcomes: Outcomes, networks: Networks, depth: int | None = None, s
 
 @dataclass(frozen=True)
 class LiveGround:
-    """The running engine; without a cost table time is the wall clock's."""
+    """The running engine. Without a cost table, time is wall-clock time."""
 
     engine: Engine
     learnt: Sequence[list[int]]

@@ -1,4 +1,4 @@
-"""How the networks of Learning to Draft are trained, and settings that are known to work."""
+"""Options of training Learning to Draft's networks, and recipes."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ class PolicyOptions:
 
     width           children per node of the beam, 1 or more
     expansions      levels grown below the first, at most, 1 or more
-    sizes           candidates verified by the size network's actions, ascending, above 0, the root excluded
-    least           expansions before the depth network is asked for the first time, 0 or more
-    check_every     expansions from one of its decisions to the next, 1 or more
+    sizes           numbers of candidates that the size network chooses from, ascending, above 0, without the root
+    least           expansions before the first decision of the depth network, 0 or more
+    check_every     expansions between its decisions, 1 or more
     pad             what stands in an observation for candidates that there are not, 0 or less; log-probabilities below
                     a negative one count as that
     reward          table or wallclock: throughput, under a cost table or as it is measured; accept, time: the
                     ablations
     fixed_depth     expansions that stand for the depth network where size is validated alone, 0 to expansions
     fixed_size      candidates that stand for the size network where depth is trained and validated alone, 1 or more
-    size_steps      decisions that the size network learns from, 0 or more
-    depth_steps     decisions that the depth network learns from, 0 or more
-    again           size, depth: the networks trained once more, in turn, each against the other as it is then
+    size_steps      training decisions of the size network, 0 or more
+    depth_steps     training decisions of the depth network, 0 or more
+    again           size, depth: networks to train again, in turn, each with the current other network
     again_share     share of the steps in each of these, above 0
-    rollout         decisions between two updates, 2 or more; a multiple of environments
-    minibatch       decisions of an optimiser's step, 2 or more; a divisor of rollout
+    rollout         decisions between updates, 2 or more; a multiple of environments
+    minibatch       decisions per optimiser step, 2 or more; a divisor of rollout
     epochs          passes over a rollout, 1 or more
-    learning_rate   at its peak, above 0; falls to 0 on a line
+    learning_rate   peak learning rate, above 0; falls to 0 linearly
     warmup          share of the steps in which the learning rate rises, 0 to 1
     entropy         weight of the policy's entropy in the loss, 0 to 1
     target_kl       divergence that ends an update early where a network is trained again, 0 to 1; 0: none does
-    clip            of the probability ratio in PPO, above 0
+    clip            limit of the probability ratio in PPO, above 0
     size_gamma      discount of the size network's rewards, 0 to 1
     depth_gamma     discount of the depth network's rewards, 0 to 1
     hidden_size     units of the size network's hidden layers, 1 or more each
     hidden_depth    units of the depth network's hidden layers, 1 or more each
     hidden_critic   units of the critics' hidden layers, 1 or more each
     activation      relu or tanh
-    prompts         questions taken from a text's, at most and evenly over it, 0 or more; 0: all
+    prompts         maximum number of questions from a text, evenly spaced, 0 or more; 0: all
     held_back       share of the answers that nothing is learnt from, 0 to 1; the checkpoint that is fastest on them is
                     kept
-    validate_every  rollouts from one validation to the next, 1 or more
-    environments    that logged trees are drawn in at a time, 1 or more
-    length          tokens of each answer, where the engine runs, 4 or more
-    seed            of what is drawn, 0 or more
+    validate_every  rollouts between validations, 1 or more
+    environments    number of parallel environments on logged trees, 1 or more
+    length          tokens per answer if the engine runs, 4 or more
+    seed            random seed, 0 or more
     """
 
     width: int = 10
@@ -122,17 +122,17 @@ class PolicyOptions:
 
     @property
     def stages(self) -> list[Stage]:
-        """The networks in the order of their training: each alone, then in turn."""
+        """Return the networks in the order of training: each alone, then in turn."""
         return ["size", "depth", *self.again]  # type: ignore[list-item]
 
     def steps(self, number: int) -> int:
-        """Decisions of stage `number`."""
+        """Return the number of decisions of stage `number`."""
         steps = self.size_steps if self.stages[number] == "size" else self.depth_steps
         return steps if number < 2 else round(self.again_share * steps)
 
 
 class PolicyRecipe(NamedTuple):
-    """Settings by name: what they are for, and what they change of PolicyOptions' defaults."""
+    """A named recipe: its purpose, and changes to the defaults of PolicyOptions."""
 
     about: str
     changes: Mapping[str, Any]

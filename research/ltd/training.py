@@ -1,4 +1,4 @@
-"""Training of Learning to Draft's two networks by PPO: each alone, then in turn, each against the other."""
+"""Train Learning to Draft's two networks by PPO: each alone, then in turn with the other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Progress = Callable[[str], None]
 
 
 def require_extra() -> None:
-    """MissingExtraError where Gymnasium or Stable-Baselines3 is not installed."""
+    """Raise MissingExtraError if Gymnasium or Stable-Baselines3 is not installed."""
     try:
         import gymnasium  # noqa: F401
         import stable_baselines3  # noqa: F401
@@ -37,7 +37,7 @@ def require_extra() -> None:
 
 
 class Candidate(NamedTuple):
-    """A pair after a stage, and how fast it is on what was held back."""
+    """A pair of networks after a stage, and its speed on held-back trees."""
 
     stage: int
     speed: Speed
@@ -53,10 +53,10 @@ def train_policy(
     dtype: torch.dtype = torch.float32,
     progress: Progress = lambda line: None,
 ) -> Path:
-    """Train a pair; a call that was interrupted goes on where it stopped, to the same result.
+    """Train a pair of networks. An interrupted call resumes where it stopped, with the same result.
 
-    Writes the best pair to FOLDER/ltd.safetensors, with `facts` for the record, and all figures to FOLDER/log.jsonl;
-    returns the pair's file. InputError where the folder was begun with other options.
+    Write the best pair to FOLDER/ltd.safetensors, with `facts` in its metadata, and all figures to FOLDER/log.jsonl.
+    Return the pair's file. Raise InputError if the folder was begun with other options.
     """
     require_extra()
     _begin(folder, options)
@@ -83,7 +83,7 @@ def train_policy(
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """All figures of a training."""
+    """Return all figures of a training run."""
     file = folder / LOG
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
@@ -98,7 +98,7 @@ def _begin(folder: Path, options: PolicyOptions) -> None:
             if found.get(name) != wanted.get(name):
                 raise InputError(
                     f"{name}: the training in {folder} was begun with {found.get(name)!r}, got {wanted.get(name)!r}; "
-                    "go on with the same, or take another folder"
+                    "use the same, or another folder"
                 )
     else:
         with atomic(file) as part:
@@ -106,7 +106,7 @@ def _begin(folder: Path, options: PolicyOptions) -> None:
 
 
 class _Stage:
-    """The training of one network, with the other as it is."""
+    """The training of one network, with the other one fixed."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Stage:
         self.began = time.perf_counter()
 
     def run(self) -> Networks:
-        """The networks with this one trained, as it was at its fastest."""
+        """Train, and return the networks with this one at its fastest checkpoint."""
         from stable_baselines3.common.callbacks import BaseCallback
 
         state = self._state()
@@ -176,7 +176,7 @@ class _Stage:
 
     @property
     def _steps(self) -> int:
-        """Whole rollouts, one at least."""
+        """Return the number of steps as whole rollouts, at least one."""
         rollout = self.options.rollout
         return max(rollout, self.options.steps(self.number) // rollout * rollout)
 

@@ -103,7 +103,7 @@ def test_logging_goes_on_where_it_stopped_and_refuses_other_options(tmp_path: Pa
         list(CandidateTrees.open(tmp_path).answers())
     with pytest.raises(InputError, match="prompts: number 2 has fewer than 2 tokens"):
         log_candidates(engine(), [[1, 2], [1]], tmp_path / "short", LOGGING)
-    with pytest.raises(InputError, match="draft: there is none"):
+    with pytest.raises(InputError, match="draft: got none"):
         log_candidates(Engine(ToyTarget(TARGET), None, None), PROMPTS, tmp_path / "plain", LOGGING)
 
 
