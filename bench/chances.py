@@ -45,7 +45,7 @@ class Watched(Auto):
 
     def learn(self, outcome: Outcome) -> None:
         tree, path, chosen, _ = outcome
-        notes, size = self._state.on(tree.device).notes, len(tree)
+        notes, size = self._state[tree.device].notes, len(tree)
         wanted = dict(zip(path.alive().tolist(), chosen.tolist(), strict=True))
         for node in range(1, size):
             if (parent := int(tree.parents[node])) in wanted:
@@ -76,7 +76,7 @@ def main() -> None:
     records = [{"record": "chances", "prompts": len(prompts), **row} for row in calibration(policy.seen)]
     provenance.show(records, args.out)
     if args.prior:
-        counts = policy._state.on(torch.device("cpu")).counts
+        counts = policy._state[torch.device("cpu")].counts
         found = {"table": smoothed(policy.hits, policy.tries).float(), "profile": counts.profile.clone()}
         with atomic(args.prior) as part:
             save_file(found, part, metadata={"outcomes": str(len(policy.seen)), "prompts": str(len(prompts))})

@@ -1,8 +1,8 @@
 """Acceptance and calibration of a head at points of its training, and a prediction for more text.
 
 Each --stage is the folder of a training run: log.jsonl, and a folder for each saved head, named by its step. Later
-stages continue earlier ones, so tokens and processor hours add up. Every head drafts alone, greedily, with EAGLE's tree of
-60 nodes. The last record is a line through acceptance against the logarithm of the tokens, through the ends of the
+stages continue earlier ones, so tokens and processor hours add up. Every head drafts alone, greedily, with EAGLE's tree
+of 60 nodes. The last record is a line through acceptance against the logarithm of the tokens, through the ends of the
 stages (through all heads if there are fewer than three ends), and its prediction for twice as many tokens.
 
     python -m research.learning_curve --start HEAD --start-tokens 2500000 --stage FIRST --stage SECOND --data TEXT \\

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -163,24 +163,19 @@ def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> 
 T = TypeVar("T")
 
 
-class PerDevice(Generic[T]):
-    """Keep tensors or a network, with a copy per device.
+class PerDevice(dict[torch.device, T]):
+    """Tensors or a network by device, each copy made by `make` on first use.
 
     A captured cycle goes on reading the memory of its device while another one runs on the host, so nothing moves.
-    make: returns them on a device; called on first use there.
     """
 
     def __init__(self, make: Callable[[torch.device], T]) -> None:
-        self._make, self._copies = make, dict[torch.device, T]()
+        super().__init__()
+        self._make = make
 
-    def on(self, device: torch.device) -> T:
-        if device not in self._copies:
-            self._copies[device] = self._make(device)
-        return self._copies[device]
-
-    def copies(self) -> Iterable[T]:
-        """Return all copies, to change them in place."""
-        return self._copies.values()
+    def __missing__(self, device: torch.device) -> T:
+        self[device] = self._make(device)
+        return self[device]
 
 
 # ---- the contract of a policy, and errors of policies that break it

@@ -159,7 +159,7 @@ class Auto(TreePolicy):
         return self.max_passes
 
     def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        state = self._state.on(device)
+        state = self._state[device]
         return *state.counts, state.ledger.earned, *state.ledger.prices, state.skipped
 
     def plan(self) -> Plan:
@@ -172,7 +172,7 @@ class Auto(TreePolicy):
         self._context, self._group = tokens, int(sampled)
         self._pace.begin()
         self._reprice()
-        for state in self._state.copies():
+        for state in self._state.values():
             state.counts.group.fill_(self._group)
 
     # ---- a cycle
@@ -194,7 +194,7 @@ class Auto(TreePolicy):
         return tree.root_alone().where(asked)
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        state = self._state.on(tree.device)
+        state = self._state[tree.device]
         if not len(step.logits):
             return self._first(tree, state)
         drafted = Drafted(step.logits, step.token_ids, step.normalized, step.marks)
@@ -202,7 +202,7 @@ class Auto(TreePolicy):
         return ops.grow_likely(tree.arrays, tree.counters, frontier, drafted, *books, self._limits)
 
     def keep(self, tree: TokenTree) -> Nodes:
-        state = self._state.on(tree.device)
+        state = self._state[tree.device]
         if tree.free is not None:
             self._append_free(tree, tree.free, state)
         kept = ops.select_worth(tree.path_log_probs, tree.size, state.ledger.prices.verify, self.budget)
@@ -224,7 +224,7 @@ class Auto(TreePolicy):
 
     def learn(self, outcome: Outcome) -> None:
         tree, path, chosen, cycle = outcome
-        state = self._state.on(tree.device)
+        state = self._state[tree.device]
         rested = self._pace.resting > 0 and cycle is not None
         if not rested:
             ops.count_outcomes(tree.arrays, tree.size, path, chosen, state.counts, state.notes, state.ledger)
@@ -267,7 +267,7 @@ class Auto(TreePolicy):
 
     def _reprice(self) -> None:
         tables = self._tables()
-        for state in self._state.copies():
+        for state in self._state.values():
             state.ledger.verify.copy_(tables.verify)
             state.ledger.draft.copy_(tables.draft)
             state.ledger.beside.fill_(self._costs.overhead)

@@ -119,7 +119,7 @@ class DynaTree(TreePolicy):
         return self.max_depth + 1
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        base_depth, high, deep = self._moved.on(tree.device)
+        base_depth, high, deep = self._moved[tree.device]
         log_probs, tokens = step.best_children(self.branch_max)
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
         chosen = self._chosen(log_probs, paths, high, ops.number(tree.passes) == 1)
@@ -174,7 +174,7 @@ class DynaTree(TreePolicy):
         self._base_depth = _clip(self._base_depth + by_depth, DEPTH_FLOOR, self.max_depth - 1)
         self._high = _clip(self._high - by_threshold, *HIGH_RANGE)
         self._deep = _clip(self._deep - by_threshold, *DEEP_RANGE)
-        for moved in self._moved.copies():
+        for moved in self._moved.values():
             for held, value in zip(moved, self._settings, strict=True):
                 held.fill_(value)
 

@@ -54,7 +54,7 @@ class Fixed(TreePolicy):
             nodes = step.add_best_children(tree, frontier, self.branching[level])
             return nodes.where(passes < self.passes)
         log_probs, tokens = step.best_children(max(self.branching))
-        wanted = self._wanted.on(tree.device).index_select(0, level)
+        wanted = self._wanted[tree.device].index_select(0, level)
         place = torch.arange(tokens.shape[1], device=tree.device, dtype=torch.int64)
         chosen = (place < wanted) & (log_probs > -math.inf)
         nodes = tree.add_children(frontier, tokens, log_probs, chosen, max(self._sizes))

@@ -51,7 +51,7 @@ class Gammatune(Beam):
         self._heights = PerDevice(lambda device: torch.tensor([self._height], dtype=torch.int32, device=device))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
-        return ops.number(tree.passes) >= ops.number(self._heights.on(tree.device))
+        return ops.number(tree.passes) >= ops.number(self._heights[tree.device])
 
     def learn(self, outcome: Outcome) -> None:
         cycle = outcome.cycle
@@ -63,5 +63,5 @@ class Gammatune(Beam):
         wanted = self._height + 1 if cycle.accepted >= height else round(self._mean) + 1
         most = min(int(1.5 * self.height), self.expansions + 1)
         self._height = min(max(wanted, -(-self.height // 2)), most)
-        for known in self._heights.copies():
+        for known in self._heights.values():
             known.fill_(self._height)

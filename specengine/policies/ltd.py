@@ -104,7 +104,7 @@ class Ltd(Beam):
         self._tell()
 
     def _tell(self) -> None:
-        for context in self._context.copies():
+        for context in self._context.values():
             context.fill_(self._tokens)
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
@@ -114,17 +114,17 @@ class Ltd(Beam):
         if is_down(asked):
             return asked
         expansions = ops.held(done)
-        return asked & ~self._decisions.on(tree.device).goes_on(self._observed("depth", tree, expansions), expansions)
+        return asked & ~self._decisions[tree.device].goes_on(self._observed("depth", tree, expansions), expansions)
 
     def keep(self, tree: TokenTree) -> Nodes:
-        sizes = self._sizes.on(tree.device)
+        sizes = self._sizes[tree.device]
         if self.size is None:
             observation = self._observed("size", tree, ops.held(ops.number(tree.passes) - 1))
-            sizes = sizes.index_select(0, self._decisions.on(tree.device).choose_size(observation))
+            sizes = sizes.index_select(0, self._decisions[tree.device].choose_size(observation))
         return tree.best_of_all(self.budget, sizes)
 
     def _observed(self, which: str, tree: TokenTree, expansions: Tensor) -> Tensor:
-        return observed(which, tree, self._context.on(tree.device), expansions, self._shape)
+        return observed(which, tree, self._context[tree.device], expansions, self._shape)
 
 
 def _on(decisions: Decisions, device: torch.device) -> Decisions:

@@ -69,7 +69,7 @@ class OptTree(TreePolicy):
         return self.max_depth
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        value = self._value.on(tree.device)
+        value = self._value[tree.device]
         layer = tree.add(*step.children(frontier, step.candidates(tree, frontier, self.nodes)))
         passes, expected = ops.number(tree.passes), self._expected(tree)
         gain = ops.number(expected) - ops.where(passes == 1 + self.lag, -math.inf, ops.number(value))

@@ -74,7 +74,7 @@ class Salf(TreePolicy):
         return max(self.budget - 1, 1)
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        queues = self._queues.on(tree.device)
+        queues = self._queues[tree.device]
         begins = ops.number(tree.passes) == 1
         bound = ops.where(begins, -math.inf, queues.bound)  # those of the tree before are still there
         found = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)

@@ -56,7 +56,7 @@ class Specdecpp(Beam):
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         states = self._require(step.hidden).to(tree.device)
-        known = self._reached.on(tree.device)
+        known = self._reached[tree.device]
         known[:1].fill_(1.0)  # the root is certain
         passes = ops.number(tree.passes)
         below = passes > 1

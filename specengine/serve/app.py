@@ -228,14 +228,13 @@ async def _stream(
                 for chunk in _first_chunks(worker, asked, reply, event.answer):
                     yield sse(chunk)
                 continue
-            elif isinstance(event, Piece):
-                for chunk in _piece_chunks(reply, event):
+            else:
+                ended = isinstance(event, Ended)
+                for chunk in _last_chunks(reply, event.answer) if ended else _piece_chunks(reply, event):
                     yield sse(chunk)
-            elif isinstance(event, Ended):
-                for chunk in _last_chunks(reply, event.answer):
-                    yield sse(chunk)
-                yield DONE
-                return
+                if ended:
+                    yield DONE
+                    return
             event = await anext(coming)
     except ClientGoneError:
         return

@@ -46,7 +46,7 @@ def auto(costs: str | PassCosts = CHEAP, **options: Any) -> Auto:
 
 
 def state_of(policy: Auto) -> Any:
-    return policy._state.on(CPU)
+    return policy._state[CPU]
 
 
 # ---- the best tree

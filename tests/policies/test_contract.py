@@ -50,7 +50,7 @@ def grown(policy: TreePolicy, draft: ToyDrafter, token: int = 0) -> tuple[TokenT
 def even(policy: TreePolicy) -> TreePolicy:
     """auto with one table of chances for all nodes."""
     if isinstance(policy, Auto):
-        table = policy._state.on(CPU).counts.table
+        table = policy._state[CPU].counts.table
         table.copy_(table[:1].clone())
     return policy
 
@@ -59,7 +59,7 @@ def edge(policy: TreePolicy, stated: Tensor) -> Tensor:
     """What an even policy makes of the draft's log-probability: auto counts chances."""
     if not isinstance(policy, Auto):
         return stated
-    return ops.chances(stated[None], torch.zeros(1, dtype=torch.int64), policy._state.on(CPU).counts.table)[0]
+    return ops.chances(stated[None], torch.zeros(1, dtype=torch.int64), policy._state[CPU].counts.table)[0]
 
 
 # ---------------------------------------------------------------------------------------------------- the contract
