@@ -1,7 +1,7 @@
-"""Prompts that drafts do badly on: the default engine against its own plain decoding, interleaved.
+"""Prompts that are hard to draft for: the default engine compared with its own plain decoding, interleaved.
 
-Random tokens, temperature 2, other languages, contexts of 2,000 tokens. Each prompt is answered by both ways in turn,
-so many rounds; a prompt's figure is the ratio of the median times.
+Random tokens, temperature 2, other languages, contexts of 2,000 tokens. Both methods answer each
+prompt in turn, for several rounds. The figure of a prompt is the ratio of the median times.
 
     python -m bench.adversarial --out FILE
 """
@@ -28,7 +28,7 @@ LANGUAGES = {
 
 
 def cases(vocabulary: int) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Prompt and options by name."""
+    """Return prompts and options by name."""
     draw = random.Random(0)
 
     def noise(length: int) -> list[int]:

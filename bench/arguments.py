@@ -1,4 +1,4 @@
-"""Options that the commands of bench/ and research/ have in common."""
+"""Options shared by the commands of bench/ and research/."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Add the options of OPTIONS by their names; those with a default of their own by keyword."""
+    """Add options of OPTIONS by name. Keywords set other defaults."""
     for name in [*names, *defaults]:
         default = {"default": defaults[name]} if name in defaults else {}
         parser.add_argument(flag(name), **OPTIONS[name] | default)

@@ -1,7 +1,7 @@
-"""How often drafted tokens of each kind are accepted: the prior of `auto`'s chances, and how far off stated ones are.
+"""Count how often drafted tokens of each kind are accepted: the initial counts of `auto`, and calibration errors.
 
-Prompts are answered once each by the default engine under `auto`, greedily and at temperature 1, half the time without
-leaving out draft passes, so that every source is seen everywhere. What is counted here never forgets.
+The default engine answers each prompt once under `auto`, greedily and at temperature 1. In half of the cycles it does
+not skip draft passes, so that every source is seen everywhere. These counts never decay.
 
     python -m bench.chances --prompts FILE --out bench/results/chances.jsonl --prior PRIOR.safetensors
 """
@@ -32,7 +32,7 @@ DOUBT = 12.0  # tries that a broader cell counts for in a narrower one
 
 
 class Watched(Auto):
-    """`auto`, all outcomes counted for good; half of the cycles that could do without a draft pass have one."""
+    """`auto` with counts that never decay, and a draft pass in half of the cycles that could skip it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=Path, help="JSON list of prompts; default: a few built-in prompts")
     add_arguments(parser, "max_new_tokens", "out")
-    parser.add_argument("--prior", type=Path, help="write what was counted as the prior of new engines")
+    parser.add_argument("--prior", type=Path, help="write the counts as the initial counts of new engines")
     args = parser.parse_args()
     prompts = json.loads(args.prompts.read_text()) if args.prompts else [w.text for w in workloads.read(None, 99)]
     policy = Watched()
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def calibration(seen: list[tuple[int, float, float, bool]]) -> list[dict[str, Any]]:
-    """Expected calibration errors, of ten equal parts of stated and of counted chances, by group and source."""
+    """Return calibration errors of stated and counted probabilities, over ten equal bins, by group and source."""
     rows = []
     for group, name in enumerate(("greedy", "temperature 1")):
         for source in range(SOURCES):
@@ -98,12 +98,12 @@ def calibration(seen: list[tuple[int, float, float, bool]]) -> list[dict[str, An
 
 
 def _kind(cell: int) -> tuple[int, int]:
-    """Group and source."""
+    """Return group and source."""
     return divmod(cell // (DEPTHS * RANKS), SOURCES)
 
 
 def _error(pairs: list[tuple[float, bool]]) -> float:
-    """The mean distance of chances from shares of hits, by tenths of chance."""
+    """Return the mean distance of probabilities from shares of hits, over ten bins."""
     total = 0.0
     for tenth in range(10):
         own = [(chance, hit) for chance, hit in pairs if min(int(chance * 10), 9) == tenth]

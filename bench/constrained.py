@@ -1,8 +1,7 @@
-"""Speed of constrained answers: plain decoding, trees, and trees in which forced tokens stand.
+"""Speed of constrained answers: plain decoding, trees, and trees with forced tokens.
 
-Ways are measured as `specengine bench` does; medians over rounds. Their answers must be the same, and each meets its
-schema. "without forced" is trees whose tokens are checked against the schema, but where
-what the schema forces is proposed like anything else: by the draft, at what it costs there.
+Methods are measured as in `specengine bench`, with medians over rounds. Their answers must be equal and match the
+schema. "without forced" are trees whose tokens are checked against the schema, but forced tokens are left to the draft.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def nothing_forced() -> Iterator[None]:
-    """Within it the schema forces nothing that a draft would know of."""
+    """Disable forced tokens inside the context."""
     forced = Constraint.forced
     Constraint.forced = lambda self, tokens: []  # type: ignore[method-assign]
     try:
@@ -104,7 +103,7 @@ def nothing_forced() -> Iterator[None]:
 
 
 class Unforced(EngineDecoder):
-    """Trees in which what the schema forces is proposed like anything else."""
+    """Trees without forced tokens."""
 
     def __call__(self, prompt: list[int], length: int) -> Answer:
         with nothing_forced():
@@ -112,7 +111,7 @@ class Unforced(EngineDecoder):
 
 
 def records(engine: Engine, rounds: int, tokens: int) -> Iterator[dict[str, Any]]:
-    """Yield one record per schema and way; RuntimeError where answers differ or do not meet their schema."""
+    """Yield a record per schema and method. Raise RuntimeError if answers differ or do not match their schema."""
     engines, plain = Engines(engine, LoadOptions()), Choice.plain(engine)
     for name, (prompt, schema) in REQUESTS.items():
         options = {"temperature": 0.0, "json_schema": schema}

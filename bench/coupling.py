@@ -1,7 +1,7 @@
-"""What it is worth that drafts of sampled text know the noise of the draws: with it and without, and plain decoding.
+"""Sampled text with drafts that know the sampler's noise, with drafts that do not, and plain decoding.
 
-Ways are measured as `specengine bench` does, with the same seed, for each way of sampling; every answer is compared
-with plain decoding's.
+Methods are measured as in `specengine bench`, with the same seed, for each kind of sampling. Every answer is compared
+with plain decoding.
 
     python -m bench.coupling --prompts FOLDER --per-set 4 --out FILE
 """

@@ -1,4 +1,4 @@
-"""A head in vLLM: is as much of its chain accepted there, in both layouts, as of the same chain here?
+"""Compare the acceptance of an exported head in vLLM, in both layouts, with specengine's.
 
 Greedy, the head alone, a chain of fixed length, the shipped prompts, both engines on the same token ids and in the
 same dtype. VLLM_PYTHON names the Python of an environment that has vLLM.
@@ -59,7 +59,7 @@ def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _ours(args: argparse.Namespace, texts: list[str]) -> tuple[list[list[int]], list[list[int]], Totals]:
-    """Answers and prompts as token ids, and what was accepted of the chain."""
+    """Return answers and prompts as token ids, and accepted tokens by position of the chain."""
     chain = {"length": args.tokens}
     engine = Engine.from_pretrained(None, None, "chain", policy_options=chain, dtype=args.dtype, lookup=False)
     answers, asked, drafts, accepted = [], [], 0, [0] * args.tokens
@@ -75,7 +75,7 @@ def _ours(args: argparse.Namespace, texts: list[str]) -> tuple[list[list[int]], 
 
 
 def _in_vllm(args: argparse.Namespace, name: str, asked: list[list[int]]) -> dict[str, Any]:
-    """What vLLM makes of the exported head; in the speculators layout it is given that folder and nothing else."""
+    """Run the exported head in vLLM. In the speculators layout vLLM gets that folder alone."""
     with tempfile.TemporaryDirectory() as work:
         head, question, reply = (Path(work) / part for part in ("head", "asked.json", "found.json"))
         tokens = ["--tokens", str(args.tokens)] if name == "speculators" else []
@@ -97,7 +97,7 @@ def _in_vllm(args: argparse.Namespace, name: str, asked: list[list[int]]) -> dic
 
 
 def _agreed(theirs: list[int], ours: list[int]) -> int:
-    """Tokens before the first that differs."""
+    """Return the number of tokens before the first difference."""
     return next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if len(set(pair)) > 1), len(theirs))
 
 
@@ -109,7 +109,7 @@ def _acceptance(engine: str, totals: Totals) -> dict[str, Any]:
 
 
 def _differences(engine: str, there: Totals, here: Totals) -> Iterator[dict[str, Any]]:
-    """By position, the difference of two shares and its 95 % interval, as of independent samples: wider than needed."""
+    """Return differences of shares by position, with 95 % intervals for independent samples, wider than needed."""
     for position, counts in enumerate(zip(there[1], here[1], strict=True), start=1):
         left, right = counts[0] / there[0], counts[1] / here[0]
         error = math.sqrt(left * (1 - left) / there[0] + right * (1 - right) / here[0])

@@ -2,8 +2,8 @@
 
 Greedy answers of every policy and draft, and of transformers' `generate(do_sample=False)`, are compared with plain
 decoding's, sampled ones with plain sampling's under the same seed. In float32 every difference counts; in lower
-precision each first difference is certified as a near-tie of the target's logits or reported as a mismatch. What a
-stopped run has answered stays in the file beside FILE that ends in .rows, where the same command goes on.
+precision each first difference is certified as a near-tie of the target's logits or reported as a mismatch. The
+answers of an interrupted run stay in FILE.rows, and the same command resumes from them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Captured against eager: plain decoding and policies with CUDA graphs and without, beside transformers' own decoding.
+"""Plain decoding and policies with and without CUDA graphs, compared with transformers' own decoding.
 
 Ways: transformers' `generate`, the same with a static cache (which transformers compiles on a CUDA device), plain
 decoding here, and each policy, the last two eagerly and as graphs. On a CUDA device all policies take part. A way that
@@ -46,7 +46,7 @@ GRAPHS, STRICT = "graphs", "graphs, strict"
 
 
 class Decoders:
-    """The ways' decoders by name, each made once, of one loaded model and one that transformers has for itself."""
+    """Decoders by name, created once, from one loaded model and another one for transformers."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         path, dtype = models.resolve(args.model), getattr(torch, args.dtype)
@@ -61,7 +61,7 @@ class Decoders:
         return self._way(name, lambda: Generate(self._untouched, GREEDY, [], **options), ours=False)
 
     def ours(self, policy: str, driven: str = "") -> Way:
-        """Return the way of a policy; driven: GRAPHS, STRICT, or eagerly."""
+        """Return the method of a policy. driven: GRAPHS, STRICT, or eager."""
         name = f"{policy}, {driven}" if driven else policy
         options: dict[str, Any] = {"graphs": True, "strict": True} if driven == STRICT else {"graphs": driven == GRAPHS}
         against = f"{PLAIN}, {STRICT}" if driven == STRICT else PLAIN
@@ -89,7 +89,7 @@ class Decoders:
 
 
 def share_head(engine: Engine, others: list[Engine]) -> None:
-    """On a device all engines read one copy of the head's weights: an 8B model's has 0.75 GB, and they are many."""
+    """Share one copy of the head's weights between all engines on a device. For an 8B model it has 0.75 GB."""
     if not isinstance(engine.drafter, Eagle) or engine.target.device.type == "cpu":  # there weights are packed
         return
     first = next((other.drafter for other in others if isinstance(other.drafter, Eagle)), engine.drafter)
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         help=f"repeatable; default: all on a CUDA device, elsewhere {', '.join(POLICIES)}",
     )
-    parser.add_argument("--strict", action="store_true", help="graphs with strict verification as well")
+    parser.add_argument("--strict", action="store_true", help="also run graphs with strict verification")
     args = parser.parse_args(arguments)
     for policy in args.policy or ():
         policies.make(policy)  # what is asked for by a wrong name is refused at once
@@ -174,7 +174,7 @@ def _last_looks(name: str, decode: Decoder, prompt: list[int], args: argparse.Na
 
 
 def _or_reason(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What was measured before is worth more than this: a failure becomes an entry."""
+    """Record a failure as an entry, so that earlier measurements are not lost."""
     try:
         return function()
     except Exception as error:
@@ -185,7 +185,7 @@ WAITING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchroni
 
 
 def _host_waits(answer: Callable[[], Any]) -> dict[str, int]:
-    """How often each call of the CUDA runtime on which the host waits was made for one answer.
+    """Return how often each blocking call of the CUDA runtime was made during one answer.
 
     The profiler itself waits for the device at its start and its end: as often as where nothing is asked.
     """

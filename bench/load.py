@@ -1,9 +1,9 @@
-"""The server under load, as guidellm sees it: the default model, streamed answers, a few clients at once.
+"""Load test of the server with guidellm: the default model, streamed answers, a few clients at once.
 
     python -m bench.load --guidellm .venv-load/bin/guidellm --out FILE
 
-The server answers one request at a time, so what more clients add is waiting. No prompt comes twice in a run, so each
-number of clients meets other prompts; runs with --clients in another order tell the one from the other.
+The server answers one request at a time, so more clients only add waiting. No prompt occurs twice in a run, so each
+number of clients gets other prompts. Runs with --clients in another order separate the two effects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specengine.benchmark.workloads import read
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--guidellm", required=True, help="its program")
+    parser.add_argument("--guidellm", required=True, help="path of the guidellm program")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--requests", type=int, default=8, help="for each number of clients")
     add_arguments(parser, "out", max_new_tokens=64)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def row_of(report: dict[str, Any]) -> dict[str, Any]:
-    """Of guidellm's report on one number of clients; percentiles as it gives them."""
+    """Return the row for one number of clients, with percentiles, from guidellm's report."""
     benchmark = report["benchmarks"][0]
     metrics = benchmark["metrics"]
 

@@ -1,4 +1,4 @@
-"""Cost of our own code: plain decoding against Hugging Face `generate`, time outside the models, peak memory.
+"""Overhead: plain decoding compared with transformers' `generate`, time outside the models, peak memory.
 
 Everything is measured in one run, interleaved, and reported as medians over rounds. Memory is the peak resident set
 while one long prompt is answered (Linux only), weights included; each way gets a process of its own.
@@ -125,7 +125,7 @@ def _memory(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _peak_memory(args: argparse.Namespace) -> int:
-    """Peak resident set in KiB of loading the model and answering one long prompt."""
+    """Return the peak resident set in KiB while loading the model and answering one long prompt."""
     model = _load(args)
     draft = {"plain": None, "ngram": "ngram", "small_model": None}[args.memory_of]
     policy = "plain" if args.memory_of == "plain" else None

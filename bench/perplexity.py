@@ -1,4 +1,4 @@
-"""Perplexity of a model on a text by each way of running it on a CPU: what int8 weights and packed blocks change.
+"""Perplexity of a model on a text, for each way of running it on a CPU: int8 weights, packed blocks and others.
 
 python -m bench.perplexity --text FILE [--tokens 16384] [--window 512] [--way "native int8"] [--gguf FILE] [--out FILE]
 
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measured(given: Given, ways: list[str], windows: Tensor, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """A record per way, in the order of WAYS; what it is compared with is there where it was asked for as well."""
+    """Yield a record per method, in the order of WAYS, with comparisons to the reference if that was run."""
     found: dict[str, Tensor] = {}
     for way in ways:
         try:
@@ -84,7 +84,7 @@ def measured(given: Given, ways: list[str], windows: Tensor, tokenizer: Any) -> 
 
 
 def cut(ids: list[int], window: int) -> Tensor:
-    """int64 [windows, window]."""
+    """Cut token ids into windows, int64 [windows, window]."""
     if len(ids) < window:
         raise InputError(f"--text: got {len(ids)} tokens, accepted: a text of at least {window} (--window)")
     count = len(ids) // window
@@ -93,7 +93,7 @@ def cut(ids: list[int], window: int) -> Tensor:
 
 @torch.inference_mode()
 def nats(target: Any, windows: Tensor) -> Tensor:
-    """Negative log-likelihoods, float64 [windows, window - 1]. NumericalError where one is NaN or infinite."""
+    """Return negative log-likelihoods, float64 [windows, window - 1]. Raise NumericalError for NaN or infinity."""
     rows = windows.shape[1] - 1
     cache = target.lm.new_cache(rows)
     found = torch.empty(windows.shape[0], rows, dtype=torch.float64)

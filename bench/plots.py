@@ -1,4 +1,4 @@
-"""A picture of what was measured: kernels by the length of the prefix, or ways by their speed over plain decoding."""
+"""Plot results: kernels by length of the prefix, or methods by speed over plain decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specengine.trace.pictures import COLOURS, MARKERS
 
 
 def draw(records: list[Record], file: Path) -> None:
-    """Write an SVG file. InputError without matplotlib, without a row to draw, and where it cannot be written."""
+    """Write an SVG file. Raise InputError without matplotlib or rows, or if the file cannot be written."""
     rows = _attention(records)
     if rows:
         picture(file, lambda figure: _curves(figure, rows))
@@ -22,7 +22,7 @@ def draw(records: list[Record], file: Path) -> None:
 
 
 def _attention(records: list[Record]) -> list[Record]:
-    """The rows of tree attention with the shape of heads that most rows have."""
+    """Return the rows of tree attention with the most frequent shape of heads."""
     rows = [record for record in records if record["record"] == "attention" and "way" in record]
     shapes = Counter(_shape(row) for row in rows)
     return [row for row in rows if _shape(row) == shapes.most_common(1)[0][0]]

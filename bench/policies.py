@@ -1,4 +1,4 @@
-"""Policies against each other: the same draft, target and prompts under every policy, interleaved, plain decoding too.
+"""Compare policies: the same draft, target and prompts under every policy and plain decoding, interleaved.
 
 Without --policy and --sweep every policy takes part, with its default options and, where it has one, its preset for
 CPUs. Counters come from the first round, times from all of them; a history that a policy or a draft keeps goes on from
@@ -37,7 +37,7 @@ CPU_PRESET = "cpu"
 
 
 class Sweep(NamedTuple):
-    """One option of one policy over several values."""
+    """A sweep over several values of one option of a policy."""
 
     policy: str
     option: str
@@ -102,19 +102,19 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add_arguments(parser, "model", "draft", "prompts", "per_set", "max_new_tokens", "dtype", "device", "out", rounds=1)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0, help="of sampling, the same for every way")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling, the same for all methods")
     parser.add_argument("--policy", action="append", default=[], metavar="WAY", help="repeatable")
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="WAY", help="a sweep's name and base; repeatable"
     )
+    parser.add_argument("--lookup", action=argparse.BooleanOptionalAction, help="let the draft copy, or not")
     parser.add_argument(
-        "--lookup", action=argparse.BooleanOptionalAction, help="copies in the draft, or the head alone"
+        "--strict", action="store_true", help="strict verification: no answer may differ from plain decoding"
     )
-    parser.add_argument("--strict", action="store_true", help="the same bits in every tree: no answer may diverge")
-    parser.add_argument("--costs", action="store_true", help="also measure what verifying and drafting cost")
+    parser.add_argument("--costs", action="store_true", help="also measure the costs of verifying and drafting")
     parser.add_argument("--counters-only", action="store_true", help="one round, no times")
     parser.add_argument(
-        "--no-plain", action="store_true", help="with --counters-only: no plain decoding, answers are not compared"
+        "--no-plain", action="store_true", help="with --counters-only: skip plain decoding, and do not compare answers"
     )
     args = parser.parse_args(argv)
     if args.no_plain and not args.counters_only:

@@ -1,4 +1,4 @@
-"""Result files: the command, commit, device and versions that figures came from, then their records."""
+"""Result files: a record with command, commit, device and versions, then the measured records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def provenance() -> Record:
 
 
 def keep(records: Iterable[Record], path: Path | None) -> Iterator[Record]:
-    """Yield the same records, each on disk before the next one is made.
+    """Yield the records, and write each to disk before the next is measured.
 
     They grow in the file beside `path` that ends in .rows, where what a run that breaks off has measured stays, and
     `bench.report` reads it. After the last record it becomes `path`.
@@ -41,7 +41,7 @@ def keep(records: Iterable[Record], path: Path | None) -> Iterator[Record]:
 
 
 def show(records: Iterable[Record], path: Path | None) -> list[Record]:
-    """Keep the records in a result file, where one is asked for, print each as it comes, and return them all."""
+    """Write the records to a result file if requested, print each, and return them all."""
     shown = []
     for record in keep(records, path):
         print(json.dumps(record), flush=True)
@@ -50,6 +50,6 @@ def show(records: Iterable[Record], path: Path | None) -> list[Record]:
 
 
 def _module() -> str:
-    """Return the dotted name of the program as `python -m` takes it; of a package, that is its `__main__`."""
+    """Return the dotted name of the program for `python -m`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")

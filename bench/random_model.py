@@ -1,4 +1,4 @@
-"""A small Llama of random weights with the default model's tokenizer: a model that nobody trained a draft for.
+"""Write a small Llama with random weights and the default model's tokenizer: a model without a trained draft.
 
 python -m bench.random_model build/random
 """

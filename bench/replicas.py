@@ -1,7 +1,7 @@
-"""Throughput of replicas on this machine: the built-in prompts answered by 1, 2 and more engines that share its cores.
+"""Throughput of replicas on this machine: 1, 2 and more engines that share its cores answer the built-in prompts.
 
-Each way is Ray's processes as `specengine batch --replicas` has them, loaded before the clock starts; the ways take
-turns. One replica on all cores is what the others are held against.
+Each setting uses Ray's processes as `specengine batch --replicas` does, loaded before the clock starts. The settings
+alternate. One replica on all cores is the baseline.
 
     python -m bench.replicas --out FILE
 """
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _load(count: int, threads: int) -> list[Any]:
-    """One after the other, so that none measures its costs beside another."""
+    """Load the replicas one after the other, so that they do not measure costs at the same time."""
     made: Any = ray.remote(LineReplica)
     options = cluster.needs(Scale(count, threads=threads))
     replicas = [made.options(**options).remote(Recipe(threads=threads).load) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Tables in markdown from result files, so that a figure in the docs is one that a committed file holds.
+"""Print markdown tables of result files, so that every figure in the docs comes from a committed file.
 
 python -m bench.report bench/results/policies.jsonl [--only policies] [--set gsm8k]
 python -m bench.report bench/results/kernels-gpu.jsonl --plot      the tables beside it as .md, a plot as .svg
@@ -50,7 +50,7 @@ ON_A_DEVICE: Columns = {  # of bench.graphs
 
 
 def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
-    """All tables that the records of one file have rows for; summaries are made where a run was cut short."""
+    """Return all tables of the records of one file. Summaries of an interrupted run are computed."""
     records = list(records)
     if any(r["record"] == "way" and "places" not in r for r in records):  # of specengine bench
         return of_bench.tables(records, set_)
@@ -142,7 +142,7 @@ def _cell(record: Record, speed: str, length: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "files", type=Path, nargs="+", help="what a measurement wrote; where no table is known, its records are one"
+        "files", type=Path, nargs="+", help="result files; records without a table of their own become one"
     )
     parser.add_argument("--only", choices=KINDS, action="append", help="repeatable")
     parser.add_argument("--set", default=ALL, help="the prompt set of the policies' and the sweeps' tables")

@@ -1,4 +1,4 @@
-"""The default model split over ranks on this machine's cores: one process with 1 and 2 threads, and 2 ranks of one.
+"""The default model split over ranks on this machine: one process with 1 and 2 threads, and 2 ranks of one thread.
 
 Each way answers the built-in prompts with the recycling draft, in an order that turns from round to round, and decodes
 them plainly too. All run the model's own modules: the forward for CPUs is for one process.

@@ -1,4 +1,4 @@
-"""Tree construction: what choosing one layer of the draft tree costs under each policy's rule, without any model.
+"""Tree construction: the time to choose one layer of the draft tree by each policy's rule, without a model.
 
 Next-token distributions are Zipf's, P(r) ~ 1/r^alpha, under an independent permutation for each parent; the parents'
 own scores are those of the best nodes below such a distribution. The ways of a case take turns, so that whatever else
@@ -88,7 +88,7 @@ Rule = Callable[[], Selected]
 
 
 def eagle_torch(layer: Layer) -> Rule:
-    """Two top-K in plain torch: the best of each parent, then the best of those."""
+    """Select by two top-K in plain torch: the best of each parent, then the best of those."""
 
     def run() -> Selected:
         best = _log_probs(layer).topk(WIDTH, dim=1)
@@ -100,7 +100,7 @@ def eagle_torch(layer: Layer) -> Rule:
 
 
 def eagle_fused(layer: Layer) -> Rule:
-    """The same through this package's ops."""
+    """Select as `eagle_torch`, through this package's ops."""
     everyone = _count(len(layer.scores) * WIDTH, layer)
 
     def run() -> Selected:
@@ -141,7 +141,7 @@ def talon_torch_without_sync(layer: Layer) -> Rule:
 
 
 def talon_fused(layer: Layer) -> Rule:
-    """The gate through this package's op."""
+    """Apply the gate through this package's op."""
     gate, live = torch.tensor([LOG_MU], device=layer.logits.device), _count(len(layer.scores), layer)
 
     def run() -> Selected:
@@ -207,7 +207,7 @@ CUDA_RULES = {"talon (torch, no host sync)": talon_torch_without_sync}
 
 
 def rules(device: torch.device) -> dict[str, Callable[[Layer], Rule]]:
-    """The ways of a case on that device."""
+    """Return the rules of a case on that device."""
     return RULES | (CUDA_RULES if device.type == "cuda" else {})
 
 
@@ -236,7 +236,7 @@ def _classifier() -> Mlp:
 
 
 def layer_of(case: Case, device: torch.device) -> Layer:
-    """The tensors of a case; the same case always gets the same."""
+    """Return the tensors of a case, always the same for the same case."""
     ranks = _permuted_ranks(case.vocabulary, max(case.parents, *PARENTS))[: case.parents]
     log_probs = _zipf_log_probs(case.vocabulary, case.alpha)
     scores = log_probs[: case.parents] if case.parents > 1 else torch.zeros(1)
@@ -246,7 +246,7 @@ def layer_of(case: Case, device: torch.device) -> Layer:
 
 
 def _zipf_log_probs(vocabulary: int, alpha: float) -> Tensor:
-    """Natural-log probabilities by rank: float32 [vocabulary]."""
+    """Return natural-log probabilities by rank, float32 [vocabulary]."""
     powers = -alpha * torch.arange(1, vocabulary + 1, dtype=torch.float64).log()
     return powers.log_softmax(0).float()
 

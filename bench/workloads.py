@@ -1,4 +1,4 @@
-"""Prompts for the benchmarks: JSONL files, one per set, of whose conversations the first turn is asked."""
+"""Prompts for the benchmarks: the first turns of the conversations in JSONL files, one per set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUILT_IN = {
 
 
 def read(folder: Path | None, per_set: int) -> list[Workload]:
-    """The first `per_set` prompts of every .jsonl file in `folder`; the built-in ones without a folder."""
+    """Return the first `per_set` prompts of every .jsonl file in `folder`, or the built-in ones without a folder."""
     if folder is None:
         return [Workload("built-in", name, (text,)) for name, text in list(BUILT_IN.items())[:per_set]]
     return workloads.read([folder], per_set)

@@ -1,7 +1,7 @@
-"""The forward on a CPU against what a user would run instead, and against the goals, in one command.
+"""The forward on a CPU compared with alternatives and with the goals.
 
-Every part measures its ways in turn and gives medians; what cannot run here is recorded as skipped, with the reason.
-Records are written as they come, so that a run cut short keeps what it has.
+Every part measures its methods in turn and returns medians. A method that cannot run here is recorded as skipped, with
+the reason. Records are written as they are measured, so an interrupted run keeps them.
 
     forward   a forward behind 200 tokens by rows of the tree, over the time to read the same weights once
     plain     decoding without a draft: transformers' `generate`, this engine, llama.cpp

@@ -1,4 +1,4 @@
-"""The command: the parts asked for, then the goals beside what was measured."""
+"""Run the requested parts, then compare the results with the goals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measured(args: argparse.Namespace, given: Given) -> Iterator[dict[str, Any]]:
-    """The records of the parts asked for, in the order of PARTS."""
+    """Yield the records of the requested parts, in the order of PARTS."""
     kinds = [kind for kind in KINDS if not args.way or kind in args.way]
     names = [name for name in (*KINDS, LLAMA_CPP) if not args.way or name in args.way]
     items = workloads.read(args.prompts, args.per_set)

@@ -1,4 +1,4 @@
-"""The goals for a CPU, each beside what a run measured."""
+"""The goals for a CPU, next to the measured figures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
 
 def table(records: list[Record]) -> Table:
-    """Every goal, measured or not, and what else was measured."""
+    """Return a table of all goals, measured or not, and of other figures."""
     lines = (*_by_way(records), *_by_instructions(records), *_starts(records))
     rows = [list(line) for line in lines if (line.goal, line.measured) != (NOTHING, NOTHING)]
     return Table("cpu", "Goals and this run", Line._fields, rows)

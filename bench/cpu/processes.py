@@ -1,4 +1,4 @@
-"""What only a process of its own shows: peak memory, and the seconds to the first token."""
+"""Measurements that need a process of their own: peak memory, and seconds to the first token."""
 
 from __future__ import annotations
 

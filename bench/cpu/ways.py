@@ -18,12 +18,12 @@ from specengine.errors import SpecEngineError
 
 
 class Unavailable(SpecEngineError):
-    """This way cannot run here; the message says why."""
+    """Raised if a method cannot run here. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How an engine runs the target's forward."""
+    """A way to run the target's forward."""
 
     backend: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Given:
         return self._engines[kind]
 
     def plain(self, kind: str) -> Engine:
-        """The same target without a draft."""
+        """Return an engine on the same target without a draft."""
         engine = self.engine(kind)
         return Engine(engine.target, None, None, engine.tokenizer)
 

@@ -1,4 +1,4 @@
-"""Tables of kernels against what users have today, and whether they reach their goals."""
+"""Tables of kernels compared with alternatives and with their goals."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 
 from bench.kernels.cases import Case, Compaction, floor_of, kind_of
 from bench.kernels.inputs import INPUTS
-from bench.kernels.truth import MOST_ERROR, error_of, truth
+from bench.kernels.truth import MAX_ERROR, error_of, truth
 from bench.kernels.way import Way, installed
 
 CALLS, REPLAYS, WARM_UPS = 20, 60, 5
@@ -83,7 +83,7 @@ def rows_of(case: Case, ways: list[Way], warm: bool) -> Iterator[dict[str, Any]]
             checked = INPUTS[kind](case, device)
             wanted = truth(case, checked)
             error = error_of(case, way.result(case, way.prepare(case, checked)()), wanted)
-            if not error <= MOST_ERROR[kind]:
+            if not error <= MAX_ERROR[kind]:
                 yield row | {"wrong": error}
                 continue
             calls = [way.prepare(case, copy) for copy in inputs]

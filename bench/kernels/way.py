@@ -1,4 +1,4 @@
-"""A way to do a kernel's work, and whether it can be done here."""
+"""A method for a kernel's work, and whether it can run here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Unavailable(Exception):
-    """This way cannot run the case here."""
+    """Raised if a method cannot run the case here."""
 
 
 @dataclass(frozen=True)

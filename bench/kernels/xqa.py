@@ -23,11 +23,11 @@ from torch import Tensor
 
 from bench.kernels.cases import Attention
 from bench.kernels.inputs import Tree, tree_inputs
-from bench.kernels.truth import MOST_ERROR, error_of, truth
+from bench.kernels.truth import MAX_ERROR, error_of, truth
 from bench.kernels.way import Unavailable
 
 PAGE = 64  # of 16, 32, 64 and 128
-TRIED, MOST_SECONDS = 4096, 600
+TRIED, MAX_SECONDS = 4096, 600
 SEMAPHORES, SCRATCH = 8 << 20, 128 << 20  # bytes; FlashInfer's own callers give as much
 
 
@@ -99,10 +99,10 @@ def trial(*shape: int) -> str:
     command = [sys.executable, "-m", __name__, *map(str, shape)]
     try:
         done = subprocess.run(
-            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=MOST_SECONDS, check=False
+            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=MAX_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"xqa: a trial took more than {MOST_SECONDS} s"
+        return f"xqa: a trial took more than {MAX_SECONDS} s"
     said = done.stderr.strip().splitlines()
     return "" if done.returncode == 0 else f"xqa, tried: {said[-1] if said else f'exit status {done.returncode}'}"
 
@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> None:
     call = prepared(function_for(case), case, tree)
     for _ in range(2):  # the second one finds the semaphores as the first left them
         error = error_of(case, result(case, call()), truth(case, tree))
-    print(f"error {error:.1e}, accepted {MOST_ERROR['attention']:.1e}")
+    print(f"error {error:.1e}, accepted {MAX_ERROR['attention']:.1e}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.plain_tables import MOST_ROWS, plain_tables
+from bench.plain_tables import MAX_ROWS, plain_tables
 from bench.report import main
 from docs.build.results import RESULTS
 
@@ -57,6 +57,6 @@ def test_records_without_a_table_of_their_own_are_one(tmp_path: Path) -> None:
     (table,) = plain_tables([{"record": "provenance", "command": "x"}, *rows, {"record": "settings"}])
     assert table.header == ("way", "ms.draft")
     assert table.rows[0] == ["a/b", "0.1235"]
-    assert len(table.rows) == MOST_ROWS
+    assert len(table.rows) == MAX_ROWS
     assert "of 50" in table.title
     assert json.dumps(table.rows)

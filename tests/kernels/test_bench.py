@@ -11,7 +11,7 @@ from bench.kernels import WAYS, attention, timing
 from bench.kernels.__main__ import main
 from bench.kernels.cases import CASES, Attention, Case, Compaction, Search, Selection, floor_of, kind_of
 from bench.kernels.inputs import INPUTS
-from bench.kernels.truth import MOST_ERROR, error_of, truth
+from bench.kernels.truth import MAX_ERROR, error_of, truth
 from bench.kernels.way import Unavailable, Way
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -49,8 +49,8 @@ def check(way: Way, device: torch.device) -> None:
             inputs = INPUTS[way.kind](case, device)
             wanted = truth(case, inputs)
             reached = way.result(case, way.prepare(case, inputs)())
-            assert error_of(case, reached, wanted) <= MOST_ERROR[way.kind]
-            assert error_of(case, reached + 0.5, wanted) > MOST_ERROR[way.kind]
+            assert error_of(case, reached, wanted) <= MAX_ERROR[way.kind]
+            assert error_of(case, reached + 0.5, wanted) > MAX_ERROR[way.kind]
 
 
 def test_floor_of_llama_8b() -> None:
