@@ -26,7 +26,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 Template = Mapping[str, Any] | None
 
 
-def token_ids(
+def token_ids(  # noqa: PLR0913
     prompt: Prompt,
     tokenizer: Any,
     *,
