@@ -23,8 +23,9 @@ LAYERS = (
     {"records", "request", "models", "checkpoints", "costs", "cuda_graphs", "policies", "drafters"},
     {"cycle", "captured"},
     {"contracts"},
-    {"engine", "loading", "protocol", "replicas"},
-    {"train", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli", "__main__"},
+    {"engine", "loading"},
+    {"train", "replicas", "protocol", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli"}
+    | {"__main__"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 USERS = len(LAYERS) - 1  # bench/ and research/ rank with the layer that uses the engine
