@@ -63,14 +63,16 @@ py::object free_nodes(const spec::Copies& copies, handle tree, handle nodes, han
   return py::make_tuple(out.parents, out.tokens, out.log_probs, out.marks, out.ranks);
 }
 
+// Where copies are given, they are told what was committed in the same call.
 void learn(spec::SuccessorTable& table, handle tokens, const spec::Tokens& path, handle successors,
-                  handle probabilities) {
+           handle probabilities, spec::Copies* copies, const spec::Tokens& committed) {
   const auto carried = take_input<int64_t>(tokens, "tokens", {kAny});
   const int64_t nodes = carried.size(0);
   const auto next = take_input<int64_t>(successors, "successors", {border::at_least(nodes), kAny});
   const auto shares = take_input<float>(probabilities, "probabilities", {next.size(0), next.size(1)});
   border::require_below(path.data(), static_cast<int64_t>(path.size()), nodes, "path");
   table.learn(carried.at(), nodes, path, next.at(), shares.at(), next.size(1));
+  if (copies) copies->observe(committed);
 }
 
 void add_to(py::module_& module) {
@@ -93,7 +95,8 @@ void add_to(py::module_& module) {
       .def("matches", matches);
   py::class_<spec::SuccessorTable>(module, "SuccessorTable")
       .def(py::init<>())
-      .def("learn", learn)
+      .def("learn", learn, py::arg("tokens"), py::arg("path"), py::arg("successors"), py::arg("probabilities"),
+           py::arg("copies") = nullptr, py::arg("committed") = spec::Tokens())
       .def("row", [](const spec::SuccessorTable& table, int64_t token) { return dict_of(table.row(token)); })
       .def("clear", &spec::SuccessorTable::clear);
   py::class_<spec::Copies>(module, "Copies")

@@ -41,9 +41,17 @@ class Recycler(Protocol):
 
     def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None: ...
 
-    def accept(self, cycle: Cycle) -> None: ...
-
     def reset(self) -> None: ...
+
+
+def learn(table: SuccessorTable, cycle: Cycle, copies: Copies | None = None, committed: Sequence[int] = ()) -> None:
+    """Take in all nodes' successors; of a token that occurs twice those on the accepted path, else the last.
+
+    copies: are told that `committed` follows their text.
+    """
+    if (best := cycle.successors) is not None:
+        shares = best.logits.softmax(1)  # NaN in a row without any
+        table.learn(cycle.tree.tokens.cpu(), cycle.path, best.tokens.cpu(), shares.cpu(), copies, committed)
 
 
 class Lookup(Wrapped):
@@ -90,9 +98,12 @@ class Lookup(Wrapped):
         return None if parts is None else Free(*parts)
 
     def accept(self, cycle: Cycle) -> None:
-        for source in self._sources:
-            source.accept(cycle)
-        self._copies.observe([int(cycle.tree.tokens[0]), *cycle.tokens[:-1]])
+        self.inner.accept(cycle)
+        committed = [int(cycle.tree.tokens[0]), *cycle.tokens[:-1]]
+        if self.recycling is None or cycle.successors is None:
+            self._copies.observe(committed)
+        else:  # one call for both
+            learn(self.recycling.table, cycle, self._copies, committed)
 
     def reset(self) -> None:
         for source in self._sources:
@@ -184,16 +195,27 @@ class SuccessorTable:
     def __init__(self) -> None:
         self._rows: dict[int, dict[int, float]] = {}
 
-    def learn(self, tokens: Tensor, path: Sequence[int], successors: Tensor, probabilities: Tensor) -> None:
+    def learn(
+        self,
+        tokens: Tensor,
+        path: Sequence[int],
+        successors: Tensor,
+        probabilities: Tensor,
+        copies: Copies | None = None,
+        committed: Sequence[int] = (),
+    ) -> None:
         """Take in the rows of all nodes, then those of `path`, where their probabilities are above 0.
 
-        tokens: int64 [nodes]; successors, probabilities: int64 and float32 [nodes or more, count].
+        tokens: int64 [nodes]; successors, probabilities: int64 and float32 [nodes or more, count]; copies: are told
+        that `committed` follows their text.
         """
         carried, likeliest, shares = tokens.tolist(), successors.tolist(), probabilities.tolist()
         for node in (*range(len(carried)), *path):
             pairs = zip(likeliest[node], shares[node], strict=True)
             if row := {token: share for token, share in pairs if share > 0}:
                 self._rows[carried[node]] = row
+        if copies is not None:
+            copies.observe(committed)
 
     def row(self, token: int) -> dict[int, float]:
         """Return the successors of a token, the likeliest first; none of a token that was never seen."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specengine.drafters import NO_HINTS, About, Drafter, Hints, Traits
-from specengine.drafters.lookup import SuccessorTable, backend
+from specengine.drafters.lookup import SuccessorTable, backend, learn
 from specengine.errors import InputError
 from specengine.ops import Nodes
 from specengine.ops.select import Step
@@ -67,9 +67,7 @@ class Recycling(Drafter):
 
     def accept(self, cycle: Cycle) -> None:
         """Take in all nodes' successors; of a token that occurs twice those on the accepted path, else the last."""
-        if (best := cycle.successors) is not None:
-            shares = best.logits.softmax(1)  # NaN in a row without any
-            self.table.learn(cycle.tree.tokens.cpu(), cycle.path, best.tokens.cpu(), shares.cpu())
+        learn(self.table, cycle)
 
     def reset(self) -> None:
         """Do nothing: successors are the model's, not a text's."""

@@ -409,13 +409,13 @@ def test_a_head_reads_states_and_embeddings_of_its_own_size() -> None:
     assert head.forward(*right) is None
     for wrong in ([0, 1, 2], [0, -1, 1], [2**40, 0, 0]):
         with pytest.raises(ValueError, match=r"sources: got .*, accepted 0 to 1"):
-            head.forward(*replaced(build(Memory()), (8, None), torch.tensor(wrong)))
+            head.forward(*replaced(build(Memory()), (8,), torch.tensor(wrong)))
     for token in (-1, VOCABULARY, 2**40):
         with pytest.raises(ValueError, match="tokens: got"):
-            head.forward(*replaced(build(Memory()), (5, None), torch.tensor([0, token, 1])))
+            head.forward(*replaced(build(Memory()), (5,), torch.tensor([0, token, 1])))
     for place in (7, 8):  # states and sources, where there are no features
         with pytest.raises(ValueError, match="features: got None"):
-            head.forward(*replaced(build(Memory()), (place, None), None))
+            head.forward(*replaced(build(Memory()), (place,), None))
     with pytest.raises(TypeError):
         head.forward(None, *right[1:])
 

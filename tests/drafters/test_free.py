@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from specengine.drafters import Drafter, Hints, Traits
 from specengine.drafters.lookup import PRIOR_HITS, Lookup, backend
 from specengine.drafters.ngram import NGram
+from specengine.models import Successors
 from specengine.ops import Nodes
 from specengine.ops.select import COPIED, FREE, RECYCLED, Step
 from specengine.ops.tree import Free, TokenTree
@@ -35,9 +36,6 @@ class Recycled:
 
     def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None:
         self.told.append("begin")
-
-    def accept(self, cycle: Cycle) -> None:
-        self.told.append("accept")
 
     def reset(self) -> None:
         self.told.append("reset")
@@ -173,9 +171,14 @@ def test_all_sources_learn() -> None:
     assert (draft.traits.successors, Lookup(Silent()).traits.successors) == (3, 0)
     assert draft.name == "toy with lookup and recycling"
     draft.begin([1, 2])
-    draft.accept(Cycle(TokenTree.root(1), [0], [2], Seconds()))
+    successors = Successors(torch.tensor([[3, 0]]), torch.tensor([[0.0, -torch.inf]]))
+    draft.accept(Cycle(TokenTree.root(1), [0], [2], Seconds(), successors=successors))
+    assert recycled.table.row(1) == {3: 1.0}
+    free = draft.free(TokenTree.root(2, 4), nodes_of([0]), 1, -9.0)
+    assert free is not None
+    assert free.tokens == [1], "what was committed is part of the text"
     draft.reset()
-    assert recycled.told == ["begin", "accept", "reset"]
+    assert recycled.told == ["begin", "reset"]
 
 
 def test_a_draft_alone_has_none() -> None:

@@ -147,6 +147,9 @@ def test_copies_are_the_same_bits(data: st.DataObject, vocabulary: int) -> None:
             copies.begin(prompt, expected)
             copies.columns(None if ids is None else torch.tensor(ids, dtype=torch.int64))
             table.learn(torch.tensor(taught), path, *rows)
+        told = data.draw(st.lists(token, max_size=6))
+        for copies, table in zip(pair, tables, strict=True):
+            table.learn(torch.tensor(taught), path, *rows, copies, told)
         for _ in range(data.draw(st.integers(1, 3))):
             committed = data.draw(st.lists(token, max_size=6))
             tokens, parents, scores, size, nodes, live = data.draw(trees(vocabulary))

@@ -128,7 +128,7 @@ WRONG_POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     "grow fails": ({"grow": fails}, ": grow: raised ZeroDivisionError: division by zero"),
     "grow hangs what does not fit": (
         {"grow": lambda self, tree, frontier, step: tree.add_children(frontier, NOTHING[None], torch.zeros(1, 2))},
-        ": grow: frontier, tokens, log_probs: ",
+        ": grow: log_probs: got float32 [1, 2]",
     ),
     "twins": (
         {"grow": with_tokens(lambda tokens: torch.full_like(tokens, 9))},
