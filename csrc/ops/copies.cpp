@@ -29,9 +29,8 @@ py::list matches(const spec::Suffixes& suffixes, const spec::Tokens& context) {
   return out;
 }
 
-// None where nothing is copied, else what ops.mix_rows takes, and the tokens of the new columns.
-// tree: tokens and parents.
-py::object plan(const spec::Copies& copies, handle tree, handle nodes, handle live, int64_t width) {
+// Whether something is copied for the rows of these nodes, and then what. tree: tokens and parents.
+bool planned(const spec::Copies& copies, handle tree, handle nodes, handle live, int64_t width, spec::MixturePlan& out) {
   const border::Parts given(tree, "tree", 2);
   const auto carried = take_input<int64_t>(given[0], "tokens", {kAny});
   const auto above = take_input<int64_t>(given[1], "parents", {carried.size(0)});
@@ -39,9 +38,28 @@ py::object plan(const spec::Copies& copies, handle tree, handle nodes, handle li
   const int64_t count = take_count(live, "live", rows.size(0));
   border::require_below(rows.at(), count, carried.size(0), "nodes");
   require(width >= 0 && width < kMostColumns, "width", width, "0 to 2^31 - 1");
+  return copies.plan(carried.at(), above.at(), rows.at(), count, width, out);
+}
+
+// None where nothing is copied, else what ops.mix_rows takes, and the tokens of the new columns.
+py::object plan(const spec::Copies& copies, handle tree, handle nodes, handle live, int64_t width) {
   spec::MixturePlan out;
-  if (!copies.plan(carried.at(), above.at(), rows.at(), count, width, out)) return py::none();
+  if (!planned(copies, tree, nodes, live, width, out)) return py::none();
   return py::make_tuple(out.left, out.places, out.gains, out.fresh);
+}
+
+// None where nothing is copied, else the results of ops.mix_rows for that plan, and the tokens of the new columns.
+py::object mix(const spec::Copies& copies, handle logits, handle tree, handle nodes, handle live, bool normalized) {
+  const auto given = take_rows_input(logits, "logits");
+  border::Tensor asked;
+  if (border::read(logits, asked) && asked.dtype == border::Dtype{border::kFloat, 16})  // the results would be others
+    border::refuse("logits", border::described(logits), "float32 or bfloat16");
+  take_input<int64_t>(nodes, "nodes", {given.rows()});
+  spec::MixturePlan out;
+  if (!planned(copies, tree, nodes, live, given.columns(), out)) return py::none();
+  out.left.resize(static_cast<size_t>(given.rows()), 1.0);
+  const py::tuple mixed = mix_rows(logits, static_cast<int64_t>(out.fresh.size()), out.left, out.places, out.gains, normalized);
+  return py::make_tuple(mixed[0], mixed[1], out.fresh);
 }
 
 // None where there are none, else the parts of an ops.select.Free.
@@ -116,6 +134,7 @@ void add_to(py::module_& module) {
              copies.columns(known.at() ? known.at() : &none, known.size(0));
            })
       .def("plan", plan)
+      .def("mix", mix)
       .def("free", free_nodes);
 }
 

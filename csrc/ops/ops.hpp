@@ -52,6 +52,9 @@ class Ops {
   }
 };
 
+py::tuple mix_rows(handle logits, int64_t more, const std::vector<double>& left, const std::vector<int64_t>& places,
+                   const std::vector<double>& probabilities, bool normalized);  // of rows.cpp
+
 [[noreturn]] inline void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
 constexpr int64_t kLargestWidth = 1 << 24;  // of results whose size a number says

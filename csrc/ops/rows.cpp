@@ -97,6 +97,8 @@ py::tuple mixed(const Rows& given, int64_t more, bool normalized, const std::vec
   return py::make_tuple(wide.object, raised.object);
 }
 
+}  // namespace
+
 py::tuple mix_rows(handle logits, int64_t more, const std::vector<double>& left, const std::vector<int64_t>& places,
                    const std::vector<double>& probabilities, bool normalized) {
   const auto given = take_rows_input(logits, "logits");
@@ -107,6 +109,8 @@ py::tuple mix_rows(handle logits, int64_t more, const std::vector<double>& left,
   return given.half() ? mixed<border::bfloat16>(given, more, normalized, left, places, probabilities)
                       : mixed<float>(given, more, normalized, left, places, probabilities);
 }
+
+namespace {
 
 int64_t keyed_gumbel_argmax(handle scores, uint64_t seed, uint64_t position) {
   const auto given = take_input<float>(scores, "scores", {kAny});

@@ -115,15 +115,14 @@ class Lookup(Wrapped):
         if step.token_ids is not self._token_ids:
             self._copies.columns(None if step.token_ids is None else step.token_ids.cpu())
             self._token_ids = step.token_ids
-        rows, width = step.logits.shape
-        arrays = tree.tokens.cpu(), tree.parents.cpu()
-        plan = self._copies.plan(arrays, frontier.ids.cpu(), frontier.live.cpu(), width)
-        if plan is None:
+        arrays, nodes, live = (tree.tokens.cpu(), tree.parents.cpu()), frontier.ids.cpu(), frontier.live.cpu()
+        if step.logits.is_cpu and step.logits.dtype is not torch.float16:
+            changes = self._copies.mix(step.logits, arrays, nodes, live, step.normalized)
+        else:
+            changes = mixed(self._copies, step.logits, arrays, nodes, live, step.normalized)
+        if changes is None:
             return step
-        left, places, gains, fresh = plan
-        left += [1.0] * (rows - len(left))
-        # the columns that gain are marked with 1, which is COPIED
-        logits, marks = ops.mix_rows(step.logits, len(fresh), left, places, gains, step.normalized)
+        logits, marks, fresh = changes  # the columns that gain are marked with 1, which is COPIED
         return Step(logits, _ids_with(step, fresh), step.normalized, step.hidden, marks)
 
 
@@ -259,6 +258,18 @@ class _Parent:
     proposals: list[tuple[float, int, int]] = field(default_factory=list)  # probability, token and mark
 
 
+def mixed(
+    copies: Copies, logits: Tensor, tree: tuple[Tensor, Tensor], nodes: Tensor, live: Tensor, normalized: bool
+) -> tuple[Tensor, Tensor, list[int]] | None:
+    """Return the rows and marks of `ops.mix_rows` for the plan, and the tokens of the columns added, or None."""
+    plan = copies.plan(tree, nodes, live, logits.shape[1])
+    if plan is None:
+        return None
+    left, places, gains, fresh = plan
+    left += [1.0] * (logits.shape[0] - len(left))
+    return *ops.mix_rows(logits, len(fresh), left, places, gains, normalized), fresh
+
+
 class Copies:
     """The copies of two texts: of prompt and answer, and of the text that the caller expects the answer to be like.
 
@@ -323,6 +334,11 @@ class Copies:
         ]
         gains = [probability for mixture in mixtures for probability in mixture.copied.values()]
         return ([mixture.left for mixture in mixtures], places, gains, list(new)) if places else None
+
+    def mix(
+        self, logits: Tensor, tree: tuple[Tensor, Tensor], nodes: Tensor, live: Tensor, normalized: bool
+    ) -> tuple[Tensor, Tensor, list[int]] | None:
+        return mixed(self, logits, tree, nodes, live, normalized)
 
     def free(
         self,

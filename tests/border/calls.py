@@ -389,6 +389,11 @@ def plan_of_copies(m: Memory) -> Arguments:
     return [(carried, parents), whole(m, 1, 0, 4), one(m, 3), 2]
 
 
+def mix_of_copies(m: Memory) -> Arguments:
+    carried, parents = tree(m)[:2]
+    return [m.put(torch.rand(3, 5)), (carried, parents), whole(m, 1, 0, 4), one(m, 3), False]
+
+
 def free_of_copies(m: Memory) -> Arguments:
     parts = tree(m)
     return [(parts[0], parts[1], parts[4], one(m, NODES)), whole(m, 1, 0, 4), one(m, 3), 6, -9.0, None]
@@ -400,6 +405,7 @@ def rows_of_table(m: Memory) -> Arguments:
 
 MEMORY: dict[str, tuple[Callable[[Any], Any], str, Builder, set[int]]] = {
     "plan": (copies, "plan", plan_of_copies, set()),
+    "mix": (copies, "mix", mix_of_copies, set()),
     "free": (copies, "free", free_of_copies, {5}),
     "columns": (copies, "columns", lambda m: [whole(m, 3, 101)], {0}),
     "learn": (table, "learn", rows_of_table, set()),

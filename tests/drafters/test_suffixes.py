@@ -155,12 +155,18 @@ def test_copies_are_the_same_bits(data: st.DataObject, vocabulary: int) -> None:
             tokens, parents, scores, size, nodes, live = data.draw(trees(vocabulary))
             most, least = data.draw(st.integers(-1, 20)), data.draw(st.floats(-4, 0) | st.just(-float("inf")))
             given_tables = tables if data.draw(st.booleans()) else [None, None]
-            plans, free = [], []
+            plans, free, mixtures = [], [], []
+            logits = torch.randn(len(nodes), width)
+            normalized = data.draw(st.booleans())
             for copies, table in zip(pair, given_tables, strict=True):
                 copies.observe(committed)
                 plans.append(copies.plan((tokens, parents), nodes, live, width))
+                mixtures.append(copies.mix(logits, (tokens, parents), nodes, live, normalized))
                 free.append(copies.free((tokens, parents, scores, size), nodes, live, most, least, table))
             assert plans[0] == plans[1]
+            assert (mixtures[0] is None) == (mixtures[1] is None) == (plans[0] is None)
+            for ours, theirs in zip(*(mixture or () for mixture in mixtures), strict=True):
+                assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
             assert free[0] == free[1]
     for known in range(vocabulary + 1):
         before, after = (list(table.row(known).items()) for table in tables)
