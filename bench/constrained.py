@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -148,7 +149,8 @@ def records(engine: Engine, rounds: int, tokens: int) -> Iterator[dict[str, Any]
 
 
 def _decoder(kind: type[EngineDecoder], engines: Engines, options: dict[str, Any]) -> EngineDecoder:
-    return kind(engines.make(policies.make("auto")), options)
+    policy: Any = engines.first.policy  # with its options, such as given costs
+    return kind(engines.make(policies.make("auto") if policy is None else dataclasses.replace(policy)), options)
 
 
 def main(load: Callable[[], Engine] = Engine.from_pretrained) -> None:
