@@ -113,7 +113,7 @@ inline std::string shown(Sizes wanted) {
   return text + "]";
 }
 
-// What was given, for people.
+// Describe an argument for an error message.
 inline std::string described(py::handle object) {
   try {
     if (!py::hasattr(object, "dtype") || !py::hasattr(object, "shape"))
@@ -199,7 +199,7 @@ py::handle blank() {
   return made;
 }
 
-// What std::invalid_argument says is an InputError, which is a ValueError.
+// Raise std::invalid_argument as InputError, which is a ValueError.
 inline void raise_input_errors() {
   static const py::handle type = py::object(py::module_::import("specengine.errors").attr("InputError")).release();
   py::register_local_exception_translator([](std::exception_ptr thrown) {

@@ -31,7 +31,7 @@ struct Matrix {
   const float* bias = nullptr;    // [panels * 16] or null
 };
 
-// What products read: [tile][inputs][16] as float, or, where the kernels take pairs, [tile][inputs / 2][16] pairs of
+// Inputs of products: [tile][inputs][16] as float, or, where the kernels take pairs, [tile][inputs / 2][16] pairs of
 // bfloat16, the even input in the low half. Inputs are rounded up to whole blocks; what is behind the last is zero.
 struct Input {
   uint32_t* data = nullptr;
@@ -78,7 +78,7 @@ struct Kernels {
   bool pairs;
   void (*begin)();  // on each thread, before and after a forward
   void (*end)();
-  // What `products` of a matrix like this one need of an input, to scratch: once on each thread, before all of them.
+  // Convert the input into the layout that `products` expects, into scratch. Call once per thread, before all products.
   void (*prepare)(const Matrix& matrix, const Input& in, int64_t rows, uint8_t* scratch);
   // sums[i]: [tiles][16 outputs][16 rows] of matrices[i]'s panel panels[i], bias and scales applied; count is 1 or 2
   void (*products)(const Matrix* const* matrices, const int64_t* panels, int count, const Input& in, int64_t tiles,
@@ -110,7 +110,7 @@ inline int64_t scratch_bytes(int64_t blocks, int64_t tiles) {
   return made_bytes(blocks) + tiles * ((blocks + 1) / 2 * 4096 + 64) + kKeptBytes;
 }
 
-// What AttendTask needs of memory.
+// Return the scratch memory of an AttendTask.
 inline int64_t attend_floats(int64_t size, int64_t slots, int64_t steps) {
   return (3 * size + 2 * (slots + 2 * kChunk)) * kRows + (steps + kChunk) * (size + kRows);
 }

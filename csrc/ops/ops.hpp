@@ -1,6 +1,6 @@
-// What the files of this folder share. Each defines ops under their names in specengine/ops, with their arguments in the
-// same order; outputs are made here. A tensor is checked for what csrc/spec relies on, and so is every index that becomes
-// an address. What specengine/ops names (Nodes, Candidates) comes in and goes out as a tuple.
+// Shared by the files of this folder. Each file binds ops under their names in specengine/ops, with the same arguments in
+// the same order, and allocates the outputs. Tensors are checked for the assumptions of csrc/spec, and so is every index
+// that becomes an address. Named tuples of specengine/ops (Nodes, Candidates) are passed as tuples.
 #pragma once
 
 #include <pybind11/pybind11.h>

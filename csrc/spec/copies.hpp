@@ -1,4 +1,4 @@
-// What followed the same tokens before: as a mixture with a draft's distributions, and as nodes that need no draft pass.
+// Find continuations of tokens that occurred before: mixed into a draft's distributions, or as nodes without a draft pass.
 // specengine/drafters/lookup.py and recycling.py hold the same in Python, operation by operation; the bits are the same.
 #pragma once
 
@@ -498,7 +498,7 @@ class Copies {
     return at == columns_.end() ? -1 : at->second;
   }
 
-  // What is copied after `context`, over what is recycled, of this probability or more; the likeliest first.
+  // Return copied and recycled continuations of `context` of this probability or more, the likeliest first.
   std::vector<Proposal> propose(const Context& context, double least, const SuccessorTable* table) const {
     static const Shares none;
     const Mixture mixture = after(context);

@@ -24,7 +24,7 @@ CPU_INLINE vf byte_floats(const uint8_t* from) {
 
 CPU_INLINE bool any(vi holds) { return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds) != 0; }
 
-// What the lanes of each of kAtOnce vectors add up to.
+// Return the sum of the lanes of each of kAtOnce vectors.
 constexpr int kAtOnce = 16;
 CPU_INLINE void add_up(const vf* lanes, float* sums) {
   __m512 fours[4], pairs[2];

@@ -50,7 +50,7 @@ CPU_INLINE vf byte_floats(const uint8_t* from) {
 
 CPU_INLINE bool any(vi holds) { return (holds[0] | holds[1] | holds[2] | holds[3]) != 0; }
 
-// What the lanes of each of kAtOnce vectors add up to.
+// Return the sum of the lanes of each of kAtOnce vectors.
 constexpr int kAtOnce = 4;
 CPU_INLINE void add_up(const vf* lanes, float* sums) {
   for (int i = 0; i < kAtOnce; ++i) sums[i] = (lanes[i][0] + lanes[i][1]) + (lanes[i][2] + lanes[i][3]);

@@ -29,7 +29,7 @@ CPU_INLINE vf byte_floats(const uint8_t* from) {
 
 CPU_INLINE bool any(vi holds) { return _mm256_movemask_epi8((__m256i)holds) != 0; }
 
-// What the lanes of each of kAtOnce vectors add up to.
+// Return the sum of the lanes of each of kAtOnce vectors.
 constexpr int kAtOnce = 4;
 CPU_INLINE void add_up(const vf* lanes, float* sums) {
   const __m256 a = (__m256)lanes[0], b = (__m256)lanes[1], c = (__m256)lanes[2], d = (__m256)lanes[3];
