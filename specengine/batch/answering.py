@@ -17,7 +17,7 @@ _SPEED_ALONE = ("threads", "packed")
 
 
 class Answered(NamedTuple):
-    """What is written of a line.
+    """The record written for a line.
 
     line   for the file of answers: nothing in it was measured
     stats  of each turn, as Stats.to_dict gives them; empty where it failed

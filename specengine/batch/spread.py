@@ -20,7 +20,7 @@ AHEAD = 256  # answers of a replica that may wait for an earlier one, of which t
 
 
 class LineReplica:
-    """What a replica's process does."""
+    """Worker in a replica's process."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
         self._load = load

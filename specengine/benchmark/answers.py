@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What is read from a cycle while it is there; seconds of its parts, where it was split into them, and of all."""
+    """Figures of a cycle: seconds in total, and of its parts if they were measured."""
 
     emitted: int
     passes: int

@@ -1,4 +1,4 @@
-"""What users have without this engine: transformers' `generate`, its prompt lookup and its assisted decoding."""
+"""Baselines without this engine: transformers' `generate`, its prompt lookup and its assisted decoding."""
 
 from __future__ import annotations
 

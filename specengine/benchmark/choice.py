@@ -22,7 +22,7 @@ BASELINES = (baselines.GENERATE, baselines.LOOKUP, baselines.ASSISTED, llama.LLA
 
 @dataclass
 class Choice:
-    """What is compared, plain decoding first.
+    """The ways to compare, plain decoding first.
 
     names      of ways: a Spec's text, or one of BASELINES; plain decoding takes part unasked
     model      an id, a path or None for the embedded one

@@ -1,4 +1,4 @@
-"""What makes figures believable: the command, commit, device and versions that they came from."""
+"""Provenance of figures: command, commit, device and versions."""
 
 from __future__ import annotations
 

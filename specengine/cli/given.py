@@ -1,4 +1,4 @@
-"""What arguments that several commands share become: engines, prompts, generation options."""
+"""Turn arguments that several commands share into engines, prompts and generation options."""
 
 from __future__ import annotations
 

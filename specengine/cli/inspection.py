@@ -31,7 +31,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget, instruction_sets
 from specengine.policies import TreePolicy
 
-# What the target continues, so that a head's agreement with it is measured on text of the target's own.
+# Prompts for the target: a head's agreement is measured on the target's own text.
 OPENINGS = (
     "Explain why the sky is blue and why sunsets are red.",
     "Write a short story about a lighthouse keeper who finds a letter.",

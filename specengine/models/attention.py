@@ -25,7 +25,7 @@ LARGEST_FLASH_HEAD = 256  # channels that flash-attn takes
 
 @dataclass(eq=False)
 class Prompt:
-    """What consecutive tokens see: themselves and the `before` tokens of the sequence before them, which they end."""
+    """Visibility of consecutive tokens: each sees itself, those before it, and the `before` earlier tokens."""
 
     before: int
     _mask: Any = None

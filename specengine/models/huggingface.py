@@ -29,7 +29,7 @@ PREFILL_ROWS = 1024  # prompts are run in pieces of this many tokens, which boun
 
 
 class _SlabView(Cache):
-    """What the model sees of a KVCache during one forward: `update` writes rows at `start`, nothing is concatenated."""
+    """View of a KVCache for one forward: `update` writes rows at `start` and concatenates nothing."""
 
     def __init__(self, cache: KVCache, start: int, rows: int) -> None:
         super().__init__(layers=[])
@@ -343,7 +343,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def _fault(self) -> str | None:
-        """What goes wrong when a small tree is run; None if nothing does."""
+        """Run a small tree; return what went wrong, or None."""
         try:
             with _errors_named(self.model):
                 self._layers, self._heads, self._head_size, self._dtype = self._record_shapes()

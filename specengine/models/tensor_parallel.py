@@ -48,7 +48,7 @@ def require_launched() -> None:
 
 
 def splitting(config: PretrainedConfig) -> Any:
-    """What `from_pretrained(distributed_config=...)` takes for this model over the ranks there are.
+    """Return the `distributed_config` of `from_pretrained` for this model over the present ranks.
 
     Attention stays whole on each rank where its heads cannot be dealt out evenly. UnsupportedModelError where the model
     has no plan.

@@ -27,7 +27,7 @@ from specengine.models.extension import is_plain
 M = TypeVar("M", bound=nn.Module)
 
 MEMORY_SHARE = 0.5  # of the free memory that packed weights may take by default
-# What a twin has for itself; its parameters stay those of the model, also where one is replaced.
+# A twin's own attributes; its parameters stay those of the model, even if one is replaced.
 _OWN_TABLES = (
     "_buffers",
     "_non_persistent_buffers_set",

@@ -1,4 +1,4 @@
-"""What an answer took, as clients want it told: OpenAI's usage, llama.cpp's timings, vLLM's figures of speculation."""
+"""Figures of an answer in the clients' formats: OpenAI's usage, llama.cpp's timings, vLLM's figures of speculation."""
 
 from __future__ import annotations
 

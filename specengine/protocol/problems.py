@@ -1,4 +1,4 @@
-"""What goes wrong with a request, in the shape of OpenAI's errors."""
+"""Errors of a request, in the shape of OpenAI's errors."""
 
 from __future__ import annotations
 

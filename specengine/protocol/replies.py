@@ -27,7 +27,7 @@ _SINGLE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenTexts:
-    """What each token writes, a part of a character included; special tokens by their names."""
+    """Return the text of each token, partial characters included; special tokens by their names."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -128,7 +128,7 @@ Choice = dict[str, Any]
 
 @dataclass
 class Reply:
-    """What one request is told; a subclass says how a choice looks.
+    """The answer to one request; a subclass shapes a choice.
 
     Pieces go through `deltas` in the order of their coming, and `last_deltas` gives what was held back.
     """

@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields that this server honours, and vLLM's for what OpenAI has no field for.
+"""Request fields: OpenAI's fields that this server honours, and vLLM's for what OpenAI has no field for.
 
 Everything else is refused by name. `null` is the same as leaving a field out.
 """

@@ -1,4 +1,4 @@
-"""What transformers' generation configs ask for: the call's own, then the model's."""
+"""Read transformers' generation configs: the call's own, then the model's."""
 
 from __future__ import annotations
 

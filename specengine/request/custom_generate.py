@@ -14,7 +14,7 @@ from specengine.request.options import GenerationOptions
 from specengine.request.sampling import Sampler, Stopper
 from specengine.request.text import decoder
 
-# What transformers prepares for any model, and `_check` looks at where it can say something else.
+# Transformers prepares these for any model; `_check` reads them where they can say something else.
 _PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
 

@@ -206,7 +206,7 @@ class Vocabularies:
 
 
 class Constraint:
-    """What an answer may go on with, behind any of its beginnings; it goes back and forth between them.
+    """Find the allowed continuations of any beginning of an answer; it goes back and forth between them.
 
     A beginning is the list of tokens generated so far. What depends on it is a function of it alone.
     field: that it was given by; size: of the target's logits; never: a token that is not allowed anywhere.

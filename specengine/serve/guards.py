@@ -1,4 +1,4 @@
-"""What stands before every request: the names of this server, keys, how large a body may be, and JSON of few parts."""
+"""Checks before every request: host names, keys, the size of a body, and the number of parts of its JSON."""
 
 from __future__ import annotations
 

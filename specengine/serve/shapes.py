@@ -1,4 +1,4 @@
-"""What is answered, as /openapi.json tells it; fields beyond these may be there."""
+"""Schemas of the answers in /openapi.json; answers may have further fields."""
 
 from __future__ import annotations
 
