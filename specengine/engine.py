@@ -32,7 +32,6 @@ from specengine.errors import (
 from specengine.models import Target
 from specengine.models.kv_cache import KVCache
 from specengine.options import LoadOptions
-from specengine.plain import plain
 from specengine.policies import TreePolicy
 from specengine.records import (
     Cycle,
@@ -42,6 +41,7 @@ from specengine.records import (
     StreamPiece,
     TokenLogprob,
 )
+from specengine.registry import plain
 from specengine.request.custom_generate import CustomGenerate
 from specengine.request.grammars import Constraint, Vocabularies, compiled
 from specengine.request.options import GenerationOptions

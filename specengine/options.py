@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specengine.errors import InputError, did_you_mean, shown
-from specengine.plain import is_array, plain
+from specengine.registry import is_array, plain
 
 BACKENDS = ("native", "huggingface")
 QUANTIZATIONS = ("int8",)  # of a native model's weights

@@ -1,4 +1,4 @@
-"""Finding policies and drafters: one file in the folder is one of them, and the file's name is its name."""
+"""Find variants (one file each, named after the file) and build them from options; options as Python's own values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import numbers
 import pkgutil
 import types
 import typing
@@ -13,7 +14,6 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from specengine.errors import InputError, did_you_mean, shown
-from specengine.plain import plain
 
 T = TypeVar("T")
 
@@ -85,3 +85,40 @@ def _convert(value: Any, wanted: Any, field: str) -> Any:
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         wanted_name = getattr(wanted, "__name__", str(wanted))
         raise InputError(f"{field}: got {shown(value)}, expected {wanted_name}") from error
+
+
+# ---- values of numpy and torch as Python's own
+
+DEEPEST = 4  # levels of lists and dicts; no option has more
+
+
+def plain(value: Any, levels: int = DEEPEST) -> Any:
+    """Return numbers and arrays of numpy, torch and other libraries as Python's own, within lists and dicts too.
+
+    Anything else stays as it is. An array keeps its nesting; one without dimensions is its number.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str) or not levels:
+        return value
+    if kind in (list, tuple):
+        return kind([plain(item, levels - 1) for item in value])
+    if kind is dict:
+        return {plain(name, levels - 1): plain(item, levels - 1) for name, item in value.items()}
+    if is_array(value):
+        try:
+            value = (value.detach() if hasattr(value, "detach") else value).tolist()
+        except (RuntimeError, NotImplementedError):  # of a tensor without numbers
+            return value
+    if is_number(value) and not isinstance(value, bool):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return value
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value has dimensions and a dtype: an array, a tensor, or a number of numpy."""
+    return hasattr(value, "ndim") and hasattr(value, "dtype") and callable(getattr(value, "tolist", None))
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is one real number, of Python or as an array without dimensions."""
+    return isinstance(value, numbers.Real) or (is_array(value) and value.ndim == 0)

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 from specengine.errors import InputError, shown
-from specengine.plain import plain
+from specengine.registry import plain
 from specengine.request.sampling import Processor
 
 Makers = Mapping[str, Callable[..., Processor | None]]

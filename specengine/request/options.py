@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
 from specengine.errors import InputError, did_you_mean, shown
-from specengine.plain import plain
+from specengine.registry import plain
 from specengine.request.configs import DEFAULT_TOP_K, SHAPES_DRAWS, Configured
 from specengine.request.declared import (
     CONSTRAINTS,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from specengine.errors import InputError, shown
-from specengine.plain import is_array, is_number, plain
+from specengine.registry import is_array, is_number, plain
 
 MAX_NESTED = 32  # levels of a message's fields
 _ROLE = re.compile(r"[\w-]+")

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from specengine import Engine
 from specengine.errors import InputError
-from specengine.plain import plain
+from specengine.registry import plain
 from tests.engine.engines import PROMPT, engine_of, tokenizer
 from tests.toy import tiny
 
