@@ -42,7 +42,6 @@ SANITIZED := build/sanitized
 SANITIZED_TESTS ?= tests
 WATCHERS = $(foreach name,asan ubsan stdc++,$(shell g++ -print-file-name=lib$(name).so))
 test-sanitized: $(VENV)/.installed-dev  ## all tests, extensions built to watch memory and undefined behaviour
-	$(PIP_INSTALL) -q pybind11
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	git ls-files -z | tar --null --files-from=- -cf - | tar -xf - -C $(SANITIZED)
 	cd $(SANITIZED) && SPECENGINE_SANITIZE=1 $(CURDIR)/$(RUN) setup.py -q build_ext --inplace
