@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/layer.hpp"
+#include "cpu/pace.hpp"
 
 namespace cpu {
 
@@ -181,7 +182,37 @@ class Decoder {
     int64_t layers;        // that are run
   };
 
+  // On so many threads, or on fewer where those are faster.
   void forward(const Call& call, int threads) {
+    if (call.layers < shape_.layers) return run(call, threads);
+    const Rows& rows = call.rows;
+    paces_.run(threads, rows.count, rows.start + rows.count, call.logits || call.count,
+               [&](int fewer) { run(call, fewer); });
+  }
+
+  // Logits [rows][vocabulary] of states [rows][hidden] behind the final norm.
+  void read(const float* states, int64_t rows, float* logits, int threads) {
+    begin_rows(states, rows, threads);
+    const Input in = space_.input(space_.first, shape_.hidden);
+    const auto run_all = [&](const Team& team) {
+      copy_tiles(team, space_, space_.x, shape_.hidden, in);
+      Readout(space_, head_, 0).run(team, in, logits);
+    };
+    Pool::shared().run(threads, run_all, space_.around());
+  }
+
+  // A token's embedding: float [hidden].
+  void embedding(int64_t token, float* out) const {
+    std::vector<float> row(static_cast<size_t>(embedding_.blocks * kDepth));
+    space_.kernels.weights(embedding_, token, row.data());
+    std::copy(row.begin(), row.begin() + shape_.hidden, out);
+  }
+
+  const Shape& shape() const { return shape_; }
+  const Kernels& kernels() const { return space_.kernels; }
+
+ private:
+  void run(const Call& call, int threads) {
     const int64_t hidden = shape_.hidden;
     space_.prepare(call.rows, hidden, shape_.heads, rope_, threads);
     const Input in = space_.input(space_.first, hidden);
@@ -210,28 +241,6 @@ class Decoder {
     if (call.count) choose(threads, leaders, call);
   }
 
-  // Logits [rows][vocabulary] of states [rows][hidden] behind the final norm.
-  void read(const float* states, int64_t rows, float* logits, int threads) {
-    begin_rows(states, rows, threads);
-    const Input in = space_.input(space_.first, shape_.hidden);
-    const auto run_all = [&](const Team& team) {
-      copy_tiles(team, space_, space_.x, shape_.hidden, in);
-      Readout(space_, head_, 0).run(team, in, logits);
-    };
-    Pool::shared().run(threads, run_all, space_.around());
-  }
-
-  // A token's embedding: float [hidden].
-  void embedding(int64_t token, float* out) const {
-    std::vector<float> row(static_cast<size_t>(embedding_.blocks * kDepth));
-    space_.kernels.weights(embedding_, token, row.data());
-    std::copy(row.begin(), row.begin() + shape_.hidden, out);
-  }
-
-  const Shape& shape() const { return shape_; }
-  const Kernels& kernels() const { return space_.kernels; }
-
- private:
   void begin_rows(const float* states, int64_t rows, int threads) {
     const std::vector<int64_t> positions(static_cast<size_t>(rows), 0);
     Rows given;
@@ -285,6 +294,7 @@ class Decoder {
   const Shape shape_;
   Rope rope_;
   mutable Workspace space_;
+  Paces paces_;
   const Matrix embedding_, head_;
   const float* norm_;
   std::vector<Layer> layers_;

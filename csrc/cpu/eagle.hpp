@@ -63,7 +63,41 @@ class Eagle {
     forward(call, threads);
   }
 
+  // On so many threads, or on fewer where those are faster.
   void forward(const Call& call, int threads) {
+    const Rows& rows = call.rows;
+    paces_.run(threads, rows.count, rows.start + rows.count, call.logits, [&](int fewer) { run(call, fewer); });
+  }
+
+  // The target's features, [rows][inputs of the fusion layer], as hidden states [rows][hidden].
+  void fuse(const float* features, int64_t rows, float* out, int threads) {
+    const int64_t width = fusion_.inputs;
+    const std::vector<int64_t> positions(static_cast<size_t>(rows), 0);
+    Rows given;
+    given.count = rows;
+    given.positions = positions.data();
+    space_.prepare(given, shape_.hidden, shape_.heads, rope_, threads);
+    const Input in = space_.input(fused_, width);
+    float* tiled = wide_.reserve(static_cast<size_t>(space_.tiles * width * kRows));
+    rows_to_tiles(features, width, rows, tiled);
+    const auto run_all = [&](const Team& team) {
+      copy_tiles(team, space_, tiled, width, in);
+      products_of(team, space_, {&fusion_}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
+        const int64_t live = std::min<int64_t>(kOutputs, fusion_.outputs - panel * kOutputs);
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t o = 0; o < live; ++o)
+            out[r * shape_.hidden + panel * kOutputs + o] =
+                sums[(r / kRows * kOutputs + o) * kRows + r % kRows];
+      });
+    };
+    Pool::shared().run(threads, run_all, space_.around());
+  }
+
+  const EagleShape& shape() const { return shape_; }
+  int64_t fused_inputs() const { return fusion_.inputs; }
+
+ private:
+  void run(const Call& call, int threads) {
     const int64_t hidden = shape_.hidden;
     space_.prepare(call.rows, hidden, shape_.heads, rope_, threads);
     const int64_t tiles = space_.tiles, size = hidden * kRows;
@@ -96,37 +130,10 @@ class Eagle {
     Pool::shared().run(threads, run_all, space_.around());
   }
 
-  // The target's features, [rows][inputs of the fusion layer], as hidden states [rows][hidden].
-  void fuse(const float* features, int64_t rows, float* out, int threads) {
-    const int64_t width = fusion_.inputs;
-    const std::vector<int64_t> positions(static_cast<size_t>(rows), 0);
-    Rows given;
-    given.count = rows;
-    given.positions = positions.data();
-    space_.prepare(given, shape_.hidden, shape_.heads, rope_, threads);
-    const Input in = space_.input(fused_, width);
-    float* tiled = wide_.reserve(static_cast<size_t>(space_.tiles * width * kRows));
-    rows_to_tiles(features, width, rows, tiled);
-    const auto run_all = [&](const Team& team) {
-      copy_tiles(team, space_, tiled, width, in);
-      products_of(team, space_, {&fusion_}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
-        const int64_t live = std::min<int64_t>(kOutputs, fusion_.outputs - panel * kOutputs);
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t o = 0; o < live; ++o)
-            out[r * shape_.hidden + panel * kOutputs + o] =
-                sums[(r / kRows * kOutputs + o) * kRows + r % kRows];
-      });
-    };
-    Pool::shared().run(threads, run_all, space_.around());
-  }
-
-  const EagleShape& shape() const { return shape_; }
-  int64_t fused_inputs() const { return fusion_.inputs; }
-
- private:
   const EagleShape shape_;
   Rope rope_;
   Workspace space_;
+  Paces paces_;
   const Layer layer_;
   const Matrix fusion_, head_;
   const float *input_norm_, *hidden_norm_, *norm_;

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "cpu/pace.hpp"
 #include "cpu/threads.hpp"
 #include "tests/cpu/toys.hpp"
 
@@ -254,6 +255,39 @@ void test_equal_logits(const cpu::Kernels& kernels) {
   }
 }
 
+// How many of `forwards` ran on fewer threads than `most`, each taking about what `seconds` says of their number.
+template <typename Seconds>
+int64_t on_fewer(cpu::Pace& pace, int most, int64_t forwards, const Seconds& seconds) {
+  int64_t fewer = 0;
+  for (int64_t i = 0; i < forwards; ++i) {
+    const int threads = pace.threads(most);
+    check(threads >= 1 && threads <= most, "threads of a pace", threads);
+    fewer += threads < most;
+    pace.took(seconds(threads) * (0.8 + 0.1 * static_cast<double>(below(5))));
+  }
+  return fewer;
+}
+
+// Fewer threads run forwards only where, and for as long as, that is faster.
+void test_pace() {
+  const auto quiet = [](int threads) { return 0.005 / threads; };
+  const auto crowded = [](int threads) { return 0.01 * threads; };
+  const auto slow = [](int threads) { return threads == 1 ? 0.05 : 0.03; };
+  for (const int most : {1, 2, 6, 64}) {
+    cpu::Pace pace;
+    check(on_fewer(pace, most, 3000, quiet) == 0, "fewer threads on a quiet machine", most);
+    if (most == 1) continue;
+    on_fewer(pace, most, 1000, crowded);  // until it has found out
+    check(on_fewer(pace, most, 1000, crowded) > 800, "fewer threads on a crowded machine", most);
+    on_fewer(pace, most, 3000, quiet);
+    check(on_fewer(pace, most, 1000, quiet) == 0, "all threads on a quiet machine again", most);
+    cpu::Pace other;
+    on_fewer(other, most, 100, quiet);
+    check(on_fewer(other, most, 2000, slow) < 200, "fewer threads that are no faster", most);
+    check(other.threads(most + 1) == most + 1, "another number of threads", most);
+  }
+}
+
 // What a child of this process says of `holds`; false also where it crashes, or hangs for twenty seconds.
 template <typename Holds>
 bool in_child(const Holds& holds) {
@@ -301,6 +335,7 @@ void test_threads() {
   test_held_piece();
   test_throwing();
   test_around();
+  test_pace();
   test_packing_by_threads();
   for (const cpu::Kernels* kernels : cpu::available_kernels()) {
     Client client(*kernels, 3);
