@@ -125,12 +125,13 @@ class Pool {
   static constexpr auto kBrief = std::chrono::microseconds(50);
 
   struct Stage {
-    int64_t count = 0, size = 0, pieces = 0;  // size: of a piece
+    int64_t count = 0, step = 0, steps = 0, pieces = 0;
     int threads = 0;
     void (*call)(const void* body, Pieces& pieces) = nullptr;
     const void* body = nullptr;
 
     int64_t end_of(int share) const { return pieces * (share + 1) / threads; }
+    int64_t begin_of(int64_t piece) const { return std::min(count, steps * piece / pieces * step); }
   };
 
   // A job under way, on the caller's thread.
@@ -346,8 +347,9 @@ inline bool Pieces::next() {
   if (left == 0) return false;
   const int share = (index_ + tried_) % stage.threads;
   before_own_ = share < index_;
-  first = (stage.end_of(share) - left) * stage.size;
-  last = std::min(stage.count, first + stage.size);
+  const int64_t piece = stage.end_of(share) - left;
+  first = stage.begin_of(piece);
+  last = stage.begin_of(piece + 1);
   ++taken_;
   return true;
 }
@@ -356,11 +358,11 @@ template <typename Body>
 void Team::each(int64_t count, int64_t step, const Body& body) const {
   constexpr int64_t kOfThread = 8;  // pieces: so many that the last ones are short, and taking them costs next to nothing
   if (count <= 0) return;
-  const int64_t wanted = count_ * kOfThread * step;
   Pool::Stage stage;
   stage.count = count;
-  stage.size = (count + wanted - 1) / wanted * step;
-  stage.pieces = (count + stage.size - 1) / stage.size;
+  stage.step = step;
+  stage.steps = (count + step - 1) / step;
+  stage.pieces = std::min(stage.steps, count_ * kOfThread);
   if (count_ == 1 || stage.pieces == 1) {
     Pieces whole(count);
     return body(whole);
