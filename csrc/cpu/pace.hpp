@@ -15,20 +15,18 @@ namespace cpu {
 // they are faster; more are tried again from time to time. On a quiet machine nothing is tried.
 class Pace {
  public:
-  explicit Pace(int most = 0) : most_(most) {}
+  explicit Pace(int most) : most_(most) {}
 
-  // Of the next forward, where there are so many.
-  int threads(int most) {
-    if (most != most_) *this = Pace(most);
-    return std::max(1, most_ >> (trial_ ? tried_ : level_));
-  }
+  // Of the next forward.
+  int threads() const { return std::max(1, most_ >> (trial_ ? tried_ : level_)); }
 
   // How long a forward took on what `threads` returned.
   void took(double seconds) {
     best_ = std::min(best_ * kForget, seconds);
-    double& mean = means_[trial_ ? tried_ : level_];
-    mean = mean > 0.0 ? mean + (seconds - mean) * kNew : seconds;
     ++since_;
+    const double newest = 1.0 / static_cast<double>(std::min<int64_t>(since_, kTrial));
+    double& mean = means_[trial_ ? tried_ : level_];
+    mean += (seconds - mean) * newest;
     if (trial_ > 0) {
       if (--trial_ == 0) end_trial();
       return;
@@ -43,14 +41,14 @@ class Pace {
 
  private:
   static constexpr size_t kLevels = 11;                // of halving
-  static constexpr int kTrial = 8;                     // forwards
-  static constexpr int64_t kSoon = 16, kLater = 256;   // forwards between trials
-  static constexpr double kSlow = 2.0, kNew = 0.25, kForget = 1.001, kFaster = 0.9;
+  static constexpr int kTrial = 16;                    // forwards
+  static constexpr int64_t kSoon = 32, kLater = 512;   // forwards between trials
+  static constexpr double kSlow = 2.0, kForget = 1.001, kFaster = 0.9;
 
   void begin_trial(size_t level) {
     tried_ = level;
-    means_[level] = 0.0;
     trial_ = kTrial;
+    since_ = 0;
   }
 
   void end_trial() {
@@ -60,10 +58,10 @@ class Pace {
     upwards_ = tried_ > level_;
     if (faster || as_fast) level_ = tried_;
     wait_ = faster || as_fast ? kSoon : std::min(2 * wait_, kLater);
-    since_ = 0;
+    since_ = kTrial;  // its mean is one of as many
   }
 
-  int most_;
+  const int most_;
   size_t level_ = 0, tried_ = 0;  // how often `most_` is halved
   int trial_ = 0;                 // forwards that the trial still takes
   bool upwards_ = false;          // the next trial is of more threads
@@ -79,8 +77,8 @@ class Paces {
   // head runs.
   template <typename Forward>
   void run(int most, int64_t rows, int64_t slots, bool reads, const Forward& forward) {
-    Pace& pace = paces_[{width(rows), width(slots / 256), reads}];
-    const int threads = pace.threads(most);
+    Pace& pace = paces_.try_emplace({most, width(rows), width(slots / 256), reads}, most).first->second;
+    const int threads = pace.threads();
     const auto began = std::chrono::steady_clock::now();
     forward(threads);
     pace.took(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
@@ -93,7 +91,7 @@ class Paces {
     return bits;
   }
 
-  std::map<std::tuple<int, int, bool>, Pace> paces_;
+  std::map<std::tuple<int, int, int, bool>, Pace> paces_;
 };
 
 }  // namespace cpu
