@@ -122,7 +122,7 @@ class Pool {
     std::condition_variable wake;
   };
   static constexpr uint64_t kPieces = 1 << 20;
-  static constexpr auto kBrief = std::chrono::microseconds(50);
+  static constexpr auto kBrief = std::chrono::microseconds(50), kSeldom = std::chrono::microseconds(500);
 
   struct Stage {
     int64_t count = 0, step = 0, steps = 0, pieces = 0;
@@ -223,7 +223,11 @@ class Pool {
     waiting_.store(false, std::memory_order_relaxed);
   }
 
+  // Wakes who sleeps, but not often: a woken thread takes a core from whoever has it, and that may be the caller.
   void wake(int threads) {
+    const auto now = Clock::now();
+    if (now - woken_ < kSeldom) return;
+    woken_ = now;
     for (int i = 1; i < threads; ++i) {
       Seat& one = seat(i);
       if (!one.asleep.load() || !one.asleep.exchange(false)) continue;
@@ -321,6 +325,7 @@ class Pool {
   Around around_;
   uint64_t job_ = 0, number_ = 0;
   Stage stage_;
+  Clock::time_point woken_{};  // when somebody was
   alignas(64) std::atomic<uint64_t> dealt_{0};  // the last stage's number
   std::atomic<int> sleepers_{0};
   std::atomic<bool> open_{false};             // a job is under way
