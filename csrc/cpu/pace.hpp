@@ -11,7 +11,7 @@
 
 namespace cpu {
 
-// Of forwards that cost the same. Where they take twice what they took at best, half the threads are tried, and kept where
+// Of forwards that cost the same. Where they take half as much again as they took at best, half the threads are tried, and kept where
 // they are faster; more are tried again from time to time. On a quiet machine nothing is tried.
 class Pace {
  public:
@@ -43,7 +43,7 @@ class Pace {
   static constexpr size_t kLevels = 11;                // of halving
   static constexpr int kTrial = 16;                    // forwards
   static constexpr int64_t kSoon = 32, kLater = 512;   // forwards between trials
-  static constexpr double kSlow = 2.0, kForget = 1.001, kFaster = 0.9;
+  static constexpr double kSlow = 1.5, kForget = 1.001, kFaster = 0.9;
 
   void begin_trial(size_t level) {
     tried_ = level;
