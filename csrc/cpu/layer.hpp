@@ -101,7 +101,7 @@ struct ThreadScratch {
   Buffer<float> sums, floats;
 };
 
-// What forwards of one network share: states by tile, inputs of products, and who sees what.
+// Buffers shared by the forwards of one network: states by tile, inputs of products, and who sees what.
 class Workspace {
  public:
   explicit Workspace(const Kernels& kernels) : kernels(kernels) {}
@@ -385,7 +385,7 @@ struct Leaders {
 
   int64_t size(int64_t tiles) const { return tiles * count * kRows; }  // of a thread's
 
-  // Of one thread, empty.
+  // Empty the lists of one thread.
   void clear(int index, int64_t tiles) const {
     std::fill_n(most + index * size(tiles), size(tiles), -std::numeric_limits<float>::infinity());
     std::fill_n(at + index * size(tiles), size(tiles), -1);

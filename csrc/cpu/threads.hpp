@@ -37,7 +37,7 @@ void spin_until(Done done, int spins = 500) {
       std::this_thread::yield();
 }
 
-// Those who run one job together.
+// The threads that run one job together.
 class Team {
  public:
   explicit Team(int count) : count_(count) {}

@@ -56,7 +56,7 @@ class AttentionShape(NamedTuple):
 
 
 def parse_shape(text: str) -> Shape:
-    """`8b`, or sizes in the order of Shape's fields, separated by x."""
+    """Parse `8b`, or sizes in the order of Shape's fields, separated by x."""
     if text in SHAPES:
         return SHAPES[text]
     sizes = text.split("x")

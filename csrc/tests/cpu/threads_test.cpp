@@ -80,7 +80,7 @@ void test_two_callers(const cpu::Kernels& kernels) {
   expect(wrong[0] == 0 && wrong[1] == 0, kernels, "two callers", wrong[0] + wrong[1]);
 }
 
-// What a child of this process says of `holds`; false also where it crashes, or hangs for twenty seconds.
+// Evaluate `holds` in a child process; false also if that crashes, or hangs for twenty seconds.
 template <typename Holds>
 bool in_child(const Holds& holds) {
   std::fflush(nullptr);
