@@ -1,4 +1,4 @@
-"""Which files of a folder are the model: those that transformers reads, whatever else lies there."""
+"""Tests that a folder's model is the files that transformers reads, whatever else the folder has."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def write(model: Any, file: Path, **tensors: Any) -> None:
 
 
 def config_with(**fields: Any) -> Change:
-    """None takes a field away."""
+    """Change fields of the config; None removes one."""
 
     def change(folder: Path) -> None:
         file = folder / "config.json"

@@ -299,7 +299,7 @@ def cycles(
 
 
 def agreeing_state(config: EagleConfig, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Of a head that was fitted a little to the model's answer to PROMPT, so that it is right now and then."""
+    """Return the state of a head fitted a little to the model's answer to PROMPT, so that it is right now and then."""
     answer = Engine(HuggingFaceTarget(model), None, None).generate(PROMPT, max_new_tokens=40).token_ids
     tokens, state = [*PROMPT, *answer], random_state(config)
     ids = state["d2t"] + torch.arange(len(state["d2t"]))
