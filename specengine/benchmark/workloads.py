@@ -58,7 +58,7 @@ def entry_of(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise InputError(f"prompts: {where} is no JSON ({error})") from error
+        raise InputError(f"prompts: {where} is not JSON ({error})") from error
     fields = entry if isinstance(entry, dict) else {"turns": entry}
     given = fields.get("turns", fields.get("prompt"))
     turns = [given] if isinstance(given, str) else given
@@ -82,7 +82,7 @@ def _items(file: Path, by_category: bool) -> list[Workload]:
     numbered = [(number, line) for number, line in enumerate(lines_of(file)) if line.strip()]
     entries = [(number, entry_of(line, f"{file}, line {number + 1}")) for number, line in numbered]
     if not entries:
-        raise InputError(f"prompts: {file} holds none")
+        raise InputError(f"prompts: {file} has no prompts")
     return [
         Workload(
             str(entry.get("category", file.stem)) if by_category else file.stem,
