@@ -63,6 +63,6 @@ def parse_shape(text: str) -> Shape:
     if len(sizes) not in (6, 7, 8) or not all(size.isdigit() and int(size) for size in sizes):
         known = ", ".join(SHAPES)
         raise argparse.ArgumentTypeError(
-            f"{text!r}: accepted are {known} and HIDDENxLAYERSxHEADSxKVHEADSxINTERMEDIATExVOCAB[xHEADDIM[xDRAFTVOCAB]]"
+            f"{text!r}: accepted: {known} and HIDDENxLAYERSxHEADSxKVHEADSxINTERMEDIATExVOCAB[xHEADDIM[xDRAFTVOCAB]]"
         )
     return Shape(*map(int, sizes))

@@ -70,7 +70,7 @@ class Outcomes:
         """Compute the outcomes. InputError if the trees are narrower or lower than the shape's."""
         trees = [tree for answer in answers for tree in answer]
         if not trees:
-            raise InputError("candidates: there is no logged tree")
+            raise InputError("candidates: no tree was logged")
         laid, ranks = [], np.full((len(trees), shape.expansions + 1, shape.expansions + 1), OUT_OF_REACH, np.int32)
         for number, tree in enumerate(trees):
             if len(tree.scores) < shape.candidates:

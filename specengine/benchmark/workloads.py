@@ -74,7 +74,7 @@ def _files(place: Path) -> list[Path]:
         return [place]
     files = sorted(place.glob("*.jsonl"))
     if not files:
-        raise InputError(f"prompts: there is no .jsonl file in {place}")
+        raise InputError(f"prompts: {place} has no .jsonl file")
     return files
 
 
