@@ -156,11 +156,11 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     ),
     "generation defaults of other types": (
         lambda folder: (folder / "generation_config.json").write_text('{"max_new_tokens": "many"}'),
-        "generation_config.json: its values make no generation config, correct or remove it",
+        "generation_config.json: its values are not a valid generation config; correct or remove it",
     ),
     "generation defaults that are a list": (
         lambda folder: (folder / "generation_config.json").write_text("[1]"),
-        "generation_config.json: its values make no generation config, correct or remove it",
+        "generation_config.json: its values are not a valid generation config; correct or remove it",
     ),
     "weights of GPTQ without a word in the config": (
         lambda folder: write(
