@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the C++ extension, the CUDA library, kernels/ as the package specengine_kernels, and
+"""Build what pyproject.toml cannot describe: the C++ extension, the CUDA library, kernels/ as specengine_kernels, and
 as specengine_csrc what NVRTC compiles where the CUDA library is not built.
 
 The CUDA library specengine/_cuda.so is built where nvcc is found (in CUDA_HOME/bin, else on the path) and somebody

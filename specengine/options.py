@@ -1,4 +1,4 @@
-"""How models are loaded: the options, and their checks."""
+"""Options of loading models, and their checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {
 
 @dataclass
 class LoadOptions:
-    """How models are loaded.
+    """Options of loading models.
 
     dtype              auto (as stored), bfloat16, float16, float32 or a torch.dtype
     device             a torch device; by default cuda where there is one, and the target's for a draft

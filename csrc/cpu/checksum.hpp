@@ -10,7 +10,7 @@
 
 namespace cpu {
 
-// Of one block, which its number is part of. Each step is a bijection of a lane, so one changed word always shows.
+// The checksum of one block and its number. Each step is a bijection of a lane, so one changed word always shows.
 inline uint64_t checksum_block(const unsigned char* bytes, int64_t count, int64_t number) {
   constexpr int kLanes = 8;
   constexpr uint64_t kPrime = 0x9E3779B97F4A7C15ull;

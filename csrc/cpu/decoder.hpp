@@ -60,14 +60,14 @@ class Weights {
     vectors_[name] = {data, count};
   }
 
-  // As `add_matrix` made it.
+  // Return the matrix as `add_matrix` made it. Throws if there is none.
   Matrix stored(const std::string& name) const {
     const auto found = matrices_.find(name);
     if (found == matrices_.end()) throw std::invalid_argument("no weights " + name);
     return found->second;
   }
 
-  // Of so many outputs and inputs, with its bias where it has one; 0: as many as it has.
+  // Return the matrix of this many outputs and inputs (0: any), with its bias if there is one.
   Matrix matrix(const std::string& name, int64_t outputs = 0, int64_t inputs = 0) const {
     Matrix m = stored(name + ".weight");
     if ((outputs && m.outputs != outputs) || (inputs && m.inputs != inputs))
@@ -79,7 +79,7 @@ class Weights {
   }
   bool has(const std::string& name) const { return matrices_.count(name + ".weight") != 0; }
 
-  // Of so many numbers; null where there is none.
+  // Return the vector of `count` numbers; null if there is none.
   const float* vector(const std::string& name, int64_t count) const {
     const auto found = vectors_.find(name);
     if (found == vectors_.end()) return nullptr;
@@ -89,7 +89,7 @@ class Weights {
     return found->second.data;
   }
 
-  // Of so many numbers, which has to be there.
+  // Return the vector of `count` numbers. Throws if there is none.
   const float* needed(const std::string& name, int64_t count) const {
     const float* found = vector(name, count);
     if (!found) throw std::invalid_argument("no weights " + name);

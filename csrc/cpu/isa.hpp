@@ -30,7 +30,7 @@ class InstructionSet {
   InstructionSet* next_;
 };
 
-// Those that this CPU runs, the fastest first.
+// Return the kernels that this CPU runs, the fastest first.
 inline std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> available;
   for (const InstructionSet* set = InstructionSet::first(); set; set = set->next())

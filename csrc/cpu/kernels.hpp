@@ -1,4 +1,4 @@
-// What a forward on the CPU is made of: packed matrices, and one table of kernels per instruction set.
+// The parts of a forward on the CPU: packed matrices, and one table of kernels per instruction set.
 //
 // All states stand transposed, [tile][channel][16 rows]: the rows of a tree lie side by side in the lanes of a vector, so
 // each row goes through the same instructions in the same order whatever stands beside it. That is what makes a token's

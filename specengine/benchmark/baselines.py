@@ -86,4 +86,4 @@ def refuse_assistant(assistant: str | None, wanted: bool) -> None:
     if assistant is not None and not wanted:
         raise InputError(f"assistant: no way uses it; add way {ASSISTED}")
     if assistant is not None and assistant.startswith(("/", ".", "~")) and not Path(assistant).exists():
-        raise InputError(f"assistant: there is no {assistant}")
+        raise InputError(f"assistant: {assistant} does not exist")

@@ -89,7 +89,7 @@ def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> st
         "graphs are made of the model's own modules": bool(options.graphs),
         "pack= is an option of the Hugging Face backend": options.pack is not None,
         NOT_BUILT: not native.instruction_sets(),
-        f"dtype {options.dtype} is none of bfloat16 and float32": options.dtype == torch.float16,
+        f"dtype {options.dtype} is neither bfloat16 nor float32": options.dtype == torch.float16,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -249,7 +249,7 @@ def open_gguf(name: str, dtype: Any) -> Opened:
     """Open a GGUF file. CheckpointError where it is damaged, UnsupportedModelError where its model is unknown."""
     path = Path(name)
     if not path.is_file():
-        raise InputError(f"model: {name} is no file")
+        raise InputError(f"model: {name} is not a file")
     return _opened_gguf(path, dtype, path.name)
 
 
@@ -363,7 +363,7 @@ def generation_config_of(folder: Path) -> GenerationConfig:
     except Exception as error:  # over values of other types; transformers' loading fails by them as well
         text = " ".join(str(error).split())
         raise CheckpointError(
-            f"{folder}: generation_config.json: its values make no generation config, correct or remove it "
+            f"{folder}: generation_config.json: its values are not a valid generation config; correct or remove it "
             f"({type(error).__name__}: {text:.300})"
         ) from error
 
@@ -438,7 +438,7 @@ class _Stored(NamedTuple):
         with self.file.open("rb") as stream:
             stream.seek(self.offset + first * each)
             if stream.readinto(data) != len(data):
-                raise CheckpointError(f"{self.file}: it has become shorter while it was read")
+                raise CheckpointError(f"{self.file}: became shorter while it was read; load it again")
         return torch.frombuffer(data, dtype=self.dtype).reshape(last - first, *self.shape[1:])
 
 

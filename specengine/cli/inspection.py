@@ -143,7 +143,7 @@ def _model(name: str, engine: Engine) -> dict[str, Any]:
 def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     folder = head_folder(arguments.draft, offline=arguments.offline)
     if folder is None:
-        raise InputError(f"draft: {arguments.draft} is no folder or Hub id of an EAGLE head")
+        raise InputError(f"draft: got {arguments.draft}, accepted a folder or Hub id of an EAGLE head")
     options = registry.build(HeadOptions, dict(arguments.draft_option), "draft_options")
     config, state, dialect = load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
     described = {

@@ -178,12 +178,12 @@ def text(value: str | bytes) -> bytes:
 
 
 def entry(key: str, code: int, value: bytes) -> bytes:
-    """One metadata entry of ggml's value type `code`."""
+    """Return one metadata entry of ggml's value type `code`."""
     return text(key) + struct.pack("<I", code) + value
 
 
 def info(name: str, dimensions: Iterable[int], number: int = 0, offset: int = 0) -> bytes:
-    """One line of the tensor list; dimensions as in the file, inputs first."""
+    """Return one entry of the tensor list; dimensions as in the file, inputs first."""
     sizes = list(dimensions)
     return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, number, offset)
 

@@ -100,7 +100,7 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
 
 
 def unpacking() -> dict[str, Any]:
-    """What has transformers keep no packed blocks: before 5.19 it never does."""
+    """Return options with which transformers keeps no packed blocks; before 5.19 it never does."""
     has_option = hasattr(transformers, "GgufConfig")
     return {"quantization_config": transformers.GgufConfig(dequantize=True)} if has_option else {}
 

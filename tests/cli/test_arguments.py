@@ -1,4 +1,4 @@
-"""What is typed is parsed without torch and transformers, by lists that are those of the engine."""
+"""Tests that arguments are parsed without torch and transformers, by the same lists as the engine's."""
 
 from __future__ import annotations
 

@@ -107,4 +107,4 @@ def test_inspect_shows_a_head_of_another_model_without_measuring_it(folder: str,
 
 def test_inspect_refuses_what_is_no_head(folder: str, capsys: Any) -> None:
     assert main(["inspect", "--model", folder, "--draft", folder]) == 2
-    assert "is no folder or Hub id of an EAGLE head" in capsys.readouterr().err
+    assert "accepted a folder or Hub id of an EAGLE head" in capsys.readouterr().err

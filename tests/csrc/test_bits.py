@@ -128,7 +128,7 @@ def path_to(tree: Tree, node: int) -> list[int]:
 
 
 def in_tree(model: Tiny, tree: Tree, context: int, *, parts: int = 1, threads: int = 1) -> Tensor:
-    """All nodes in one forward, or in several, each seeing what the ones before it have put into the cache."""
+    """Run all nodes in one forward, or in several that see what earlier ones put into the cache."""
     slab, out = model.slab(context), []
     bounds = [len(tree) * i // parts for i in range(parts + 1)]
     for first, last in itertools.pairwise(bounds):
@@ -149,7 +149,7 @@ def in_tree(model: Tiny, tree: Tree, context: int, *, parts: int = 1, threads: i
 
 
 def one_by_one(model: Tiny, tree: Tree, context: int) -> Tensor:
-    """Each node as plain decoding of its path gives it, one row a forward."""
+    """Run each node by plain decoding of its path, one row per forward."""
     out: dict[int, Tensor] = {}
     for leaf in sorted(set(range(len(tree))) - {parent for parent, _ in tree}):
         slab = model.slab(context)
@@ -200,7 +200,7 @@ def test_parts_and_threads_do_not_count(model: Tiny) -> None:
 
 
 def test_one_key_more_or_less_is_noticed(model: Tiny) -> None:
-    """What the other tests rest on: these logits tell a path from one with another slot in it."""
+    """Check the basis of the other tests: these logits differ if a path has one slot more or less."""
     slab = model.slab(64)
     seen = [[64], [64, 65], [64, 66]]
     tokens, positions = [1, 2, 3], [64, 65, 65]

@@ -95,7 +95,7 @@ def engine_of(
 
 
 def plainly(model: PreTrainedModel, prompt: list[int], count: int, **options: Any) -> list[int]:
-    """What transformers' own greedy generate answers."""
+    """Return the answer of transformers' own greedy generate."""
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "pad_token_id": 0, **options}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)

@@ -76,7 +76,7 @@ def by_output(weight: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def head_logits(drafter: Eagle) -> Tensor:
-    """Of a root and of two levels below it."""
+    """Return the logits of a root and of two levels below it."""
     target = NativeTarget(drafter.target)
     target.want(drafter.traits.features)
     target.reserve(64, 16)

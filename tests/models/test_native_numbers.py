@@ -46,7 +46,7 @@ def test_float32_logits_are_those_of_the_models_own_modules(variant: str, instru
 
 
 def errors(logits: Tensor, variant: str) -> Tensor:
-    """Of all logits, in shares of their spread."""
+    """Return the errors of all logits, as shares of their spread."""
     return ((logits - exact(variant)).abs() / exact(variant).std()).flatten()
 
 

@@ -105,7 +105,7 @@ CPU_INLINE void value_tiles(const uint16_t* chunks, int64_t stride, int64_t coun
   CPU_FENCE();
 }
 
-// What tiles would add for the places behind theirs: slots [tiled, prefix), then the steps, their values in `expanded`.
+// Add the places after the last tile: slots [tiled, prefix), then the steps, with their values in `expanded`.
 static void add_rest(const AttendTask& task, int64_t tiled, const float* scores, const float* expanded, float* sums) {
   for (int64_t d = 0; d < task.size; d += kChannels) {
     __m512 out[kChannels], even[kChannels], odd[kChannels];

@@ -11,7 +11,7 @@ struct Block {
   const uint8_t *at, *head;
 };
 
-// How products may make several outputs' weights at once; see halves.inl.
+// Forms in which products may unpack several outputs' weights at once; see halves.inl.
 struct Singly {};   // as floats, an output at a time
 struct Nibbles {};  // of four bits each, factor * q + term: lines(block, factors, terms) of 16 outputs
 struct Bytes {};    // of eight bits each, kStride apart: factors(block, factors) of 16 outputs where kScaled

@@ -1,4 +1,4 @@
-// What the tests of csrc/cpu share: memory with a wall behind it, random numbers, and checks that name a table.
+// Helpers of the tests of csrc/cpu: guarded memory, random numbers, and checks that name a table.
 #pragma once
 
 #include <sys/mman.h>

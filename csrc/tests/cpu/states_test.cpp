@@ -1,4 +1,4 @@
-// What stands between the products of each table: norm, copy, gate and rotate, against double precision.
+// Tests of the kernels between products, in each table: norm, copy, gate and rotate, against double precision.
 #include "tests/cpu/packed.hpp"
 
 namespace cpu_test {
