@@ -49,7 +49,7 @@ def test_inspect_json_describes_a_model(folder: str, capsys: Any) -> None:
     model = found["model"]
     assert (model["type"], model["layers"], model["vocabulary"], model["context"]) == ("llama", 2, 260, 2048)
     assert (model["attention"], model["packed weights"], model["chat template"]) == ("native", False, True)
-    assert re.fullmatch(r"native \(\w+, \d+ MB of weights as f32\)", model["backend"])
+    assert re.fullmatch(r"native \(\w+, float32, \d+ MB of weights as f32\)", model["backend"])
     assert main(["inspect", "--model", folder]) == 0
     assert re.search(r"chat template +yes\n", capsys.readouterr().out)
 

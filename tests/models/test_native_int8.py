@@ -141,7 +141,7 @@ def test_where_it_cannot_be_had() -> None:
             Engine.from_pretrained(model, "none", quantize=value)
         with pytest.raises(InputError, match=f"quantize: got {value!r}, accepted int8 or none"):
             native_lm(model, quantize=value)  # type: ignore[arg-type]
-    asked = "backend, quantize: the native forward was asked for, but "
+    asked = "quantize: the native forward was asked for, but "
     for options, reason in (
         ({"backend": "huggingface"}, "backend='huggingface' was asked for"),
         ({"graphs": True}, "graphs are made of the model's own modules"),
