@@ -76,8 +76,7 @@ class SmallModel(RowDraft):
     ) -> SmallModel:
         """Load a model on the target's device. Raises InputError or TokenizerMismatchError if it does not fit."""
         backend = options.backend if options.backend == "huggingface" else None  # native where it can
-        native = {"backend": backend, "quantize": None, "numerics": "auto"}
-        loaded = dataclasses.replace(options, device=target.device, **native)
+        loaded = dataclasses.replace(options, device=target.device, quantize=None, numerics="auto", backend=backend)
         model, own_tokenizer, _ = load_model(draft, loaded)
         if torch.device(model.device) != target.device:
             raise InputError(

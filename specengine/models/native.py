@@ -164,9 +164,7 @@ class NativeLM:
         self._model: PreTrainedModel | None = None
         self._turn = threading.Lock()  # forwards share one workspace, and engines in several threads may share this
         self._pack()
-        if self._rounds:
-            self._check_structure()
-        self._check()
+        self._check(self._checked_in_float32() if self._rounds else self.source)
 
     @property
     def name(self) -> str:
@@ -211,7 +209,7 @@ class NativeLM:
                 return
             self._pack()
             self.version += 1
-        self._check()
+        self._check(self.source)
 
     def prepare_features(self, ids: tuple[int, ...]) -> None:
         """UnsupportedModelError where the model has not these hidden states."""
@@ -360,17 +358,21 @@ class NativeLM:
     def _rounds(self) -> bool:
         return self.quantize is not None or self.numerics == "integer"
 
-    def _check_structure(self) -> None:
-        """Raise UnsupportedModelError where the first layer differs from that of the model's own modules in float32.
+    def _checked_in_float32(self) -> Source:
+        """Raise UnsupportedModelError where the first layer in float32 differs from that of the model's own modules.
 
-        Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does.
+        Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does. Returns
+        what the packed weights are to be compared with.
         """
-        NativeLM(FirstLayer(self.source, self.embed(torch.arange(TINY_VOCABULARY, device="cpu") % self.vocab_size)))
+        tokens = torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size
+        first = FirstLayer(self.source, self.embed(tokens))
+        NativeLM(first)
+        return self.source if self.source.own_modules else first
 
     @torch.inference_mode()
-    def _check(self) -> None:
-        """Raise UnsupportedModelError where hidden states differ from those of the model's own modules."""
-        spent, whole = self.seconds, self.source.own_modules
+    def _check(self, source: Source) -> None:
+        """Raise UnsupportedModelError where hidden states differ from those of the source's own modules."""
+        spent, whole = self.seconds, source.own_modules
         layers = self.layers if whole else 1
         tokens = torch.tensor([token % self.vocab_size for token in _CHECKED], dtype=torch.int64, device="cpu")
         far = min(self.max_context - 1, _FARTHEST)
@@ -379,7 +381,7 @@ class NativeLM:
         ours = cast(
             Tensor, self.run(tokens, positions, self.new_cache(len(tokens)), (0, 0, None), features=ids, layers=layers)
         )
-        theirs = self.source.states(tokens, positions, ids, self.embed(tokens))
+        theirs = source.states(tokens, positions, ids, self.embed(tokens))
         self.seconds = spent
         for layer, own, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
             limit = self._tolerance(last=whole and layer == layers > 1)

@@ -146,7 +146,10 @@ def _of_one_layer(config: PretrainedConfig, vocabulary: int) -> PretrainedConfig
 
 
 class FirstLayer(Source):
-    """The embeddings of a few tokens, first layer and final norm of a model, in float32; its head is zero."""
+    """The embeddings of a few tokens, first layer and final norm of a model, in float32; its head is zero.
+
+    Read once, and run once by transformers' modules: `states` gives those of the first call.
+    """
 
     dtype = torch.float32
 
@@ -154,6 +157,8 @@ class FirstLayer(Source):
         """embeddings: float32 [tokens, hidden size]."""
         self.name, self._source, self._embeddings = source.name, source, embeddings
         self.config = _of_one_layer(source.config, len(embeddings))
+        self._tensors: dict[str, Tensor] = {}
+        self._states: list[Tensor] | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return layer_template(self.config)
@@ -168,7 +173,14 @@ class FirstLayer(Source):
             return self._embeddings
         if name == f"{family.head.transformers}.weight":
             return torch.zeros_like(self._embeddings)
-        return self._source.tensor(name).float()
+        if name not in self._tensors:
+            self._tensors[name] = self._source.tensor(name).float()
+        return self._tensors[name]
+
+    def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
+        if self._states is None:
+            self._states = super().states(tokens, positions, ids, embeddings)
+        return self._states
 
     def model(self) -> PreTrainedModel:
         return _first_layer(self)
