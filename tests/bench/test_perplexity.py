@@ -65,7 +65,7 @@ def own(folder: Path, model: PreTrainedModel) -> float:
 
 
 def model_of(folder: Path, way: str) -> PreTrainedModel:
-    name = folder / ("other.gguf" if way == "native gguf" else "model")
+    name = folder / ("other.gguf" if "gguf" in way else "model")
     return Engine.from_pretrained(str(name), "none", backend="huggingface", dtype="float32").target.model  # type: ignore[attr-defined]
 
 
