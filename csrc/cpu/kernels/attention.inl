@@ -54,7 +54,7 @@ CPU_INLINE void score(const float* keys, const float* query, int64_t size, int l
     vf sums[Count] = {};
     for (int64_t d = 0; d < size; ++d) {
       const vf q = load(query + d * kRows + v * W);
-      for (int s = 0; s < Count; ++s) sums[s] = q * keys[s * size + d] + sums[s];
+      for (int s = 0; s < Count; ++s) sums[s] = mac(q, keys[s * size + d], sums[s]);
     }
     for (int s = 0; s < Count; ++s) store(scores + s * kRows + v * W, sums[s]);
   }
@@ -72,9 +72,9 @@ CPU_INLINE void add_values(const float* values, const float* weights, const Step
       const vf weight = load(weights + s * kRows + v * W);
       if (step) {
         const vi seen = chosen_lanes(step[s].lanes, v);
-        for (int i = 0; i < Channels; ++i) sums[i] = seen ? fused(weight, set(values[s * size + i]), sums[i]) : sums[i];
+        for (int i = 0; i < Channels; ++i) sums[i] = seen ? mac(weight, values[s * size + i], sums[i]) : sums[i];
       } else {
-        for (int i = 0; i < Channels; ++i) sums[i] = fused(weight, set(values[s * size + i]), sums[i]);
+        for (int i = 0; i < Channels; ++i) sums[i] = mac(weight, values[s * size + i], sums[i]);
       }
     }
     for (int i = 0; i < Channels; ++i) store(out + i * kRows + v * W, sums[i]);
