@@ -90,18 +90,19 @@ def nvcc_command(compiler: str, sources: list[str], library: str, include: str =
 
 
 def list_formats(folder: str, csrc: str = "csrc") -> None:
-    """Write the headers that list csrc/cpu/formats, below a folder where the compiler looks for headers.
+    """Write the headers that list csrc/cpu/formats and integers, below a folder where the compiler looks for headers.
 
     So a weight format is one file, named after it, and stands in no list.
     """
-    names = sorted(path.stem for path in Path(csrc, "cpu", "formats").glob("*.inl"))
-    headers = {
-        "formats.hpp": "#define CPU_FORMATS(each) " + " ".join(f"each({name})" for name in names),
-        "formats.inl": "\n".join(f'#include "cpu/formats/{name}.inl"' for name in names),
-    }
+    headers = {"formats.hpp": ""}
+    for kind in ("formats", "integers"):
+        names = sorted(path.stem for path in Path(csrc, "cpu", kind).glob("*.inl"))
+        each = " ".join(f"each({name})" for name in names)
+        headers["formats.hpp"] += f"#define CPU_{kind.upper()}(each) {each}\n"
+        headers[f"{kind}.inl"] = "\n".join(f'#include "cpu/{kind}/{name}.inl"' for name in names) + "\n"
     Path(folder, "cpu").mkdir(parents=True, exist_ok=True)
     for header, text in headers.items():
-        Path(folder, "cpu", header).write_text(text + "\n")
+        Path(folder, "cpu", header).write_text(text)
 
 
 class OptionalBuildExt(build_ext):

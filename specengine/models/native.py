@@ -34,6 +34,7 @@ from specengine.models.weights import Source, Weight, layer_template
 from specengine.ops.tree import TokenTree
 
 VARIABLE = "SPECENGINE_CPU"
+NUMERICS = "bfloat16"  # how products are computed; see csrc/cpu/kernels.hpp
 PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 PACKED_ROWS = 1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
 WITH_PAIRS = ("amx", "avx512bf16")  # these multiply bfloat16; for float32 weights the plain vectors serve
@@ -59,12 +60,12 @@ _WITHOUT_EFFECT = {
 
 def instruction_sets() -> list[str]:
     """Those that this build has and this CPU runs, the fastest first; none without the extension."""
-    return list(extension().instruction_sets()) if is_built() else []
+    return list(extension().instruction_sets(NUMERICS)) if is_built() else []
 
 
 def instruction_set(dtype: torch.dtype) -> str:
     """The one that a model of this dtype runs on. BackendError where there is none, or not the one asked for."""
-    known, asked = list(extension().instruction_sets()), os.environ.get(VARIABLE)
+    known, asked = list(extension().instruction_sets(NUMERICS)), os.environ.get(VARIABLE)
     if asked and asked not in known:
         raise BackendError(f"{VARIABLE}: got {asked!r}, this machine has {', '.join(known)}")
     usable = [name for name in known if dtype is torch.bfloat16 or name not in WITH_PAIRS]
@@ -268,7 +269,7 @@ class NativeLM:
             raise UnsupportedModelError(f"native: {len(frequencies)} frequencies for heads of {shape.head_dim}")
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
         self.decoder = extension().Decoder(
-            self.instruction_set, sizes, shape.eps, self._weights, frequencies.tolist(), scale
+            self.instruction_set, NUMERICS, sizes, shape.eps, self._weights, frequencies.tolist(), scale
         )
         self._state = state
 
@@ -442,7 +443,7 @@ class NativeHead:
         sizes = [config.hidden_size, config.draft_vocab_size, config.num_heads, config.num_kv_heads, config.head_dim]
         flags = [config.norm_before_residual, config.norm_logits, config.norm_recurrent]
         self._head = extension().Eagle(
-            target.instruction_set, sizes, flags, config.rms_norm_eps, self._weights, frequencies.tolist(), scale
+            target.instruction_set, NUMERICS, sizes, flags, config.rms_norm_eps, self._weights, frequencies.tolist(), scale
         )
 
     def refresh(self) -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 _cpu = pytest.importorskip("specengine._cpu")
 
-SETS = _cpu.instruction_sets()
+SETS = _cpu.instruction_sets("bfloat16")
 CONTEXTS = [0, 1, 28, 31, 32, 33, 61, 63, 64, 65, 90, 95, 96, 97, 200, 1000]
 LAYERS, HIDDEN, GATED, VOCABULARY = 2, 48, 40, 37
 

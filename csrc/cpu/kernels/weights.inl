@@ -47,6 +47,7 @@ CPU_INLINE void by_format(Kind kind, const Body& body) {
   case Kind::name: return body(formats::name{});
     CPU_FORMATS(CPU_CASE)
 #undef CPU_CASE
+    default: return;  // integers
   }
 }
 
