@@ -28,6 +28,7 @@ class Kind:
     backend: str
     options: dict[str, Any] = field(default_factory=dict)
     packed_file: bool = False  # straight from the GGUF file
+    integer: bool = False  # numerics of the native forward; else those of floats in the model's dtype
 
 
 KINDS = {
@@ -35,6 +36,8 @@ KINDS = {
     "native": Kind("native"),
     "native int8": Kind("native", {"quantize": "int8"}),
     "native gguf": Kind("native", packed_file=True),
+    "native int8, integer": Kind("native", {"quantize": "int8"}, integer=True),
+    "native gguf, integer": Kind("native", packed_file=True, integer=True),
 }
 
 
@@ -114,6 +117,8 @@ class Given:
         model = str(self.gguf_file()) if kind.packed_file else self.folder
         if not kind.packed_file:
             options["dtype"] = self.dtype
+        if kind.backend == "native":
+            options["numerics"] = "integer" if kind.integer else options.get("dtype", "bfloat16")
         try:
             engine = Engine.from_pretrained(model, draft, **options)
         except SpecEngineError as error:

@@ -61,7 +61,9 @@ const Stored& stored_as(Kind kind) {
       CPU_FORMATS(CPU_STORED)
 #undef CPU_STORED
   };
-  return known[static_cast<int>(kind)];
+  constexpr int kCount = sizeof known / sizeof *known;
+  const int index = static_cast<int>(kind);
+  return index < kCount ? known[index] : stored_integers(index - kCount);
 }
 
 }  // namespace cpu

@@ -69,7 +69,9 @@ def assisted_way(
 
     def start() -> Generate:
         if not loaded:
-            wanted = dataclasses.replace(load_options, device=plain.target.device, backend="huggingface", quantize=None)
+            wanted = dataclasses.replace(
+                load_options, device=plain.target.device, backend="huggingface", quantize=None, numerics="auto"
+            )
             model, tokenizer, _ = load_model(assistant, wanted)
             if tokenizer is not None and plain.tokenizer is not None:
                 check_tokenizers(tokenizer, plain.tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,7 +236,7 @@ class ModelSource(Source):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(weight.shape) for name, weight in self._model.named_parameters()}
 
-    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
+    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         for name, weight in self._model.named_parameters():
             yield Weight.of(name, weight.detach())
 

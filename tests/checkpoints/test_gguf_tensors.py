@@ -58,7 +58,7 @@ def test_blocks_into_a_given_buffer(models: dict[str, Path]) -> None:
 
 
 def test_dequantize_refuses_what_does_not_fit() -> None:
-    for kind, size, shape in [("q4_0", 17, (1, 32)), ("q4_0", 18, (2, 16)), ("q5_0", 22, (1, 32)), ("f32", 8, (1,))]:
+    for kind, size, shape in [("q4_0", 17, (1, 32)), ("q4_0", 18, (2, 16)), ("q8_1", 36, (1, 32)), ("f32", 8, (1,))]:
         with pytest.raises(InputError):
             gguf.dequantize(kind, np.zeros(size, np.uint8), shape)
 

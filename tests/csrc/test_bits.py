@@ -1,4 +1,7 @@
-"""csrc/cpu's law: a token has the same bits in every tree, at every place of it, and in plain decoding."""
+"""csrc/cpu's law: a token has the same bits in every tree, at every place of it, and in plain decoding.
+
+Under integer numerics on every instruction set too.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,18 @@ from torch.nn.functional import pad
 
 _cpu = pytest.importorskip("specengine._cpu")
 
-SETS = _cpu.instruction_sets()
+SETS, INTEGER_SETS = _cpu.instruction_sets("bfloat16"), _cpu.instruction_sets("integer")
 CONTEXTS = [0, 1, 28, 31, 32, 33, 61, 63, 64, 65, 90, 95, 96, 97, 200, 1000]
 LAYERS, HIDDEN, GATED, VOCABULARY = 2, 48, 40, 37
 
 
 @dataclass
 class Tiny:
-    """A random model. heads: query heads, key-value heads, channels of each."""
+    """A random model.
+
+    kind   of its matrices; int_i8 is for integer numerics
+    heads  query heads, key-value heads, channels of each
+    """
 
     instruction_set: str
     kind: str
@@ -51,14 +58,15 @@ class Tiny:
             values = torch.randn(outputs, inputs, generator=generator) * (3.0 / inputs**0.5)
             values = values.bfloat16() if self.kind == "bf16" else values
             weights.add_matrix(name + ".weight", self.kind, outputs, inputs)
-            weights.pack(name + ".weight", self.kind, 0, values, None)
+            weights.pack(name + ".weight", "f32" if self.kind == "int_i8" else self.kind, 0, values, None)
         ones = torch.ones(HIDDEN)
         norms = [f"model.layers.{i}.{n}layernorm.weight" for i in range(LAYERS) for n in ("input_", "post_attention_")]
         for name in [*norms, "model.norm.weight"]:
             weights.add_vector(name, ones)
         frequencies = (10000.0 ** -(torch.arange(0, size, 2) / size)).tolist()
         sizes = [LAYERS, HIDDEN, VOCABULARY, *self.heads]
-        self.decoder = _cpu.Decoder(self.instruction_set, sizes, 1e-5, weights, frequencies, 1.0)
+        numerics = "integer" if self.kind == "int_i8" else "bfloat16"
+        self.decoder = _cpu.Decoder(self.instruction_set, numerics, sizes, 1e-5, weights, frequencies, 1.0)
 
     def slab(self, context: int) -> Tensor:
         """A cache with `context` random slots; what stands behind them must not count.
@@ -159,15 +167,18 @@ def one_by_one(model: Tiny, tree: Tree, context: int) -> Tensor:
     return torch.cat([out[node] for node in range(len(tree))])
 
 
+HEADS = ((6, 2, 32), (3, 1, 20), (2, 2, 96))
+
+
 def models() -> list[Any]:
-    found = []
-    for name in SETS:
-        pairs = name in ("amx", "avx512bf16")
-        for kind, cache in (("bf16", torch.bfloat16), ("bf16" if pairs else "f32", torch.float32)):
-            for heads in ((6, 2, 32), (3, 1, 20), (2, 2, 96)):
-                label = f"{name}-{kind}-{str(cache)[6:]}-{heads[2]}"
-                found.append(pytest.param(Tiny(name, kind, cache, heads), id=label))
-    return found
+    kinds = [(name, "bf16", torch.bfloat16) for name in SETS]
+    kinds += [(name, "bf16" if name in ("amx", "avx512bf16") else "f32", torch.float32) for name in SETS]
+    kinds += [(name, "int_i8", cache) for name in INTEGER_SETS for cache in (torch.bfloat16, torch.float32)]
+    return [
+        pytest.param(Tiny(name, kind, cache, heads), id=f"{name}-{kind}-{str(cache)[6:]}-{heads[2]}")
+        for name, kind, cache in kinds
+        for heads in HEADS
+    ]
 
 
 @pytest.fixture(scope="module", params=models())
@@ -212,3 +223,28 @@ def test_one_key_more_or_less_is_noticed(model: Tiny) -> None:
         assert not torch.equal(right[2], other[2])
     short = model.run(slab, tokens, positions, 64, prefix=63, seen=seen)
     assert not torch.equal(right[0], short[0])
+
+
+# ---------------------------------------------------------------------------------------------------- integer numerics
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.skipif(len(INTEGER_SETS) < 2, reason="one instruction set has integer products here")
+def test_integers_have_the_same_bits_on_every_instruction_set(cache: torch.dtype, heads: tuple[int, int, int]) -> None:
+    made = [Tiny(name, "int_i8", cache, heads) for name in INTEGER_SETS]
+    for context in (0, 33, 96, 1000):
+        tree = random_tree(random.Random(context).choice([1, 5, 17, 40, 64]), context)
+        first, *others = (in_tree(model, tree, context) for model in made)
+        for name, other in zip(INTEGER_SETS[1:], others, strict=True):
+            assert torch.equal(first, other), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INTEGER_SETS)
+def test_integers_keep_the_law_with_any_number_of_rows_and_far_into_a_text(name: str) -> None:
+    model = Tiny(name, "int_i8", torch.bfloat16, HEADS[0])
+    for context in (0, 700, 4000):
+        for rows in range(1, 65) if context < 4000 else (1, 7, 16, 33, 64):
+            tree = random_tree(rows, rows + context)
+            assert torch.equal(in_tree(model, tree, context), one_by_one(model, tree, context)), (context, rows)

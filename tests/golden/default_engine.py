@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
 }
 COSTS = {"costs": "2-cores-amx"}
-BACKENDS: dict[str, dict[str, Any]] = {"native": {}, "huggingface": {"dtype": "float32"}}
+BACKENDS: dict[str, dict[str, Any]] = {"native": {"numerics": "bfloat16"}, "huggingface": {"dtype": "float32"}}
 POLICIES: dict[str, dict[str, Any]] = {
     "auto": {},
     "salf": {"policy": "salf/cpu"},

@@ -39,9 +39,11 @@ def forced(instructions: str | None) -> Iterator[None]:
         yield
 
 
-def native_lm(model: PreTrainedModel, instructions: str | None = None, *, quantize: str | None = None) -> NativeLM:
+def native_lm(
+    model: PreTrainedModel, instructions: str | None = None, *, quantize: str | None = None, numerics: str = "auto"
+) -> NativeLM:
     with forced(instructions):
-        return from_model(model, quantize=quantize)
+        return from_model(model, quantize=quantize, numerics=numerics)
 
 
 @cache

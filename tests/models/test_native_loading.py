@@ -75,7 +75,7 @@ def test_options_of_the_other_backend_choose_it(options: dict[str, Any], reason:
     engine = loaded(tiny(), **options)
     assert isinstance(engine.target, HuggingFaceTarget)
     assert answer(engine, 6) == plainly(tiny(), PROMPT, 6)
-    with pytest.raises(InputError, match=f"backend, quantize: the native forward was asked for, but {reason}"):
+    with pytest.raises(InputError, match=f"backend: the native forward was asked for, but {reason}"):
         loaded(tiny(), backend="native", **options)
 
 

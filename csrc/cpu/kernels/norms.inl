@@ -13,8 +13,8 @@ static void norm(const float* x, const float* weight, int64_t channels, float ep
     vf squares[2] = {};
     for (int64_t c = 0; c < channels; c += 2) {
       const vf a = load(at + c * kRows), b = load(at + (c + 1) * kRows);
-      squares[0] = a * a + squares[0];
-      squares[1] = b * b + squares[1];
+      squares[0] = mac(a, a, squares[0]);
+      squares[1] = mac(b, b, squares[1]);
     }
     vf root = (squares[0] + squares[1]) / static_cast<float>(channels) + eps;
     for (int i = 0; i < W; ++i) root[i] = 1.0f / __builtin_sqrtf(root[i]);

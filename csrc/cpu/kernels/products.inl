@@ -8,7 +8,7 @@ CPU_INLINE void finish(const Matrix& m, int64_t panel, float* sums) {
     const vf bias = set(m.bias ? m.bias[panel * kOutputs + o] : 0.0f);
     for (int v = 0; v < V; ++v) {
       float* at = sums + o * kRows + v * W;
-      store(at, m.scales ? load(at) * scale + bias : load(at) + bias);
+      store(at, m.scales ? mac(load(at), scale, bias) : load(at) + bias);
     }
   }
 }

@@ -364,7 +364,8 @@ def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> di
 class Kind(Enum):
     """Kinds of numbers: ggml's number of the type, and that `elements` of a row share a block of `bytes`.
 
-    One that has a file in csrc/cpu/formats stays packed; the gguf package unpacks the others when they are loaded.
+    One that has a file in csrc/cpu/integers stays packed under integer numerics, one in csrc/cpu/formats under others;
+    the gguf package unpacks the rest when they are loaded.
     """
 
     elements: int
@@ -380,6 +381,14 @@ class Kind(Enum):
     BF16 = 30, 1, 2
     Q4_0 = 2, 32, 18
     Q4_1 = 3, 32, 20
+    Q5_0 = 6, 32, 22
+    Q5_1 = 7, 32, 24
     Q8_0 = 8, 32, 34
+    Q2_K = 10, 256, 84
+    Q3_K = 11, 256, 110
     Q4_K = 12, 256, 144
+    Q5_K = 13, 256, 176
     Q6_K = 14, 256, 210
+    IQ4_NL = 20, 32, 18
+    IQ4_XS = 23, 256, 136
+    MXFP4 = 39, 32, 17
