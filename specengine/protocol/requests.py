@@ -54,7 +54,7 @@ class FunctionTool(BaseModel):
     def _of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
         kinds = (schema or {}).get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            raise ValueError(f"type: got {kinds!r:.60}, accepted: 'object', because arguments are given by name")
+            raise ValueError(f"type: got {kinds!r:.60}, accepted 'object', because arguments are given by name")
         return schema
 
 
@@ -128,7 +128,7 @@ class StructuredOutputs(BaseModel):
     def _one_of_them(self) -> StructuredOutputs:
         if len(self.options) > 1 or (self.model_fields_set and not self.options):
             accepted = ", ".join(["json", "regex", "choice", "grammar", "json_object"])
-            raise ValueError(f"accepted: one of {accepted}")
+            raise ValueError(f"accepted one of {accepted}")
         return self
 
     @property
@@ -267,7 +267,7 @@ class Sampling(Declared, Hints, Neutral):
     def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
         if len(stops) > MAX_STOPS or not all(len(text) <= MAX_STOP_LETTERS for text in stops):
-            raise ValueError(f"accepted: up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters")
+            raise ValueError(f"accepted up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters")
         return stop
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
@@ -279,7 +279,7 @@ class Sampling(Declared, Hints, Neutral):
     @classmethod
     def _biases_of_tokens(cls, biases: Mapping[str, float] | None) -> Mapping[str, float] | None:
         if not all(len(name) < 10 and name.isascii() and name.isdecimal() for name in biases or ()):
-            raise ValueError("accepted: token ids as keys")
+            raise ValueError("accepted token ids as keys")
         return biases
 
     @model_validator(mode="after")
