@@ -34,9 +34,13 @@ CPU_INLINE vf fused(vf a, vf b, vf c) {
 #include "cpu/kernels/numbers.inl"
 #include "cpu/kernels/weights.inl"
 #include "cpu/kernels/floats.inl"
-#include "cpu/kernels/integer_formats.inl"
 #include "cpu/kernels/integer_lanes_4.inl"
+#include "cpu/kernels/integer_formats.inl"
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#include "cpu/kernels/integer_dot_4.inl"
+#else
 #include "cpu/kernels/integer_words_4.inl"
+#endif
 #include "cpu/kernels/integer_rows.inl"
 #include "cpu/kernels/integer_floats.inl"
 #include "cpu/kernels/integer_products.inl"

@@ -46,7 +46,7 @@ CPU_INLINE void multiply(const uint8_t* const* panels, int64_t blocks, const Rec
         for (int r = 0; r < Rows; ++r) {
           vf step = set(rows[r].scale);
           if constexpr (F::kScaled) step = scale * step;
-          sums[i][r] = fused(sum[i][r].end(rows[r].negated + part), step, sums[i][r]);
+          sums[i][r] = fused(sum[i][r].end(), step, sums[i][r]);
           if constexpr (F::kLow) sums[i][r] = fused(low, set(rows[r].sums[part]), sums[i][r]);
         }
       }
