@@ -11,8 +11,8 @@
 
 namespace cpu {
 
-// Of forwards that cost the same. Where they take half as much again as they took at best, half the threads are tried, and kept where
-// they are faster; more are tried again from time to time. On a quiet machine nothing is tried.
+// Of forwards that cost the same. Where they take twice what they took at best, half the threads are tried, and kept where
+// they are much faster; more are tried again from time to time. On a quiet machine nothing is tried.
 class Pace {
  public:
   explicit Pace(int most) : most_(most) {}
@@ -43,7 +43,7 @@ class Pace {
   static constexpr size_t kLevels = 11;                // of halving
   static constexpr int kTrial = 16;                    // forwards
   static constexpr int64_t kSoon = 32, kLater = 512;   // forwards between trials
-  static constexpr double kSlow = 1.5, kForget = 1.001, kFaster = 0.9;
+  static constexpr double kSlow = 2.0, kForget = 1.001, kFaster = 0.75, kAsFast = 1.1;
 
   void begin_trial(size_t level) {
     tried_ = level;
@@ -52,12 +52,12 @@ class Pace {
   }
 
   void end_trial() {
-    const bool faster = means_[tried_] < kFaster * means_[level_];
-    // where both take as long, more threads are as good, and will be better
-    const bool as_fast = tried_ < level_ && means_[tried_] <= means_[level_];
+    // of what takes about as long, more threads are the better choice: they gain as soon as there is room
+    const double limit = tried_ > level_ ? kFaster : kAsFast;
+    const bool better = means_[tried_] < limit * means_[level_];
     upwards_ = tried_ > level_;
-    if (faster || as_fast) level_ = tried_;
-    wait_ = faster || as_fast ? kSoon : std::min(2 * wait_, kLater);
+    if (better) level_ = tried_;
+    wait_ = better ? kSoon : std::min(2 * wait_, kLater);
     since_ = kTrial;  // its mean is one of as many
   }
 

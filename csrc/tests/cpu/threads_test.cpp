@@ -263,7 +263,7 @@ int64_t on_fewer(cpu::Pace& pace, int most, int64_t forwards, const Seconds& sec
     const int threads = pace.threads();
     check(threads >= 1 && threads <= most, "threads of a pace", threads);
     fewer += threads < most;
-    pace.took(seconds(threads) * (below(20) ? 0.8 + 0.1 * static_cast<double>(below(5)) : 3.0));
+    pace.took(seconds(threads) * (below(20) ? 0.9 + 0.05 * static_cast<double>(below(5)) : 2.0));
   }
   return fewer;
 }
