@@ -112,14 +112,21 @@ class Lookup(Wrapped):
         if step.token_ids is not self._token_ids:
             self._copies.columns(None if step.token_ids is None else step.token_ids.cpu())
             self._token_ids = step.token_ids
-        return Mixed(step.drafted._replace(copies=self._copies), step.hidden, tree, frontier)
+        return Mixed.of(step, self._copies, tree, frontier)
 
 
 class Mixed(Step):
     """A step with copies that are mixed into its rows when they are read, unless an op does so."""
 
-    def __init__(self, drafted: Drafted, hidden: Tensor | None, tree: TokenTree, frontier: Nodes) -> None:
-        vars(self).update(normalized=drafted.normalized, hidden=hidden, _drafted=drafted, _of=(tree.arrays, frontier))
+    def __new__(cls, *parts: Any, **named: Any) -> Step:  # type: ignore[misc]  # for dataclasses.replace
+        return Step(*parts, **named)
+
+    @classmethod
+    def of(cls, step: Step, copies: Copies, tree: TokenTree, frontier: Nodes) -> Mixed:
+        """Return a step into which these copies are mixed, as they follow the nodes of the frontier."""
+        made, drafted = object.__new__(cls), step.drafted._replace(copies=copies)
+        vars(made).update(normalized=step.normalized, hidden=step.hidden, _drafted=drafted, _of=(tree.arrays, frontier))
+        return made
 
     @property
     def drafted(self) -> Drafted:

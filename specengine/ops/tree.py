@@ -495,15 +495,15 @@ class TokenTree:
     device: torch.device
     free: Continuations | None
 
-    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, capacity: int, device: torch.device | str = "cpu", token: int = 0) -> None:
         if capacity < 1:
             raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
-        _fill(self, *plant(0, capacity, torch.device(device)))
+        _fill(self, *plant(token, capacity, torch.device(device)))
 
     @classmethod
     def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> TokenTree:
         """Return a tree of the root alone, with room for `capacity` nodes."""
-        return _fill(cls.__new__(cls), *plant(token, capacity, torch.device(device)))
+        return cls(capacity, device, token)
 
     @classmethod
     def of(
