@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specengine import contracts, loading, policies
 from specengine.captured import CapturedDriver
-from specengine.costs import stored
+from specengine.costs.measuring import stored
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import EagerDriver, Lane, make_room, run_eager
 from specengine.drafters import Drafter, Hints, Traits

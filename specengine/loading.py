@@ -9,13 +9,14 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from specengine import drafters, policies
-from specengine.checkpoints import embedded
+from specengine.checkpoints import checks, eagle, embedded, pretrained
 from specengine.checkpoints.checks import model_in
 from specengine.checkpoints.pretrained import LoadedModel, is_gguf, load_model, load_tokenizer
 from specengine.drafters import Drafter, Maker
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from specengine.options import LoadOptions
 
 PLAIN = ("plain", "none")
+CHECKPOINTS = SimpleNamespace(checks=checks, eagle=eagle, embedded=embedded, pretrained=pretrained)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -207,8 +209,8 @@ def _maker(draft: Any, options: LoadOptions) -> Maker:
     if isinstance(draft, Drafter):
         return lambda target, tokenizer: draft
     if draft is None:
-        return lambda target, tokenizer: drafters.maker(_default(target.name), options)(target, tokenizer)
-    return drafters.maker(draft, options)
+        return lambda target, tokenizer: drafters.maker(_default(target.name), options, CHECKPOINTS)(target, tokenizer)
+    return drafters.maker(draft, options, CHECKPOINTS)
 
 
 def _default(target: str) -> str:

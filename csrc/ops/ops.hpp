@@ -63,6 +63,8 @@ inline void require_width(int64_t width, int64_t least, const char* name) {
   require(width >= least && width <= kLargestWidth, name, width, std::to_string(least) + " to " + std::to_string(kLargestWidth));
 }
 
+constexpr float kFaint = -20.0f;  // below a row's best logit: further columns that the row has no use for
+
 inline const char* const kHasNaN = "scores: contains NaN";
 
 // The limit, from 0 to `most`; `most` if it is None.

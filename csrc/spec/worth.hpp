@@ -200,10 +200,8 @@ class PlayedTree {
 
   // Keeps what counts: as many chances as can be verified, and nodes as can be drafted from in so many passes.
   void settle(int64_t passes) {
-    keep_best(chances_, prices_.nodes, std::greater<double>());
-    keep_best(waiting_, prices_.width * passes, [](const WaitingNode& a, const WaitingNode& b) {
-      return a.chance > b.chance || (a.chance == b.chance && a.id < b.id);
-    });
+    keep_best(chances_, 0, prices_.nodes, std::greater<double>());
+    keep_best(waiting_, 0, prices_.width * passes, is_before);
   }
 
   double value() const {
@@ -221,6 +219,7 @@ class PlayedTree {
     const auto drawn = std::min(width, waiting());
     const std::vector<WaitingNode> nodes(waiting_.begin(), waiting_.begin() + drawn);
     waiting_.erase(waiting_.begin(), waiting_.begin() + drawn);
+    const size_t known = chances_.size(), left_over = waiting_.size();
     for (const WaitingNode& node : nodes) {
       const float* children = profile.at(node.level);
       for (int64_t place = 0; place < profile.places; ++place, ++*ids) {
@@ -230,15 +229,22 @@ class PlayedTree {
         if (left) waiting_.push_back({chance, level_of(children[place], profile.levels), *ids});
       }
     }
-    settle(std::max<int64_t>(left, 1));
+    keep_best(chances_, known, prices_.nodes, std::greater<double>());
+    if (left) keep_best(waiting_, left_over, prices_.width * left, is_before);
   }
 
  private:
+  static bool is_before(const WaitingNode& a, const WaitingNode& b) {
+    return a.chance > b.chance || (a.chance == b.chance && a.id < b.id);
+  }
+
+  // Sorts and keeps the `most` first; the `known` first ones are sorted already.
   template <typename T, typename Order>
-  static void keep_best(std::vector<T>& values, int64_t most, Order order) {
-    const auto kept = std::min(values.size(), static_cast<size_t>(most));
-    std::partial_sort(values.begin(), values.begin() + static_cast<int64_t>(kept), values.end(), order);
-    values.resize(kept);
+  static void keep_best(std::vector<T>& values, size_t known, int64_t most, Order order) {
+    const auto middle = values.begin() + static_cast<std::ptrdiff_t>(known);
+    std::sort(middle, values.end(), order);
+    std::inplace_merge(values.begin(), middle, values.end(), order);
+    values.resize(std::min(values.size(), static_cast<size_t>(most)));
   }
 
   SearchPrices prices_;

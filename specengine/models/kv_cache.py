@@ -236,7 +236,8 @@ class CachedTarget(Target):
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         self.cache.commit(path)
-        self.tokens.extend(tree.tokens[path].tolist())
+        tokens = tree.tokens.tolist()  # less work than to select on the host
+        self.tokens.extend([tokens[node] for node in path])
 
     def reset(self) -> None:
         self.cache.crop(0)

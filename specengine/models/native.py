@@ -294,9 +294,11 @@ class NativeLM:
         width, states = len(features) * self.shape.hidden, None
         if features:
             states = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
+        if start + tokens.shape[0] > self.max_context:  # no row's position is beyond its slot
+            positions = positions.clamp(max=self.max_context - 1)
         with self._turn:
             self.decoder.forward(
-                positions.clamp(max=self.max_context - 1).contiguous(),
+                positions.contiguous(),
                 prefix,
                 start,
                 None if words is None else words.contiguous(),
@@ -561,8 +563,8 @@ class NativeHead:
         """As TorchHead.forward; the row `one` can be the last one alone."""
         count = rows.tokens.shape[0]
         wanted = count if one is None else 1
-        out = torch.empty(count, self.config.hidden_size, dtype=torch.float32, device="cpu")
-        logits = torch.empty(wanted, self.config.draft_vocab_size, dtype=torch.float32, device="cpu")
+        out = states.new_empty(count, self.config.hidden_size)
+        logits = states.new_empty(wanted, self.config.draft_vocab_size)
         self._head.forward(
             self._target.decoder,
             rows.positions.contiguous(),
@@ -658,6 +660,8 @@ class NativeTarget(CachedTarget):
         cache, live = self.cache, int(tree.size)
         start = int(cache.filled)
         cache.reserve(start + live)
-        tokens, depths, words = (tree.tokens[:live].cpu(), tree.depths[:live].cpu(), tree.ancestors[:live].cpu())
+        arrays = tree.tokens, tree.depths, tree.ancestors
+        tokens, depths, words = arrays if tree.capacity == live else (array[:live] for array in arrays)
+        tokens, depths, words = tokens.cpu(), depths.cpu(), words.cpu()
         given = tokens, depths + start, cache, (start, start, words)
         return self.lm.run(*given, features=self._features, logits=logits, best=best)
