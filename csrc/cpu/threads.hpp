@@ -121,7 +121,7 @@ class Pool {
     alignas(64) std::mutex mutex;
     std::condition_variable wake;
   };
-  static constexpr uint64_t kPieces = 1 << 20;
+  static constexpr uint64_t kPieces = uint64_t{1} << 32;
   static constexpr auto kBrief = std::chrono::microseconds(50), kSeldom = std::chrono::microseconds(500);
 
   struct Stage {
@@ -361,13 +361,15 @@ inline bool Pieces::next() {
 
 template <typename Body>
 void Team::each(int64_t count, int64_t step, const Body& body) const {
-  constexpr int64_t kOfThread = 8;  // pieces: so many that the last ones are short, and taking them costs next to nothing
+  // Many pieces, so that the last ones are short, but not so many that taking them costs time. A long stage has more: who
+  // waits for a long piece falls asleep.
+  constexpr int64_t kOfThread = 8, kLongest = 8;  // pieces; steps
   if (count <= 0) return;
   Pool::Stage stage;
   stage.count = count;
   stage.step = step;
   stage.steps = (count + step - 1) / step;
-  stage.pieces = std::min(stage.steps, count_ * kOfThread);
+  stage.pieces = std::min(stage.steps, std::max(count_ * kOfThread, stage.steps / kLongest));
   if (count_ == 1 || stage.pieces == 1) {
     Pieces whole(count);
     return body(whole);
