@@ -255,6 +255,7 @@ PYBIND11_MODULE(_cpu, module) {
         require_sizes(sizes, 6);
         const cpu::Shape shape{sizes[0], sizes[1], sizes[2], heads_of(&sizes[3], frequencies), eps};
         const cpu::Weights& known = given(weights);
+        known.require_numerics(numerics);
         return new Model{std::move(weights),
                          cpu::Decoder(kernels_of(kernels, numerics), shape, known, cpu::Rope(std::move(frequencies), factor)),
                          {}};
@@ -288,6 +289,7 @@ PYBIND11_MODULE(_cpu, module) {
         require(flags.size() == 3, "flags", static_cast<int64_t>(flags.size()), "3");
         const cpu::EagleShape shape{sizes[0], sizes[1], heads_of(&sizes[2], frequencies), eps, flags[0], flags[1], flags[2]};
         const cpu::Weights& known = given(weights);
+        known.require_numerics(numerics);
         return new Draft{std::move(weights),
                          cpu::Eagle(kernels_of(kernels, numerics), shape, known, cpu::Rope(std::move(frequencies), factor)),
                          {}};

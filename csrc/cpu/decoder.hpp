@@ -111,6 +111,13 @@ class Weights {
 
   size_t bytes() const { return arena_.taken(); }
 
+  // Throws where these numerics do not multiply a matrix as it is packed.
+  void require_numerics(const std::string& numerics) const {
+    for (const auto& [name, m] : matrices_)
+      if (m.kind != Kind::f32 && m.kind != Kind::bf16 && has_integers(m.kind) != (numerics == kInteger))
+        throw std::invalid_argument(name + ": " + numerics + " numerics do not multiply " + stored_as(m.kind).name);
+  }
+
  private:
   struct Vector {
     const float* data;

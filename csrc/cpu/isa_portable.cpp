@@ -61,9 +61,8 @@ const Stored& stored_as(Kind kind) {
       CPU_FORMATS(CPU_STORED)
 #undef CPU_STORED
   };
-  constexpr int kCount = sizeof known / sizeof *known;
   const int index = static_cast<int>(kind);
-  return index < kCount ? known[index] : stored_integers(index - kCount);
+  return has_integers(kind) ? stored_integers(index - kFloatKinds) : known[index];
 }
 
 }  // namespace cpu

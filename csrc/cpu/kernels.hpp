@@ -24,6 +24,12 @@ enum class Kind : int { CPU_FORMATS(CPU_NAME) CPU_INTEGERS(CPU_INTEGER_NAME) };
 #undef CPU_NAME
 #undef CPU_INTEGER_NAME
 
+constexpr int kFloatKinds = 0
+#define CPU_ONE(name) +1
+    CPU_FORMATS(CPU_ONE);
+#undef CPU_ONE
+constexpr bool has_integers(Kind kind) { return static_cast<int>(kind) >= kFloatKinds; }
+
 // How products are computed. bfloat16: weights become floats, or bfloat16 where the CPU multiplies such pairs. integer:
 // packed weights stay integers and rows become such, so that all instruction sets give the same bits.
 constexpr char kBfloat16[] = "bfloat16", kInteger[] = "integer";

@@ -105,6 +105,10 @@ inline void put_halves_of_bytes(uint8_t* rows, int output, const uint8_t* from) 
   }
 }
 
+// What nibbles stand for: IQ4_NL's and IQ4_XS's steps, and twice the floats of four bits that MXFP4 has.
+alignas(16) constexpr int8_t kFourBitsUneven[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+alignas(16) constexpr int8_t kFourBitsOfFloats[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 // Scale and minimum of the j-th 32 inputs of Q4_K and Q5_K: six bits each, twelve bytes in all.
 inline void scales_of_six_bits(const uint8_t* packed, int64_t j, uint8_t* scale, uint8_t* low) {
   if (j < 4) {

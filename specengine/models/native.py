@@ -443,7 +443,14 @@ class NativeHead:
         sizes = [config.hidden_size, config.draft_vocab_size, config.num_heads, config.num_kv_heads, config.head_dim]
         flags = [config.norm_before_residual, config.norm_logits, config.norm_recurrent]
         self._head = extension().Eagle(
-            target.instruction_set, NUMERICS, sizes, flags, config.rms_norm_eps, self._weights, frequencies.tolist(), scale
+            target.instruction_set,
+            NUMERICS,
+            sizes,
+            flags,
+            config.rms_norm_eps,
+            self._weights,
+            frequencies.tolist(),
+            scale,
         )
 
     def refresh(self) -> None:

@@ -67,7 +67,7 @@ CPU_INLINE void expand(const Block& block, int output, float* out) {
 }
 
 static void expand_output(const Matrix& m, int64_t output, float* out) {
-  if (m.kind == Kind::f32 || m.kind == Kind::bf16) return weights(m, output, out);
+  if (!has_integers(m.kind)) return weights(m, output, out);
   by_integers(m.kind, [&](auto format) {
     using F = decltype(format);
     const uint8_t* panel = panel_of<F>(m, output / kOutputs);

@@ -5,13 +5,18 @@ constexpr int kPanelsTogether = 2; // panels that share the words of rows
 
 CPU_INLINE vi nearest(vf value) { return (vi)_mm512_cvtps_epi32((__m512)value); }
 
+// A table's bytes for those of `places`, which are below 16.
+CPU_INLINE vu looked_up(const int8_t* table, vu places) {
+  return (vu)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), (__m512i)places);
+}
+
 // Records of a tile, from [16 words][16 rows] to one behind the other.
 CPU_INLINE void turn_records(const uint32_t* from, int64_t live, uint32_t* to) {
   if (live == 1) {
-    for (int k = 0; k < kRecordWords; ++k) to[k] = from[k * kRows];
+    for (int k = 0; k < kRows; ++k) to[k] = from[k * kRows];
     return;
   }
-  turn_rows(from, kRecordWords, live, to);
+  turn_rows(from, kRows, live, to);
 }
 
 // Sums of a panel, from [16 rows][16 outputs] to [16 outputs][16 rows].

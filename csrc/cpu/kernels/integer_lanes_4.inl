@@ -15,6 +15,19 @@ CPU_INLINE vi nearest(vf value) {
 #endif
 }
 
+// A table's bytes for those of `places`, which are below 16.
+CPU_INLINE vu looked_up(const int8_t* table, vu places) {
+#if defined(__aarch64__)
+  return (vu)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)places);
+#else
+  uint8_t bytes[4 * W];
+  __builtin_memcpy(bytes, &places, sizeof bytes);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(table[byte]);
+  __builtin_memcpy(&places, bytes, sizeof bytes);
+  return places;
+#endif
+}
+
 // Add the 16 lanes of each of 16 sums: quads, then pairs of these.
 CPU_INLINE void add_up_16(const float* lanes, float* sums) {
   for (int i = 0; i < kOutputs; ++i, lanes += 16) {

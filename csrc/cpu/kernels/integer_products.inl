@@ -46,7 +46,7 @@ CPU_INLINE void multiply(const uint8_t* const* panels, int64_t blocks, const Rec
         for (int r = 0; r < Rows; ++r) {
           vf step = set(rows[r].scale);
           if constexpr (F::kScaled) step = scale * step;
-          sums[i][r] = fused(sum[i][r].end(rows[r].negated + part), step, sums[i][r]);
+          sums[i][r] = fused(sum[i][r].end(), step, sums[i][r]);
           if constexpr (F::kLow) sums[i][r] = fused(low, set(rows[r].sums[part]), sums[i][r]);
         }
       }
@@ -102,10 +102,8 @@ CPU_INLINE void finish(const Matrix& m, int64_t panel, float* sums) {
   }
 }
 
-CPU_INLINE bool of_integers(const Matrix& m) { return m.kind != Kind::f32 && m.kind != Kind::bf16; }
-
 static void prepare(const Matrix& m, const Input& in, int64_t rows, uint8_t* scratch) {
-  if (of_integers(m))
+  if (has_integers(m.kind))
     prepare_integers(in, m.blocks, rows, scratch);
   else
     prepare_floats(in, m.blocks, rows, scratch);
@@ -118,7 +116,7 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
   const bool both = kPanelsTogether == 2 && count == 2 && rows >= kTogether / 2 && matrices[0]->kind == matrices[1]->kind;
   for (int i = 0; i < count; ++i) {
     const Matrix& m = *matrices[i];
-    if (!of_integers(m)) {
+    if (!has_integers(m.kind)) {
       multiply_floats(m, panels[i], tiles, rows, sums[i], scratch);
       continue;
     }
@@ -129,7 +127,7 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
         if (both) return multiply_panels<F, 2>(of, blocks, records, rows, sums);
       multiply_panels<F, 1>(of, blocks, records, rows, sums + i);
     });
-    if (both && of_integers(m)) break;
+    if (both && has_integers(m.kind)) break;
   }
   for (int i = 0; i < count; ++i)
     for (int64_t t = 0; t < tiles; ++t) finish(*matrices[i], panels[i], sums[i] + t * kOutputs * kRows);

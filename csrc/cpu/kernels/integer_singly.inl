@@ -2,7 +2,7 @@
 
 CPU_INLINE void turn_records(const uint32_t* from, int64_t live, uint32_t* to) {
   for (int64_t r = 0; r < live; ++r)
-    for (int k = 0; k < kRecordWords; ++k) to[r * kRecordWords + k] = from[k * kRows + r];
+    for (int k = 0; k < kRows; ++k) to[r * kRows + k] = from[k * kRows + r];
 }
 
 CPU_INLINE void turn_sums(const float* from, int64_t live, float* to) {

@@ -21,6 +21,6 @@ struct Sum {
   CPU_MEMBER void add(const Word<F>& word, int, const int32_t* row) {
     value = _mm512_dpbusd_epi32(value, word.value, _mm512_set1_epi32(*row));
   }
-  CPU_MEMBER vf end(const int32_t*) const { return (vf)_mm512_cvtepi32_ps(value); }
+  CPU_MEMBER vf end() const { return (vf)_mm512_cvtepi32_ps(value); }
   __m512i value;
 };

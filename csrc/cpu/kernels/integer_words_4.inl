@@ -25,6 +25,6 @@ struct Sum {
     const vu x = vu{} + static_cast<uint32_t>(*row);
     value += pair_products(word.even, (vs)(x << 8) >> 8) + pair_products(word.odd, (vs)x >> 8);
   }
-  CPU_MEMBER vf end(const int32_t*) const { return __builtin_convertvector(value, vf); }
+  CPU_MEMBER vf end() const { return __builtin_convertvector(value, vf); }
   vi value;
 };

@@ -127,6 +127,7 @@ class Begun {
 // The parts of the programs.
 void test_packing();
 void test_products();
+void test_integers();
 void test_states();
 void test_attend();
 void test_decoder();
