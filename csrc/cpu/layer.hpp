@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/angles.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/memory.hpp"
 #include "cpu/packing.hpp"
@@ -37,10 +38,12 @@ struct Layer {
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head size] or null
 };
 
-// Rotary positions: frequencies and a factor, as transformers' rope initialisation gives them.
+// Rotary positions: frequencies and a factor, as transformers' rope initialisation gives them. exact: with angles.hpp's
+// cosines and sines, which no library chooses.
 class Rope {
  public:
-  Rope(std::vector<float> frequencies, float factor) : frequencies_(std::move(frequencies)), factor_(factor) {}
+  Rope(std::vector<float> frequencies, float factor, bool exact = false)
+      : frequencies_(std::move(frequencies)), factor_(factor), exact_(exact) {}
 
   int64_t half() const { return static_cast<int64_t>(frequencies_.size()); }
 
@@ -55,14 +58,16 @@ class Rope {
     for (int64_t p = have; p < wanted; ++p)
       for (int64_t i = 0; i < half(); ++i) {
         const float angle = static_cast<float>(p) * frequencies_[static_cast<size_t>(i)];
-        table_[static_cast<size_t>(p * 2 * half() + i)] = std::cos(angle) * factor_;
-        table_[static_cast<size_t>((p * 2 + 1) * half() + i)] = std::sin(angle) * factor_;
+        const Turn turn = exact_ ? turn_by(angle) : Turn{std::cos(angle), std::sin(angle)};
+        table_[static_cast<size_t>(p * 2 * half() + i)] = turn.cosine * factor_;
+        table_[static_cast<size_t>((p * 2 + 1) * half() + i)] = turn.sine * factor_;
       }
   }
 
  private:
   std::vector<float> frequencies_, table_;
   float factor_;
+  bool exact_;
 };
 
 // The rows of one forward: where they stand and what they see.
@@ -127,6 +132,7 @@ class Workspace {
   Input input(Buffer<uint32_t>& buffer, int64_t channels) const {
     Input in;
     in.stride = rounded_up(channels, kDepth) * kRows / (kernels.pairs ? 2 : 1);
+    in.rows = rows;
     const size_t size = static_cast<size_t>(in.stride * tiles);
     in.data = buffer.reserve(size);
     std::memset(in.data, 0, size * sizeof(uint32_t));

@@ -1,14 +1,16 @@
 // RMSNorm, and states as they are, into inputs of products.
 
 static void copy(const float* x, int64_t channels, const Input& out, int64_t tile, int64_t first_channel) {
+  const int live = vectors_of(out.rows_of(tile));
   for (int64_t c = 0; c < channels; c += 2)
-    for (int v = 0; v < V; ++v)
+    for (int v = 0; v < live; ++v)
       put_pair(out, tile, first_channel + c, v, load(x + c * kRows + v * W), load(x + (c + 1) * kRows + v * W));
 }
 
 static void norm(const float* x, const float* weight, int64_t channels, float eps, const Input* out, int64_t tile,
                  int64_t first_channel, float* plain) {
-  for (int v = 0; v < V; ++v) {
+  const int live = out ? vectors_of(out->rows_of(tile)) : V;
+  for (int v = 0; v < live; ++v) {
     const float* at = x + v * W;
     vf squares[2] = {};
     for (int64_t c = 0; c < channels; c += 2) {
