@@ -1,7 +1,7 @@
 // Weights of packed blocks as integers: integers/*.inl. A block has rows of 64 bytes, of which byte 4 * o + b is input b of a
 // word of output o; so a vector holds one word, which is four inputs, for each of its outputs.
 
-constexpr int64_t kAhead = 8192;  // bytes that are asked for ahead of their use
+constexpr int64_t kAhead = 16384;  // bytes that are asked for ahead of their use
 
 CPU_INLINE void ask_for(const uint8_t* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
@@ -78,7 +78,8 @@ static void expand_output(const Matrix& m, int64_t output, float* out) {
     for (int64_t k = 0; k < m.inputs; ++k) out[k] *= m.scales[output];
 }
 
-// A row of 32 inputs as integers, of one line of a cache: [tile][block][16 rows]. All products of integers read the same.
+// A row of 32 inputs as integers, of one line of a cache: [tile][block][rows of the tile], 16 rows to a whole tile. All products
+// of integers read the same.
 struct Record {
   int32_t words[kWordsOfBlock];  // four int8 each
   float scale;                   // the step; NaN where an input is not finite, zero where all are below 2^-100

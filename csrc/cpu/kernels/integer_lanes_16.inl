@@ -21,9 +21,24 @@ CPU_INLINE void turn_records(const uint32_t* from, int64_t live, uint32_t* to) {
 
 // Sums of a panel, from [16 rows][16 outputs] to [16 outputs][16 rows].
 CPU_INLINE void turn_sums(const float* from, int64_t live, float* to) {
-  if (live == 1) {
-    __builtin_memset(to, 0, sizeof(float) * kOutputs * kRows);
-    for (int o = 0; o < kOutputs; ++o) to[o * kRows] = from[o];
+  if (live <= 4) {
+    __m512 r[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) r[i] = i < live ? _mm512_load_ps(from + i * kOutputs) : _mm512_setzero_ps();
+    const __m512d ab = (__m512d)_mm512_unpacklo_ps(r[0], r[1]), cd = (__m512d)_mm512_unpacklo_ps(r[2], r[3]);
+    const __m512d ef = (__m512d)_mm512_unpackhi_ps(r[0], r[1]), gh = (__m512d)_mm512_unpackhi_ps(r[2], r[3]);
+    // outputs j, 4 + j, 8 + j and 12 + j
+    const __m512d turned[4] = {_mm512_unpacklo_pd(ab, cd), _mm512_unpackhi_pd(ab, cd), _mm512_unpacklo_pd(ef, gh),
+                               _mm512_unpackhi_pd(ef, gh)};
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      float* at = to + j * kRows;
+      const __m512 four = (__m512)turned[j];
+      _mm512_store_ps(at, _mm512_zextps128_ps512(_mm512_castps512_ps128(four)));
+      _mm512_store_ps(at + 4 * kRows, _mm512_zextps128_ps512(_mm512_extractf32x4_ps(four, 1)));
+      _mm512_store_ps(at + 8 * kRows, _mm512_zextps128_ps512(_mm512_extractf32x4_ps(four, 2)));
+      _mm512_store_ps(at + 12 * kRows, _mm512_zextps128_ps512(_mm512_extractf32x4_ps(four, 3)));
+    }
     return;
   }
   __m512i r[16];

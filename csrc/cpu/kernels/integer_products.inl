@@ -2,9 +2,11 @@
 // of the inputs, one or two fused multiply-adds a group. So a row's bits depend neither on the other rows nor on the width
 // of the vectors.
 
-// The sums of `Rows` rows by W outputs of each of `Count` panels, from output `o` on, to found[i]: [rows][16].
+// The sums of `Rows` rows by W outputs of each of `Count` panels, from output `o` on, to found[i]: [rows][16]. live: rows of the
+// tile.
 template <typename F, int Rows, int Count, bool Ask>
-CPU_INLINE void multiply(const uint8_t* const* panels, int64_t blocks, const Record* rows, int o, float* const* found) {
+CPU_INLINE void multiply(const uint8_t* const* panels, int64_t blocks, const Record* rows, int64_t live, int o,
+                         float* const* found) {
   constexpr int kWords = kWordsOfBlock / F::kGroups;
   const uint8_t* at[Count];
   for (int i = 0; i < Count; ++i) at[i] = panels[i];
@@ -13,7 +15,7 @@ CPU_INLINE void multiply(const uint8_t* const* panels, int64_t blocks, const Rec
   for (int i = 0; i < Count; ++i)
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) sums[i][r] = vf{};
-  for (int64_t b = 0; b < blocks; ++b, rows += kRows) {
+  for (int64_t b = 0; b < blocks; ++b, rows += live) {
     Block block[Count];
 #pragma GCC unroll 2
     for (int i = 0; i < Count; ++i) {
@@ -60,9 +62,9 @@ CPU_INLINE void multiply(const uint8_t* const* panels, int64_t blocks, const Rec
 
 template <typename F, int Rows, int Count, bool Ask>
 static __attribute__((noinline)) void multiply_outputs(const uint8_t* const* panels, int64_t blocks, const Record* rows,
-                                                       float* const* found) {
+                                                       int64_t live, float* const* found) {
 #pragma GCC unroll 4
-  for (int o = 0; o < kOutputs; o += W) multiply<F, Rows, Count, Ask>(panels, blocks, rows, o, found);
+  for (int o = 0; o < kOutputs; o += W) multiply<F, Rows, Count, Ask>(panels, blocks, rows, live, o, found);
 }
 
 // All outputs of `Count` panels by all rows.
@@ -77,9 +79,9 @@ CPU_INLINE void multiply_panels(const uint8_t* const* panels, int64_t blocks, co
       float* to[Count];
       for (int i = 0; i < Count; ++i) to[i] = found[i] + r * kOutputs;
       if (first + r == 0)
-        multiply_outputs<F, decltype(count)::value, Count, true>(panels, blocks, records + r, to);
+        multiply_outputs<F, decltype(count)::value, Count, true>(panels, blocks, records + r, live, to);
       else
-        multiply_outputs<F, decltype(count)::value, Count, false>(panels, blocks, records + r, to);
+        multiply_outputs<F, decltype(count)::value, Count, false>(panels, blocks, records + r, live, to);
     };
     int64_t r = 0;
     for (; live - r >= kMost; r += kMost) run(std::integral_constant<int, kMost>{}, r);
@@ -113,7 +115,7 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
                      int64_t rows, float* const* sums, uint8_t* scratch) {
   const int64_t blocks = matrices[0]->blocks;
   const Record* records = records_of(scratch, blocks, tiles);
-  const bool both = kPanelsTogether == 2 && count == 2 && rows >= kTogether / 2 && matrices[0]->kind == matrices[1]->kind;
+  const bool both = kPanelsTogether == 2 && count == 2 && rows >= kRows && matrices[0]->kind == matrices[1]->kind;
   for (int i = 0; i < count; ++i) {
     const Matrix& m = *matrices[i];
     if (!has_integers(m.kind)) {

@@ -36,11 +36,11 @@ CPU_INLINE void quantize_rows(const float* from, uint32_t* to) {
 
 static void prepare_integers(const Input& in, int64_t blocks, int64_t rows, uint8_t* scratch) {
   const int64_t tiles = (rows + kRows - 1) / kRows;
-  Record* to = records_of(scratch, blocks, tiles);
   for (int64_t t = 0; t < tiles; ++t) {
     const float* from = in.floats(t);
     const int64_t live = least(kRows, rows - t * kRows);
-    for (int64_t b = 0; b < blocks; ++b, from += kDepth * kRows, to += kRows) {
+    Record* to = records_of(scratch, blocks, tiles) + t * blocks * kRows;
+    for (int64_t b = 0; b < blocks; ++b, from += kDepth * kRows, to += live) {
       alignas(64) uint32_t turned[kRecordWords * kRows];
       for (int v = 0; v < vectors_of(live); ++v) quantize_rows(from + v * W, turned + v * W);
       turn_records(turned, live, reinterpret_cast<uint32_t*>(to));
