@@ -403,3 +403,40 @@ def head_logits(head: NativeHead, lm: NativeLM) -> Tensor:
     target.reserve(64, 16)
     drafter.begin(list(PROMPT), target.prefill(list(PROMPT)))
     return drafter.root(TokenTree.root(7, 16)).logits.float()
+
+
+# ---------------------------------------------------------------------------------------------------- default model
+
+TEXTS = (
+    "The capital of France is",
+    "One, two, three, four, one, two, three,",
+    "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",
+    "Roses are red,",
+    "Translate to German: good morning ->",
+    '{"name": "Ada", "age": 36}\n{"name": "Bob", "age":',
+    "Once upon a time there was a",
+    "2, 4, 6, 8, 10,",
+    "Water boils at",
+    "- apples\n- pears\n- apples\n- pears\n-",
+    "The quick brown fox jumps over the lazy dog. The quick brown",
+    "A",
+)
+
+
+@pytest.mark.model
+def test_the_default_models_answers_are_the_same_on_every_set_and_those_of_plain_decoding() -> None:
+    """With its head, from the packed file; policies that measure no costs."""
+    found: dict[str, list[list[int]]] = {}
+    for name in SETS:
+        with forced(name):
+            engine = Engine.from_pretrained(policy="eagle", numerics="integer")
+        assert f"({name}, integer, " in engine.target.backend
+        ways = (engine, Engine(engine.target, None, None, engine.tokenizer)) if name == SETS[0] else (engine,)
+        for number, way in enumerate(ways):
+            found[f"{name} {number}"] = [
+                way.generate(text, max_new_tokens=16, raw=True, **HOW[how]).token_ids
+                for text in TEXTS
+                for how in ("greedy", "sampled")
+            ]
+    first = found[f"{SETS[0]} 0"]
+    assert {name: answers == first for name, answers in found.items()} == dict.fromkeys(found, True)
