@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib
 import importlib.metadata
 import json
 import os
@@ -71,13 +72,14 @@ class LlamaCpp:
     """llama_decode of llama.cpp, or of ik_llama.cpp, whose binding has other names."""
 
     def __init__(self, file: str, threads: int, context: int, module: str = "llama_cpp") -> None:
+        # the bindings are not installed where this file is checked
+        name = "llama_cpp" if module == "llama_cpp" else f"{module}._ctypes_api"
+        api: Any = importlib.import_module(name)
         if module == "llama_cpp":
-            import llama_cpp as api
-
-            self.remove = lambda first: api.llama_memory_seq_rm(api.llama_get_memory(self.state), 0, first, -1)
+            self.remove: Callable[[int], Any] = lambda first: api.llama_memory_seq_rm(
+                api.llama_get_memory(self.state), 0, first, -1
+            )
         else:
-            from ik_llama_cpp import _ctypes_api as api  # type: ignore[import-not-found, no-redef]
-
             removing = api._lib.llama_kv_cache_seq_rm
             removing.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]
             self.remove = lambda first: removing(self.state, 0, first, -1)
@@ -89,7 +91,7 @@ class LlamaCpp:
         params = api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = context + 512, 512, 512
         params.n_threads = params.n_threads_batch = threads
-        self.state = api.llama_init_from_model(self.model, params)
+        self.state: Any = api.llama_init_from_model(self.model, params)
         self.batch = api.llama_batch_init(512, 0, 1)
         self.run(0, context)
         self.about = {"engine": module, "version": importlib.metadata.version(module.replace("_", "-") + "-python")}
@@ -118,9 +120,9 @@ class OpenVino:
 
     def __init__(self, file: str, threads: int, context: int) -> None:
         import numpy
-        import openvino
-        import openvino_genai
 
+        openvino: Any = importlib.import_module("openvino")
+        openvino_genai: Any = importlib.import_module("openvino_genai")
         self.numpy, self.context, self.length = numpy, context, context
         with tempfile.TemporaryDirectory() as folder:
             linked = Path(folder) / Path(file).name
@@ -156,7 +158,7 @@ ENGINES: dict[str, Callable[[str, int, int], Any]] = {
     "reading": Reading,
     "specengine": SpecEngine,
     "llama_cpp": LlamaCpp,
-    "ik_llama_cpp": lambda *given: LlamaCpp(*given, module="ik_llama_cpp"),
+    "ik_llama_cpp": lambda file, threads, context: LlamaCpp(file, threads, context, "ik_llama_cpp"),
     "openvino": OpenVino,
 }
 

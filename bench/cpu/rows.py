@@ -3,7 +3,7 @@
 Every engine runs in a process of its own and is asked in turn, round after round, so that load on the machine meets all
 of them. ik_llama.cpp, llama.cpp and OpenVINO live in other environments:
 
-    python -m bench.cpu.rows --file MODEL.gguf --python llama_cpp=ENV/bin/python --python openvino=ENV/bin/python
+    python -m bench.cpu.rows --file MODEL.gguf --python llama_cpp ENV/bin/python --python openvino ENV/bin/python
 """
 
 from __future__ import annotations
@@ -130,19 +130,19 @@ def table(found: list[Record]) -> str:
     return "\n".join(lines)
 
 
-def _named(text: str) -> tuple[str, str]:
-    name, _, python = text.partition("=")
-    if name not in OTHERS or not python:
-        raise argparse.ArgumentTypeError(f"got {text!r}, accepted NAME=PYTHON with NAME one of {', '.join(OTHERS)}")
-    return name, python
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.cpu.rows", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--file", type=Path, help="a GGUF file; default: the embedded model's")
     parser.add_argument("--numerics", nargs="*", default=["integer", "bfloat16"], help="of this engine")
     parser.add_argument("--isa", nargs="+", help="instruction sets of this engine; default: all of this CPU")
-    parser.add_argument("--python", type=_named, action="append", default=[], help="NAME=PYTHON of another engine")
+    parser.add_argument(
+        "--python",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("ENGINE", "PYTHON"),
+        help=f"another engine and its Python: {', '.join(OTHERS)}",
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--context", type=int, default=200, help="tokens before the rows")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -150,6 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a result file")
     args = parser.parse_args(arguments)
     args.rows = sorted({1, *args.rows})
+    if unknown := {name for name, _ in args.python} - set(OTHERS):
+        parser.error(f"--python: got {', '.join(sorted(unknown))}, accepted {', '.join(OTHERS)}")
     print(table(provenance.show(records(args), args.out)))
     return 0
 
