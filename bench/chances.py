@@ -22,6 +22,7 @@ from bench import provenance, workloads
 from bench.arguments import add_arguments
 from specengine import Engine
 from specengine.files import atomic
+from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import DEPTHS, KNOTS, ODDS, RANKS, SOURCES, knot_of
 from specengine.policies.auto import Auto
@@ -40,8 +41,13 @@ class Watched(Auto):
         self.seen: list[tuple[int, float, float, bool]] = []  # cell, stated, counted chance, whether it was accepted
         self._random = random.Random(0)
 
-    def _covered(self, tree: TokenTree, state: Any) -> bool:
-        return self._random.random() < 0.5 and super()._covered(tree, state)
+    def _first(self, tree: TokenTree, state: Any) -> Nodes:
+        free = tree.free
+        if self._random.random() < 0.5:  # without free continuations nothing makes up for a pass
+            tree.free = None
+        frontier = super()._first(tree, state)
+        tree.free = free
+        return frontier
 
     def learn(self, outcome: Outcome) -> None:
         tree, path, chosen, _ = outcome
@@ -112,7 +118,7 @@ def _error(pairs: list[tuple[float, bool]]) -> float:
 
 
 def smoothed(hits: Tensor, tries: Tensor) -> Tensor:
-    """Chances by cell and knot: of a source at large, by rank, by depth, each as far as there is evidence."""
+    """Smooth the chances by cell and knot: from a source at large, then by rank, then by depth, as evidence allows."""
     shape = (2, SOURCES, DEPTHS, RANKS, KNOTS)
     hits, tries = hits.view(shape), tries.view(shape)
     found = torch.linspace(-ODDS, ODDS, KNOTS, dtype=torch.float64).sigmoid().expand(shape)

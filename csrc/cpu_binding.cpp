@@ -42,6 +42,10 @@ const char* numerics_of(const std::string& name) {
   throw std::invalid_argument("numerics: got " + name + ", accepted bfloat16 or integer");
 }
 
+cpu::Rope rope(std::vector<float> frequencies, float factor, const std::string& numerics) {
+  return cpu::Rope(std::move(frequencies), factor, numerics == cpu::kInteger);
+}
+
 const cpu::Kernels& kernels_of(const std::string& name, const std::string& numerics) {
   for (const cpu::Kernels* kernels : cpu::available_kernels(numerics_of(numerics)))
     if (kernels->name == name) return *kernels;
@@ -257,7 +261,8 @@ PYBIND11_MODULE(_cpu, module) {
         const cpu::Weights& known = given(weights);
         known.require_numerics(numerics);
         return new Model{std::move(weights),
-                         cpu::Decoder(kernels_of(kernels, numerics), shape, known, cpu::Rope(std::move(frequencies), factor)),
+                         cpu::Decoder(kernels_of(kernels, numerics), shape, known,
+                                      rope(std::move(frequencies), factor, numerics)),
                          {}};
       }))
       .def("forward", run)
@@ -291,7 +296,8 @@ PYBIND11_MODULE(_cpu, module) {
         const cpu::Weights& known = given(weights);
         known.require_numerics(numerics);
         return new Draft{std::move(weights),
-                         cpu::Eagle(kernels_of(kernels, numerics), shape, known, cpu::Rope(std::move(frequencies), factor)),
+                         cpu::Eagle(kernels_of(kernels, numerics), shape, known,
+                                      rope(std::move(frequencies), factor, numerics)),
                          {}};
       }))
       .def("forward", run_head);

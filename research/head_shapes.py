@@ -27,7 +27,7 @@ from bench.arguments import add_arguments
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.benchmark.workloads import Workload
-from specengine.checkpoints.eagle import HeadOptions, load_head
+from specengine.checkpoints.eagle import load_head
 from specengine.costs import PassCosts, Points, measuring
 from specengine.drafters.eagle import Eagle
 from specengine.models.huggingface import HuggingFaceTarget
@@ -74,7 +74,7 @@ def train(args: argparse.Namespace) -> None:
     shapes = {shape: tuple(map(int, shape.split("x"))) for shape in args.shape}
     if any(tokens < least for _, tokens in shapes.values()):
         raise SystemExit(
-            f"--shape: accepted are {least:,} tokens or more, which {args.start} has: a vocabulary only grows"
+            f"--shape: accepted: {least:,} tokens or more, which {args.start} has: a vocabulary only grows"
         )
     for shape, (units, tokens) in shapes.items():
         options = TrainOptions(
@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def with_head(first: Engine, folder: Path, policy: TreePolicy) -> Engine:
     """Return an engine with the target of `first` and the head in `folder`."""
     assert isinstance(first.target, NativeTarget | HuggingFaceTarget)
-    drafter = Eagle.from_folder(folder, first.target.lm, HeadOptions())
+    drafter = Eagle.of(load_head(folder), first.target.lm, folder.name)
     return Engine(first.target, drafter, policy, first.tokenizer)
 
 

@@ -54,7 +54,7 @@ def losses(kind: str, cycles: int, seed: int) -> dict[str, list[float]]:
         true = [1 / (1 + math.exp(-(slope * x + shift))) for x in odds]
         true = [chance / max(1.0, sum(true)) for chance in true]
         tree, step = TokenTree.root(9, policy.capacity), Step(torch.tensor([stated]).log(), normalized=True)
-        policy._state[tree.device].start()
+        policy.grow(tree, tree.root_alone().where(False), Step(torch.zeros(0, 1)))
         tree.passes += 1
         policy.grow(tree, tree.root_alone(), step)
         counted = dict(zip(tree.tokens[1 : len(tree)].tolist(), tree.log_probs[1:].exp().tolist(), strict=False))

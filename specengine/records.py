@@ -106,10 +106,9 @@ class Outcome(NamedTuple):
     def of(cls, cycle: Cycle) -> Outcome:
         """Return the outcome of a finished cycle."""
         tree = cycle.tree if cycle.grown is None else cycle.grown
-        path = torch.tensor(cycle.path, device=tree.device, dtype=torch.int64)
-        path = path if cycle.kept is None else cycle.kept.index_select(0, path)
-        chosen = torch.tensor(cycle.tokens[: len(path)], device=tree.device, dtype=torch.int64)
-        return cls(tree, Nodes.of(path[: len(chosen)]), chosen, cycle)
+        chosen = torch.tensor(cycle.tokens[: len(cycle.path)], device=tree.device, dtype=torch.int64)
+        path = torch.tensor(cycle.path[: len(chosen)], device=tree.device, dtype=torch.int64)
+        return cls(tree, Nodes.of(path if cycle.kept is None else cycle.kept.index_select(0, path)), chosen, cycle)
 
 
 @dataclass
@@ -155,7 +154,7 @@ class Stats:
         self.num_emitted_in_steps += len(cycle.tokens)
         self.num_draft_passes += int(cycle.tree.passes)
         _count(self.acceptance_histogram, cycle.accepted)
-        _count(self.reached_histogram, int(cycle.tree.depths.max()))
+        _count(self.reached_histogram, max(cycle.tree.depths.tolist()))
         seconds = cycle.seconds
         self.time_draft_s += seconds.draft
         self.time_policy_s += seconds.policy

@@ -31,7 +31,7 @@ class InstructionSet {
   InstructionSet* next_;
 };
 
-// Those of such numerics that this CPU runs, the fastest first.
+// Return the kernels of such numerics that this CPU runs, the fastest first.
 inline std::vector<const Kernels*> available_kernels(const char* numerics = kBfloat16) {
   std::vector<const Kernels*> available;
   for (const InstructionSet* set = InstructionSet::first(); set; set = set->next()) {

@@ -24,18 +24,8 @@ CPU_INLINE vf fused(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (fl
 #else
 constexpr int kRegisters = 16;
 constexpr const char* kName = "portable";
-CPU_INLINE vf fused(vf a, vf b, vf c) {
-  typedef double vd __attribute__((vector_size(8 * W)));
-  typedef int64_t vl __attribute__((vector_size(8 * W)));
-  // The product is exact in double precision. What the sum loses is seen in its last bit, which is then odd: so the second
-  // rounding goes where a single one would.
-  const vd product = __builtin_convertvector(a, vd) * __builtin_convertvector(b, vd), other = __builtin_convertvector(c, vd);
-  const vd sum = product + other, share = sum - product;
-  const vd lost = (product - (sum - share)) + (other - share);
-  const vl bits = (vl)sum, away = (vl)((vl)lost ^ bits) < 0 ? vl{} - 1 : vl{} + 1;
-  const vl even = (vl)((lost > 0) | (lost < 0)) & ((bits & 1) - 1);
-  return __builtin_convertvector((vd)(bits + (away & even)), vf);
-}
+#include "cpu/kernels/fused_by_doubles.inl"
+CPU_INLINE vf fused(vf a, vf b, vf c) { return fused_by_doubles(a, b, c); }
 #endif
 
 #include "cpu/kernels/numbers.inl"

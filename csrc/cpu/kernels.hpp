@@ -1,4 +1,4 @@
-// What a forward on the CPU is made of: packed matrices, and one table of kernels per instruction set.
+// The parts of a forward on the CPU: packed matrices, and one table of kernels per instruction set.
 //
 // All states stand transposed, [tile][channel][16 rows]: the rows of a tree lie side by side in the lanes of a vector, so
 // each row goes through the same instructions in the same order whatever stands beside it. That is what makes a token's
@@ -49,7 +49,9 @@ struct Matrix {
 struct Input {
   uint32_t* data = nullptr;
   int64_t stride = 0;  // words from tile to tile
+  int64_t rows = INT64_MAX;  // of all tiles; kernels may leave out what no row fills
 
+  int64_t rows_of(int64_t tile) const { return rows - tile * kRows < kRows ? rows - tile * kRows : kRows; }
   float* floats(int64_t tile) const { return reinterpret_cast<float*>(data + tile * stride); }
   uint32_t* pairs(int64_t tile) const { return data + tile * stride; }
 };

@@ -63,9 +63,11 @@ inline void require_width(int64_t width, int64_t least, const char* name) {
   require(width >= least && width <= kLargestWidth, name, width, std::to_string(least) + " to " + std::to_string(kLargestWidth));
 }
 
+constexpr float kFaint = -20.0f;  // below a row's best logit: further columns that the row has no use for
+
 inline const char* const kHasNaN = "scores: contains NaN";
 
-// How many are wanted, of `most` at most; limit may be None.
+// The limit, from 0 to `most`; `most` if it is None.
 inline int64_t wanted_of(handle limit, int64_t most) {
   return std::clamp<int64_t>(one_or<int32_t>(limit, "limit", INT32_MAX), 0, most);
 }

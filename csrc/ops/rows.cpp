@@ -13,7 +13,6 @@ namespace ops {
 namespace {
 
 constexpr int64_t kMostTokens = 1 << 24;  // as of a config
-constexpr float kFaint = -20.0f;          // below a row's best logit: further columns that the row has no use for
 
 py::tuple top_children(handle logits, int64_t k, bool normalized) {
   const auto given = take_rows_input(logits, "logits");

@@ -1,5 +1,11 @@
 // Ops of a search that weighs what nodes are worth against what they cost.
+#include <pybind11/stl.h>
+
+#include <memory>
+
 #include "ops/ops.hpp"
+#include "spec/copies.hpp"
+#include "spec/mixing.hpp"
 #include "spec/top_children.hpp"
 #include "spec/worth.hpp"
 
@@ -58,7 +64,8 @@ Prices take_prices(handle object) {
 struct LedgerParts {
   spec::Ledger ledger;
   float* spent;
-  int64_t verified;
+  int32_t* noted;  // the verified nodes of the present tree
+  int64_t verified;  // the same as an index
   float beside;
 };
 
@@ -73,7 +80,7 @@ LedgerParts take_ledger(handle object) {
                             take<float>(parts[3], "earned", {2}).at(),
                             verify.size(0),
                             draft.size(0)};
-  return {ledger, &take_one<float>(parts[4], "spent"), take_count(parts[5], "verified", verify.size(0) - 1),
+  return {ledger, &take_one<float>(parts[4], "spent"), &take_one<int32_t>(parts[5], "verified"), take_count(parts[5], "verified", verify.size(0) - 1),
           take_one<float>(parts[6], "beside")};
 }
 
@@ -127,27 +134,61 @@ struct Drafted {
   std::vector<uint8_t> sources;  // empty: all 0
 };
 
-// drafted: logits, token_ids, normalized, marks, as in Step.
-Drafted read_drafted(handle drafted, int64_t live, int64_t rows) {
-  const Parts parts(drafted, "drafted", 4);
+// Rows with copies mixed in: of `live` rows, the places that gained, and the tokens of the further columns.
+template <typename T>
+struct Mixed {
+  std::unique_ptr<T[]> rows;
+  spec::MixturePlan plan;
+  int64_t columns;
+};
+
+template <typename T>
+Mixed<T> mix_in(const T* values, const Rows& logits, int64_t live, bool normalized, spec::MixturePlan plan) {
+  const auto more = static_cast<int64_t>(plan.fresh.size()), columns = logits.columns() + more;
+  Mixed<T> out{std::unique_ptr<T[]>(new T[static_cast<size_t>(live * columns)]), std::move(plan), columns};
+  spec::mix_rows(values, live, logits.columns(), logits.stride(), more, normalized, kFaint, out.plan.left, out.plan.places,
+                 out.plan.gains, out.rows.get(), nullptr);
+  return out;
+}
+
+// drafted: logits, token_ids, normalized, marks, as in Step, and copies that are mixed in first, or None.
+Drafted read_drafted(handle drafted, const Tree& tree, const Frontier& frontier) {
+  const Parts parts(drafted, "drafted", 5);
+  const int64_t rows = frontier.ids.size(0), live = frontier.live;
   const auto logits = take_rows_input(parts[0], "logits", 1);
   require(logits.rows() == rows, "logits", logits.rows(), std::to_string(rows) + " rows");
-  const int64_t columns = logits.columns(), places = std::min(spec::kPlaces, columns);
+  const int64_t columns = logits.columns();
   const auto ids = take_input_or_none<int64_t>(parts[1], "token_ids", {columns});
   const bool normalized = py::cast<bool>(parts[2]);
   const auto marks = take_input_or_none<uint8_t>(parts[3], "marks", {rows, columns});
+  spec::MixturePlan plan;
+  bool copied = false;
+  if (!parts[4].is_none())
+    copied = py::cast<const spec::Copies&>(parts[4]).plan(tree.arrays.tokens, tree.arrays.parents, frontier.ids.at(), live,
+                                                          columns, plan);
+  const int64_t places = std::min(spec::kPlaces, columns + static_cast<int64_t>(copied ? plan.fresh.size() : 0));
   const auto entries = static_cast<size_t>(live * places);
   Drafted out{places, std::vector<float>(entries), std::vector<int64_t>(entries), {}, {}};
+  const auto best_of = [&](const auto* values, int64_t width, int64_t stride) {
+    spec::top_children(values, live, width, stride, places, normalized, out.stated.data(), out.columns.data());
+  };
   {
     py::gil_scoped_release release;
     by_dtype(logits, [&](const auto* values) {
-      spec::top_children(values, live, columns, logits.stride(), places, normalized, out.stated.data(), out.columns.data());
+      if (!copied) return best_of(values, columns, logits.stride());
+      const auto mixed = mix_in(values, logits, live, normalized, plan);
+      best_of(mixed.rows.get(), mixed.columns, mixed.columns);
     });
   }
   for (size_t i = 0; i < entries; ++i) {
-    const auto row = static_cast<int64_t>(i) / places;
-    out.tokens.push_back(ids ? ids[out.columns[i]] : out.columns[i]);
-    if (marks) out.sources.push_back(marks[row * columns + out.columns[i]]);
+    const int64_t row = static_cast<int64_t>(i) / places, column = out.columns[i];
+    out.tokens.push_back(column >= columns ? plan.fresh[static_cast<size_t>(column - columns)] : ids ? ids[column] : column);
+    if (copied) {
+      const int64_t place = row * (columns + static_cast<int64_t>(plan.fresh.size())) + column;
+      out.sources.push_back(std::find(plan.places.begin(), plan.places.end(), place) != plan.places.end());
+    } else if (marks) {
+      out.sources.push_back(marks[row * columns + column]);
+    }
   }
   require_below(out.sources.data(), static_cast<int64_t>(out.sources.size()), spec::kSources, "marks");
   return out;
@@ -200,7 +241,7 @@ py::tuple grow_likely(handle tree, handle counters, handle frontier, handle draf
   const Frontier nodes = take_nodes(frontier, "frontier", kAny);
   require_below(nodes.ids.at(), nodes.live, *grown.size, "frontier");
   require(nodes.live < books.ledger.drafted, "live", nodes.live, "as many as a pass may draft from");
-  const Drafted given = read_drafted(drafted, nodes.live, nodes.ids.size(0));
+  const Drafted given = read_drafted(drafted, grown, nodes);
   *books.spent += books.ledger.draft[nodes.live];
   append_likely(grown, nodes, given, outcomes.counts, noted, least, budget, overflow);
   std::vector<int64_t> next;
@@ -238,6 +279,160 @@ py::tuple select_worth(handle paths, handle size, handle price, int64_t most) {
   return nodes_of(ids, found);
 }
 
+// Continuations below some nodes that need no draft pass. source: copies and a table of successors, or what is called
+// with the nodes, how many are wanted and the least log-probability, and returns the parts of an ops.tree.Free or None.
+spec::FreeNodes free_below(handle source, const Tree& tree, const std::vector<int64_t>& nodes, int64_t most, double least) {
+  const auto count = static_cast<int64_t>(nodes.size());
+  const spec::TreeArrays& arrays = tree.arrays;
+  if (PyTuple_Check(source.ptr())) {
+    const Parts parts(source, "free", 2);
+    const auto& copies = py::cast<const spec::Copies&>(parts[0]);
+    const auto* table = py::cast<const spec::SuccessorTable*>(parts[1]);
+    return copies.free({arrays.tokens, arrays.parents, arrays.path_log_probs, *tree.size, nodes.data(), count}, most, least,
+                       table);
+  }
+  const auto ids = make<int64_t>({count});
+  std::copy(nodes.begin(), nodes.end(), ids.at());
+  const py::object found = source(py::make_tuple(ids.object, make_count(count)), most, least);
+  if (found.is_none()) return {};
+  const Parts parts(found, "free", 5);
+  return {py::cast<spec::Tokens>(parts[0]), py::cast<spec::Tokens>(parts[1]), py::cast<std::vector<double>>(parts[2]),
+          py::cast<spec::Tokens>(parts[3]), py::cast<spec::Tokens>(parts[4])};
+}
+
+// What each free node is worth by the counts: its cell, and the log-chance of its edge.
+struct Rated {
+  int64_t depth, cell;
+  float stated, edge;
+};
+
+std::vector<Rated> rate(const spec::FreeNodes& free, const Tree& tree, const spec::OutcomeCounts& counts) {
+  const int64_t size = *tree.size;
+  const size_t entries = free.tokens.size();
+  for (const size_t length : {free.parents.size(), free.log_probs.size(), free.marks.size(), free.ranks.size()})
+    require(length == entries, "free", static_cast<int64_t>(length), "as many of each part");
+  require_below(free.marks.data(), static_cast<int64_t>(entries), spec::kSources, "marks");
+  std::vector<Rated> rated;
+  for (size_t i = 0; i < entries; ++i) {
+    const int64_t parent = free.parents[i];
+    require_below(&parent, 1, size + static_cast<int64_t>(i), "parents");
+    require(free.ranks[i] >= 0, "ranks", free.ranks[i], "0 or more");
+    const int64_t depth = 1 + (parent < size ? tree.arrays.depths[parent] : rated[static_cast<size_t>(parent - size)].depth);
+    const int64_t cell = spec::cell_of(counts.group, free.marks[i], depth, std::min(free.ranks[i], spec::kPlaces - 1));
+    const auto stated = static_cast<float>(free.log_probs[i]);
+    rated.push_back({depth, cell, stated, spec::log_chance(stated, counts.table + cell * spec::kKnots, spec::kKnots)});
+  }
+  return rated;
+}
+
+// Whether free continuations of the root leave so little to the draft that no pass pays.
+bool is_covered(const spec::FreeNodes& free, const std::vector<Rated>& rated, const spec::OutcomeCounts& counts, float price) {
+  std::vector<double> paths{1.0}, missed{1.0};
+  std::vector<int64_t> depths{0};
+  for (size_t i = 0; i < rated.size(); ++i) {
+    const auto parent = static_cast<size_t>(free.parents[i]);
+    const double path = paths[parent] * std::exp(rated[i].edge);
+    missed[parent] -= path;
+    paths.push_back(path);
+    missed.push_back(path);
+    depths.push_back(rated[i].depth);
+  }
+  double share = 0, gain = 0;
+  for (int64_t place = 0; place < spec::kPlaces; ++place) share += counts.profile[place];
+  for (int64_t level = 0; level <= *std::max_element(depths.begin(), depths.end()); ++level) {
+    double chances = 0;
+    for (size_t i = 0; i < depths.size(); ++i)
+      if (depths[i] == level) chances += missed[i];
+    if ((gain += share * chances - price) > 0) return false;
+  }
+  return true;
+}
+
+// asked: how many free continuations of the root, and their least log-probability; free may be None.
+py::object start_search(handle tree, handle size, handle counts, handle notes, handle ledger, int64_t rounds, handle free,
+                        const py::tuple& asked) {
+  const Tree grown = take_tree(tree, size);
+  require(*grown.size == 1, "size", *grown.size, "1");
+  require(asked.size() == 2, "asked", static_cast<int64_t>(asked.size()), "2 parts");
+  const Outcomes outcomes = take_outcomes(counts);
+  const spec::SearchNotes noted = take_notes(notes, grown.capacity);
+  const LedgerParts books = take_ledger(ledger);
+  const Prices prices = take_prices(Parts(ledger, "ledger", 7)[2]);
+  require_rounds(rounds);
+  *books.spent = 0;
+  std::fill(noted.drafted, noted.drafted + grown.capacity, false);
+  std::fill(noted.waiting, noted.waiting + grown.capacity, false);
+  noted.waiting[0] = true;
+  bool pays = !spec::next_pass(grown.arrays.path_log_probs, grown.arrays.log_probs, noted.waiting, 1,
+                               {outcomes.counts.profile, spec::kLevels, spec::kPlaces}, prices.search, rounds)
+                   .empty();
+  if (pays && !free.is_none()) {
+    const auto found = free_below(free, grown, {0}, py::cast<int64_t>(asked[0]), py::cast<double>(asked[1]));
+    const auto rated = rate(found, grown, outcomes.counts);
+    pays = rated.empty() || !is_covered(found, rated, outcomes.counts, prices.search.draft[1]);
+  }
+  return make_count(pays);
+}
+
+// The waiting nodes of a tree, or the `most` likeliest of them, ascending.
+std::vector<int64_t> waiting_nodes(const Tree& tree, const spec::SearchNotes& notes, int64_t most) {
+  std::vector<int64_t> nodes;
+  for (int64_t node = 0; node < *tree.size; ++node)
+    if (notes.waiting[node]) nodes.push_back(node);
+  if (static_cast<int64_t>(nodes.size()) <= most) return nodes;
+  std::vector<float> scores;
+  for (const int64_t node : nodes) scores.push_back(tree.arrays.path_log_probs[node]);
+  std::vector<int64_t> best(static_cast<size_t>(most));
+  const int64_t kept = spec::select_best(scores.data(), static_cast<int64_t>(scores.size()), most, best.data());
+  if (kept < 0) refuse(kHasNaN);
+  best.resize(static_cast<size_t>(kept));
+  for (int64_t& place : best) place = nodes[static_cast<size_t>(place)];
+  return best;
+}
+
+// asked: of how many waiting nodes, how many continuations, and their least log-probability.
+py::tuple keep_likely(handle tree, handle size, handle counts, handle notes, handle ledger, handle free,
+                      const py::tuple& asked, int64_t most) {
+  const Tree grown = take_tree(tree, size);
+  require(*grown.size >= 1, "size", *grown.size, "1 or more");
+  require(asked.size() == 3, "asked", static_cast<int64_t>(asked.size()), "3 parts");
+  const Outcomes outcomes = take_outcomes(counts);
+  const spec::SearchNotes noted = take_notes(notes, grown.capacity);
+  const LedgerParts books = take_ledger(ledger);
+  require_width(most, 1, "most");
+  if (!free.is_none()) {
+    const auto leaves = py::cast<int64_t>(asked[0]);
+    require(leaves >= 1, "asked", leaves, "1 or more");
+    const int64_t room = std::min(py::cast<int64_t>(asked[1]), grown.capacity - *grown.size);
+    const auto found = free_below(free, grown, waiting_nodes(grown, noted, leaves), room, py::cast<double>(asked[2]));
+    const auto rated = rate(found, grown, outcomes.counts);
+    const auto entries = static_cast<int64_t>(rated.size());
+    require(entries <= room, "free", entries, "at most " + std::to_string(std::max<int64_t>(room, 0)));
+    std::vector<double> paths;  // those of new ones are summed in float64
+    const int64_t first = *grown.size;
+    for (int64_t i = 0; i < entries; ++i) {
+      const auto at = static_cast<size_t>(i);
+      const int64_t node = first + i, parent = found.parents[at];
+      const Rated& each = rated[at];
+      paths.push_back((parent < first ? grown.arrays.path_log_probs[parent] : paths[static_cast<size_t>(parent - first)]) +
+                      static_cast<double>(each.edge));
+      spec::append_nodes(grown.arrays, node, 1, &parent, &found.tokens[at], &each.edge);
+      grown.arrays.path_log_probs[node] = static_cast<float>(paths.back());
+      noted.stated[node] = each.stated;
+      noted.cells[node] = each.cell;
+    }
+    *grown.size = static_cast<int32_t>(first + entries);
+  }
+  const auto ids = make<int64_t>({most});
+  const int64_t there = *grown.size;
+  const int64_t n = spec::worth_most(grown.arrays.path_log_probs, there, books.ledger.verify_price,
+                                     std::min({most, books.ledger.verified - 1, grown.capacity}));
+  const int64_t kept = spec::select_best(grown.arrays.path_log_probs, there, std::min(n, most), ids.at());
+  if (kept < 0) refuse(kHasNaN);
+  *books.noted = static_cast<int32_t>(kept);
+  return nodes_of(ids, kept);
+}
+
 const Ops kWorth([](py::module_& module) {
   module.def("settle", settle);
   module.def("chances", chances);
@@ -245,6 +440,8 @@ const Ops kWorth([](py::module_& module) {
   module.def("grow_likely", grow_likely);
   module.def("count_outcomes", count_outcomes);
   module.def("select_worth", select_worth);
+  module.def("start_search", start_search);
+  module.def("keep_likely", keep_likely);
 });
 
 }  // namespace

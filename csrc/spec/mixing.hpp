@@ -20,7 +20,7 @@ inline double log_add(double a, double b) {
 // Copies rows into wider ones, and adds probabilities to some columns of rows of which the share `left`, (0, 1], stays.
 // logits: [rows, columns], T and row_stride as in top_children; log-probabilities where `normalized`. out, [rows,
 // columns + more]: the same; the further columns are `faint` below the row's best, or -inf where `normalized`.
-// places: of `out`, distinct; raised: as `out`, where these become 1.
+// places: of `out`, distinct; raised: as `out`, where these become 1, or null.
 template <typename T>
 void mix_rows(const T* logits, int64_t rows, int64_t columns, int64_t row_stride, int64_t more, bool normalized,
               float faint, const std::vector<double>& left, const std::vector<int64_t>& places,
@@ -47,7 +47,7 @@ void mix_rows(const T* logits, int64_t rows, int64_t columns, int64_t row_stride
     const int64_t place = places[i];
     const double added = levels[place / width] + std::log(probabilities[i]);
     store(out + place, static_cast<float>(log_add(load(out, place), added)));
-    raised[place] = 1;
+    if (raised) raised[place] = 1;
   }
 }
 

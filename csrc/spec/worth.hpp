@@ -39,13 +39,13 @@ inline float log_chance(float stated, const float* row, int64_t knots) {
   return std::log(row[at.low] + at.part * (row[at.low + 1] - row[at.low]));
 }
 
-// Of a node by group, source, depth and place among its siblings.
+// The cell of a node, by group, source, depth and place among its siblings.
 inline int64_t cell_of(int64_t group, int64_t source, int64_t depth, int64_t place) {
   const int64_t deep = std::clamp<int64_t>(depth - 1, 0, kDepths - 1);
   return ((group * kSources + source) * kDepths + deep) * kRanks + std::min(place - (place > 3), kRanks - 1);
 }
 
-// Where in a profile of so many levels a node stands whose edge has this chance, 0 to 1; the root has level 0.
+// The level, in a profile of `levels` levels, of a node whose edge has this chance, 0 to 1; the root has level 0.
 inline int64_t level_of(float chance, int64_t levels) {
   if (levels < 2) return 0;
   const float at = chance * static_cast<float>(levels - 1);
@@ -200,10 +200,8 @@ class PlayedTree {
 
   // Keeps what counts: as many chances as can be verified, and nodes as can be drafted from in so many passes.
   void settle(int64_t passes) {
-    keep_best(chances_, prices_.nodes, std::greater<double>());
-    keep_best(waiting_, prices_.width * passes, [](const WaitingNode& a, const WaitingNode& b) {
-      return a.chance > b.chance || (a.chance == b.chance && a.id < b.id);
-    });
+    keep_best(chances_, 0, prices_.nodes, std::greater<double>());
+    keep_best(waiting_, 0, prices_.width * passes, is_before);
   }
 
   double value() const {
@@ -221,6 +219,7 @@ class PlayedTree {
     const auto drawn = std::min(width, waiting());
     const std::vector<WaitingNode> nodes(waiting_.begin(), waiting_.begin() + drawn);
     waiting_.erase(waiting_.begin(), waiting_.begin() + drawn);
+    const size_t known = chances_.size(), left_over = waiting_.size();
     for (const WaitingNode& node : nodes) {
       const float* children = profile.at(node.level);
       for (int64_t place = 0; place < profile.places; ++place, ++*ids) {
@@ -230,15 +229,22 @@ class PlayedTree {
         if (left) waiting_.push_back({chance, level_of(children[place], profile.levels), *ids});
       }
     }
-    settle(std::max<int64_t>(left, 1));
+    keep_best(chances_, known, prices_.nodes, std::greater<double>());
+    if (left) keep_best(waiting_, left_over, prices_.width * left, is_before);
   }
 
  private:
+  static bool is_before(const WaitingNode& a, const WaitingNode& b) {
+    return a.chance > b.chance || (a.chance == b.chance && a.id < b.id);
+  }
+
+  // Sorts and keeps the `most` first; the `known` first ones are sorted already.
   template <typename T, typename Order>
-  static void keep_best(std::vector<T>& values, int64_t most, Order order) {
-    const auto kept = std::min(values.size(), static_cast<size_t>(most));
-    std::partial_sort(values.begin(), values.begin() + static_cast<int64_t>(kept), values.end(), order);
-    values.resize(kept);
+  static void keep_best(std::vector<T>& values, size_t known, int64_t most, Order order) {
+    const auto middle = values.begin() + static_cast<std::ptrdiff_t>(known);
+    std::sort(middle, values.end(), order);
+    std::inplace_merge(values.begin(), middle, values.end(), order);
+    values.resize(std::min(values.size(), static_cast<size_t>(most)));
   }
 
   SearchPrices prices_;
@@ -246,7 +252,7 @@ class PlayedTree {
   std::vector<WaitingNode> waiting_;
 };
 
-// What a tree is worth after the best number of passes from so many nodes, 1 to `rounds`, less what they cost.
+// The worth of a tree after the best number of passes from `width` nodes, 1 to `rounds`, less their cost.
 inline double promise(PlayedTree tree, int64_t width, const Profile& profile, const SearchPrices& prices, int64_t rounds,
                       int64_t size) {
   double best = kLowest, spent = 0;

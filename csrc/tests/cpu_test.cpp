@@ -14,6 +14,9 @@ int main(int count, char** arguments) {
   cpu_test::test_integers();
   cpu_test::test_states();
   cpu_test::test_attend();
+  cpu_test::test_fused();
+  cpu_test::test_angles();
+  cpu_test::test_order();
   cpu_test::test_decoder();
   cpu_test::test_eagle();
   for (const char* numerics : {cpu::kBfloat16, cpu::kInteger}) {

@@ -1,4 +1,4 @@
-"""One line answered by one engine."""
+"""Answer one line with one engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from specengine.batch import openai
 from specengine.batch.lines import Item
-from specengine.costs import stored
+from specengine.costs.measuring import stored
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.records import GenerationResult

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from specengine.cli import given
 from specengine.cli.terminal import as_json, say
-from specengine.costs import PassCosts, Points, measuring, stored
+from specengine.costs import measuring
+from specengine.costs.measuring import stored
 from specengine.engine import Engine
+
+if TYPE_CHECKING:
+    from specengine.costs import PassCosts, Points
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from specengine.cli import given
 from specengine.cli.generate import DraftColours, PlainText
 from specengine.cli.terminal import say, why_no_colours, write
 from specengine.cli.trace import print_tree
-from specengine.costs import interpolated, stored
+from specengine.costs.measuring import stored
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.request.options import GenerationOptions
@@ -81,7 +81,7 @@ def _load(arguments: argparse.Namespace) -> Engine:
     except UnsupportedModelError as error:
         if not str(error).startswith("strict:"):
             raise
-        say(f"specengine: note: {error}; near-ties can fall otherwise in a tree than in plain decoding")
+        say(f"specengine: note: {error}; at near-ties, trees and plain decoding may choose different tokens")
         return given.load_engine(arguments, strict=False)
 
 
@@ -202,7 +202,7 @@ def _cost_of_rows(engine: Engine) -> str:
     if engine.policy is None or not engine.policy.plan().reads_costs:
         return ""
     costs = stored.find(engine.target, engine.drafter)
-    ratio = interpolated(costs.verify, ROWS) / costs.plain
+    ratio = (costs.cycle(ROWS, ()) - costs.overhead) / costs.plain
     return (
         f"Verifying {ROWS} tokens takes {ratio:.1f} times as long as one, so such a tree pays where it gives more "
         "tokens than that, beside what drafting costs."

@@ -15,7 +15,7 @@ import torch
 from specengine.benchmark.workloads import entry_of
 from specengine.cli.parser import flag
 from specengine.cli.terminal import say, tell
-from specengine.costs import stored
+from specengine.costs.measuring import stored
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.files import MARK, lines_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from specengine import ops, registry
 from specengine.errors import InputError, kind_of
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
-from specengine.ops import Nodes
+from specengine.ops import Nodes, PassRows
 from specengine.ops.select import Step as Step
 from specengine.ops.tree import Free, TokenTree
 from specengine.records import Cycle
@@ -89,11 +89,12 @@ class Drafter(ABC):
         return []
 
     @classmethod
-    def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
+    def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
         """Return a function that makes this draft for a target, or None if `draft` is of another kind.
 
         draft: a name, the path or id of a folder, or a loaded model; options are checked here, before any weights are
-        read. By default the draft goes by its file's name, and is a dataclass whose fields are its options.
+        read; checkpoints: modules of specengine.checkpoints by name. By default the draft goes by its file's name, and
+        is a dataclass whose fields are its options.
         """
         if draft != (name := cls.__module__.rpartition(".")[2]):
             return None
@@ -195,7 +196,7 @@ class Wrapped(Drafter):
         return self.inner.model_seconds
 
     @classmethod
-    def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
+    def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
         """Return None: it is made of another draft."""
         return None
 
@@ -248,14 +249,15 @@ def find(name: str) -> type[Drafter]:
     return registry.find(sys.modules[__name__], Drafter, name, "draft")  # type: ignore[type-abstract]
 
 
-def maker(draft: Any, options: LoadOptions) -> Maker:
+def maker(draft: Any, options: LoadOptions, checkpoints: Any) -> Maker:
     """Return a function that makes the draft for a target. Raises InputError if no drafter takes this draft.
 
-    draft: a name, a path, an id or a loaded model.
+    draft: a name, a path, an id or a loaded model; checkpoints: as in Drafter.maker.
     """
     kinds = {name: find(name) for name in names()}
     asked = sorted(kinds, key=lambda name: (name != draft, kinds[name].about.takes_any_model))
-    made = next((made for name in asked if (made := kinds[name].maker(draft, options)) is not None), None)
+    makers = (kinds[name].maker(draft, options, checkpoints) for name in asked)
+    made = next((made for made in makers if made is not None), None)
     if made is None:
         raise InputError(f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter")
     return made
@@ -294,16 +296,6 @@ def fault_of_step(step: Any, rows: int, vocab_size: int) -> str | None:
 NOT_FINITE = "draft: its logits are NaN or infinite, so nothing of it is used; its weights or its dtype are at fault"
 
 
-class Given(NamedTuple):
-    """Rows of a state buffer that a pass reads its recurrent states from and writes them to: int64 [n] each.
-
-    A root pass reads the features of the tokens that wait, by their place, instead of states.
-    """
-
-    sources: Tensor
-    targets: Tensor
-
-
 class RowDraft(CapturedDrafter):
     """A draft whose pass runs rows over `cache`, and whose counts are tensors where that cache is.
 
@@ -312,21 +304,24 @@ class RowDraft(CapturedDrafter):
     that were committed since the last one, the root last (`pending`), the next ones a level of the tree each. Cycles
     without a pass leave their tokens waiting.
 
-    A subclass runs rows (`_run`), takes in prompts (`begin`) and what it keeps of accepted nodes (`take`).
+    A subclass runs rows (`_run`), takes in prompts (`begin`) and what it keeps of accepted nodes (`take`). A root pass
+    reads the features of the tokens that wait, by their place, instead of states.
     """
+
+    _factors: Tensor | None = None  # of the logits, float32 [depths], as in ops.level_rows
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.device = cache, cache.slab.device
         self.taken, self._used = torch.zeros_like(cache.filled), torch.zeros_like(cache.filled)
         self._held = torch.zeros(1, dtype=torch.int64, device=self.device)  # a root, and what waits behind it
         self._tokens: list[int] = []  # committed, the current root excluded
-        self._best = torch.zeros(1, device=self.device, dtype=torch.float32)  # logit of the last root pass
+        self._best = torch.zeros(1, 1, device=self.device, dtype=torch.float32)  # logits of the last root pass
         self._nodes = 0  # that trees may have; as a node: the one that padding writes to
         self.reserve(0, 1, 1)
 
     @abstractmethod
-    def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return logits and recurrent states, if any, of all rows, or of the row `one`, int64 [1], alone."""
+    def _run(self, rows: Rows, given: PassRows) -> tuple[Tensor, Tensor | None]:
+        """Return logits and recurrent states, if any, of all rows, or of the row `given.one` alone."""
 
     @property
     def pending(self) -> Tensor:
@@ -340,7 +335,7 @@ class RowDraft(CapturedDrafter):
 
     @property
     def notes(self) -> list[str]:
-        return [] if bool(self._best.isfinite()) else [NOT_FINITE]
+        return [] if bool(self._best.amax().isfinite()) else [NOT_FINITE]
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -360,64 +355,33 @@ class RowDraft(CapturedDrafter):
             self._nodes = nodes
             # By node: which slots of the scratch it sees. The root stands among the committed ones.
             self._seen = torch.zeros(nodes + 1, words_for(nodes), dtype=torch.int64, device=self.device)
-            self._own = ops.own_bits(nodes, self.device)
 
     def root(self, tree: TokenTree) -> Step:
         if tree.capacity > self._nodes:  # of a draft that no engine told what to expect
             self.reserve(self.cache.length, tree.capacity, len(self.pending))
-        count = int(self.taken) if ops.is_free(self.taken) else len(self.pending)
+        free, filled = ops.is_free(self.taken), self.cache.filled
+        count = int(self.taken) if free else len(self.pending)
         self._used.zero_()
         if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
-            self._best.zero_()
+            self._best = self._best.new_zeros(1, 1) if free else self._best.zero_()
             return Step(torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32), normalized=True)
-        place, filled = torch.arange(count, device=self.device, dtype=torch.int64), self.cache.filled
-        last = (self.taken.long() - 1).clamp(min=0)
-        tokens = self.pending[:count].scatter(0, last, tree.tokens[:1])
-        if ops.is_free(filled):
+        if free:
             self.cache.reserve(int(filled) + count + tree.capacity)
-        rows = Rows(tokens, filled + place, self._causal[:count], filled.long(), filled, self.taken)
-        given = Given(place, torch.where(place == last, 0, self._nodes))
-        logits, states = self._run(rows, given, one=last)
-        self._best.copy_(logits.amax(1))
+        found = ops.root_rows(tree.tokens, self._held, self.taken, filled, self._causal, count, self._factors)
+        logits, states = self._run(Rows(*found[:4], filled, self.taken), found)
+        self._best = logits if free else self._best.copy_(logits.amax(1, keepdim=True))
         filled += self.taken
         self.taken.zero_()
         return Step(logits, self.token_ids, hidden=states)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        nodes, count, filled = *frontier, self.cache.filled
-        place = torch.arange(len(nodes), device=self.device, dtype=torch.int64)
-        into, slots = nodes, self._used + place
-        if not ops.is_free(count):  # padding reads of the root, and writes where nothing is read
-            padding = place >= count
-            nodes, into = nodes.masked_fill(padding, 0), nodes.masked_fill(padding, self._nodes)
-            slots = slots.clamp(max=len(self._own) - 1)
-        parents = tree.parents.index_select(0, nodes).clamp(min=0)
-        words = self._seen.index_select(0, parents) | self._own.index_select(0, slots)
-        self._seen.index_copy_(0, into, words)
-        positions = tree.depths.index_select(0, nodes) + (filled - 1)
-        slot = (filled + self._used).long()
-        rows = Rows(tree.tokens.index_select(0, nodes), positions, words, slot, filled, count)
-        logits, states = self._run(rows, Given(parents, into))
-        self._used += count
+        given = self.cache.filled, self._used, self._seen, self._factors
+        found = ops.level_rows(tree.arrays, tree.size, frontier, *given)
+        logits, states = self._run(Rows(*found[:4], self.cache.filled, frontier.live), found)
         return Step(logits, self.token_ids, hidden=states)
 
     def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
-        self._queue(tokens, path)
-
-    def _queue(self, tokens: Tensor, path: Nodes) -> Tensor | slice:
-        """Queue these tokens; return the places of the path's among the waiting rows: int64 [width], or a slice.
-
-        The slice is as long as the path without its padding.
-        """
-        if ops.is_free(self.taken):
-            waiting, count = int(self.taken), int(path.live)
-            places: Tensor | slice = slice(waiting, waiting + count)
-        else:
-            places = self.taken + torch.arange(len(path.ids), device=self.device, dtype=torch.int64)
-            places = places.clamp(max=len(self._held) - 2)  # warm-ups of a capture accept one path several times
-        put(self._held, places, tokens)  # the root, then those that the next pass runs
-        self.taken += path.live
-        return places
+        ops.queue_rows(self._held, self.taken, tokens, path, None, None)
 
     def accept(self, cycle: Cycle) -> None:
         waiting = int(self.taken) + len(cycle.path)
@@ -438,11 +402,3 @@ class RowDraft(CapturedDrafter):
         self.cache.crop(0)
         self.taken.zero_()
         self._tokens = []
-
-
-def put(buffer: Tensor, places: Tensor | slice, rows: Tensor) -> None:
-    """Write rows of a buffer, the first ones where the places are fewer."""
-    if isinstance(places, slice):
-        buffer[places] = rows[: places.stop - places.start]
-    else:
-        buffer.index_copy_(0, places, rows.to(buffer.dtype))

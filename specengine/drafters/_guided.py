@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from specengine.drafters import Drafter, Wrapped
-from specengine.drafters.lookup import _ids_with
 from specengine.ops import Nodes
-from specengine.ops.select import FREE, Step
+from specengine.ops.select import FREE, Step, ids_with
 from specengine.ops.tree import Free, TokenTree
-from specengine.request.grammars import Constraint
+
+if TYPE_CHECKING:
+    from specengine.request.grammars import Constraint
 
 
 class Guided(Wrapped):
@@ -84,7 +87,7 @@ class Guided(Wrapped):
             marks = torch.zeros_like(logits, dtype=torch.uint8) if marks is None else marks.clone()
             marks[sure] = FREE
             logits[sure] = torch.where(torch.from_numpy(kept[sure]).to(logits.device), 0.0, -float("inf"))
-        return Step(logits, _ids_with(step, new), step.normalized, step.hidden, marks)
+        return Step(logits, ids_with(step, new), step.normalized, step.hidden, marks)
 
     def _path(self, tree: TokenTree, node: int) -> list[int]:
         return [*self.written, *tree.path_tokens(node)]

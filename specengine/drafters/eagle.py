@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from specengine import registry
-from specengine.checkpoints import embedded
-from specengine.checkpoints.eagle import HeadOptions, head_folder, load_head
-from specengine.drafters import NO_HINTS, About, Given, Hints, Maker, RowDraft, Traits, put
+from specengine import ops, registry
+from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft, Traits
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import common_prefix
 from specengine.models.eagle import EagleHead, head_from, require_fit, with_appended_tokens
@@ -21,7 +18,7 @@ from specengine.models.eagle_torch import TorchHead
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
 from specengine.models.native import NativeHead, NativeLM
-from specengine.ops import Nodes
+from specengine.ops import Nodes, PassRows
 
 if TYPE_CHECKING:
     from specengine.options import LoadOptions
@@ -54,7 +51,7 @@ class Eagle(RowDraft):
         self._seconds = 0.0
         self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)
         self._temperatures = torch.tensor(config.temperatures, device=target.device, dtype=torch.float32)
-        self._sharpness = 1 / self._temperatures if config.temperatures else None
+        self._factors = 1 / self._temperatures if config.temperatures else None
         sharpness = sum(1 / at for at in config.temperatures) / len(config.temperatures) if config.temperatures else 1.0
         self._traits = Traits(config.feature_ids(target.layers), sharpness=sharpness)
         width = config.num_features * config.target_hidden_size
@@ -62,28 +59,29 @@ class Eagle(RowDraft):
         super().__init__(self.head.cache)
 
     @classmethod
-    def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
+    def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
+        embedded, heads = checkpoints.embedded, checkpoints.eagle
         if not isinstance(draft, str) or draft == embedded.NAME:
             return None
         shipped = embedded.draft_head(embedded.NAME) if draft == embedded.HEAD else None
-        folder = shipped or head_folder(draft, offline=options.offline)
+        folder = shipped or heads.head_folder(draft, offline=options.offline)
         if folder is None:
             return None
-        read = registry.build(HeadOptions, options.draft_options, "draft_options")
-        return lambda target, _: cls.from_folder(folder, target.lm, read, pack=options.pack)
+        read = vars(registry.build(heads.HeadOptions, options.draft_options, "draft_options"))
+        return lambda target, _: cls.of(heads.load_head(folder, **read), target.lm, folder.name, pack=options.pack)
 
     @classmethod
-    def from_folder(
-        cls, folder: Path, target: CausalLM | NativeLM, options: HeadOptions, *, pack: bool | None = None
-    ) -> Eagle:
-        """Load the head in `folder`, in the target's dtype and on its device, for the C++ forward if possible."""
-        found = load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
+    def of(cls, found: Any, target: CausalLM | NativeLM, name: str, *, pack: bool | None = None) -> Eagle:
+        """Make the draft of a head that was read, in the target's dtype and on its device, in C++ if possible.
+
+        found: as checkpoints.eagle.load_head returns it.
+        """
         config, state = with_appended_tokens(found.config, found.state, target)
         require_fit(config, target)
         if isinstance(target, NativeLM) and pack is None:
             with contextlib.suppress(UnsupportedModelError):  # torch runs heads of all kinds
-                return cls(NativeHead(config, state, target), target, name=folder.name)
-        return cls(head_from(config, state, target.dtype, target.device), target, name=folder.name, pack=pack)
+                return cls(NativeHead(config, state, target), target, name=name)
+        return cls(head_from(config, state, target.dtype, target.device), target, name=name, pack=pack)
 
     @property
     def traits(self) -> Traits:
@@ -127,8 +125,8 @@ class Eagle(RowDraft):
     @torch.inference_mode()
     def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
         began = time.perf_counter()
-        if self._sharpness is not None:  # the head's own temperatures suit a greedy target; a drawn token is less sure
-            self._sharpness.copy_(1 / self._temperatures.clamp(min=hints.temperature))
+        if self._factors is not None:  # the head's own temperatures suit a greedy target; a drawn token is less sure
+            self._factors.copy_(1 / self._temperatures.clamp(min=hints.temperature))
         self.head.refresh()
         kept = len(prompt) - (0 if features is None else features.shape[0])
         if kept > self.cached(prompt):
@@ -150,26 +148,18 @@ class Eagle(RowDraft):
         if features is None:
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         began = time.perf_counter()
-        places = self._queue(tokens, path)
-        put(self._features, places, features.index_select(0, path.ids))
+        ops.queue_rows(self._held, self.taken, tokens, path, self._features, features.to(self._features.dtype))
         self._seconds += time.perf_counter() - began
 
-    @torch.inference_mode()
-    def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _run(self, rows: Rows, given: PassRows) -> tuple[Tensor, Tensor]:
+        if not torch.is_inference_mode_enabled():  # to ask costs less than to enter it again
+            with torch.inference_mode():
+                return self._run(rows, given)
         began = time.perf_counter()
-        unread = None if one is None else self._features[: rows.tokens.shape[0]]
-        logits, states = self.head.forward(self._states, given.sources, rows, one, unread)
-        targets = given.targets if one is None else given.targets.index_select(0, one)
-        self._states.index_copy_(0, targets, states)
-        if self._sharpness is not None:
-            logits = logits * self._sharpness_of(rows, one)
+        unread = None if given.one is None else self._features[: rows.tokens.shape[0]]
+        logits, states = self.head.forward(self._states, given.sources, rows, given.one, unread)
+        self._states.index_copy_(0, given.targets, states)
+        if given.factors is not None:
+            logits = logits.mul_(given.factors) if logits.dtype is torch.float32 else logits * given.factors
         self._seconds += time.perf_counter() - began
         return logits, states
-
-    def _sharpness_of(self, rows: Rows, one: Tensor | None) -> Tensor:
-        """Return the factor of the logits by depth, float32 [rows, 1]; the root pass has depth 0."""
-        assert self._sharpness is not None
-        if one is not None:
-            return self._sharpness[:1, None]
-        depths = rows.positions - (self.cache.filled - 1)
-        return self._sharpness.index_select(0, depths.clamp(0, len(self._sharpness) - 1))[:, None]

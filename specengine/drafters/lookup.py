@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import sys
@@ -19,8 +20,8 @@ from specengine.drafters import NO_HINTS, Drafter, Hints, Traits, Wrapped
 from specengine.errors import InputError
 from specengine.models import common_prefix
 from specengine.ops import Nodes
-from specengine.ops.select import COPIED, FREE, RECYCLED, Step
-from specengine.ops.tree import Free, TokenTree
+from specengine.ops.select import COPIED, FREE, RECYCLED, Drafted, Step, mix_copies
+from specengine.ops.tree import Beside, Free, TokenTree
 from specengine.records import Cycle
 
 # Share of positions at which a match of so many tokens was followed by the token that followed it before; of 0.7M
@@ -79,6 +80,8 @@ class Lookup(Wrapped):
         successors = max(source.traits.successors for source in self._sources)
         self._traits = drafter.traits._replace(successors=successors, copies=True)
         self._copies: Copies = backend().Copies(PRIOR_HITS, PRIOR_WEIGHT, CEILING, FOLLOWERS)
+        table = None if recycling is None else recycling.table
+        self.free = Beside(self._copies, table)  # type: ignore[assignment, method-assign]
         self._token_ids: Tensor | None = None  # those of the columns that `_copies` knows
 
     @property
@@ -90,12 +93,6 @@ class Lookup(Wrapped):
         if self.recycling is not None:
             self.recycling.begin(prompt)
         self._copies.begin(prompt, hints.expected)
-
-    def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
-        table = None if self.recycling is None else self.recycling.table
-        arrays = tree.tokens.cpu(), tree.parents.cpu(), tree.path_log_probs.cpu(), tree.size.cpu()
-        parts = self._copies.free(arrays, nodes.ids.cpu(), nodes.live.cpu(), most, least, table)
-        return None if parts is None else Free(*parts)
 
     def accept(self, cycle: Cycle) -> None:
         self.inner.accept(cycle)
@@ -115,26 +112,34 @@ class Lookup(Wrapped):
         if step.token_ids is not self._token_ids:
             self._copies.columns(None if step.token_ids is None else step.token_ids.cpu())
             self._token_ids = step.token_ids
-        arrays, nodes, live = (tree.tokens.cpu(), tree.parents.cpu()), frontier.ids.cpu(), frontier.live.cpu()
-        if step.logits.is_cpu and step.logits.dtype is not torch.float16:
-            changes = self._copies.mix(step.logits, arrays, nodes, live, step.normalized)
-        else:
-            changes = mixed(self._copies, step.logits, arrays, nodes, live, step.normalized)
-        if changes is None:
-            return step
-        logits, marks, fresh = changes  # the columns that gain are marked with 1, which is COPIED
-        return Step(logits, _ids_with(step, fresh), step.normalized, step.hidden, marks)
+        return Mixed.of(step, self._copies, tree, frontier)
 
 
-def _ids_with(step: Step, new: list[int]) -> Tensor | None:
-    """Return the target's ids of the step's columns and of new ones behind them."""
-    if not new:
-        return step.token_ids
-    device = step.logits.device if step.token_ids is None else step.token_ids.device
-    ids = step.token_ids
-    if ids is None:
-        ids = torch.arange(step.logits.shape[1], device=device, dtype=torch.int64)
-    return torch.cat([ids, torch.tensor(new, device=device, dtype=torch.int64)])
+class Mixed(Step):
+    """A step with copies that are mixed into its rows when they are read, unless an op does so."""
+
+    def __new__(cls, *parts: Any, **named: Any) -> Step:  # type: ignore[misc]  # for dataclasses.replace
+        return Step(*parts, **named)
+
+    @classmethod
+    def of(cls, step: Step, copies: Copies, tree: TokenTree, frontier: Nodes) -> Mixed:
+        """Return a step into which these copies are mixed, as they follow the nodes of the frontier."""
+        made, drafted = object.__new__(cls), step.drafted._replace(copies=copies)
+        vars(made).update(normalized=step.normalized, hidden=step.hidden, _drafted=drafted, _of=(tree.arrays, frontier))
+        return made
+
+    @property
+    def drafted(self) -> Drafted:
+        given = vars(self)["_drafted"]
+        return given if given.logits.is_cpu and given.logits.dtype is not torch.float16 else self._rows
+
+    @functools.cached_property
+    def _rows(self) -> Drafted:
+        return vars(self)["_drafted"].mixed(*vars(self)["_of"])
+
+    logits = property(lambda self: self._rows.logits)
+    token_ids = property(lambda self: self._rows.token_ids)
+    marks = property(lambda self: self._rows.marks)
 
 
 def backend() -> Any:
@@ -258,18 +263,6 @@ class _Parent:
     proposals: list[tuple[float, int, int]] = field(default_factory=list)  # probability, token and mark
 
 
-def mixed(
-    copies: Copies, logits: Tensor, tree: tuple[Tensor, Tensor], nodes: Tensor, live: Tensor, normalized: bool
-) -> tuple[Tensor, Tensor, list[int]] | None:
-    """Return the rows and marks of `ops.mix_rows` for the plan, and the tokens of the columns added, or None."""
-    plan = copies.plan(tree, nodes, live, logits.shape[1])
-    if plan is None:
-        return None
-    left, places, gains, fresh = plan
-    left += [1.0] * (logits.shape[0] - len(left))
-    return *ops.mix_rows(logits, len(fresh), left, places, gains, normalized), fresh
-
-
 class Copies:
     """The copies of two texts: of prompt and answer, and of the text that the caller expects the answer to be like.
 
@@ -338,7 +331,7 @@ class Copies:
     def mix(
         self, logits: Tensor, tree: tuple[Tensor, Tensor], nodes: Tensor, live: Tensor, normalized: bool
     ) -> tuple[Tensor, Tensor, list[int]] | None:
-        return mixed(self, logits, tree, nodes, live, normalized)
+        return mix_copies(self, logits, tree, nodes, live, normalized)
 
     def free(
         self,

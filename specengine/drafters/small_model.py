@@ -11,15 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import registry
-from specengine.checkpoints import embedded
-from specengine.checkpoints.checks import why_absent
-from specengine.checkpoints.pretrained import load_model
-from specengine.drafters import NO_HINTS, About, Given, Hints, Maker, RowDraft
+from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError, did_you_mean
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
 from specengine.models.native import NativeLM
+from specengine.ops import PassRows
 
 if TYPE_CHECKING:
     from specengine.options import LoadOptions
@@ -55,29 +53,30 @@ class SmallModel(RowDraft):
         super().__init__(self.lm.new_cache(1))
 
     @classmethod
-    def maker(cls, draft: Any, options: LoadOptions) -> Maker | None:
+    def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
+        embedded = checkpoints.embedded
         if not isinstance(draft, str | PreTrainedModel):
             return None
         if options.draft_options:
             raise InputError(f"draft_options: draft {draft!r} has none, it is no EAGLE head")
         if isinstance(draft, str) and draft != embedded.NAME:
-            missing = why_absent(draft, offline=options.offline)
+            missing = checkpoints.checks.why_absent(draft, offline=options.offline)
             if missing is not None:
-                known = _names()
+                known = _names(embedded.HEAD)
                 meant = did_you_mean(draft, known)
                 raise InputError(
                     f"draft: got {draft!r}, accepted {', '.join(known)}, a path or a Hub id; {missing}{meant}"
                 )
-        return lambda target, tokenizer: cls.from_model(draft, target, tokenizer, options)
+        return lambda target, tokenizer: cls.from_model(draft, target, tokenizer, options, checkpoints)
 
     @classmethod
     def from_model(
-        cls, draft: str | PreTrainedModel, target: Target, tokenizer: Any, options: LoadOptions
+        cls, draft: str | PreTrainedModel, target: Target, tokenizer: Any, options: LoadOptions, checkpoints: Any
     ) -> SmallModel:
         """Load a model on the target's device. Raises InputError or TokenizerMismatchError if it does not fit."""
         backend = options.backend if options.backend == "huggingface" else None  # native where it can
-        loaded = dataclasses.replace(options, device=target.device, quantize=None, backend=backend)
-        model, own_tokenizer, _ = load_model(draft, loaded)
+        loaded = dataclasses.replace(options, device=target.device, quantize=None, numerics="auto", backend=backend)
+        model, own_tokenizer, _ = checkpoints.pretrained.load_model(draft, loaded)
         if torch.device(model.device) != target.device:
             raise InputError(
                 f"draft: it is on {model.device}, the target on {target.device}; both must be on one device"
@@ -86,6 +85,7 @@ class SmallModel(RowDraft):
             try:
                 check_tokenizers(own_tokenizer, tokenizer)
             except TokenizerMismatchError as error:
+                embedded = checkpoints.embedded
                 if draft != embedded.NAME:
                     raise
                 head = f"this is the whole model of that name; the head that ships is draft={embedded.HEAD!r}"
@@ -116,20 +116,20 @@ class SmallModel(RowDraft):
         self._tokens = list(prompt)
         self.taken.fill_(1)  # the root
 
-    def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, None]:
+    def _run(self, rows: Rows, given: PassRows) -> tuple[Tensor, None]:
         # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.
         rows.tokens = rows.tokens.clamp(max=self.lm.vocab_size - 1)
-        logits, _ = self.lm.forward(rows, self.cache, one=one)
+        logits, _ = self.lm.forward(rows, self.cache, one=given.one)
         return logits[:, : self.vocab_size], None
 
     def _known(self, tokens: list[int]) -> list[int]:
         return [min(token, self.lm.vocab_size - 1) for token in tokens]
 
 
-def _names() -> list[str]:
+def _names(head: str) -> list[str]:
     """Return the drafts that go by a name of their own."""
     named = (name for name in registry.names("specengine.drafters") if name not in ("eagle", "lookup", "small_model"))
-    return [*named, "none", embedded.HEAD]
+    return [*named, "none", head]
 
 
 def _vocabulary(model: PreTrainedModel | NativeLM) -> int:

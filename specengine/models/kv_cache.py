@@ -78,7 +78,7 @@ class KVCache:
         self.filled += path.live
 
     def commit(self, path: Sequence[int]) -> None:
-        """As `keep`, for a path that the host knows."""
+        """Keep the slots of a path that the host knows, as `keep` does."""
         if path[-1] >= len(path):
             self.keep(Nodes.of(torch.tensor(path, device=self.slab.device, dtype=torch.int64)))
         else:  # all of them are in place
@@ -236,7 +236,8 @@ class CachedTarget(Target):
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         self.cache.commit(path)
-        self.tokens.extend(tree.tokens[path].tolist())
+        tokens = tree.tokens.tolist()  # less work than to select on the host
+        self.tokens.extend([tokens[node] for node in path])
 
     def reset(self) -> None:
         self.cache.crop(0)

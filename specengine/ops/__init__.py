@@ -38,8 +38,9 @@ from specengine.ops.choose import (
     philox_uniform,
 )
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
+from specengine.ops.passes import PassRows, level_rows, queue_rows, root_rows
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
-from specengine.ops.select import LARGEST, Candidates, best_candidates, mix_rows, top_children, top_entropy
+from specengine.ops.select import LARGEST, Candidates, Drafted, best_candidates, mix_rows, top_children, top_entropy
 from specengine.ops.tree import (
     Flag,
     Nodes,
@@ -50,9 +51,11 @@ from specengine.ops.tree import (
     append_nodes,
     at_most,
     compact_kv,
+    extract,
     held,
     is_free,
     number,
+    plant,
     row_of,
     select_best,
     subtree,
@@ -62,7 +65,6 @@ from specengine.ops.tree import (
 )
 from specengine.ops.worth import (
     Counts,
-    Drafted,
     Ledger,
     Limits,
     Notes,
@@ -72,9 +74,11 @@ from specengine.ops.worth import (
     chances,
     count_outcomes,
     grow_likely,
+    keep_likely,
     next_pass,
     select_worth,
     settle,
+    start_search,
 )
 
 load_by({name: partial(importlib.import_module, f"{__name__}.{name}") for name in ("cuda", "triton", "_trial")})
@@ -96,6 +100,7 @@ __all__ = [
     "Nodes",
     "Notes",
     "Number",
+    "PassRows",
     "Paths",
     "Prices",
     "Queues",
@@ -122,11 +127,14 @@ __all__ = [
     "compact_kv",
     "count_outcomes",
     "couple",
+    "extract",
     "gather_rows",
     "grow_likely",
     "held",
     "is_free",
+    "keep_likely",
     "keyed_gumbel_argmax",
+    "level_rows",
     "meaning",
     "mix_rows",
     "mlp",
@@ -137,11 +145,15 @@ __all__ = [
     "pack_mask",
     "philox4x32",
     "philox_uniform",
+    "plant",
+    "queue_rows",
+    "root_rows",
     "rope_store",
     "row_of",
     "select_best",
     "select_worth",
     "settle",
+    "start_search",
     "step_queues",
     "strict_cached_attention",
     "subtree",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from specengine.errors import InputError
 from specengine.ops._meanings import order_keys, padded, require
 from specengine.ops._registry import kernels, native, op
-from specengine.ops.tree import Nodes, Number, TokenTree, held, row_of
+from specengine.ops.tree import Arrays, Nodes, Number, TokenTree, held, row_of
 
 OUTSIDE = "places: not all of them are in the rows"
 FAINT = -20.0  # below a row's best logit: further columns that the row has no use for
@@ -178,6 +178,53 @@ def mix_rows(
     return mixed, raised
 
 
+class Drafted(NamedTuple):
+    """Draft distributions of a frontier, as in Step: logits, [rows, V]; token_ids, int64 [V], or None; whether
+    the logits are log-probabilities; marks, uint8 [rows, V], or None for all 0. copies: are mixed in, or None."""
+
+    logits: Tensor
+    token_ids: Tensor | None
+    normalized: bool
+    marks: Tensor | None
+    copies: Any = None
+
+    def mixed(self, tree: Arrays, frontier: Nodes) -> Drafted:
+        """Return the same with its copies mixed in, as they follow the nodes of the frontier."""
+        if self.copies is None:
+            return self
+        arrays, nodes, live = (tree[0].cpu(), tree[1].cpu()), frontier.ids.cpu(), frontier.live.cpu()
+        given = self.logits, arrays, nodes, live, self.normalized
+        plain = self.logits.is_cpu and self.logits.dtype is not torch.float16
+        changes = self.copies.mix(*given) if plain else mix_copies(self.copies, *given)
+        if changes is None:
+            return self._replace(copies=None)
+        logits, marks, fresh = changes  # the columns that gain are marked with 1, which is COPIED
+        return Drafted(logits, ids_with(self, fresh), self.normalized, marks)
+
+
+def ids_with(step: Drafted | Step, new: list[int]) -> Tensor | None:
+    """Return the target's ids of the step's columns and of new ones behind them."""
+    if not new:
+        return step.token_ids
+    device = step.logits.device if step.token_ids is None else step.token_ids.device
+    ids = step.token_ids
+    if ids is None:
+        ids = torch.arange(step.logits.shape[1], device=device, dtype=torch.int64)
+    return torch.cat([ids, torch.tensor(new, device=device, dtype=torch.int64)])
+
+
+def mix_copies(
+    copies: Any, logits: Tensor, tree: tuple[Tensor, Tensor], nodes: Tensor, live: Tensor, normalized: bool
+) -> tuple[Tensor, Tensor, list[int]] | None:
+    """Return the rows and marks of `mix_rows` for the copies' plan, and the tokens of the columns added, or None."""
+    plan = copies.plan(tree, nodes, live, logits.shape[1])
+    if plan is None:
+        return None
+    left, places, gains, fresh = plan
+    left += [1.0] * (logits.shape[0] - len(left))
+    return *mix_rows(logits, len(fresh), left, places, gains, normalized), fresh
+
+
 def defined(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=-math.inf, posinf=LARGEST, neginf=-math.inf).clamp(max=LARGEST)
 
@@ -217,6 +264,11 @@ class Step:
     normalized: bool = False
     hidden: Tensor | None = None
     marks: Tensor | None = None
+
+    @property
+    def drafted(self) -> Drafted:
+        """Return the rows for ops."""
+        return Drafted(self.logits, self.token_ids, self.normalized, self.marks)
 
     def best_children(self, count: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row.

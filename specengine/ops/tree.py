@@ -34,7 +34,7 @@ Counters = tuple[Tensor, Tensor, Tensor]  # as TokenTree.counters
 
 
 def is_free(tensor: Tensor) -> bool:
-    """Whether the host reads this tensor without waiting for a device."""
+    """Return whether the host can read this tensor without waiting for a device."""
     return tensor.device.type == FREE
 
 
@@ -206,6 +206,32 @@ def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> 
     padded = pad(bits, (0, words * WORD_BITS - rows)).view(rows, words, WORD_BITS)
     shifts = torch.arange(WORD_BITS, device=device, dtype=torch.int64)
     return new_parents, (padded << shifts).sum(-1)  # distinct bits: the sum is a union
+
+
+@op
+def extract(tree: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
+    """Return the arrays of a tree of the first `live` nodes alone, of which `subtree` says more; m of each."""
+    if run := native.extract[nodes.device]:
+        return run(tree, nodes, live)
+    tokens, parents, depths, edges, paths, ancestors = tree
+    parents, ancestors = subtree(parents, ancestors, nodes, live)
+    tokens, depths, edges, paths = (part.index_select(0, nodes) for part in (tokens, depths, edges, paths))
+    return tokens, parents, depths, edges, paths, ancestors
+
+
+@op
+def plant(token: int, capacity: int, device: torch.device) -> tuple[Arrays, Counters]:
+    """Return arrays and counters of a tree of the root alone; ancestors of nodes to come are undefined."""
+    if run := native.plant[device]:
+        return run(token, capacity, device)
+    tokens, parents, depths = torch.zeros(3, capacity, dtype=torch.int64, device=device).unbind()
+    log_probs, paths = torch.zeros(2, capacity, device=device, dtype=torch.float32).unbind()
+    ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
+    tokens[:1].fill_(token)
+    parents[:1].fill_(-1)
+    ancestors[:1, :1].fill_(1)
+    size, passes, overflow = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
+    return (tokens, parents, depths, log_probs, paths, ancestors), (size.fill_(1), passes, overflow)
 
 
 @op
@@ -387,6 +413,42 @@ class Free(NamedTuple):
 Continuations = Callable[["TokenTree", Nodes, int, float], Free | None]  # Drafter.free
 
 
+class Beside(NamedTuple):
+    """Continuations that ops ask for by themselves: copies, and a table of successors or None, see drafters.lookup."""
+
+    copies: Any
+    table: Any
+
+    def __call__(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
+        return self.below(tree.arrays, tree.size, nodes, most, least)
+
+    def below(self, tree: Arrays, size: Tensor, nodes: Nodes, most: int, least: float) -> Free | None:
+        """Return them as Drafter.free does."""
+        arrays = tree[0].cpu(), tree[1].cpu(), tree[4].cpu(), size.cpu()
+        parts = self.copies.free(arrays, nodes.ids.cpu(), nodes.live.cpu(), most, least, self.table)
+        return None if parts is None else Free(*parts)
+
+
+def graft(tree: Arrays, size: Tensor, parents: list[int], tokens: list[int], log_probs: list[float]) -> Nodes:
+    """Append entries as TokenTree.graft does."""
+    first, end, capacity = int(size), int(size) + len(tokens), tree[0].shape[0]
+    if end > capacity:
+        raise overfull(capacity, first, len(tokens))
+    depths, scores = tree[2][:first].tolist(), tree[4][:first].tolist()
+    for parent, log_prob in zip(parents, log_probs, strict=True):
+        depths.append(depths[parent] + 1)
+        scores.append(scores[parent] + log_prob)
+    whole = torch.tensor([tokens, parents, depths[first:]], dtype=torch.int64, device="cpu")
+    real = torch.tensor([log_probs, scores[first:]], dtype=torch.float32, device="cpu")
+    for array, values in zip(tree[:5], (*whole, *real), strict=True):
+        array[first:end] = values
+    words = ancestor_words(tree[1][:end])
+    tree[5][first:end] = 0
+    tree[5][first:end, : words.shape[1]] = words[first:]
+    size.fill_(end)
+    return Nodes.of(torch.arange(first, end, device=size.device, dtype=torch.int64))
+
+
 class TokenTree:
     """Candidate continuations of the last committed token, which is node 0, the root.
 
@@ -433,23 +495,15 @@ class TokenTree:
     device: torch.device
     free: Continuations | None
 
-    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, capacity: int, device: torch.device | str = "cpu", token: int = 0) -> None:
         if capacity < 1:
             raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
-        tokens, parents, depths = torch.zeros(3, capacity, dtype=torch.int64, device=device).unbind()
-        log_probs, paths = torch.zeros(2, capacity, device=device, dtype=torch.float32).unbind()
-        ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
-        parents[:1].fill_(-1)
-        ancestors[:1, :1].fill_(1)
-        size, passes, overflow = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
-        _fill(self, (tokens, parents, depths, log_probs, paths, ancestors), (size.fill_(1), passes, overflow))
+        _fill(self, *plant(token, capacity, torch.device(device)))
 
     @classmethod
     def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> TokenTree:
         """Return a tree of the root alone, with room for `capacity` nodes."""
-        tree = cls(capacity, device)
-        tree.tokens[:1].fill_(token)
-        return tree
+        return cls(capacity, device, token)
 
     @classmethod
     def of(
@@ -471,6 +525,8 @@ class TokenTree:
 
     def root_alone(self) -> Nodes:
         """Return the root as the only node."""
+        if self.device.type == FREE:
+            return Nodes(_constant(0, torch.int64), _constant(1, torch.int32))
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
         return Nodes(ids, torch.ones(1, dtype=torch.int32, device=self.device))
 
@@ -506,22 +562,7 @@ class TokenTree:
 
         Raises PolicyError when the capacity is exceeded. Synchronises with the device if the tree is on one.
         """
-        size, end = len(self), len(self) + len(tokens)
-        if end > self.capacity:
-            raise overfull(self.capacity, size, len(tokens))
-        depths, scores = self.depths[:size].tolist(), self.path_log_probs[:size].tolist()
-        for parent, log_prob in zip(parents, log_probs, strict=True):
-            depths.append(depths[parent] + 1)
-            scores.append(scores[parent] + log_prob)
-        whole = torch.tensor([tokens, parents, depths[size:]], dtype=torch.int64, device="cpu")
-        real = torch.tensor([log_probs, scores[size:]], dtype=torch.float32, device="cpu")
-        for array, values in zip(self.arrays[:5], (*whole, *real), strict=True):
-            array[size:end] = values
-        words = ancestor_words(self.parents[:end])
-        self.ancestors[size:end] = 0
-        self.ancestors[size:end, : words.shape[1]] = words[size:]
-        self.size.fill_(end)
-        return Nodes.of(torch.arange(size, end, device=self.device, dtype=torch.int64))
+        return graft(self.arrays, self.size, parents, tokens, log_probs)
 
     def appended(self, nodes: Nodes) -> Nodes:
         """Return nodes that an op has appended. Raises PolicyError where they had no room; on a device they count 0."""
@@ -551,15 +592,8 @@ class TokenTree:
 
         nodes: ascending, with the root first and closed under parent; raises InputError otherwise.
         """
-        parents, ancestors = subtree(self.parents, self.ancestors, *nodes)
-        tokens, depths, edges, paths = (
-            self.tokens.index_select(0, nodes.ids),
-            self.depths.index_select(0, nodes.ids),
-            self.log_probs.index_select(0, nodes.ids),
-            self.path_log_probs.index_select(0, nodes.ids),
-        )
         counters = nodes.live, self.passes, self.overflow
-        return _fill(TokenTree.__new__(TokenTree), (tokens, parents, depths, edges, paths, ancestors), counters)
+        return _fill(TokenTree.__new__(TokenTree), extract(self.arrays, *nodes), counters)
 
     def trimmed(self) -> TokenTree:
         """Return the same nodes without the room behind them, as views. Synchronises with the device if on one."""
@@ -616,5 +650,5 @@ def overfull(capacity: int, size: int, more: int | None = None) -> PolicyError:
 
 
 def is_down(flag: Flag) -> bool:
-    """Whether a flag is known to be down without waiting, as it is on a CPU: then work may be left out."""
+    """Return whether a flag is known to be down without waiting, as on a CPU; work can then be skipped."""
     return (not isinstance(flag, Tensor) or is_free(flag)) and not flag

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from specengine.errors import InputError
 from specengine.ops._meanings import describe, padded, require
 from specengine.ops._registry import native, op
-from specengine.ops.select import top_children
-from specengine.ops.tree import Arrays, Counters, Nodes, Number, append_nodes, select_best
+from specengine.ops.select import Drafted, top_children
+from specengine.ops.tree import Arrays, Beside, Counters, Free, Nodes, Number, append_nodes, graft, select_best
 
 
 class Prices(NamedTuple):
@@ -134,16 +135,6 @@ def level_of(chances: Tensor, levels: int) -> Tensor:
     return (chances * (levels - 1)).long().clamp(max=levels - 2) + 1 if levels > 1 else chances.long() * 0
 
 
-class Drafted(NamedTuple):
-    """Draft distributions of a frontier, as in Step: logits, [rows, V]; token_ids, int64 [V], or None; whether
-    the logits are log-probabilities; marks, uint8 [rows, V], or None for all 0."""
-
-    logits: Tensor
-    token_ids: Tensor | None
-    normalized: bool
-    marks: Tensor | None
-
-
 class Limits(NamedTuple):
     """least: log-chance of a path, of likelier ones nodes are made; budget: new nodes per level; rounds: draft passes
     thought ahead; max_passes: draft passes per tree."""
@@ -180,6 +171,7 @@ def grow_likely(
     require(wanted, frontier.ids, drafted.logits, drafted.token_ids, drafted.marks)
     wanted = "live: int32 [1]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]"
     require(wanted, frontier.live, size, passes, overflow)
+    drafted = drafted.mixed(tree, frontier)
     ledger.spent.add_(ledger.draft.index_select(0, frontier.live))
     stated, columns = top_children(drafted.logits, PLACES, drafted.normalized)
     sources = None if drafted.marks is None else drafted.marks.gather(1, columns)
@@ -237,7 +229,7 @@ def _require_books(tree: Arrays, counts: Counts, notes: Notes, ledger: Ledger) -
 
 
 def _spared(nodes: Nodes, notes: Notes) -> Tensor:
-    """Their ids, the spare entry for padding."""
+    """Return the nodes' ids, with the spare entry for padding."""
     return nodes.ids.masked_fill(nodes.padding(), notes.stated.shape[0] - 1)
 
 
@@ -323,7 +315,7 @@ def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes
         return Nodes(*run(paths, size, price, most))
     require("paths: float32 [m]; size: int32 [1]; price: float32 [n]", paths, size, price)
     if most < 1 or len(price) < 2:
-        raise InputError(f"most, price: got {most}, {describe(price)}, accepted 1 or more, of 1 node or more")
+        raise InputError(f"most, price: got {most}, {describe(price)}, accepted 1 or more, 2 entries or more")
     there = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64) < size
     considered = min(most, len(price) - 1, len(paths))
     best = torch.where(there, paths, -math.inf).topk(considered).values.double()
@@ -362,7 +354,8 @@ def next_pass(
     short = min(len(paths), profile.numel(), len(prices.verify) - 1, len(prices.draft) - 1, len(prices.widths)) < 1
     if short or rounds < 1:
         raise InputError(
-            f"paths, profile, prices, rounds: got {describe(paths, profile, *prices)}, {rounds}, accepted more"
+            f"paths, profile, prices, rounds: got {describe(paths, profile, *prices)}, {rounds}, accepted 1 node, "
+            "place, width and round or more, and prices from 0 nodes to 1 or more"
         )
     most, widths = prices.draft.shape[0] - 1, prices.widths[:, None]
     place = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64)
@@ -391,6 +384,113 @@ def next_pass(
     ids, live = torch.where(found, order, paths.shape[0]).sort().values, found.sum(0, keepdim=True).int()
     ids = padded(ids, most)
     return Nodes(ids.masked_fill(torch.arange(most, device=ids.device, dtype=torch.int64) >= live, 0), live)
+
+
+Source = Beside | Callable[[Nodes, int, float], Free | None] | None  # of continuations that need no draft pass
+
+
+@op
+def start_search(
+    tree: Arrays,
+    size: Tensor,
+    counts: Counts,
+    notes: Notes,
+    ledger: Ledger,
+    rounds: int,
+    free: Source,
+    asked: tuple[int, float],
+) -> Tensor:
+    """Note the root as waiting and nothing as drafted or spent; return whether its pass pays, 0 or 1, int32 [1].
+
+    It does where `next_pass` finds one, unless free continuations of the root leave so little to the draft that no pass
+    pays. asked: how many of these, and their least log-probability. A pass may bring its usual share of the chance that
+    none of them is right. With a source of these it reads the tree on the host.
+    """
+    if run := native.start_search[size.device]:
+        return run(tree, size, counts, notes, ledger, rounds, free, asked)
+    _require_books(tree, counts, notes, ledger)
+    for part in (ledger.spent, notes.drafted, notes.waiting):
+        part.zero_()
+    notes.waiting[:1].fill_(True)
+    waiting = notes.waiting[: tree[0].shape[0]]  # without the spare entry
+    pays = (next_pass(tree[4], tree[3], waiting, size, counts.profile, ledger.prices, rounds).live > 0).int()
+    if free is not None and pays:
+        root = Nodes.of(torch.zeros(1, dtype=torch.int64, device=size.device))
+        found = _free_below(free, tree, size, root, *asked)
+        if found is not None and _is_covered(found, tree, size, counts, ledger):
+            pays.zero_()
+    return pays
+
+
+def _free_below(free: Source, tree: Arrays, size: Tensor, nodes: Nodes, most: int, least: float) -> Free | None:
+    if isinstance(free, Beside):
+        return free.below(tree, size, nodes, most, least)
+    found = None if free is None else free(nodes, most, least)
+    return None if found is None else Free(*found)
+
+
+def _is_covered(free: Free, tree: Arrays, size: Tensor, counts: Counts, ledger: Ledger) -> bool:
+    edges = chances(*_read(free, tree, size, counts), counts.table).exp().tolist()
+    paths, missed, depths = [1.0], [1.0], [0]  # of the root, and the free nodes below it
+    for parent, edge in zip(free.parents, edges, strict=True):
+        missed[parent] -= paths[parent] * edge
+        paths.append(paths[parent] * edge)
+        missed.append(paths[-1])
+        depths.append(depths[parent] + 1)
+    share, price, gain = float(counts.profile[0].sum()), float(ledger.prices.draft[1]), 0.0
+    for level in range(max(depths) + 1):
+        chances_there = (chance for chance, depth in zip(missed, depths, strict=True) if depth == level)
+        gain += share * sum(chances_there) - price
+        if gain > 0:
+            return False
+    return True
+
+
+def _read(free: Free, tree: Arrays, size: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
+    """Return stated log-probabilities and cells of free nodes."""
+    depths, cells, group = tree[2][: int(size)].tolist(), [], int(counts.group)
+    for parent, mark, rank in zip(free.parents, free.marks, free.ranks, strict=True):
+        depths.append(depths[parent] + 1)
+        cells.append(cell_of(group, mark, depths[-1], min(rank, PLACES - 1)))
+    edges = torch.tensor(free.log_probs, device=size.device, dtype=torch.float32)
+    return edges, torch.tensor(cells, device=size.device, dtype=torch.int64)
+
+
+@op
+def keep_likely(
+    tree: Arrays,
+    size: Tensor,
+    counts: Counts,
+    notes: Notes,
+    ledger: Ledger,
+    free: Source,
+    asked: tuple[int, int, float],
+    most: int,
+) -> Nodes:
+    """Append free continuations of the likeliest waiting nodes, and select what to verify as `select_worth`.
+
+    asked: of how many waiting nodes, how many continuations, and their least log-probability. Their edges are
+    log-chances, and notes has them; the ledger has the number of selected nodes. With a source of these it reads the
+    tree on the host.
+    """
+    if run := native.keep_likely[size.device]:
+        return Nodes(*run(tree, size, counts, notes, ledger, free, asked, most))
+    _require_books(tree, counts, notes, ledger)
+    if free is not None:
+        leaves, more, least = asked
+        waiting = notes.waiting[: int(size)].nonzero()[:, 0]
+        if len(waiting) > leaves:
+            best = select_best(tree[4].index_select(0, waiting), Nodes.of(waiting).live, leaves)
+            waiting = waiting.index_select(0, best.ids[: int(best.live)])
+        found = _free_below(free, tree, size, Nodes.of(waiting), min(more, tree[0].shape[0] - int(size)), least)
+        if found is not None:
+            stated, cells = _read(found, tree, size, counts)
+            edges = chances(stated, cells, counts.table).tolist()
+            new = graft(tree, size, found.parents, found.tokens, edges).ids
+            notes.stated[new], notes.cells[new] = stated, cells
+    kept = select_worth(tree[4], size, ledger.prices.verify, most)
+    ledger.verified.copy_(kept.live)
+    return kept
 
 
 MEMORY = 0.97  # of what was earned, per cycle

@@ -18,10 +18,10 @@ from torch import Tensor
 from specengine import ops
 from specengine.costs import ASSUMED, CostTable, PassCosts, find_costs
 from specengine.errors import InputError
-from specengine.ops import Counts, Drafted, Ledger, Limits, Nodes, Notes, Prices
+from specengine.ops import Counts, Ledger, Limits, Nodes, Notes, Prices
 from specengine.ops.select import Step
-from specengine.ops.tree import Continuations, Free, TokenTree
-from specengine.ops.worth import DEPTHS, KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, PLACES, RANKS, SOURCES
+from specengine.ops.tree import Beside, TokenTree
+from specengine.ops.worth import DEPTHS, KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, RANKS, SOURCES, Source
 from specengine.policies import PerDevice, Plan, TreePolicy, require
 
 if TYPE_CHECKING:
@@ -67,13 +67,7 @@ class _State:
         spent = torch.zeros(1, device=device, dtype=torch.float32)
         self.ledger = Ledger(*seconds, prices, earned, spent, verified, torch.full_like(spent, beside))
         ops.settle(self.ledger, self.none)
-
-    def start(self) -> None:
-        """Begin a tree."""
-        self.ledger.spent.zero_()
-        self.notes.drafted.zero_()
-        self.notes.waiting.zero_()
-        self.notes.waiting[:1].fill_(True)
+        self.books = self.counts, self.notes, self.ledger
 
 
 @cache
@@ -179,13 +173,10 @@ class Auto(TreePolicy):
 
     def _first(self, tree: TokenTree, state: _State) -> Nodes:
         """Return the root if its pass pays or is due, else nothing."""
-        state.start()
-        waiting = state.notes.waiting[: tree.capacity]  # without the spare entry
-        known = tree.path_log_probs, tree.log_probs, waiting, tree.size, state.counts.profile
+        free = _source(tree) if ops.is_free(tree.size) else None
+        given = self.rounds, free, (self.budget, math.log(SURE))
+        pays = ops.number(ops.start_search(tree.arrays, tree.size, *state.books, *given)) > 0
         skipped = ops.number(state.skipped)
-        pays = ops.number(ops.next_pass(*known, state.ledger.prices, self.rounds).live) > 0
-        if ops.is_free(tree.size) and pays:
-            pays = not self._covered(tree, state)
         asked = pays | (skipped >= self.patience)
         if isinstance(asked, Tensor):
             state.skipped.copy_(torch.where(asked, 0, skipped + 1))
@@ -195,39 +186,22 @@ class Auto(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         state = self._state[tree.device]
-        if not len(step.logits):
+        drafted = step.drafted
+        if not drafted.logits.shape[0]:
             return self._first(tree, state)
-        drafted = Drafted(step.logits, step.token_ids, step.normalized, step.marks)
-        books = state.counts, state.notes, state.ledger
-        return ops.grow_likely(tree.arrays, tree.counters, frontier, drafted, *books, self._limits)
+        return ops.grow_likely(tree.arrays, tree.counters, frontier, drafted, *state.books, self._limits)
 
     def keep(self, tree: TokenTree) -> Nodes:
         state = self._state[tree.device]
-        if tree.free is not None:
-            self._append_free(tree, tree.free, state)
-        kept = ops.select_worth(tree.path_log_probs, tree.size, state.ledger.prices.verify, self.budget)
-        state.ledger.verified.copy_(kept.live)
-        return kept
-
-    def _append_free(self, tree: TokenTree, free: Continuations, state: _State) -> None:
-        """Append continuations that need no draft pass below nodes that were not drafted from."""
-        size = len(tree)
-        leaves = Nodes.of(state.notes.waiting[:size].nonzero()[:, 0])
-        if len(leaves.ids) > LEAVES:
-            leaves = tree.best(leaves, LEAVES)
-        found = free(tree, leaves, min(MAX_FREE, tree.capacity - size), math.log(MIN_FREE))
-        if found is None:
-            return
-        stated, cells = self._read(tree, found, state)
-        new = tree.graft(found.parents, found.tokens, ops.chances(stated, cells, state.counts.table).tolist()).ids
-        state.notes.stated[new], state.notes.cells[new] = stated, cells
+        asked = LEAVES, MAX_FREE, math.log(MIN_FREE)
+        return ops.keep_likely(tree.arrays, tree.size, *state.books, _source(tree), asked, self.budget)
 
     def learn(self, outcome: Outcome) -> None:
         tree, path, chosen, cycle = outcome
         state = self._state[tree.device]
         rested = self._pace.resting > 0 and cycle is not None
         if not rested:
-            ops.count_outcomes(tree.arrays, tree.size, path, chosen, state.counts, state.notes, state.ledger)
+            ops.count_outcomes(tree.arrays, tree.size, path, chosen, *state.books)
         if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
             self._time(cycle, state, rested)
 
@@ -273,38 +247,11 @@ class Auto(TreePolicy):
             state.ledger.beside.fill_(self._costs.overhead)
             ops.settle(state.ledger, state.none)
 
-    def _covered(self, tree: TokenTree, state: _State) -> bool:
-        """Whether free continuations of the root leave so little to the draft that no pass pays.
 
-        A pass may bring its usual share of the chance that none of the free continuations is right.
-        """
-        free = None if tree.free is None else tree.free(tree, tree.root_alone(), self.budget, math.log(SURE))
-        if free is None:
-            return False
-        edges = ops.chances(*self._read(tree, free, state), state.counts.table).exp().tolist()
-        paths, missed, depths = [1.0], [1.0], [0]  # of the root, and the free nodes below it
-        for parent, edge in zip(free.parents, edges, strict=True):
-            missed[parent] -= paths[parent] * edge
-            paths.append(paths[parent] * edge)
-            missed.append(paths[-1])
-            depths.append(depths[parent] + 1)
-        share, price = float(state.counts.profile[0].sum()), float(state.ledger.prices.draft[1])
-        gain = 0.0
-        for level in range(max(depths) + 1):
-            chances = (chance for chance, depth in zip(missed, depths, strict=True) if depth == level)
-            gain += share * sum(chances) - price
-            if gain > 0:
-                return False
-        return True
-
-    def _read(self, tree: TokenTree, free: Free, state: _State) -> tuple[Tensor, Tensor]:
-        """Return stated log-probabilities and cells of free nodes."""
-        depths, cells = tree.depths[: len(tree)].tolist(), []
-        for parent, mark, rank in zip(free.parents, free.marks, free.ranks, strict=True):
-            depths.append(depths[parent] + 1)
-            cells.append(ops.cell_of(self._group, mark, depths[-1], min(rank, PLACES - 1)))
-        edges = torch.tensor(free.log_probs, device=tree.device, dtype=torch.float32)
-        return edges, torch.tensor(cells, device=tree.device, dtype=torch.int64)
+def _source(tree: TokenTree) -> Source:
+    """Return where ops ask for continuations that need no draft pass."""
+    free = tree.free
+    return free if free is None or isinstance(free, Beside) else lambda nodes, *most: free(tree, Nodes(*nodes), *most)
 
 
 def _costs_of(costs: str | PassCosts) -> PassCosts:

@@ -36,15 +36,19 @@ class History:
         self._ids = torch.empty(1, max(capacity, len(tokens), 1), dtype=torch.int64, device=device)
         self._ids[0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         self.length = len(tokens)
+        self._new: list[int] = []  # tokens that `_ids` lacks
 
     @property
     def ids(self) -> Tensor:
+        if self._new:
+            while self.length > self._ids.shape[1]:
+                self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
+            self._ids[0, self.length - len(self._new) : self.length] = torch.tensor(self._new, device="cpu")
+            self._new = []
         return self._ids[:, : self.length]
 
     def append(self, token: int) -> None:
-        if self.length == self._ids.shape[1]:
-            self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
-        self._ids[0, self.length] = token
+        self._new.append(token)
         self.length += 1
 
 

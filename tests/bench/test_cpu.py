@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from bench import random_gguf
 from bench.cpu import answers, forwards, goals
+from bench.cpu import rows as cpu_rows
 from bench.cpu.__main__ import main
 from bench.cpu.ways import KINDS, Given, Unavailable
 from specengine.benchmark import llama
@@ -225,3 +228,29 @@ def test_goals_stand_beside_what_was_measured() -> None:
     assert table["cold start to first token, s: default"] == (NOTHING, "5.5")
     assert "plain / generate: huggingface" not in table
     assert {way for figure in goals.FIGURES for way in figure.goals} <= set(KINDS)
+
+
+def test_rows_of_a_file_are_measured_in_processes_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "small.gguf"
+    random_gguf.write(file, "Q4_0", hidden=64, inner=96, layers=2, heads=(4, 2), words=96)
+    out = tmp_path / "rows.jsonl"
+    asked = ["--file", str(file), "--numerics", "integer", "--isa", "portable", "--rows", "1", "3", "--rounds", "2"]
+    assert cpu_rows.main([*asked, "--context", "5", "--python", "llama_cpp", sys.executable, "--out", str(out)]) == 0
+    _, settings, *found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert settings == {"record": "settings", "file": "small.gguf", "context": 5}
+    skipped, reading, ours = found
+    assert skipped["record"] == "skipped"
+    assert "llama_cpp" in skipped["reason"]
+    assert (reading["label"], ours["label"]) == ("reading", "specengine, integer, portable")
+    assert "portable, integer" in ours["backend"]
+    assert ours["over_1_row"]["1"] == 1.0
+    assert set(ours["ms"]) == {"1", "3"}
+
+
+def test_ratios_of_rows_are_those_within_a_round() -> None:
+    found = cpu_rows.summary({1: [1.0, 10.0, 2.0], 8: [2.0, 30.0, 4.0]}, {1: [0.5, 4.0, 2.0]})
+    assert found["over_1_row"] == {"1": 1.0, "8": 2.0}
+    assert found["over_reading"] == 2.0
+    assert found["ms"] == {"1": 2.0, "8": 4.0}
+    table = cpu_rows.table([{"record": "rows", "label": "an engine", **found}])
+    assert "| an engine | 2.00 | 2.00 | 2.00 |" in table

@@ -234,9 +234,56 @@ def ledger(m: Memory) -> tuple[Any, ...]:
 @call(optional=((3, 1), (3, 3)))
 def grow_likely(m: Memory) -> Arguments:
     marks = m.put(torch.ones(ROWS, COLUMNS, dtype=torch.uint8))
-    drafted = real(m, ROWS, COLUMNS), m.put(torch.arange(COLUMNS)), False, marks
+    drafted = real(m, ROWS, COLUMNS), m.put(torch.arange(COLUMNS)), False, marks, None
     frontier, counters = (whole(m, 1, 2, 4), one(m, ROWS)), (one(m, NODES), one(m, 2), one(m, 0))
     return [tree(m), counters, frontier, drafted, counts(m), notes(m), ledger(m), (-30.0, MOST, 2, 4)]
+
+
+def chain(nodes: Any, most: int, least: float) -> tuple[list[Any], ...]:
+    """Free continuations: a node below the first one that was asked for, and one below that."""
+    size = len(nodes[0]) and int(nodes[0][0]) + 1
+    return [size - 1, size], [200, 201], [-0.1, -0.2], [5, 6], [0, 12]
+
+
+@call(optional=(6,))
+def start_search(m: Memory) -> Arguments:
+    books = counts(m), notes(m), ledger(m)
+    return [tree(m), one(m, 1), *books, 2, chain, (6, -2.0)]
+
+
+@call(optional=(5,))
+def keep_likely(m: Memory) -> Arguments:
+    noted = notes(m)
+    noted[3][4] = True  # the last of the chain waits
+    return [tree(m), one(m, NODES), counts(m), noted, ledger(m), chain, (3, 4, -2.0), MOST]
+
+
+@call(optional=(6,))
+def root_rows(m: Memory) -> Arguments:
+    given = whole(m, 100, 101), whole(m, 1, 2, 3, 4), one(m, 2), one(m, 7), memory_words(m, 3)
+    return [*given, 3, real(m, 4)]
+
+
+@call(optional=(6,))
+def level_rows(m: Memory) -> Arguments:
+    frontier = whole(m, 1, 2, 4), one(m, ROWS)
+    return [tree(m), one(m, NODES), frontier, one(m, 7), one(m, 2), memory_words(m, CAPACITY + 1), real(m, 4)]
+
+
+@call(optional=(4, 5))
+def queue_rows(m: Memory) -> Arguments:
+    path = whole(m, 0, 1, 2), one(m, 3)
+    return [whole(m, 9, 8, 7, 6, 5), one(m, 1), whole(m, 101, 102, 5), path, real(m, 4, 6), real(m, NODES, 6)]
+
+
+@call()
+def extract(m: Memory) -> Arguments:
+    return [tree(m), whole(m, 0, 1, 2), one(m, 3)]
+
+
+@call()
+def plant(m: Memory) -> Arguments:
+    return [7, CAPACITY, torch.device("cpu")]
 
 
 @call()

@@ -10,7 +10,8 @@ import pytest
 
 from specengine import Engine
 from specengine.cli import main
-from specengine.costs import PassCosts, stored
+from specengine.costs import PassCosts
+from specengine.costs.measuring import stored
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import Engine
-from specengine.costs import PassCosts, interpolated, measuring, stored
+from specengine.costs import PassCosts, interpolated, measuring
+from specengine.costs.measuring import stored
 from specengine.drafters import Drafter
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
@@ -295,7 +296,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PassCosts]
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another process would begin."""
+    """Forget all costs, as in a new process."""
     monkeypatch.setattr(stored, "_loaded", {})
 
 

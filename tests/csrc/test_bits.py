@@ -233,3 +233,13 @@ def test_numerics_are_those_of_the_weights() -> None:
             Tiny(numerics, SETS[numerics][-1], kind, torch.float32, (6, 2, 32))
     with pytest.raises(ValueError, match="numerics: got octal, accepted bfloat16 or integer"):
         _cpu.instruction_sets("octal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS["integer"])
+def test_integers_keep_the_law_with_any_number_of_rows_and_far_into_a_text(name: str) -> None:
+    model = Tiny("integer", name, "int_i8", torch.bfloat16, (6, 2, 32))
+    for context in (0, 700, 4000):
+        for rows in range(1, 65) if context < 4000 else (1, 7, 16, 33, 64):
+            tree = random_tree(rows, rows + context)
+            assert torch.equal(in_tree(model, tree, context), one_by_one(model, tree, context)), (context, rows)

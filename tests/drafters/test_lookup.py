@@ -151,10 +151,11 @@ def test_where_nothing_matches_the_draft_has_its_say() -> None:
 
     draft = Lookup(Fixed(Tables(8)))
     draft.begin([1, 2, 3])
-    given_step = Step(torch.zeros(1, 8))
-    assert draft.root(path_tree(7, [])) is given_step
-    given_step = Step(torch.full((1, 1), -torch.inf), normalized=True)  # what a draft gives that proposes nothing
-    assert draft.root(path_tree(7, [])) is given_step
+    nothing = Step(torch.full((1, 1), -torch.inf), normalized=True)  # what a draft gives that proposes nothing
+    for given_step in (Step(torch.zeros(1, 8)), nothing):
+        found = draft.root(path_tree(7, []))
+        assert found.logits is given_step.logits
+        assert (found.token_ids, found.marks, found.normalized) == (None, None, given_step.normalized)
 
 
 def test_the_draft_s_own_logits_are_left_as_they_are() -> None:

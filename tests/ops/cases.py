@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from specengine import ops
+from specengine.drafters import lookup
 from specengine.ops import worth
+from specengine.ops.tree import Free
 from tests import toy
 from tests.ops.inputs import HUGE, NAN, count, poisoned
 
@@ -108,6 +110,49 @@ def subtree(draw: Draw) -> tuple:
     with ops.meaning():
         nodes = ops.select_best(paths, count(size), most)
     return (tree[1], words, *nodes), {}
+
+
+def extract(draw: Draw) -> tuple:
+    size, most = draw.between(1, 90), draw.between(1, 70)
+    tree = tree_of(draw, size, 130)
+    with ops.meaning():
+        nodes = ops.select_best(tree[4], count(size), most)
+    nodes = nodes.ids[: int(nodes.live)], nodes.live  # padding has other values in a tree
+    return (tree, *nodes), {}
+
+
+def plant(draw: Draw) -> tuple:
+    return (draw.between(0, 10**6), 1, torch.device("cpu")), {}
+
+
+def root_rows(draw: Draw) -> tuple:
+    waiting, width = draw.between(1, 5), draw.between(1, 70)
+    held = draw.whole(1000, width + draw.between(1, 4))
+    causal = draw.whole(10**6, len(held) - 1, 2)
+    factors = draw.one_of([None, draw.normal(draw.between(1, 4))])
+    taken = count(draw.between(0, min(waiting, width)))
+    return (draw.whole(1000, 3), held, taken, count(draw.between(0, 99)), causal, width, factors), {}
+
+
+def level_rows(draw: Draw) -> tuple:
+    size, spare, padding = draw.between(1, 70), draw.between(70, 80), draw.between(0, 3)
+    tree, rows = tree_of(draw, size, 80), draw.between(0, 5)
+    frontier = torch.randperm(size, generator=draw.random)[:rows]
+    nodes = ops.Nodes(torch.cat([frontier, draw.whole(size, padding)]), count(len(frontier)))
+    seen = draw.whole(10**6, spare + 1, 2)
+    seen[spare] = 0
+    factors = draw.one_of([None, draw.normal(draw.between(1, 4))])
+    return (tree, count(size), nodes, count(draw.between(0, 99)), count(draw.between(0, 90)), seen, factors), {}
+
+
+def queue_rows(draw: Draw) -> tuple:
+    held, nodes, width = draw.whole(1000, draw.between(2, 9)), draw.between(1, 9), draw.between(1, 5)
+    path = torch.randperm(nodes, generator=draw.random)[: len(held) - 1]
+    taken = draw.between(0, len(held) - 1 - len(path))
+    kind = draw.one_of(FLOATS)
+    buffer, features = draw.normal(len(held) - 1, width).to(kind), draw.normal(nodes, width).to(kind)
+    rows = draw.one_of([(None, None), (buffer, features)])
+    return (held, count(taken), draw.whole(1000, len(path)), ops.Nodes.of(path), *rows), {}
 
 
 def step_queues(draw: Draw) -> tuple:
@@ -204,6 +249,15 @@ def ledger_of(draw: Draw, nodes: int, width: int) -> ops.Ledger:
     return ops.Ledger(verify, draft, prices, 9 * earned, spent, count(draw.between(0, nodes)), beside)
 
 
+def copies_of(draw: Draw, tree: tuple, size: int, ids: Tensor | None) -> Any:
+    """Copies, which know a text of the tree's tokens; those of the extension, if it runs the ops here."""
+    copies = lookup.backend().Copies([0.5, 0.7, 0.9], 8.0, 0.98, 8)
+    text = [int(tree[0][draw.between(0, size - 1)]) for _ in range(60)]
+    copies.begin(text[:40], text[40:] if draw.between(0, 1) else [])
+    copies.columns(ids)
+    return copies
+
+
 def grow_likely(draw: Draw) -> tuple:
     size, rows, padding = draw.between(1, 40), draw.between(1, 5), draw.between(0, 3)
     tree, columns = tree_of(draw, size, draw.one_of([80, size + 3])), draw.between(1, 300)
@@ -215,12 +269,50 @@ def grow_likely(draw: Draw) -> tuple:
         logits = -logits.exp().masked_fill(draw.normal(rows, columns) > 1, math.inf)
     ids = draw.one_of([None, torch.randperm(2 * columns, generator=draw.random)[:columns]])
     marks = draw.one_of([None, draw.whole(worth.SOURCES, rows + padding, columns).to(torch.uint8)])
-    drafted = ops.Drafted(draw.strided(poisoned(logits.to(draw.one_of(FLOATS)), padding)), ids, normalized, marks)
+    logits = draw.strided(poisoned(logits.to(draw.one_of(FLOATS)), padding))
+    copies = None if logits.dtype is torch.float16 else draw.one_of([None, copies_of(draw, tree, size, ids)])
+    drafted = ops.Drafted(logits, ids, normalized, marks, copies)
     nodes = ops.Nodes(torch.cat([frontier, draw.whole(size, padding)]), count(rows))
     limits = ops.Limits(draw.one_of([-1e9, -6.0, -2.0]), draw.between(1, 40), draw.between(1, 3), 4)
     counters = count(size), count(draw.between(1, 5)), count(0)
     books = *search_of(draw, tree, size), ledger_of(draw, draw.between(1, 20), draw.between(8, 9))
     return (tree, counters, nodes, drafted, *books, limits), {}
+
+
+def source_of(draw: Draw, size: int) -> Callable[..., Free | None] | None:
+    """None, or what proposes nodes below the first one that it is asked for in a tree of this size."""
+    kinds = [(draw.between(1, 7), draw.between(0, 12)) for _ in range(draw.between(0, 6))]
+
+    def below(nodes: ops.Nodes, most: int, least: float) -> Free | None:
+        taken = kinds[: max(most, 0)] if len(nodes[0]) else []
+        parents = [int(nodes[0][0]), int(nodes[0][0]), size, size + 2, size, size + 4] if taken else []
+        edges = [least * number / 6 for number in range(len(taken))]
+        tokens = list(range(2000, 2000 + len(taken)))
+        marks, ranks = [mark for mark, _ in taken], [rank for _, rank in taken]
+        return Free(parents[: len(taken)], tokens, edges, marks, ranks) if taken else None
+
+    return draw.one_of([None, below, below])
+
+
+def start_search(draw: Draw) -> tuple:
+    tree = tree_of(draw, 1, draw.one_of([40, 80]))
+    books = *search_of(draw, tree, 1), ledger_of(draw, draw.between(1, 20), draw.between(1, 6))
+    return (
+        tree,
+        count(1),
+        *books,
+        draw.between(1, 3),
+        source_of(draw, 1),
+        (draw.between(1, 6), -draw.between(1, 3)),
+    ), {}
+
+
+def keep_likely(draw: Draw) -> tuple:
+    size = draw.between(1, 40)
+    tree = tree_of(draw, size, draw.one_of([80, size + 3]))
+    books = *search_of(draw, tree, size), ledger_of(draw, draw.between(1, 20), draw.between(1, 6))
+    asked = draw.between(1, 9), draw.between(1, 6), -draw.between(1, 3)
+    return (tree, count(size), *books, source_of(draw, size), asked, draw.between(1, 30)), {}
 
 
 def count_outcomes(draw: Draw) -> tuple:
@@ -317,6 +409,13 @@ CASES: dict[str, Callable[[Draw], tuple]] = {
     for case in (
         append_children,
         append_nodes,
+        extract,
+        plant,
+        root_rows,
+        level_rows,
+        queue_rows,
+        start_search,
+        keep_likely,
         beam_observation,
         best_action,
         best_candidates,

@@ -1,4 +1,4 @@
-"""When auto decodes plainly: by simulated clocks, and with an engine."""
+"""Tests of when auto decodes plainly: by simulated clocks, and with an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import Engine
-from specengine.costs import PassCosts, stored
+from specengine.costs import PassCosts
+from specengine.costs.measuring import stored
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
