@@ -18,14 +18,13 @@ namespace integer_portable_set {
 
 // a * b + c, rounded once.
 #if defined(__aarch64__)
-constexpr int kRegisters = 32;
 constexpr const char* kName = "neon";
 CPU_INLINE vf fused(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #else
-constexpr int kRegisters = 16;
 constexpr const char* kName = "portable";
 #include "cpu/kernels/fused_by_doubles.inl"
-CPU_INLINE vf fused(vf a, vf b, vf c) { return fused_by_doubles(a, b, c); }
+// A call: copies of it would be a megabyte.
+static __attribute__((noinline)) vf fused(vf a, vf b, vf c) { return fused_by_doubles(a, b, c); }
 #endif
 
 #include "cpu/kernels/numbers.inl"

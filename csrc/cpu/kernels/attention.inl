@@ -74,7 +74,7 @@ class Slots {
 
 // Turns `count` keys from `first` on, to [words of a row][Vectors * W slots]; what is behind them is the last one's.
 template <bool Half, int Vectors>
-CPU_INLINE void turn_keys(const Slots<Half>& keys, int64_t first, int64_t count, int64_t size, uint32_t* to) {
+static void turn_keys(const Slots<Half>& keys, int64_t first, int64_t count, int64_t size, uint32_t* to) {
   using Of = Words<Half>;
   constexpr int64_t kStride = Vectors * W;
   for (int v = 0; v < Vectors; ++v) {
@@ -95,7 +95,7 @@ CPU_INLINE void turn_keys(const Slots<Half>& keys, int64_t first, int64_t count,
 
 // scores[query][slot], `stride` from query to query, of turned keys. query: [size][16]
 template <bool Half, int Vectors, int Queries>
-CPU_INLINE void score(const uint32_t* turned, const float* query, int64_t size, float* scores, int64_t stride) {
+static void score(const uint32_t* turned, const float* query, int64_t size, float* scores, int64_t stride) {
   using Of = Words<Half>;
   vf sums[Queries][Vectors] = {};
   for (int64_t d = 0; d < size; d += Of::kEach, turned += Vectors * W) {
@@ -123,7 +123,8 @@ CPU_INLINE void score_slots(const AttendTask& task, const float* query, uint32_t
   constexpr int kMost = Half ? kQueriesTogether : 2;  // vectors
   const int64_t all = task.prefix + task.steps;
   const Slots<Half> keys(task, task.keys);
-  for (int64_t slot = 0; slot < all;) {
+  int64_t slot = 0;
+  while (slot < all) {
     const auto run = [&](auto vectors) __attribute__((always_inline)) {
       constexpr int kVectors = decltype(vectors)::value;
       turn_keys<Half, kVectors>(keys, slot, least(kVectors * W, all - slot), task.size, turned);
@@ -140,7 +141,7 @@ CPU_INLINE void score_slots(const AttendTask& task, const float* query, uint32_t
 }
 
 // A query's scores to its weights.
-CPU_INLINE void weigh(const AttendTask& task, int64_t query, float* scores) {
+static void weigh(const AttendTask& task, int64_t query, float* scores) {
   const int64_t all = task.prefix + task.steps;
   const auto is_seen = [&](int64_t i) { return task.step[i - task.prefix].lanes >> query & 1; };
   for (int64_t i = task.prefix; i < all; ++i)
@@ -158,8 +159,8 @@ CPU_INLINE void weigh(const AttendTask& task, int64_t query, float* scores) {
 // Sums of Vectors spans of the values' channels from `d` on, to out[channel][16 queries], slot after slot; and in `total`,
 // where wanted, of the weights. What a query does not see is left out, not added as zero. `first`: the first query's lane.
 template <bool Half, int Vectors, int Queries, bool Total>
-CPU_INLINE void add_values(const AttendTask& task, int64_t first, int64_t d, const float* weights, int64_t stride, float* out,
-                           float* total) {
+static void add_values(const AttendTask& task, int64_t first, int64_t d, const float* weights, int64_t stride, float* out,
+                       float* total) {
   using Of = Words<Half>;
   const Slots<Half> values(task, task.values);
   const int64_t prefix = task.prefix, all = prefix + task.steps, size = task.size;
@@ -184,19 +185,19 @@ CPU_INLINE void add_values(const AttendTask& task, int64_t first, int64_t d, con
   };
   for (int64_t i = 0; i < prefix; ++i) add(i, std::false_type{});
   for (int64_t i = prefix; i < all; ++i) add(i, std::true_type{});
+  alignas(64) float found[Queries][Vectors][Of::kEach][W];
 #pragma GCC unroll 4
   for (int q = 0; q < Queries; ++q) {
     if (Total) total[q] = totals[q][0];
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v)
 #pragma GCC unroll 2
-      for (int c = 0; c < Of::kEach; ++c) {
-        alignas(64) float found[W];
-        store(found, sums[q][v][c]);
-        const int64_t channel = d + v * Of::kSpan + c, some = least(W, (size - channel + Of::kEach - 1) / Of::kEach);
-        for (int64_t i = 0; i < some; ++i) out[(channel + i * Of::kEach) * kRows + q] = found[i];
-      }
+      for (int c = 0; c < Of::kEach; ++c) store(found[q][v][c], sums[q][v][c]);
   }
+  const int64_t channels = least(Vectors * Of::kSpan, size - d);
+  for (int64_t i = 0; i < channels; ++i)
+    for (int q = 0; q < Queries; ++q)
+      out[(d + i) * kRows + q] = found[q][i / Of::kSpan][i % Of::kEach][i % Of::kSpan / Of::kEach];
 }
 
 template <bool Half>

@@ -60,7 +60,8 @@ CPU_INLINE void multiply_rows(const Weights& weights, const uint32_t* x, int64_t
   // what is asked for goes with up to so many passes over the weights
   int64_t passes = least((rows + kTogether - 1) / kTogether, 4);
   ahead.bytes /= passes;
-  for (int64_t r = 0; r < rows;) {
+  int64_t r = 0;
+  while (r < rows) {
     const auto run = [&](auto count) __attribute__((always_inline)) {
       constexpr int kCount = decltype(count)::value, kOf = outputs_by(kCount);
       const int64_t bytes = ahead.bytes * kOf / kOutputs;
