@@ -5,6 +5,12 @@ constexpr int kPanelsTogether = 2; // panels that share the words of rows
 
 CPU_INLINE vi nearest(vf value) { return (vi)_mm512_cvtps_epi32((__m512)value); }
 
+// Keeps sums in the order they are written in: GCC makes trees of them, whose leaves then do not fit the registers.
+template <typename T>
+CPU_INLINE void in_order(T& sum) {
+  __asm__("" : "+v"(sum));
+}
+
 // A table's bytes for those of `places`, which are below 16.
 CPU_INLINE vu looked_up(const int8_t* table, vu places) {
   return (vu)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), (__m512i)places);

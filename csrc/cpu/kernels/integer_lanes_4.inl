@@ -15,6 +15,18 @@ CPU_INLINE vi nearest(vf value) {
 #endif
 }
 
+// Keeps sums in the order they are written in: GCC makes trees of them, whose leaves then do not fit the registers.
+template <typename T>
+CPU_INLINE void in_order(T& sum) {
+#if defined(__SSE2__)
+  __asm__("" : "+x"(sum));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(sum));
+#else
+  (void)sum;
+#endif
+}
+
 // A table's bytes for those of `places`, which are below 16.
 CPU_INLINE vu looked_up(const int8_t* table, vu places) {
 #if defined(__aarch64__)

@@ -5,6 +5,12 @@ constexpr int kPanelsTogether = 1;  // panels that share the words of rows
 
 CPU_INLINE vi nearest(vf value) { return (vi)_mm256_cvtps_epi32((__m256)value); }
 
+// Keeps sums in the order they are written in: GCC makes trees of them, whose leaves then do not fit the registers.
+template <typename T>
+CPU_INLINE void in_order(T& sum) {
+  __asm__("" : "+x"(sum));
+}
+
 // A table's bytes for those of `places`, which are below 16.
 CPU_INLINE vu looked_up(const int8_t* table, vu places) {
   return (vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table)), (__m256i)places);

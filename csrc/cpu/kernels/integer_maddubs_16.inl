@@ -31,9 +31,11 @@ struct Sum {
   CPU_MEMBER void add(const Word<F>& word, int k, const int32_t* row) {
     const __m512i products = word.by(_mm512_set1_epi32(*row));
     part = k % kHold == 0 ? products : _mm512_add_epi16(part, products);
+    in_order(part);
     if (k % kHold != kHold - 1) return;
     const __m512i sums = _mm512_madd_epi16(part, _mm512_set1_epi16(1));
     value = k < kHold && !F::kOffset ? sums : _mm512_add_epi32(value, sums);
+    in_order(value);
   }
   CPU_MEMBER vf end() const { return (vf)_mm512_cvtepi32_ps(value); }
   __m512i value, part;

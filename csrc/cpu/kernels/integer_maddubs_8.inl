@@ -28,9 +28,11 @@ struct Sum {
   CPU_MEMBER void add(const Word<F>& word, int k, const int32_t* row) {
     const __m256i products = word.by(_mm256_set1_epi32(*row));
     part = k % kHold == 0 ? products : _mm256_add_epi16(part, products);
+    in_order(part);
     if (k % kHold != kHold - 1) return;
     const __m256i sums = _mm256_madd_epi16(part, _mm256_set1_epi16(1));
     value = k < kHold && !F::kOffset ? sums : _mm256_add_epi32(value, sums);
+    in_order(value);
   }
   CPU_MEMBER vf end() const { return (vf)_mm256_cvtepi32_ps(value); }
   __m256i value, part;

@@ -24,6 +24,7 @@ struct Sum {
   CPU_MEMBER void add(const Word<F>& word, int, const int32_t* row) {
     const vu x = vu{} + static_cast<uint32_t>(*row);
     value += pair_products(word.even, (vs)(x << 8) >> 8) + pair_products(word.odd, (vs)x >> 8);
+    in_order(value);
   }
   CPU_MEMBER vf end() const { return __builtin_convertvector(value, vf); }
   vi value;
