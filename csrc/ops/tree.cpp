@@ -47,11 +47,16 @@ py::tuple append_children(handle tree, handle counters, handle frontier, handle 
   return py::make_tuple(appended(first, added, room), make_count(entries));
 }
 
-py::tuple subtree(handle parents, handle ancestors, handle nodes, handle live) {
-  const auto above = take_input<int64_t>(parents, "parents", {kAny}), kept = take_input<int64_t>(nodes, "nodes", {kAny});
-  border::Tensor old;  // of which the meaning makes the new words
+// Ancestor words of which only the meaning makes the new ones.
+void require_words(handle ancestors) {
+  border::Tensor old;
   if (!border::read(ancestors, old) || !(old.dtype == border::DtypeOf<int64_t>::dtype) || old.rank != 2)
     border::refuse_array<int64_t>(ancestors, "ancestors", "[any, any]");
+}
+
+py::tuple subtree(handle parents, handle ancestors, handle nodes, handle live) {
+  const auto above = take_input<int64_t>(parents, "parents", {kAny}), kept = take_input<int64_t>(nodes, "nodes", {kAny});
+  require_words(ancestors);
   const int64_t room = kept.size(0), count = take_count(live, "live", room);
   const auto renumbered = make<int64_t>({room}), words = make<int64_t>({room, spec::words_for(room)});
   if (!spec::subtree(above.at(), above.size(0), kept.at(), count, room, renumbered.at(), static_cast<uint64_t*>(words.data)))
@@ -82,6 +87,7 @@ py::tuple extract(handle tree, handle nodes, handle live) {
   const int64_t room = kept.size(0), count = take_count(live, "live", room);
   const auto above = take_input<int64_t>(given[1], "parents", {kAny});
   const int64_t size = above.size(0);
+  require_words(given[5]);
   const auto renumbered = make<int64_t>({room}), words = make<int64_t>({room, spec::words_for(room)});
   if (!spec::subtree(above.at(), size, kept.at(), count, room, renumbered.at(), static_cast<uint64_t*>(words.data)))
     refuse("nodes: must be ascending, start with the root and contain every node's parent");
