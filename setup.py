@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the C++ extension, the CUDA library, kernels/ as the package specengine_kernels, and
+"""Build what pyproject.toml cannot describe: the C++ extension, the CUDA library, kernels/ as specengine_kernels, and
 as specengine_csrc what NVRTC compiles where the CUDA library is not built.
 
 The CUDA library specengine/_cuda.so is built where nvcc is found (in CUDA_HOME/bin, else on the path) and somebody
@@ -90,18 +90,19 @@ def nvcc_command(compiler: str, sources: list[str], library: str, include: str =
 
 
 def list_formats(folder: str, csrc: str = "csrc") -> None:
-    """Write the headers that list csrc/cpu/formats, below a folder where the compiler looks for headers.
+    """Write the headers that list csrc/cpu/formats and integers, below a folder where the compiler looks for headers.
 
     So a weight format is one file, named after it, and stands in no list.
     """
-    names = sorted(path.stem for path in Path(csrc, "cpu", "formats").glob("*.inl"))
-    headers = {
-        "formats.hpp": "#define CPU_FORMATS(each) " + " ".join(f"each({name})" for name in names),
-        "formats.inl": "\n".join(f'#include "cpu/formats/{name}.inl"' for name in names),
-    }
+    headers = {"formats.hpp": ""}
+    for kind in ("formats", "integers"):
+        names = sorted(path.stem for path in Path(csrc, "cpu", kind).glob("*.inl"))
+        each = " ".join(f"each({name})" for name in names)
+        headers["formats.hpp"] += f"#define CPU_{kind.upper()}(each) {each}\n"
+        headers[f"{kind}.inl"] = "\n".join(f'#include "cpu/{kind}/{name}.inl"' for name in names) + "\n"
     Path(folder, "cpu").mkdir(parents=True, exist_ok=True)
     for header, text in headers.items():
-        Path(folder, "cpu", header).write_text(text + "\n")
+        Path(folder, "cpu", header).write_text(text)
 
 
 class OptionalBuildExt(build_ext):
@@ -164,8 +165,8 @@ def extensions() -> list[Extension]:
         include_dirs=["csrc"],
         depends=[*headers, *sorted(glob("csrc/cpu/*/*.inl"))],
         cxx_std=17,
-        # sums are the same bits wherever a row stands only if each is contracted to fused products in the same way
-        extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread", *WATCHED],
+        # a compiler that fuses products and sums chooses which; kernels say it themselves, so that all choose alike
+        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread", *WATCHED],
         extra_link_args=["-pthread", *WATCHED],
         optional=True,
     )

@@ -118,7 +118,7 @@ def _error(pairs: list[tuple[float, bool]]) -> float:
 
 
 def smoothed(hits: Tensor, tries: Tensor) -> Tensor:
-    """Chances by cell and knot: of a source at large, by rank, by depth, each as far as there is evidence."""
+    """Smooth the chances by cell and knot: from a source at large, then by rank, then by depth, as evidence allows."""
     shape = (2, SOURCES, DEPTHS, RANKS, KNOTS)
     hits, tries = hits.view(shape), tries.view(shape)
     found = torch.linspace(-ODDS, ODDS, KNOTS, dtype=torch.float64).sigmoid().expand(shape)

@@ -152,7 +152,7 @@ def _defaults() -> list[str]:
 
 
 def sweep_points(spec: str) -> tuple[str, dict[str, str]]:
-    """The sweep's group and, by value, the ways it is made of."""
+    """Return the sweep's group and, by value, its ways."""
     name, _, base = spec.partition(",")
     base = base and "," + base
     name, slash, preset = name.partition("/")

@@ -97,7 +97,7 @@ def _speed_and_tau(record: Record) -> str:
 
 
 def loss_tables(records: list[Record]) -> list[Table]:
-    """From research.losses: a row per loss, a column per tree, each speed over plain decoding and acceptance length."""
+    """Make the tables of research.losses: a row per loss, a column per tree; speed over plain and acceptance length."""
     cells = {(r["loss"], r["tree"]): r for r in records if r["record"] == "cell"}
     trees = list(dict.fromkeys(tree for _, tree in cells))
     rows = [
@@ -116,7 +116,7 @@ def loss_tables(records: list[Record]) -> list[Table]:
 
 
 def construction_tables(records: list[Record]) -> list[Table]:
-    """From bench.tree_construction: median milliseconds and, in brackets, relative to the baseline, by input form."""
+    """Make the tables of bench.tree_construction: median ms, the ratio to the baseline in brackets."""
     cases = [r for r in records if r["record"] == "case"]
     made = []
     for given in dict.fromkeys(case["given"] for case in cases):

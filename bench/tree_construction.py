@@ -63,7 +63,7 @@ CASES = [
 
 
 class Layer(NamedTuple):
-    """What a rule is given. logits: [parents, V]; scores: float32 [parents], path log-probabilities of the parents;
+    """Input of a rule. logits: [parents, V]; scores: float32 [parents], path log-probabilities of the parents;
     normalized: the logits are log-probabilities already; below_root: float32 [BUDGET - 1], what the root's pass found,
     best first."""
 
@@ -74,7 +74,7 @@ class Layer(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """What a rule takes. rows, columns: int64 [m], parent and token; scores: float32 [m], of the path (the edge for
+    """Output of a rule. rows, columns: int64 [m], parent and token; scores: float32 [m], of the path (the edge for
     SALF, whose queue keeps the paths to itself); padding, if any, has -inf."""
 
     rows: Tensor
@@ -113,7 +113,7 @@ def eagle_fused(layer: Layer) -> Rule:
 
 
 def talon_torch(layer: Layer) -> Rule:
-    """The gate as the paper describes it: add the parents' scores, maximum, mask, nonzero, cut to the budget."""
+    """Select by the gate as the paper describes it: add parents' scores, maximum, mask, nonzero, cut to the budget."""
 
     def run() -> Selected:
         paths = layer.scores[:, None] + _log_probs(layer)
@@ -128,7 +128,7 @@ def talon_torch(layer: Layer) -> Rule:
 
 
 def talon_torch_without_sync(layer: Layer) -> Rule:
-    """The gate without nonzero, whose result's size the host must wait for: the budget's best, those below masked."""
+    """Select by the gate without nonzero, for whose size the host waits: best of the budget, lower ones masked."""
 
     def run() -> Selected:
         paths = (layer.scores[:, None] + _log_probs(layer)).view(-1)
@@ -154,7 +154,7 @@ def talon_fused(layer: Layer) -> Rule:
 
 
 def salf(layer: Layer) -> Rule:
-    """A push into the bounded queue and a pop from it, on the queue that the root's pass has left.
+    """Push to and pop from the bounded queue that the root's pass has left.
 
     SALF expands at most `BATCH` nodes at once; a layer of more parents meets the queue of a layer of `BATCH`.
     """
@@ -181,7 +181,7 @@ def salf(layer: Layer) -> Rule:
 
 
 def c2t(layer: Layer) -> Rule:
-    """Entropy of each parent, and the classifier's verdict on its best children."""
+    """Compute each parent's entropy and the classifier's verdict on its best children."""
     classifier, one = _classifier().to(layer.logits.device), _count(1, layer)
 
     def run() -> Selected:
@@ -227,7 +227,7 @@ def _count(number: int, layer: Layer) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _classifier() -> Mlp:
-    """Of C2T's shape (241 parameters), with random weights: what it decides does not matter to its cost."""
+    """Return a classifier of C2T's shape (241 parameters) with random weights, which cost the same."""
     torch.manual_seed(0)
     return Mlp(3, 48).requires_grad_(False).eval()
 
@@ -269,7 +269,7 @@ class Times(NamedTuple):
 
 @torch.inference_mode()
 def measure(case: Case, device: torch.device, warm_ups: int, repeats: int, seconds: float) -> dict[str, Any]:
-    """The case's record. Fewer calls are made than asked for where they would take longer than `seconds`."""
+    """Return the case's record. Makes fewer calls than asked for if they would take longer than `seconds`."""
     layer = layer_of(case, device)
     ways = rules(device)
     found = {name: prepare(layer)() for name, prepare in ways.items()}
@@ -384,7 +384,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """Every way of every case, without importing pytest: the command line does not need it."""
+    """Parametrise with every way of every case, without importing pytest: the command line does not need it."""
     if "case" in metafunc.fixturenames:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         both = [(case, way) for case in CASES for way in rules(device)]

@@ -176,7 +176,7 @@ struct Tensor {
   }
 };
 
-// Of torch and of Python; made once, by `start`.
+// Types and functions of torch and Python, found once by `start`.
 struct Torch {
   PyTypeObject* tensor = nullptr;
   int (*lend)(void* object, LentTensor* out) = nullptr;
@@ -252,7 +252,7 @@ inline Dtype dtype_named(const std::string& name) {
   return {0, 0};
 }
 
-// As `lent`, for a torch without the exchange API.
+// Read what `lent` reads, for a torch without the exchange API.
 inline bool read_attributes(py::handle object, Tensor& out) {
   try {
     const std::string layout = py::str(object.attr("layout")), device = py::str(object.attr("device").attr("type"));
@@ -302,7 +302,7 @@ Array<T> take(py::handle object, const char* name, Sizes wanted) {
   return out;
 }
 
-// Of any shape, contiguous and aligned.
+// Take an array of any shape that is contiguous and aligned.
 template <typename T>
 Array<T> take_flat(py::handle object, const char* name, int64_t count = kAny) {
   Array<T> out;
@@ -329,7 +329,7 @@ bool read_input(py::handle object, Input<T>& out) {
   return out.dtype == DtypeOf<T>::dtype && reinterpret_cast<uintptr_t>(out.data) % alignof(T) == 0;
 }
 
-// As `take`, `take_flat` and `take_or_none`.
+// Take inputs as `take`, `take_flat` and `take_or_none` do, copied where needed.
 template <typename T>
 Input<T> take_input(py::handle object, const char* name, Sizes wanted) {
   Input<T> out;
@@ -435,7 +435,7 @@ inline Rows take_rows(py::handle object, const char* name, int64_t least_columns
   return out;
 }
 
-// As `take_rows`; rows of float16, or whose columns stand apart, are copied, the former to float32. The copy lives as long
+// Rows as of `take_rows`; rows of float16 are copied to float32, strided rows as they are. The copy lives as long
 // as this object.
 struct RowsInput : Rows {
   py::object copy;

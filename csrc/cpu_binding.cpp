@@ -36,10 +36,20 @@ cpu::Kind kind_of(const std::string& name) {
   throw std::invalid_argument("kind: got " + name);
 }
 
-const cpu::Kernels& kernels_of(const std::string& name) {
-  for (const cpu::Kernels* kernels : cpu::available_kernels())
+const char* numerics_of(const std::string& name) {
+  for (const char* known : {cpu::kBfloat16, cpu::kInteger})
+    if (name == known) return known;
+  throw std::invalid_argument("numerics: got " + name + ", accepted bfloat16 or integer");
+}
+
+cpu::Rope rope(std::vector<float> frequencies, float factor, const std::string& numerics) {
+  return cpu::Rope(std::move(frequencies), factor, numerics == cpu::kInteger);
+}
+
+const cpu::Kernels& kernels_of(const std::string& name, const std::string& numerics) {
+  for (const cpu::Kernels* kernels : cpu::available_kernels(numerics_of(numerics)))
     if (kernels->name == name) return *kernels;
-  throw std::invalid_argument("instruction set: this machine has no " + name);
+  throw std::invalid_argument("instruction set: this machine has no " + name + " of " + numerics + " numerics");
 }
 
 int threads_of(int64_t threads) {
@@ -115,7 +125,7 @@ void pack(cpu::Weights& weights, const std::string& name, const std::string& fro
                                                         ", contiguous, on the CPU");
   const int64_t count = data.bytes() / each;
   const bool fits = m.kind == kind || (cpu::stored_as(m.kind).quantize && !blocks);
-  if (!fits) border::refuse("kind", from, "that of the matrix, or f32 or bf16 for i8");
+  if (!fits) border::refuse("kind", from, "that of the matrix, or f32 or bf16 for i8 and int_i8");
   require(first >= 0 && first % cpu::kOutputs == 0, "first", first, "a multiple of 16");
   require(count <= m.outputs - first, "rows", count, "at most " + std::to_string(m.outputs - first));
   require(count % cpu::kOutputs == 0 || first + count == m.outputs, "rows", count, "a multiple of 16, or up to the last");
@@ -202,13 +212,14 @@ void run_head(Draft& draft, const Model& target, handle positions, int64_t prefi
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 7;  // specengine/models/extension.py asks for it: an extension may be left from other sources
-  module.def("instruction_sets", [] {
+  module.attr("INTERFACE") = 8;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  // those of such numerics, the fastest first
+  module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
-    for (const cpu::Kernels* kernels : cpu::available_kernels()) names.push_back(kernels->name);
+    for (const cpu::Kernels* kernels : cpu::available_kernels(numerics_of(numerics))) names.push_back(kernels->name);
     return names;
   });
-  // names of csrc/cpu/formats
+  // names of csrc/cpu/formats and, behind `int_`, csrc/cpu/integers
   module.def("formats", [] {
     std::vector<std::string> names;
     for (int i = 0; i < cpu::kKinds; ++i) names.push_back(cpu::stored_as(static_cast<cpu::Kind>(i)).name);
@@ -243,13 +254,15 @@ PYBIND11_MODULE(_cpu, module) {
       });
   py::class_<Model>(module, "Decoder")
       // sizes: layers, hidden, vocabulary, query heads, key-value heads, head size
-      .def(py::init([](const std::string& kernels, const std::vector<int64_t>& sizes, float eps,
+      .def(py::init([](const std::string& kernels, const std::string& numerics, const std::vector<int64_t>& sizes, float eps,
                        std::shared_ptr<cpu::Weights> weights, std::vector<float> frequencies, float factor) {
         require_sizes(sizes, 6);
         const cpu::Shape shape{sizes[0], sizes[1], sizes[2], heads_of(&sizes[3], frequencies), eps};
         const cpu::Weights& known = given(weights);
+        known.require_numerics(numerics);
         return new Model{std::move(weights),
-                         cpu::Decoder(kernels_of(kernels), shape, known, cpu::Rope(std::move(frequencies), factor)),
+                         cpu::Decoder(kernels_of(kernels, numerics), shape, known,
+                                      rope(std::move(frequencies), factor, numerics)),
                          {}};
       }))
       .def("forward", run)
@@ -275,14 +288,16 @@ PYBIND11_MODULE(_cpu, module) {
   py::class_<Draft>(module, "Eagle")
       // sizes: hidden, draft vocabulary, query heads, key-value heads, head size; flags: norm_before_residual,
       // norm_logits, norm_recurrent
-      .def(py::init([](const std::string& kernels, const std::vector<int64_t>& sizes, const std::vector<bool>& flags,
-                       float eps, std::shared_ptr<cpu::Weights> weights, std::vector<float> frequencies, float factor) {
+      .def(py::init([](const std::string& kernels, const std::string& numerics, const std::vector<int64_t>& sizes,
+                       const std::vector<bool>& flags, float eps, std::shared_ptr<cpu::Weights> weights, std::vector<float> frequencies, float factor) {
         require_sizes(sizes, 5);
         require(flags.size() == 3, "flags", static_cast<int64_t>(flags.size()), "3");
         const cpu::EagleShape shape{sizes[0], sizes[1], heads_of(&sizes[2], frequencies), eps, flags[0], flags[1], flags[2]};
         const cpu::Weights& known = given(weights);
+        known.require_numerics(numerics);
         return new Draft{std::move(weights),
-                         cpu::Eagle(kernels_of(kernels), shape, known, cpu::Rope(std::move(frequencies), factor)),
+                         cpu::Eagle(kernels_of(kernels, numerics), shape, known,
+                                      rope(std::move(frequencies), factor, numerics)),
                          {}};
       }))
       .def("forward", run_head);

@@ -1,4 +1,4 @@
-// What the library says of itself.
+// Facts of the library: its interface version, the texts of errors, the version of the driver.
 #include <cuda_runtime.h>
 
 #include "spec/device_abi.hpp"

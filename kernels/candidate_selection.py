@@ -52,7 +52,7 @@ def reference(
     bound: float = -math.inf,
     normalized: bool = False,
 ) -> Selection:
-    """What `select_candidates` computes, in plain torch; float64 logits are computed in float64."""
+    """Compute `select_candidates` in plain torch; float64 logits are computed in float64."""
     values = _defined(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     peak = values.max(1, keepdim=True).values.clamp(min=torch.finfo(torch.float32).min)
     log_sum = (values - peak).exp().sum(1, keepdim=True).log().clamp(min=0.0)
@@ -76,7 +76,7 @@ def _defined(values: Tensor) -> Tensor:
 
 @triton.jit
 def _read(row, column, live, LARGEST: tl.constexpr):
-    """float32 without NaN and +inf; -inf where `live` is not set."""
+    """Read float32 values without NaN and +inf; -inf where `live` is not set."""
     x = tl.load(row + column, mask=live, other=float("-inf")).to(tl.float32)
     x = tl.where(x != x, float("-inf"), x)  # before any maximum: what that makes of NaN differs between devices
     return tl.where(x > LARGEST, LARGEST, x)
@@ -84,14 +84,14 @@ def _read(row, column, live, LARGEST: tl.constexpr):
 
 @triton.jit
 def _order(x):
-    """int32 that ascend as the floats do; both zeros count as one."""
+    """Map floats to int32 in the same order; both zeros become the same number."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _key(x, index):
-    """int64 that descend as (x descending, index ascending) does."""
+    """Map (x descending, index ascending) to descending int64 keys."""
     return (_order(x).to(tl.int64) << 32) | (0xFFFFFFFF - index.to(tl.int64))
 
 
@@ -108,9 +108,9 @@ def _key_index(key):
 
 @triton.jit
 def _edge(order, wanted, least, quarter, ROUNDS: tl.constexpr):
-    """The largest number that `wanted` of these reach, from `least` on, two bits of it in each round.
+    """Find the largest number, `least` or more, that `wanted` of these reach; each round finds two of its bits.
 
-    A round counts for three numbers at once, in 20 bits each: what it costs is its one reduction.
+    A round counts for three numbers at once, in 20 bits each, so that it costs one reduction.
     """
     for _ in range(ROUNDS):
         one, two, three = least + quarter, least + 2 * quarter, least + 3 * quarter
@@ -127,7 +127,7 @@ def _edge(order, wanted, least, quarter, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _given(source, ON_DEVICE: tl.constexpr):
-    """A device scalar, or a number of the host."""
+    """Read a device scalar, or take a number of the host."""
     return tl.load(source) if ON_DEVICE else source
 
 
@@ -305,7 +305,7 @@ def _rank(
 
 
 class Cut(NamedTuple):
-    """How the logits are cut: columns per program, columns per group, programs per row."""
+    """Partition of the logits: columns per program, columns per group, programs per row."""
 
     tile: int
     group: int
@@ -313,13 +313,13 @@ class Cut(NamedTuple):
 
 
 def fits(rows: int, columns: int) -> bool:
-    """Whether a program can hold the statistics of all rows: 128 of 128 thousand columns, 64 of 248."""
+    """Return whether a program can hold the statistics of all rows: 128 rows of 128k columns, 64 of 248k."""
     tiles = triton.cdiv(columns, 2 * TILE)
     return triton.next_power_of_2(rows) * triton.next_power_of_2(tiles) <= MOST_STATISTICS
 
 
 def cut_for(rows: int, columns: int) -> Cut:
-    """The shipped cut of [rows, columns] that `fits`."""
+    """Return the shipped cut of [rows, columns] that `fits`."""
     width = triton.next_power_of_2(rows)
     for tile in (TILE // 4, TILE // 2, TILE, 2 * TILE):
         tile = min(tile, max(128, triton.next_power_of_2(columns)))
@@ -339,19 +339,19 @@ class Workspace(NamedTuple):
 
 
 def aligned(entries: int) -> int:
-    """So many entries or a few more: what follows them in a workspace is at 16 bytes, and one program serves all."""
+    """Round up a number of entries, so that what follows in a workspace is aligned to 16 bytes."""
     return -(-entries // 4) * 4
 
 
 def parts_of(rows: int, cut: Cut, most: int) -> tuple[list[int], int]:
-    """Entries of the float32 parts of a workspace, and of each of its two lists of keys."""
+    """Return the entries of a workspace's float32 parts, and of each of its two lists of keys."""
     places, groups = aligned(rows * cut.tiles), cut.tile // cut.group
     floats = [places, places, aligned(rows * cut.tiles * groups), aligned(rows), aligned(rows)]
     return floats, aligned(rows * cut.tiles * min(most, cut.tile))
 
 
 def workspace_for(logits: Tensor, most: int) -> Workspace:
-    """Scratch for `select_candidates` of up to `most` candidates of logits of this shape."""
+    """Allocate scratch for `select_candidates` with up to `most` candidates of logits of this shape."""
     floats, keys = parts_of(logits.shape[0], cut_for(*logits.shape), most)
     return Workspace(
         torch.empty(sum(floats), dtype=torch.float32, device=logits.device),
@@ -361,7 +361,7 @@ def workspace_for(logits: Tensor, most: int) -> Workspace:
 
 
 def selection_for(logits: Tensor, most: int) -> Selection:
-    """Room for the outputs of `select_candidates`."""
+    """Allocate the outputs of `select_candidates`."""
     device = logits.device
     whole = [torch.empty(most, dtype=torch.int64, device=device) for _ in range(2)]
     real = [torch.empty(size, dtype=torch.float32, device=device) for size in (most, most, 1)]
@@ -380,7 +380,7 @@ def select_candidates(
     out: Selection | None = None,
     workspace: Workspace | None = None,
 ) -> Selection:
-    """The best `most` continuations of all rows that pass gate and bound, best first.
+    """Select the best `most` continuations of all rows that pass gate and bound, best first.
 
     logits: [W, V], last dimension contiguous; NaN counts as -inf, +inf as 3e38; `normalized` says that they are
     log-probabilities. parents: float32 [W], the rows' own path log-probabilities, -inf for padding. A candidate's score

@@ -19,7 +19,7 @@ TILE = 1024
 
 
 def reference(logits: Tensor, tokens: Tensor | None, positions: Tensor, seed: int, scale: float) -> Tensor:
-    """What `couple` gives, in plain torch; float64 noise, rounded once."""
+    """Compute `couple` in plain torch, with float64 noise that is rounded once."""
     ids = torch.arange(logits.shape[1], dtype=torch.int64, device="cpu") if tokens is None else tokens.cpu()
     uniform = torch.stack([_uniform(seed, position, int(ids.max()) + 1)[ids] for position in positions.tolist()])
     noise = -torch.log(-torch.log(uniform)).float()
@@ -54,7 +54,7 @@ def _couple(logits, tokens, positions, seed, scale, out, row_stride, columns, TI
 def couple(
     logits: Tensor, tokens: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """logits + scale * noise, float32 [n, columns].
+    """Return logits + scale * noise, float32 [n, columns].
 
     logits: [n, columns], dense along the columns; tokens: int64 [columns], below 2**31, what the columns stand for,
     None where that is themselves; positions: int64 [n]; seed: int64 [1] (64 bits); scale: float32 [1]; all on the

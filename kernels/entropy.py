@@ -33,7 +33,7 @@ FIXED = 2.0**40  # what 1 is as an integer in sums of kept columns; less than a 
 
 
 def reference(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
-    """What `top_entropy` computes, in plain torch and float64."""
+    """Compute `top_entropy` in plain torch and float64."""
     values = logits.double().nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf).clamp(max=LARGEST)
     best = values.topk(min(top, values.shape[1])).values
     if not normalized:
@@ -80,7 +80,7 @@ def _sums(
 def _below_peak(
     logits, tile_peak, columns, row_stride, TILE: tl.constexpr, BLOCK_T: tl.constexpr, LARGEST: tl.constexpr
 ):
-    """How far the columns of this program's tile are below their row's peak, inf where none is: float32 [TILE]."""
+    """Return how far this tile's columns are below their row's peak, float32 [TILE]; inf where there is none."""
     row, tile, tiles = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     t = tl.arange(0, BLOCK_T)
     peak = tl.max(tl.load(tile_peak + row * tiles + t, mask=t < tiles, other=float("-inf")), 0)
@@ -91,13 +91,13 @@ def _below_peak(
 
 @triton.jit
 def _bin(below, FIRST_BIN: tl.constexpr, BIN_SHIFT: tl.constexpr):
-    """Ascends with `below`; of BINS and above is what adds nothing."""
+    """Return the bin, which ascends with `below`; columns in bin BINS and above add nothing."""
     return tl.maximum((below.to(tl.int32, bitcast=True) >> BIN_SHIFT) - FIRST_BIN, 0)
 
 
 @triton.jit
 def _window(histogram, row, top, BINS: tl.constexpr):
-    """The bin of the `top`-th column, BINS where there are not so many, and how many of its columns are wanted."""
+    """Return the bin of the `top`-th column, or BINS if there are fewer, and how many of its columns are wanted."""
     counts = tl.load(histogram + row * BINS + tl.arange(0, BINS))
     above = tl.cumsum(counts, 0) < top
     return tl.sum(above.to(tl.int32), 0), top - tl.sum(tl.where(above, counts, 0), 0)
@@ -243,14 +243,14 @@ def _add_up(
 
 
 class Cut(NamedTuple):
-    """How the logits are cut: columns per program, programs per row."""
+    """Partition of the logits: columns per program, programs per row."""
 
     tile: int
     tiles: int
 
 
 def cut_for(rows: int, columns: int) -> Cut:
-    """The shipped cut of [rows, columns]."""
+    """Return the shipped cut of [rows, columns]."""
     widest = min(TILE, max(128, triton.next_power_of_2(columns)))
     tile = min(TILE // 4, widest)
     while tile < widest and rows * triton.cdiv(columns, tile) > ENOUGH_PROGRAMS:
@@ -267,7 +267,7 @@ class Workspace(NamedTuple):
 
 
 def workspace_for(logits: Tensor, top: int) -> Workspace:
-    """Scratch for `top_entropy` of logits of this shape."""
+    """Allocate scratch for `top_entropy` of logits of this shape."""
     (rows, columns), whole = logits.shape, top >= logits.shape[1]
     return Workspace(
         torch.empty(4 * aligned(rows * cut_for(rows, columns).tiles), dtype=torch.float32, device=logits.device),
@@ -279,7 +279,7 @@ def workspace_for(logits: Tensor, top: int) -> Workspace:
 def top_entropy(
     logits: Tensor, top: int, normalized: bool = False, *, out: Tensor | None = None, workspace: Workspace | None = None
 ) -> Tensor:
-    """-sum p log p over the `top` likeliest columns of each row, in nats; p over the whole row: float32 [W].
+    """Return -sum p log p over the `top` likeliest columns of each row, float32 [W], in nats; p is over the whole row.
 
     logits: [W, V], last dimension contiguous; NaN counts as -inf, +inf as 3e38; `normalized` says that they are
     log-probabilities. 0 for a row of -inf alone. Columns of 128 nats and more below their row's peak count as -inf.

@@ -39,7 +39,7 @@ class Tree(NamedTuple):
 def reference(
     tree: Tree, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: int
 ) -> tuple[Tree, list[int], bool]:
-    """What `append_nodes` leaves: the tree, the ids, and whether the nodes were refused; in plain torch."""
+    """Compute `append_nodes` in plain torch; returns the tree, the ids, and whether the nodes were refused."""
     start, capacity = int(tree.size), tree.tokens.shape[0]
     after = Tree(*(tensor.clone() for tensor in tree))
     refused = start + count > capacity
@@ -167,7 +167,7 @@ def append_nodes(
 def gather_rows(
     states: Tensor, sources: Tensor, embeddings: Tensor, tokens: Tensor, out_states: Tensor, out_embeddings: Tensor
 ) -> None:
-    """The states at `sources` and the embeddings of `tokens`, bit for bit.
+    """Copy the states at `sources` and the embeddings of `tokens`, bit for bit.
 
     sources, tokens: int64 [n], dense; states: [rows, H]; embeddings: [vocabulary, H]; both out: [n, H], dense along H
     and of their dtypes. Capturable; allocates nothing.

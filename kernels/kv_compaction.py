@@ -19,7 +19,7 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def reference(slab: Tensor, path: Tensor, count: Tensor, prefix_len: Tensor) -> Tensor:
-    """What `compact_kv` leaves, in a new slab, in plain torch."""
+    """Compute `compact_kv` in plain torch; returns a new slab."""
     moved, start = slab.clone(), int(prefix_len)
     moved[..., start : start + int(count), :] = slab[..., start + path[: int(count)].long(), :]
     return moved

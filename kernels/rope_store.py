@@ -26,7 +26,7 @@ def reference(
     slot: Tensor,
     live: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rotated queries and both caches as `rope_store` leaves them, in plain torch; float64 stays float64."""
+    """Compute `rope_store` in plain torch; returns the rotated queries and both caches; float64 stays float64."""
     kind = torch.promote_types(query.dtype, torch.float32)
     cos, sin = (table[positions].to(kind)[:, None] for table in (cosines, sines))
 

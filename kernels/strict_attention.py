@@ -23,7 +23,7 @@ SPAN = 512  # positions whose sums one program makes
 
 
 def reference(*inputs: Tensor, scale: float | None = None) -> Tensor:
-    """What `strict_attention` computes of the same inputs, in plain torch and in the dtype of q: [B, Nq, Hq, D]."""
+    """Compute `strict_attention` in plain torch and in the dtype of q; returns [B, Nq, Hq, D]."""
     q, k_cache, v_cache, nodes, counts, prefix_len, n_q = inputs
     words = torch.zeros(*nodes.shape[:2], -(-k_cache.shape[2] // 64), dtype=torch.int64, device=q.device)
     for column in range(nodes.shape[2]):  # distinct nodes, so their bits add up
@@ -82,7 +82,7 @@ def _attend(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One span of the rows of one tile. shared: of the whole tiles of the prefix, rows packed; else of the tiles behind
+    """Attend over one span for one tile of rows. shared: whole tiles of the prefix, rows packed; else the tiles after
     them, program_id(0) being a node, and a part of its heads where they do not fit into one tile."""
     TILES: tl.constexpr = SPAN // BLOCK_N
     sequence, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
@@ -188,7 +188,7 @@ def _add_up(
 
 
 def tiles_for(head_size: int, dtype: torch.dtype) -> Tiles:
-    """The shipped tiles, which the number of rows does not change: their shape is part of the bits."""
+    """Return the shipped tiles. The number of rows does not change them: their shape is part of the bits."""
     if dtype is torch.float32:  # multiplied in full precision, without tensor cores: larger tiles spill
         return Tiles(32, 32, 8, 2) if head_size <= 64 else Tiles(16, 16, 8, 2)
     return Tiles(64, 64, 4, 2) if head_size <= 128 else Tiles(64, 32, 8, 2)
@@ -199,7 +199,7 @@ def spans_for(slots: int) -> int:
 
 
 def workspace_for(q: Tensor, slots: int) -> Tensor:
-    """Scratch for `strict_attention` over so many slots, float32, of any content; one may serve all layers."""
+    """Allocate scratch for `strict_attention` over this many slots, float32, uninitialised; all layers can share it."""
     return torch.empty(
         spans_for(slots) * (q.numel() // q.shape[-1]) * (q.shape[-1] + 2), dtype=torch.float32, device=q.device
     )
@@ -219,7 +219,7 @@ def strict_attention(
     workspace: Tensor | None = None,
     upcast: bool = False,
 ) -> Tensor:
-    """Attention of Nq rows over the first `prefix_len` slots and, behind them, the nodes on each row's path.
+    """Attend from Nq rows over the first `prefix_len` slots and, after them, the nodes on each row's path.
 
     q, k_cache, v_cache, scale, out, upcast: as of `tree_attention`. nodes: int32 [B, Nq, P], contiguous: the j-th node
     of a row's path, the row itself last, has position prefix_len + j and stands in slot prefix_len + nodes[j]; they

@@ -35,7 +35,7 @@ MOST_PLACERS = 8  # programs per row of `_place`
 
 
 def reference(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tensor, Tensor]:
-    """What `top_children` computes, in plain torch and float64."""
+    """Compute `top_children` in plain torch and float64."""
     values = logits.double().nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf).clamp(max=LARGEST)
     best, columns = (part[:, :k] for part in values.sort(dim=1, descending=True, stable=True))
     if not normalized:
@@ -166,7 +166,7 @@ class Workspace(NamedTuple):
 
 
 def workspace_for(logits: Tensor, k: int) -> Workspace:
-    """Scratch for `top_children` of logits of this shape."""
+    """Allocate scratch for `top_children` of logits of this shape."""
     rows, (tile, tiles) = logits.shape[0], cut_for(*logits.shape)
     return Workspace(
         torch.empty(sum(_parts(rows, tile, tiles)), dtype=torch.float32, device=logits.device),
@@ -176,12 +176,12 @@ def workspace_for(logits: Tensor, k: int) -> Workspace:
 
 
 def _parts(rows: int, tile: int, tiles: int) -> list[int]:
-    """Entries of the float32 parts of a workspace."""
+    """Return the entries of the float32 parts of a workspace."""
     return [aligned(rows * tiles * _groups(tile, tiles)), aligned(rows * tiles), aligned(rows * tiles)]
 
 
 def _groups(tile: int, tiles: int) -> int:
-    """Groups of a tile: as many as a program of `_pick` holds of its row, of 8 columns at least."""
+    """Return the groups per tile: as many as a program of `_pick` holds of its row, with 8 columns or more each."""
     return max(1, min(tile // 8, MOST_GROUPS // triton.next_power_of_2(tiles)))
 
 
@@ -193,7 +193,7 @@ def top_children(
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each row's best k columns by (value descending, column ascending), with log-probabilities over the whole row.
+    """Select each row's best k columns by (value descending, column ascending), with log-probabilities over the row.
 
     logits: [W, V], last dimension contiguous, k <= V; NaN counts as -inf, +inf as 3e38; `normalized` says that they are
     log-probabilities. Returns log-probabilities float32 and columns int64, both [W, k]; columns of -inf come last, with

@@ -27,7 +27,7 @@ LOG2_E = math.log2(math.e)
 
 
 def reference(*inputs: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """What `tree_attention` computes of the same inputs, in plain torch and in the dtype of q: out [B, Nq, Hq, D], lse
+    """Compute `tree_attention` in plain torch and in the dtype of q; returns out [B, Nq, Hq, D] and lse
     [B, Nq, Hq]."""
     q, k_cache, v_cache, words, prefix_len, n_q, n_tree = inputs
     groups, size = q.shape[2] // k_cache.shape[1], q.shape[3]
@@ -53,7 +53,7 @@ def reference(*inputs: Tensor, scale: float | None = None) -> tuple[Tensor, Tens
 
 @triton.jit
 def _absorb(query, keys, values, seen, peak, total, sums, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax in base 2: scores times `scale` are log2 weights."""
+    """Take one step of the online softmax in base 2: scores times `scale` are log2 weights."""
     scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
@@ -70,7 +70,7 @@ def _absorb(query, keys, values, seen, peak, total, sums, scale, MASKED: tl.cons
 
 @triton.jit
 def _tile(base, slots, stride, end, dims, MASKED: tl.constexpr, HEAD: tl.constexpr, UPCAST: tl.constexpr):
-    """Rows `slots` of a cache, [slots, dims]; zero behind `end`, where NaN may be: 0 * NaN is NaN."""
+    """Load rows `slots` of a cache, [slots, dims]; 0 from `end` on, where NaN may be: 0 * NaN is NaN."""
     at = base + slots[:, None] * stride + dims[None, :]
     if MASKED:
         rows = tl.load(at, mask=(slots < end)[:, None] & (dims < HEAD)[None, :], other=0.0)
@@ -83,7 +83,7 @@ def _tile(base, slots, stride, end, dims, MASKED: tl.constexpr, HEAD: tl.constex
 
 @triton.jit
 def _window(words, first, n_words, live):
-    """64 visibility bits per row from node `first` on, which may be negative: bit c is node first + c."""
+    """Return 64 visibility bits per row from node `first` on, which may be negative: bit c is node first + c."""
     index, shift = first >> 6, (first & 63).to(tl.int64)
     low = tl.load(words + index, mask=live & (index >= 0) & (index < n_words), other=0)
     high = tl.load(words + index + 1, mask=live & (index + 1 >= 0) & (index + 1 < n_words), other=0)
@@ -254,7 +254,7 @@ def _merge(
 
 
 class Tiles(NamedTuple):
-    """How a program is cut: packed rows x slots, warps, pipeline stages."""
+    """Tile sizes of a program: packed rows x slots, warps, pipeline stages."""
 
     rows: int
     slots: int
@@ -263,7 +263,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(rows: int, head_size: int, dtype: torch.dtype) -> Tiles:
-    """The shipped tiles for `rows` packed rows (query rows x query heads per key-value head)."""
+    """Return the shipped tiles for `rows` packed rows (query rows x query heads per key-value head)."""
     if dtype is torch.float32:  # multiplied in full precision, without tensor cores: larger tiles spill
         return Tiles(32, 32, 8, 2) if head_size <= 64 else Tiles(16, 16, 8, 2)
     if head_size > 128:
@@ -276,7 +276,7 @@ def tiles_for(rows: int, head_size: int, dtype: torch.dtype) -> Tiles:
 
 
 def splits_for(programs: int, slots: int, tile_slots: int, device: torch.device) -> int:
-    """How often to cut the prefix so that `programs` without cuts fill the device; `slots` bounds its length."""
+    """Return into how many parts to split the prefix so that `programs` fill the device; `slots` bounds its length."""
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
     )
@@ -284,7 +284,7 @@ def splits_for(programs: int, slots: int, tile_slots: int, device: torch.device)
 
 
 def workspace_for(q: Tensor, splits: int) -> Tensor:
-    """Scratch for `tree_attention`, float32, of any content; one may serve all layers."""
+    """Allocate scratch for `tree_attention`, float32, uninitialised; all layers can share it."""
     return torch.empty(splits * q.numel() // q.shape[-1] * (q.shape[-1] + 1), dtype=torch.float32, device=q.device)
 
 
@@ -305,7 +305,7 @@ def tree_attention(
     splits: int | None = None,
     upcast: bool = False,
 ) -> Tensor:
-    """Attention of Nq rows over the first `prefix_len` slots and the nodes behind them that each row's words name.
+    """Attend from Nq rows over the first `prefix_len` slots and the nodes after them that each row's words mark.
 
     q: [B, Nq, Hq, D], already rotated; k_cache, v_cache: [B, Hkv, S, D], Hq a multiple of Hkv, the dtype of q; node j
     stands in slot prefix_len + j. words: int64 [B, Nq, ceil(nodes / 64)], bit j % 64 of word j // 64 is set where the
@@ -386,7 +386,7 @@ def tree_attention(
 
 
 def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: tuple[Tensor, ...], scale: float | None) -> None:
-    """ValueError where these do not fit together as `tree_attention` takes them."""
+    """Raise ValueError if the shapes, dtypes and strides are not those that `tree_attention` takes."""
     batch, _, heads, size = q.shape
     if k_cache.shape != v_cache.shape or k_cache.shape[0] != batch or k_cache.shape[3] != size:
         got = f"{list(k_cache.shape)}, {list(v_cache.shape)}"

@@ -34,7 +34,7 @@ MOST_NODES = 1024  # of a walk
 
 
 def reference(logits: Tensor, positions: Tensor, seed: int | None = None, temperature: float = 1.0) -> Tensor:
-    """What `choose_tokens` gives, in plain torch and float64."""
+    """Compute `choose_tokens` in plain torch and float64."""
     finite = torch.isfinite(logits)
     scores = logits.double().where(finite, -math.inf)
     if seed is not None:
@@ -45,7 +45,7 @@ def reference(logits: Tensor, positions: Tensor, seed: int | None = None, temper
 
 
 def _uniform(seed: int, position: int, columns: int) -> Tensor:
-    """(x + 0.5) / 2**32; x is word i % 4 of Philox4x32-10 with counter (i // 4, position, 0) and the seed as key."""
+    """Return (x + 0.5) / 2**32; x is word i % 4 of Philox4x32-10, counter (i // 4, position, 0), key the seed."""
     low = 0xFFFFFFFF
     fixed = [torch.tensor(part, dtype=torch.int64, device="cpu") for part in (position & low, position >> 32 & low, 0)]
     counter = [torch.arange(-(-columns // 4), dtype=torch.int64, device="cpu"), *fixed]
@@ -60,14 +60,14 @@ def _uniform(seed: int, position: int, columns: int) -> Tensor:
 
 
 def _product(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits, by halves of the factor: the product itself exceeds int64."""
+    """Return the high and low 32 bits, by halves of the factor: the product itself exceeds int64."""
     upper, lower = word * (factor >> 16), word * (factor & 0xFFFF)
     carried = (upper & 0xFFFF) * 65536 + lower
     return (upper >> 16) + (carried >> 32), carried & 0xFFFFFFFF
 
 
 def reference_walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> tuple[list[int], int]:
-    """The path and the bonus token that `walk` finds; an empty path where the root's choice is -1."""
+    """Compute `walk`: the path and the bonus token; an empty path if the root's choice is -1."""
     path: list[int] = [0] if int(chosen[0]) >= 0 else []
     for node in range(1, len(tokens)):
         follows = bool(path) and int(parents[node]) == path[-1] and int(tokens[node]) == int(chosen[path[-1]])
@@ -87,7 +87,7 @@ def _finite(logits, column, columns):
 
 @triton.jit
 def _first_of_best(score, column):
-    """The largest score and its first column; -1 where all are -inf."""
+    """Return the largest score and its first column; -1 if all are -inf."""
     top = tl.max(score, 0)
     first = tl.min(tl.where((score == top) & (score > float("-inf")), column, 0x7FFFFFFF), 0)
     return top, tl.where(top > float("-inf"), first, -1)
@@ -95,7 +95,7 @@ def _first_of_best(score, column):
 
 @triton.jit
 def _keep(values, columns_of_values, chosen, best, column, WHOLE: tl.constexpr):
-    """What a slice has found."""
+    """Store the best column of a slice; as the choice itself if the slice is the whole row."""
     row, part, slices = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     if WHOLE:
         tl.store(chosen + row, column.to(tl.int64))
@@ -135,7 +135,7 @@ def _peak(
 
 @triton.jit
 def _bits(key, position, counter):
-    """32 bits for each of the four columns of a counter: uint32 [counters, 4]."""
+    """Return 32 bits for each of the four columns of a counter: uint32 [counters, 4]."""
     zeros = tl.zeros_like(counter).to(tl.uint32)
     low, high = (position & 0xFFFFFFFF).to(tl.uint32) + zeros, ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + zeros
     r0, r1, r2, r3 = tl.philox(key, counter.to(tl.uint32), low, high, zeros)
@@ -147,14 +147,14 @@ def _bits(key, position, counter):
 
 @triton.jit
 def _noise(bits):
-    """-log(-log(u)), u = (bits + 0.5) / 2**32"""
+    """Return -log(-log(u)), u = (bits + 0.5) / 2**32."""
     uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return -tl.log(-tl.log(uniform))
 
 
 @triton.jit
 def _near_noise(bits):
-    """The same in float32; where u has no digits left of its distance to 1, -log(u) comes from that distance."""
+    """Return `_noise` in float32; close to 1, where u loses its digits, -log(u) is computed from the distance to 1."""
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     others = (-1 - bits.to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
     rest = (others.to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -268,17 +268,17 @@ class Workspace(NamedTuple):
 
 
 def tile_for(columns: int, sampled: bool, whole: bool) -> int:
-    """Columns of these rows that a program reads at a time; whole: they are float32."""
+    """Return how many columns a program reads at a time; whole: they are float32."""
     return TILE if columns < WIDE else LESS_WIDE if sampled or whole else WIDE_TILE
 
 
 def slices_for(rows: int, columns: int) -> int:
-    """How often each row is cut, so that few rows fill the device too."""
+    """Return how many slices a row is split into, so that few rows fill the device too."""
     return max(1, min(ENOUGH_PROGRAMS // rows, triton.cdiv(columns, tile_for(columns, False, False)), MOST_SLICES))
 
 
 def workspace_for(logits: Tensor) -> Workspace:
-    """Scratch for `choose_tokens` of logits of this shape."""
+    """Allocate scratch for `choose_tokens` of logits of this shape."""
     size = logits.shape[0] * slices_for(*logits.shape)
     return Workspace(
         torch.empty(size, dtype=torch.float64, device=logits.device),
@@ -295,7 +295,7 @@ def choose_tokens(
     chosen: Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """The target's choice in each row: argmax, or with a seed the draw from softmax(logits / temperature).
+    """Choose the target's token in each row: argmax, or with a seed the draw from softmax(logits / temperature).
 
     logits: [n, V], dense along V; what is not finite is never chosen. positions: int64 [n], seed: int64 [1] (64 bits),
     temperature: float32 [1], all on the device; a draw needs the three of them. The first column wins a tie.

@@ -74,7 +74,7 @@ def train(args: argparse.Namespace) -> None:
     shapes = {shape: tuple(map(int, shape.split("x"))) for shape in args.shape}
     if any(tokens < least for _, tokens in shapes.values()):
         raise SystemExit(
-            f"--shape: accepted are {least:,} tokens or more, which {args.start} has: a vocabulary only grows"
+            f"--shape: accepted: {least:,} tokens or more, which {args.start} has: a vocabulary only grows"
         )
     for shape, (units, tokens) in shapes.items():
         options = TrainOptions(

@@ -223,8 +223,10 @@ def taught(folder: Path, model: Any) -> tuple[EagleHead, Teacher]:
 
 
 def shares_ahead(found: Sequence[Sequence[float]], first: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """From tokens and then shares of them, of each text: the shares of all tokens, and what they are more than the
-    first's, with intervals over the texts, drawn together."""
+    """Return the shares of all tokens, and their differences from the first's, with bootstrap intervals over the texts.
+
+    found, first: per text the number of tokens, then shares of them.
+    """
     pairs = list(zip(found, first, strict=True))
 
     def both(sample: Sequence[Any]) -> tuple[Any, Any]:
@@ -338,8 +340,10 @@ def timed(engine: Engine, prompt: Prompt, length: int, ranks: Counter[int] | Non
 
 
 def sibling_ranks(tree: TokenTree) -> list[int]:
-    """Each drafted node's rank among what was proposed behind its parent, from 1; the tree keeps them in order, and a
-    node is never kept without those that rank before it."""
+    """Return each drafted node's rank among its parent's proposals, from 1.
+
+    The tree keeps siblings in order, and never keeps a node without those that rank before it.
+    """
     seen: Counter[int] = Counter()
     ranks = []
     for parent in tree.parents[1:].tolist():

@@ -113,7 +113,7 @@ class Engine:
     @policy.setter
     def policy(self, policy: TreePolicy | None) -> None:
         if policy is not None and self.drafter is None:
-            raise InputError("policy: this engine was loaded without a draft, so there is nothing to shape")
+            raise InputError("policy: this engine was loaded without a draft, so a policy has no effect")
         self.drivers.use(policy)
         if self._recipe is not None:
             self._recipe = dataclasses.replace(self._recipe, policy=policy)
@@ -632,7 +632,7 @@ class _Turn(TextGeneration):
 
     def __init__(self, session: Session, text: str, options: Mapping[str, Any]) -> None:
         if not isinstance(text, str) or not text:
-            raise InputError("text: it is empty, a turn needs a string")
+            raise InputError("text: it is empty, a turn needs text")
         self._session, self._turn = session, {"role": "user", "content": text}
         super().__init__(session.engine, [*session.messages, self._turn], options, reuse_cache=True)
 
@@ -706,7 +706,7 @@ class KeptDrivers:
         try:
             key = name, *(f"{option}={value}" for option, value in sorted(options.items()))
         except (RecursionError, ValueError) as error:
-            raise InputError(f"policy_options: got {shown(options)}, which cannot be told from others") from error
+            raise InputError(f"policy_options: got {shown(options)}, which have no text form") from error
         if key not in self._named:
             policy = None if name == PLAIN else policies.of(name, options)
             self._named[key] = self.own if policy == self.own.policy else self._of(policy)

@@ -61,7 +61,7 @@ def read_object(file: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     if not isinstance(found, dict):
-        raise ValueError("holds no object")
+        raise ValueError("is not a JSON object")
     return found
 
 
@@ -109,7 +109,7 @@ def require_same(what: str, file: Path, was: dict[str, Any], now: dict[str, Any]
     differing = [name for name in names if was.get(name) != now.get(name)]
     if differing:
         listed = "; ".join(f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing)
-        raise InputError(f"out: {file} is of a run with other {what} ({listed}); name another file")
+        raise InputError(f"out: {file} belongs to a run with other {what} ({listed}); name another file")
 
 
 def unwritable(file: Path, error: OSError) -> InputError:

@@ -193,9 +193,9 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
         if draft not in (None, *PLAIN):
             raise InputError("draft: policy 'plain' decodes without a draft; leave one of them out")
         if options.policy_options:
-            raise InputError("policy_options: policy 'plain' has none")
+            raise InputError("policy_options: policy 'plain' has no options")
     elif policy is not None and isinstance(draft, str) and draft in PLAIN:
-        raise InputError(f"policy: draft {draft!r} leaves nothing for a policy to shape; leave one of them out")
+        raise InputError(f"policy: draft {draft!r} is plain decoding, which has no policy; leave one of them out")
     elif policy is not None:
         policies.of(policy, options.policy_options)
     elif options.policy_options:
@@ -255,7 +255,10 @@ def _size(lm: Any) -> int:
 def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> bool:
     wanted = options.lookup
     if wanted and (drafter is None or drafter.about.lookup is False):
-        raise InputError(f"lookup: draft {draft or 'none'!r} has no distributions to mix with; accepted with a model")
+        raise InputError(
+            f"lookup: draft {draft or 'none'!r} has no distributions to mix copies into; accepted with a head or a "
+            "smaller model"
+        )
     if wanted is None:
         by_default = drafter is not None and drafter is not draft and drafter.about.lookup is True
         eager = target.device.type == "cpu" and not options.graphs

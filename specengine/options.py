@@ -1,4 +1,4 @@
-"""How models are loaded: the options, and their checks."""
+"""Options of loading models, and their checks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from specengine.registry import is_array, plain
 
 BACKENDS = ("native", "huggingface")
 QUANTIZATIONS = ("int8",)  # of a native model's weights
+NUMERICS = ("auto", "bfloat16", "float32", "integer")  # of a native model's products
 _DTYPES = {
     "auto": "auto",
     "bfloat16": torch.bfloat16,
@@ -25,7 +26,7 @@ _DTYPES = {
 
 @dataclass
 class LoadOptions:
-    """How models are loaded.
+    """Options of loading models.
 
     dtype              auto (as stored), bfloat16, float16, float32 or a torch.dtype
     device             a torch device; by default cuda where there is one, and the target's for a draft
@@ -40,6 +41,10 @@ class LoadOptions:
                        model's own modules, which run everything else as well; None takes native where it can
     quantize           `int8` keeps a native model's linear weights as int8 with a scale per output: half the memory of
                        bfloat16, other rounding
+    numerics           how a native model's products are computed: `integer` multiplies int8 weights and packed GGUF
+                       blocks by int8 activations, with the same bits on every instruction set; `bfloat16` and `float32`
+                       name the model's dtype and multiply floats; auto takes integer for such weights where the machine
+                       has no AMX
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
     graphs             run target and draft as CUDA graphs, captured on first use (Engine.warmup captures all at
@@ -63,6 +68,7 @@ class LoadOptions:
     lookup: bool | None = None
     backend: str | None = None
     quantize: str | None = None
+    numerics: str = "auto"
     pack: bool | None = None
     graphs: bool | None = None
     compile_blocks: bool = False
@@ -90,6 +96,8 @@ class LoadOptions:
             raise InputError(f"backend: got {shown(self.backend)}, accepted {', '.join(BACKENDS)} or none")
         if self.quantize not in (None, *QUANTIZATIONS):
             raise InputError(f"quantize: got {shown(self.quantize)}, accepted {', '.join(QUANTIZATIONS)} or none")
+        if not isinstance(self.numerics, str) or self.numerics not in NUMERICS:
+            raise InputError(f"numerics: got {shown(self.numerics)}, accepted {', '.join(NUMERICS)}")
         if self.tp_plan is not None:
             self._check_splitting()
         if self.compile_blocks and not self.graphs:
@@ -110,7 +118,7 @@ class LoadOptions:
         if self.tp_plan != "auto":
             raise InputError(f"tp_plan: got {shown(self.tp_plan)}, accepted auto or none")
         given = {name: getattr(self, name) for name in ("quantize", "pack", "graphs", "compile_blocks", "device")}
-        given["backend"] = self.backend == "native"
+        given |= {"backend": self.backend == "native", "numerics": self.numerics != "auto"}
         if alone := [name for name, value in given.items() if value]:
             raise InputError(f"tp_plan: got {', '.join(alone)} too, which are for a model in one process")
 

@@ -1,4 +1,4 @@
-"""What runs the tiny models of tests: transformers, or the C++ forward with SPECENGINE_TEST_BACKEND=native."""
+"""The backend of the tests' tiny models: transformers, or the C++ forward with SPECENGINE_TEST_BACKEND=native."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tests share: the embedded default model, and how many threads torch may take."""
+"""Fixtures of all tests: the embedded default model, and the number of torch's threads."""
 
 import contextlib
 import faulthandler

@@ -1,4 +1,4 @@
-"""What tests of draft heads share: targets with layers enough for EAGLE-3, rotary settings, and fitting a head."""
+"""Helpers of tests of draft heads: targets with enough layers for EAGLE-3, rotary settings, and fitting a head."""
 
 from __future__ import annotations
 

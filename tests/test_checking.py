@@ -28,7 +28,7 @@ SAMPLED = {"max_new_tokens": 24, "temperature": 0.9, "top_p": 0.95, "repetition_
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """It repeats itself, so n-gram drafts are taken."""
+    """Return a model that repeats itself, so that n-gram drafts are accepted."""
     return tiny(initializer_range=0.1)
 
 

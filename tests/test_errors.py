@@ -1,4 +1,4 @@
-"""What errors say to do works where the package lies."""
+"""Tests that the remedies in errors work wherever the package is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def lie_in(folder: Path, requires: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the package were installed in this folder, with metadata that lists these requirements."""
+    """Pretend that the package is installed in this folder, with metadata that lists these requirements."""
     monkeypatch.setattr(errors, "CHECKOUT", folder)
     monkeypatch.setattr(metadata, "requires", lambda name: requires)
 

@@ -161,7 +161,7 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def against_the_direction(source: str, own_layer: int) -> list[str]:
-    """What a module of layer `own_layer` must not import, as "line: name (reason)"."""
+    """Return the imports that a module of layer `own_layer` must not have, as "line: name (reason)"."""
     wrong = []
     for line, name in imported_names(ast.parse(source)):
         top, _, rest = name.partition(".")
@@ -202,7 +202,7 @@ def test_imports_point_one_way() -> None:
 
 
 def imports_by_module() -> dict[str, set[str]]:
-    """Of each file of the package those that it imports, anywhere in it but for annotations alone."""
+    """Return by file of the package the files that it imports, except for annotations alone."""
     files = {}
     for file in sorted((ROOT / "specengine").rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts

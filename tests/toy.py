@@ -1,4 +1,4 @@
-"""What the tests decode with: toy targets and drafts made of probability tables, random trees, tiny random models."""
+"""Toys to decode with: targets and drafts made of probability tables, random trees, tiny random models."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class AnyDraftSpecdecpp(Specdecpp):
 
 
 def nodes_of(ids: Sequence[int]) -> Nodes:
-    """Those, without padding."""
+    """Return Nodes of these ids, without padding."""
     return Nodes(torch.tensor(list(ids), dtype=torch.int64), torch.tensor([len(ids)], dtype=torch.int32))
 
 
@@ -255,7 +255,7 @@ def policy_for(name: str, seed: int = 0) -> TreePolicy:
 
 
 def histories(name: str, ways: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Which of these generations one engine may make where whole cycles are captured, for trees to be as elsewhere.
+    """Group the generations that one engine may make if whole cycles are captured, so that trees stay the same.
 
     A policy that learns on the device does so from the cycle behind the end of an answer too.
     """
@@ -364,7 +364,7 @@ SPECIAL = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 
 
 def byte_tokenizer(template: str | None = TEMPLATE, extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Every byte is a token, so most characters beyond ASCII span several; four special tokens; a chat template."""
+    """Return a tokenizer with a token per byte, four special tokens and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

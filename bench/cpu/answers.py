@@ -27,13 +27,13 @@ Record = dict[str, Any]
 
 
 def plain(given: Given, names: list[str], items: list[Workload], length: int, rounds: int) -> Iterator[Record]:
-    """Without drafts, `length` tokens for every prompt."""
+    """Answer every prompt with `length` tokens, without drafts."""
     whole = partial(Generate, given.transformers_model, {"temperature": 0.0}, [], min_new_tokens=length)
     yield from _answered("plain", given, [Way(GENERATE, whole)], names, items, length, rounds)
 
 
 def default(given: Given, names: list[str], items: list[Workload], length: int, rounds: int) -> Iterator[Record]:
-    """With the default draft and policy; answers end where the model ends them."""
+    """Answer with the default draft and policy; answers end where the model ends them."""
     generate = partial(Generate, given.transformers_model, {"temperature": 0.0}, sorted(given.end_tokens))
     lookup = partial(generate, prompt_lookup_num_tokens=LOOKUP_TOKENS)
     yield from _answered("default", given, [Way(GENERATE, generate), Way(LOOKUP, lookup)], names, items, length, rounds)
@@ -102,7 +102,7 @@ def _row(part: str, rows: list[Record]) -> Record:
 
 
 def summaries(rows: list[Record]) -> list[Record]:
-    """Per set the means over its prompts; at the end the means of the sets, each set as much as any other."""
+    """Return per set the means over its prompts, and last the means over sets, equally weighted."""
     names = dict.fromkeys(row["set"] for row in rows)
     by_set = [_of_set(name, [row for row in rows if row["set"] == name]) for name in names]
     whole = by_set[0] | {"set": MEAN_OF_SETS, "prompts": len(rows)}

@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 
 def forward(given: Given, kinds: list[str], rows: list[int], rounds: int) -> Iterator[Record]:
-    """A record per kind; rows: ascending from 1. The ratios are medians of those within a round."""
+    """Yield a record per kind. rows: ascending from 1. Ratios are medians of the ratios within a round."""
     targets, reads = {}, {}
     for kind in kinds:
         try:
@@ -67,7 +67,7 @@ def forward(given: Given, kinds: list[str], rows: list[int], rounds: int) -> Ite
 
 
 def isa(given: Given, arguments: list[str], rounds: int) -> Iterator[Record]:
-    """A process for each instruction set, with both backends in it; `arguments` name the model.
+    """Measure each instruction set in a process of its own, with both backends; `arguments` name the model.
 
     The Hugging Face path keeps all that this CPU has, also where the other is held to less.
     """
@@ -108,7 +108,7 @@ def isa(given: Given, arguments: list[str], rounds: int) -> Iterator[Record]:
 
 @torch.inference_mode()
 def in_bursts(calls: dict[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
-    """Milliseconds of each call, a burst's median for each round; the calls take turns in a round."""
+    """Return milliseconds of each call, a burst's median per round; the calls take turns in a round."""
     found: dict[Key, list[float]] = {key: [] for key in calls}
     for _ in range(rounds):
         for key, call in calls.items():
@@ -127,7 +127,7 @@ def ratio(above: list[float], below: list[float]) -> float:
 
 
 def tree(size: int, vocabulary: int) -> TokenTree:
-    """A tree in which every node has two children, all tokens different as far as the vocabulary goes."""
+    """Return a tree in which every node has two children; tokens differ as far as the vocabulary allows."""
     grown = TokenTree.root(7 % vocabulary, size)
     for node in range(1, size):
         token = torch.tensor([(7 + 31 * node) % vocabulary])
@@ -137,7 +137,7 @@ def tree(size: int, vocabulary: int) -> TokenTree:
 
 @torch.inference_mode()
 def same_bits(target: Target, grown: TokenTree) -> bool:
-    """Whether the logits down the tree's leftmost path are bit for bit those of plain decoding."""
+    """Return whether the logits down the tree's leftmost path are bit for bit those of plain decoding."""
     path = [0]
     while 2 * path[-1] + 1 < len(grown):
         path.append(2 * path[-1] + 1)

@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 class Figure(NamedTuple):
-    """What is read from a way's record, and the goals by way."""
+    """A figure of a way's record, and the goals by way."""
 
     name: str
     record: dict[str, str]

@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 
 def memory(kinds: list[str], arguments: list[str]) -> Iterator[Record]:
-    """Kinds of engine without a draft, each loaded by a process that does nothing else; `arguments` name the model."""
+    """Measure kinds of engine without a draft, each in a process that does nothing else; `arguments` name the model."""
     for kind in kinds:
         command = [sys.executable, "-m", "bench.cpu", "--memory-of", kind, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -43,7 +43,7 @@ def memory(kinds: list[str], arguments: list[str]) -> Iterator[Record]:
 
 
 def memory_of(given: Given, kind: str) -> Record:
-    """Measures this process, which must have loaded nothing yet. Linux only; Unavailable as in Given."""
+    """Measure this process, which must have loaded nothing yet. Linux only; Unavailable as in Given."""
     imports = _captured()["VmRSS"]
     tokenizer = AutoTokenizer.from_pretrained(given.folder)
     tokenizer(PROMPT)
@@ -65,7 +65,7 @@ def memory_of(given: Given, kind: str) -> Record:
 
 
 def start(kinds: list[str], wheel: Path | None, rounds: int) -> Iterator[Record]:
-    """The default model only, as Engine.from_pretrained() gives it, and by the backends of `kinds`.
+    """Measure starts of the default model, by Engine.from_pretrained() and by the backends of `kinds`.
 
     A cold cache folder holds nothing but the wheel; a warm one is what the cold start left. What the operating
     system has in its page cache stays there.
@@ -114,6 +114,6 @@ def last_line(text: str) -> str:
 
 
 def _captured() -> dict[str, float]:
-    """VmRSS, VmHWM and the like in MB."""
+    """Return VmRSS, VmHWM and the like in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines if line.endswith(" kB")}

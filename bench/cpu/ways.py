@@ -28,6 +28,7 @@ class Kind:
     backend: str
     options: dict[str, Any] = field(default_factory=dict)
     packed_file: bool = False  # straight from the GGUF file
+    integer: bool = False  # numerics of the native forward; else those of floats in the model's dtype
 
 
 KINDS = {
@@ -35,6 +36,8 @@ KINDS = {
     "native": Kind("native"),
     "native int8": Kind("native", {"quantize": "int8"}),
     "native gguf": Kind("native", packed_file=True),
+    "native int8, integer": Kind("native", {"quantize": "int8"}, integer=True),
+    "native gguf, integer": Kind("native", packed_file=True, integer=True),
 }
 
 
@@ -53,7 +56,7 @@ class Given:
     _engines: dict[str, Engine] = field(default_factory=dict)
 
     def engine(self, kind: str) -> Engine:
-        """The engine with the default draft; Unavailable where it cannot be had, or runs as something else."""
+        """Load the engine with the default draft. Unavailable if it cannot be loaded, or runs as something else."""
         if kind not in self._engines:
             self._engines[kind] = self._load(kind, self.draft or self._shipped_head)
         return self._engines[kind]
@@ -64,7 +67,7 @@ class Given:
         return Engine(engine.target, None, None, engine.tokenizer)
 
     def only(self, kind: str, tokenizer: Any) -> Engine:
-        """An engine without a draft and with nothing else loaded."""
+        """Load an engine without a draft, and with nothing else loaded."""
         return self._load(kind, "none", tokenizer)
 
     @cached_property
@@ -81,7 +84,7 @@ class Given:
         return set(ends if isinstance(ends, list) else [ends]) - {None}
 
     def gguf_file(self) -> Path:
-        """Unavailable where there is none."""
+        """Return the GGUF file. Unavailable if there is none."""
         if self.gguf is None and self.model is None:
             found = models.cache_dir().rglob(Path(embedded.GGUF.name).name)
             self.gguf = next((file for file in found if embedded.GGUF.damage(file) is None), None)
@@ -92,7 +95,7 @@ class Given:
         return self.gguf
 
     def weight_bytes(self, kind: str) -> int:
-        """What one forward reads: the linear layers and the head, in this kind's form."""
+        """Return the bytes that one forward reads: the linear layers and the head, in this kind's form."""
         if KINDS[kind].packed_file:
             tensors = {tensor.name: tensor for tensor in GGUFReader(self.gguf_file()).tensors if len(tensor.shape) > 1}
             if "output.weight" in tensors:  # else the embedding is the head too
@@ -114,6 +117,8 @@ class Given:
         model = str(self.gguf_file()) if kind.packed_file else self.folder
         if not kind.packed_file:
             options["dtype"] = self.dtype
+        if kind.backend == "native":
+            options["numerics"] = "integer" if kind.integer else options.get("dtype", "bfloat16")
         try:
             engine = Engine.from_pretrained(model, draft, **options)
         except SpecEngineError as error:

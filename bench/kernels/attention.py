@@ -27,7 +27,7 @@ def triton_attention(
 
 
 def sdpa(case: Attention, tree: Tree, *, backend: str) -> Callable[[], Any]:
-    """The strong form: the heads of a group as rows, so keys are not repeated."""
+    """Attend by SDPA with the heads of a group as rows, so that keys are not repeated."""
     groups = case.heads // case.kv_heads
     q = tree.q[0].view(case.nodes, case.kv_heads, groups, case.size).permute(1, 2, 0, 3)
     q = q.reshape(1, case.kv_heads, groups * case.nodes, case.size).contiguous()
@@ -55,7 +55,7 @@ BLOCKS: tuple[dict[str, int], ...] = ({}, {"BLOCK_M": 64}, {"BLOCK_M": 64, "BLOC
 
 
 def flex(case: Attention, tree: Tree) -> Callable[[], Any]:
-    """FlexAttention with the words read by its mask function; compilation and block mask are not timed."""
+    """Attend by FlexAttention, whose mask function reads the words; compilation and block mask are not timed."""
     compiled, mask = compiled_flex(case, tree.q.device)
     q = tree.q.transpose(1, 2).contiguous()
 
@@ -85,7 +85,7 @@ def compiled_flex(case: Attention, device: torch.device) -> tuple[Callable[..., 
 
 
 def flashinfer(case: Attention, tree: Tree) -> Callable[[], Any]:
-    """FlashInfer's FA2 prefill with a packed mask; planning and packing are not timed."""
+    """Attend by FlashInfer's FA2 prefill with a packed mask; planning and packing are not timed."""
     wrapper = planned_flashinfer(case, tree.q.device)
     k, v = (cache[0].transpose(0, 1).contiguous() for cache in (tree.k, tree.v))
     return lambda: wrapper.run(tree.q[0], k, v)

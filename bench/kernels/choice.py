@@ -14,7 +14,7 @@ from bench.kernels.way import Unavailable, Way, kernel
 
 
 def triton_choice(case: Choice, rows: Rows) -> Callable[[], Any]:
-    """With the walk that follows: two launches or three."""
+    """Choose and walk by the Triton kernels: two launches or three."""
     module = kernel("verification")
     device, nodes = rows.logits.device, case.nodes
     chosen, path = (torch.zeros(nodes, dtype=torch.int64, device=device) for _ in range(2))
@@ -38,7 +38,7 @@ def torch_choice(case: Choice, rows: Rows) -> Callable[[], Any]:
 
 
 def softmax_choice(case: Choice, rows: Rows) -> Callable[[], Any]:
-    """What samplers do per node, without the walk; its draws are its own, so only the likeliest tokens are compared."""
+    """Choose as samplers do, per node, without a walk. Draws differ from ours, so only the argmax is compared."""
     if case.sampled:
         raise Unavailable("its draws cannot be compared; see the greedy row")
 

@@ -23,7 +23,7 @@ def triton_compaction(_: Compaction, slab: Slab) -> Callable[[], Any]:
 
 
 def layers_compaction(case: Compaction, slab: Slab) -> Callable[[], Any]:
-    """index_select and copy_ of each layer's keys and of its values: the operations of EAGLE's cache update."""
+    """Compact by index_select and copy_ of each layer's keys and values: the operations of EAGLE's cache update."""
     moved = slab.path.long() + case.prefix
 
     def call() -> Tensor:
@@ -35,7 +35,7 @@ def layers_compaction(case: Compaction, slab: Slab) -> Callable[[], Any]:
 
 
 def slab_compaction(case: Compaction, slab: Slab) -> Callable[[], Any]:
-    """One gather of the whole slab, then one copy."""
+    """Compact by one gather of the whole slab, then one copy."""
     moved = slab.path.long() + case.prefix
 
     def call() -> Tensor:

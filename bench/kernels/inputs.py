@@ -24,7 +24,7 @@ class Tree(NamedTuple):
 
 
 def random_tree(nodes: int) -> Tensor:
-    """bool [N, N]: node sees ancestor or itself."""
+    """Return which nodes (ancestors and itself) each node sees, bool [N, N]."""
     generator = torch.Generator().manual_seed(nodes)
     seen = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
@@ -33,7 +33,7 @@ def random_tree(nodes: int) -> Tensor:
 
 
 def pack(seen: Tensor) -> Tensor:
-    """int64 words of bool [N, M]."""
+    """Pack bool [N, M] into int64 words."""
     padded = F.pad(seen, (0, -seen.shape[1] % 64)).view(seen.shape[0], -1, 64).long()
     return (padded << torch.arange(64)).sum(-1)
 

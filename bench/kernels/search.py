@@ -17,7 +17,7 @@ OPS = "specengine.ops"  # loaded when a case runs: --dry-run does not need it
 
 
 def library_search(case: Search, layers: Layers) -> Callable[[], Any]:
-    """The CUDA kernel of csrc/best_first.cu."""
+    """Search by the CUDA kernel of csrc/best_first.cu."""
     try:
         run = importlib.import_module("specengine.ops.cuda").implementations()["step_queues"]
     except ImportError as error:
@@ -26,12 +26,12 @@ def library_search(case: Search, layers: Layers) -> Callable[[], Any]:
 
 
 def torch_search(case: Search, layers: Layers) -> Callable[[], Any]:
-    """What the op means: about a hundred operations."""
+    """Search by the op's torch reference: about a hundred operations."""
     return _prepared(_meaning, case, layers)
 
 
 def host_search(case: Search, layers: Layers) -> Callable[[], Any]:
-    """The C++ queues, candidates copied to the host and what is drawn back to the device."""
+    """Search by the C++ queues: copy candidates to the host, and drawn nodes back to the device."""
     module = importlib.import_module(OPS)
     if (taken := module.backends("cpu")["step_queues"]).name != "cpp":
         raise Unavailable(taken.reason)
@@ -52,7 +52,7 @@ def _meaning(*given: Any) -> Any:
 
 
 def _prepared(run: Callable[..., Any], case: Search, layers: Layers, host: bool = False) -> Callable[[], Any]:
-    """The second step, behind the first. host: queues and frontier are there."""
+    """Prepare the second step by running the first. host: queues and frontier are on the host."""
     module, device = importlib.import_module(OPS), torch.device("cpu") if host else layers.nodes.device
     nodes, depths, live, ids, levels = (
         part.to(device) for part in (layers.nodes, layers.depths, layers.live, layers.ids, layers.levels)

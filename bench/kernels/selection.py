@@ -26,7 +26,7 @@ def triton_selection(case: Selection, layer: Layer) -> Callable[[], Any]:
 
 
 def eagle_selection(case: Selection, layer: Layer) -> Callable[[], Any]:
-    """log_softmax, the best k of each row, their sums, the best of those: the operations of EAGLE's topK_genrate."""
+    """Select by the operations of EAGLE's topK_genrate: log_softmax, best k per row, their sums, best of those."""
 
     def call() -> Tensor:
         best = layer.logits.float().log_softmax(-1).topk(min(case.most, case.columns), -1)
@@ -45,7 +45,7 @@ def flat_selection(case: Selection, layer: Layer) -> Callable[[], Any]:
 
 
 def flashinfer_selection(case: Selection, layer: Layer) -> Callable[[], Any]:
-    """FlashInfer's softmax and top_k of each row, torch for the rest."""
+    """Select by FlashInfer's softmax and top_k of each row, and torch for the rest."""
     module = importlib.import_module("flashinfer")
     if not hasattr(module, "top_k"):
         raise Unavailable("this flashinfer has no top_k")

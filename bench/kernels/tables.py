@@ -19,7 +19,7 @@ LABELS: dict[str, Callable[[Record], str]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """What a kernel should reach in the cases whose fields have these values.
+    """A goal for a kernel in the cases whose fields have these values.
 
     most: microseconds, from a row with its floors and the launch floor; over: the least ratios of other ways' times to
     ours.
@@ -66,7 +66,7 @@ GOALS = [
 
 
 def kernel_tables(records: list[Record]) -> list[Table]:
-    """From bench.kernels: a table per kernel, a row per case, a column per way; then what was not measured."""
+    """Make the tables of bench.kernels: one per kernel, a row per case, a column per way; last, failures."""
     launch = next((record["median"] for record in records if record["record"] == "launch floor"), None)
     own = [record for record in records if record["record"] in LABELS and "way" in record]
     made = []
@@ -101,7 +101,7 @@ def _floor(found: dict[str, Record]) -> str:
 
 
 def _judged(found: dict[str, Record], launch: float | None) -> list[str]:
-    """Ours over the floor, the best baseline over ours, and whether the goal is met."""
+    """Return our time over the floor, the best baseline over ours, and whether the goal is met."""
     if "median" not in found.get(OURS, {}):
         return [NOTHING, NOTHING, "missed: wrong" if "wrong" in found.get(OURS, {}) else NOTHING]
     ours, floor = found[OURS]["median"], _floor_of(found)
@@ -134,7 +134,7 @@ def _goal(row: Record, others: dict[str, float], launch: float | None) -> str:
 
 
 def _not_measured(rows: list[Record]) -> Table:
-    """Ways that could not be measured, how often and why; the first reason of those that differ in numbers only."""
+    """List ways that could not be measured, how often and why; of reasons that differ in numbers only, the first."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if "wrong" in row:

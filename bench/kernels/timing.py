@@ -41,7 +41,7 @@ def replays(run: Callable[[], None], calls: int) -> Times:
 
 
 def measure(calls: list[Callable[[], Any]], captured: bool) -> Times:
-    """The calls in turn, a multiple of CALLS in all, so that each is equally often among them."""
+    """Time the calls in turn, a multiple of CALLS in all, so that each runs equally often."""
     rounds = -(-CALLS // len(calls))
 
     def all_calls() -> None:
@@ -63,7 +63,7 @@ def measure(calls: list[Callable[[], Any]], captured: bool) -> Times:
 
 
 def copies_for(case: Case, warm: bool) -> int:
-    """Enough distinct inputs that none is still in the L2 cache when its turn comes again, as far as memory allows."""
+    """Return how many distinct inputs keep each out of the L2 cache until its next turn, as far as memory allows."""
     if warm:
         return 1
     cache, most = torch.cuda.get_device_properties(0).L2_cache_size, 16 if isinstance(case, Compaction) else 128
@@ -93,7 +93,7 @@ def rows_of(case: Case, ways: list[Way], warm: bool) -> Iterator[dict[str, Any]]
 
 
 def floors(case: Case) -> dict[str, float]:
-    """Microseconds for the least bytes and operations at this device's rates, where those are known."""
+    """Return microseconds for the least bytes and operations at this device's rates, if those are known."""
     floor, device = floor_of(case), torch.cuda.get_device_name()
     rates = next((rate for name, rate in RATES.items() if name in device), None)
     if rates is None:
@@ -102,7 +102,7 @@ def floors(case: Case) -> dict[str, float]:
 
 
 def launch_floor() -> dict[str, Any]:
-    """A chain of kernels that add to one number."""
+    """Measure the launch floor by a chain of kernels that add to one number."""
     number = torch.zeros(1, device="cuda")
     return {"record": "launch floor", **rounded(measure([lambda: number.add_(1.0)], captured=True)._asdict())}
 

@@ -1,4 +1,4 @@
-"""What each way's result must be, from the definition in float64, and how far it may be off."""
+"""Compute the result that each way must give, from the definition in float64, with its tolerance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ERROR = {"attention": 6e-3, "selection": 2e-5, "compaction": 0.0, "choice": 
 
 
 def truth(case: Case, inputs: Any) -> Tensor:
-    """float64, from the definition, as each way's `result` gives it."""
+    """Compute the result from the definition in float64, in the form of each way's `result`."""
     if isinstance(case, Attention):
         q, k, v = (tensor[0].double() for tensor in inputs[:3])
         groups = case.heads // case.kv_heads
@@ -39,7 +39,7 @@ def truth(case: Case, inputs: Any) -> Tensor:
 
 
 def error_of(case: Case, got: Tensor, wanted: Tensor) -> float:
-    """Relative Frobenius error of attention, largest difference of scores, count of wrong values of the others."""
+    """Return the error: relative Frobenius for attention, largest difference for scores, else wrong values."""
     if isinstance(case, Attention):
         return float((got.double() - wanted).norm() / wanted.norm())
     if isinstance(case, Selection):

@@ -32,5 +32,5 @@ def installed(way: Way) -> bool:
 
 
 def kernel(name: str) -> Any:
-    """A module of kernels/. Loaded when a case runs: it needs Triton, --dry-run does not."""
+    """Load a module of kernels/ when a case runs: it needs Triton, --dry-run does not."""
     return importlib.import_module(f"specengine_kernels.{name}")

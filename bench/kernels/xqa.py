@@ -32,7 +32,7 @@ SEMAPHORES, SCRATCH = 8 << 20, 128 << 20  # bytes; FlashInfer's own callers give
 
 
 def xqa(case: Attention, tree: Tree) -> Callable[[], Any]:
-    """Paging, packing and compilation are not timed; pages are laid out as [page, token, head, size]."""
+    """Attend by XQA over pages [page, token, head, size]; paging, packing and compilation are not timed."""
     attend = function_for(case)
     if tree.q.is_cuda:
         try_apart(case.nodes, case.heads, case.kv_heads, case.size)
@@ -70,13 +70,13 @@ def prepared(attend: Callable[..., Any], case: Attention, tree: Tree) -> Callabl
 
 
 def pages(cache: Tensor) -> Tensor:
-    """[Hkv, S, D] as [pages, PAGE, Hkv, D], the last page filled up with zeros."""
+    """Return [Hkv, S, D] as pages [pages, PAGE, Hkv, D], the last one padded with zeros."""
     filled = F.pad(cache, (0, 0, 0, -cache.shape[1] % PAGE))
     return filled.transpose(0, 1).reshape(-1, PAGE, cache.shape[0], cache.shape[2]).contiguous()
 
 
 def packed(words: Tensor, nodes: int) -> Tensor:
-    """uint16 [N, 2 ceil(N / 32)] of int64 words: bit j of a row tells whether it sees node j."""
+    """Pack int64 words as uint16 [N, 2 ceil(N / 32)]: bit j of a row says whether it sees node j."""
     return words.view(torch.int16)[:, : 2 * -(-nodes // 32)].contiguous().view(torch.uint16)
 
 
@@ -95,7 +95,7 @@ def result(case: Attention, out: Tensor) -> Tensor:
 
 @cache
 def trial(*shape: int) -> str:
-    """Why XQA does not serve this shape, from a process that tried; empty where it does."""
+    """Try XQA on this shape in another process; returns why it cannot run, or an empty text."""
     command = [sys.executable, "-m", __name__, *map(str, shape)]
     try:
         done = subprocess.run(

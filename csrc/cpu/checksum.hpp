@@ -10,7 +10,7 @@
 
 namespace cpu {
 
-// Of one block, which its number is part of. Each step is a bijection of a lane, so one changed word always shows.
+// The checksum of one block and its number. Each step is a bijection of a lane, so one changed word always shows.
 inline uint64_t checksum_block(const unsigned char* bytes, int64_t count, int64_t number) {
   constexpr int kLanes = 8;
   constexpr uint64_t kPrime = 0x9E3779B97F4A7C15ull;
@@ -41,14 +41,16 @@ inline uint64_t checksum(const unsigned char* bytes, int64_t count, int threads)
   constexpr int64_t kBlock = 1 << 16;
   const int64_t blocks = (count + kBlock - 1) / kBlock;
   std::atomic<uint64_t> sum{0};
-  Pool::shared().run(blocks < 8 ? 1 : threads, [&](Team& team, int index) {
-    const Share own(blocks, index, team.count());
-    uint64_t part = 0;
-    for (int64_t block = own.first; block < own.last; ++block) {
-      const int64_t first = block * kBlock;
-      part += checksum_block(bytes + first, std::min(kBlock, count - first), block);
-    }
-    sum.fetch_add(part);
+  Pool::shared().run(blocks < 8 ? 1 : threads, [&](const Team& team) {
+    team.each(blocks, 1, [&](Pieces& pieces) {
+      uint64_t part = 0;
+      while (pieces.next())
+        for (int64_t block = pieces.first; block < pieces.last; ++block) {
+          const int64_t first = block * kBlock;
+          part += checksum_block(bytes + first, std::min(kBlock, count - first), block);
+        }
+      sum.fetch_add(part);
+    });
   });
   return sum.load();
 }

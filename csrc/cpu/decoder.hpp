@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/layer.hpp"
+#include "cpu/pace.hpp"
 
 namespace cpu {
 
@@ -42,11 +43,13 @@ class Weights {
     const int64_t row_bytes = stored_as(from).row_bytes(m.inputs);
     if (!order) rows -= first * row_bytes;
     const int64_t panels = (count + kOutputs - 1) / kOutputs;
-    Pool::shared().run(threads_, [&](Team& team, int index) {
-      const Share share(panels, index, team.count());
-      for (int64_t panel = share.first; panel < share.last; ++panel)
-        pack_panel(m, from, rows, order, first / kOutputs + panel, const_cast<uint8_t*>(m.data),
-                   const_cast<float*>(m.scales));
+    Pool::shared().run(threads_, [&](const Team& team) {
+      team.each(panels, 1, [&](Pieces& pieces) {
+        while (pieces.next())
+          for (int64_t panel = pieces.first; panel < pieces.last; ++panel)
+            pack_panel(m, from, rows, order, first / kOutputs + panel, const_cast<uint8_t*>(m.data),
+                       const_cast<float*>(m.scales));
+      });
     });
   }
 
@@ -57,14 +60,14 @@ class Weights {
     vectors_[name] = {data, count};
   }
 
-  // As `add_matrix` made it.
+  // Return the matrix as `add_matrix` made it. Throws if there is none.
   Matrix stored(const std::string& name) const {
     const auto found = matrices_.find(name);
     if (found == matrices_.end()) throw std::invalid_argument("no weights " + name);
     return found->second;
   }
 
-  // Of so many outputs and inputs, with its bias where it has one; 0: as many as it has.
+  // Return the matrix of this many outputs and inputs (0: any), with its bias if there is one.
   Matrix matrix(const std::string& name, int64_t outputs = 0, int64_t inputs = 0) const {
     Matrix m = stored(name + ".weight");
     if ((outputs && m.outputs != outputs) || (inputs && m.inputs != inputs))
@@ -76,7 +79,7 @@ class Weights {
   }
   bool has(const std::string& name) const { return matrices_.count(name + ".weight") != 0; }
 
-  // Of so many numbers; null where there is none.
+  // Return the vector of `count` numbers; null if there is none.
   const float* vector(const std::string& name, int64_t count) const {
     const auto found = vectors_.find(name);
     if (found == vectors_.end()) return nullptr;
@@ -86,7 +89,7 @@ class Weights {
     return found->second.data;
   }
 
-  // Of so many numbers, which has to be there.
+  // Return the vector of `count` numbers. Throws if there is none.
   const float* needed(const std::string& name, int64_t count) const {
     const float* found = vector(name, count);
     if (!found) throw std::invalid_argument("no weights " + name);
@@ -111,6 +114,13 @@ class Weights {
 
   size_t bytes() const { return arena_.taken(); }
 
+  // Throws where these numerics do not multiply a matrix as it is packed.
+  void require_numerics(const std::string& numerics) const {
+    for (const auto& [name, m] : matrices_)
+      if (m.kind != Kind::f32 && m.kind != Kind::bf16 && has_integers(m.kind) != (numerics == kInteger))
+        throw std::invalid_argument(name + ": " + numerics + " numerics do not multiply " + stored_as(m.kind).name);
+  }
+
  private:
   struct Vector {
     const float* data;
@@ -129,6 +139,18 @@ inline void rows_to_tiles(const float* states, int64_t width, int64_t rows, floa
     float* to = tiles + r / kRows * width * kRows + r % kRows;
     for (int64_t c = 0; c < width; ++c) to[c * kRows] = states[r * width + c];
   }
+}
+
+// Of tiles, [tiles][width][16], rows to where each stands `stride` values behind the one before.
+inline void rows_of_tiles(const Team& team, const float* tiles, int64_t width, int64_t rows, float* states,
+                          int64_t stride) {
+  team.each(rows, 1, [&](Pieces& pieces) {
+    while (pieces.next())
+      for (int64_t r = pieces.first; r < pieces.last; ++r) {
+        const float* from = tiles + r / kRows * width * kRows + r % kRows;
+        for (int64_t c = 0; c < width; ++c) states[r * stride + c] = from[c * kRows];
+      }
+  });
 }
 
 struct Shape {
@@ -167,53 +189,23 @@ class Decoder {
     int64_t layers;        // that are run
   };
 
+  // On so many threads, or on fewer where those are faster.
   void forward(const Call& call, int threads) {
-    const int64_t hidden = shape_.hidden;
-    space_.prepare(call.rows, hidden, shape_.heads, rope_, threads, call.layers);
-    const Input in = space_.input(space_.first, hidden);
-    const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
-    const Input gated = space_.input(space_.third, layers_.empty() ? 1 : layers_[0].gate.panels * kOutputs);
-    Leaders leaders{call.count};
-    leaders.most = most_.reserve(static_cast<size_t>(threads * leaders.size(space_.tiles)));
-    leaders.at = at_.reserve(static_cast<size_t>(threads * leaders.size(space_.tiles)));
-    float* normed = normed_.reserve(static_cast<size_t>(space_.tiles * hidden * kRows));
-    Pool::shared().run(threads, [&](Team& team, int index) {
-      const Kernels& kernels = space_.kernels;
-      kernels.begin();
-      embed(team, index, call.tokens);
-      team.barrier();
-      LayerRun run(team, index, space_, shape_.heads, call.rows, hidden, shape_.eps);
-      for (int64_t i = 0; i < call.layers; ++i) {
-        take_features(team, index, call, i, space_.x);
-        for (int64_t t = index; t < space_.tiles; t += team.count())
-          kernels.norm(space_.x + t * hidden * kRows, norms_[static_cast<size_t>(i)], hidden, shape_.eps, &in, t, 0, nullptr);
-        team.barrier();
-        const int64_t layer_bytes = 2 * shape_.heads.keys * call.capacity * shape_.heads.size * (call.half ? 2 : 4);
-        const Cache cache{static_cast<char*>(call.slab) + i * layer_bytes, call.capacity, call.half};
-        run.run(layers_[static_cast<size_t>(i)], i, cache, in, attended, in, gated);
-      }
-      for (int64_t t = index; t < space_.tiles; t += team.count())
-        kernels.norm(space_.x + t * hidden * kRows, norm_, hidden, shape_.eps, &in, t, 0, normed + t * hidden * kRows);
-      team.barrier();
-      take_features(team, index, call, shape_.layers, normed);
-      if (call.logits || call.count) Readout(space_, head_, call.first_logits).run(team, index, in, call.logits, leaders);
-      kernels.end();
-    });
-    if (call.count) choose(threads, leaders, call);
+    if (call.layers < shape_.layers) return run(call, threads);
+    const Rows& rows = call.rows;
+    paces_.run(threads, rows.count, rows.start + rows.count, call.logits || call.count,
+               [&](int fewer) { run(call, fewer); });
   }
 
   // Logits [rows][vocabulary] of states [rows][hidden] behind the final norm.
   void read(const float* states, int64_t rows, float* logits, int threads) {
     begin_rows(states, rows, threads);
     const Input in = space_.input(space_.first, shape_.hidden);
-    Pool::shared().run(threads, [&](Team& team, int index) {
-      space_.kernels.begin();
-      for (int64_t t = index; t < space_.tiles; t += team.count())
-        space_.kernels.copy(space_.x + t * shape_.hidden * kRows, shape_.hidden, in, t, 0);
-      team.barrier();
-      Readout(space_, head_, 0).run(team, index, in, logits);
-      space_.kernels.end();
-    });
+    const auto run_all = [&](const Team& team) {
+      copy_tiles(team, space_, space_.x, shape_.hidden, in);
+      Readout(space_, head_, 0).run(team, in, logits);
+    };
+    Pool::shared().run(threads, run_all, space_.around());
   }
 
   // A token's embedding: float [hidden].
@@ -227,47 +219,78 @@ class Decoder {
   const Kernels& kernels() const { return space_.kernels; }
 
  private:
+  void run(const Call& call, int threads) {
+    const int64_t hidden = shape_.hidden;
+    space_.prepare(call.rows, hidden, shape_.heads, rope_, threads);
+    const Input in = space_.input(space_.first, hidden);
+    const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
+    const Input gated = space_.input(space_.third, layers_.empty() ? 1 : layers_[0].gate.panels * kOutputs);
+    Leaders leaders{call.count};
+    leaders.most = most_.reserve(static_cast<size_t>(leaders.lists(threads) * leaders.size(space_.tiles)));
+    leaders.at = at_.reserve(static_cast<size_t>(leaders.lists(threads) * leaders.size(space_.tiles)));
+    if (call.count) leaders.clear(threads, space_.tiles);
+    float* normed = normed_.reserve(static_cast<size_t>(space_.tiles * hidden * kRows));
+    const auto run_all = [&](const Team& team) {
+      embed(team, call.tokens);
+      LayerRun run(team, space_, shape_.heads, call.rows, hidden, shape_.eps);
+      for (int64_t i = 0; i < call.layers; ++i) {
+        take_features(team, call, i, space_.x);
+        norm_tiles(team, space_, space_.x, norms_[static_cast<size_t>(i)], hidden, shape_.eps, in);
+        const int64_t layer_bytes = 2 * shape_.heads.keys * call.capacity * shape_.heads.size * (call.half ? 2 : 4);
+        const Cache cache{static_cast<char*>(call.slab) + i * layer_bytes, call.capacity, call.half};
+        run.run(layers_[static_cast<size_t>(i)], cache, in, attended, in, gated);
+      }
+      norm_tiles(team, space_, space_.x, norm_, hidden, shape_.eps, in, normed);
+      take_features(team, call, shape_.layers, normed);
+      if (call.logits || call.count) Readout(space_, head_, call.first_logits).run(team, in, call.logits, leaders);
+    };
+    Pool::shared().run(threads, run_all, space_.around());
+    if (call.count) choose(threads, leaders, call);
+  }
+
   void begin_rows(const float* states, int64_t rows, int threads) {
     const std::vector<int64_t> positions(static_cast<size_t>(rows), 0);
     Rows given;
     given.count = rows;
     given.positions = positions.data();
-    space_.prepare(given, shape_.hidden, shape_.heads, rope_, threads, 1);
+    space_.prepare(given, shape_.hidden, shape_.heads, rope_, threads);
     rows_to_tiles(states, shape_.hidden, rows, space_.x);
   }
 
-  void embed(Team& team, int index, const int64_t* tokens) {
-    std::vector<float> row(static_cast<size_t>(embedding_.blocks * kDepth));
-    for (int64_t r = index; r < space_.rows; r += team.count()) {
-      space_.kernels.weights(embedding_, tokens[r], row.data());
-      float* to = space_.x + r / kRows * shape_.hidden * kRows + r % kRows;
-      for (int64_t c = 0; c < shape_.hidden; ++c) to[c * kRows] = row[static_cast<size_t>(c)];
-    }
+  void embed(const Team& team, const int64_t* tokens) {
+    team.each(space_.rows, 1, [&](Pieces& pieces) {
+      std::vector<float> row(static_cast<size_t>(embedding_.blocks * kDepth));
+      while (pieces.next())
+        for (int64_t r = pieces.first; r < pieces.last; ++r) {
+          space_.kernels.weights(embedding_, tokens[r], row.data());
+          float* to = space_.x + r / kRows * shape_.hidden * kRows + r % kRows;
+          for (int64_t c = 0; c < shape_.hidden; ++c) to[c * kRows] = row[static_cast<size_t>(c)];
+        }
+    });
   }
 
-  void take_features(Team& team, int index, const Call& call, int64_t layer, const float* x) const {
+  void take_features(const Team& team, const Call& call, int64_t layer, const float* x) const {
     const int64_t width = static_cast<int64_t>(call.features.size()) * shape_.hidden;
-    for (size_t f = 0; f < call.features.size(); ++f) {
-      if (call.features[f] != layer) continue;
-      for (int64_t r = index; r < space_.rows; r += team.count()) {
-        const float* from = x + r / kRows * shape_.hidden * kRows + r % kRows;
-        float* to = call.states + r * width + static_cast<int64_t>(f) * shape_.hidden;
-        for (int64_t c = 0; c < shape_.hidden; ++c) to[c] = from[c * kRows];
-      }
-    }
+    for (size_t f = 0; f < call.features.size(); ++f)
+      if (call.features[f] == layer)
+        rows_of_tiles(team, x, shape_.hidden, space_.rows, call.states + static_cast<int64_t>(f) * shape_.hidden, width);
   }
 
-  // Merges what the threads found; their shares of the outputs ascend, so of equals the first thread's is the lowest.
+  // Merges what the threads found, the lowest output first of equals.
   void choose(int threads, const Leaders& leaders, const Call& call) const {
-    const int64_t size = leaders.size(space_.tiles), count = leaders.count;
-    std::vector<int64_t> next(static_cast<size_t>(threads));  // of each thread's list
+    const int64_t size = leaders.size(space_.tiles), count = leaders.count, lists = leaders.lists(threads);
+    std::vector<int64_t> next(static_cast<size_t>(lists));  // of each list
+    const auto comes_before = [&](int64_t one, int64_t other) {
+      const float most = leaders.most[one], least = leaders.most[other];
+      return most > least || (most == least && leaders.at[one] < leaders.at[other]);
+    };
     for (int64_t r = 0; r < space_.rows; ++r) {
       const int64_t row = leaders.size(r / kRows) + r % kRows;
-      for (int i = 0; i < threads; ++i) next[static_cast<size_t>(i)] = i * size + row;
+      for (int64_t i = 0; i < lists; ++i) next[static_cast<size_t>(i)] = i * size + row;
       for (int64_t rank = 0; rank < count; ++rank) {  // a list that is through has given all
         int64_t* best = &next[0];
         for (int64_t& other : next)
-          if (leaders.most[other] > leaders.most[*best]) best = &other;
+          if (comes_before(other, *best)) best = &other;
         call.chosen[r * count + rank] = leaders.at[*best];
         call.chosen_logits[r * count + rank] = leaders.most[*best];
         *best += kRows;
@@ -278,6 +301,7 @@ class Decoder {
   const Shape shape_;
   Rope rope_;
   mutable Workspace space_;
+  Paces paces_;
   const Matrix embedding_, head_;
   const float* norm_;
   std::vector<Layer> layers_;

@@ -63,40 +63,10 @@ class Eagle {
     forward(call, threads);
   }
 
+  // On so many threads, or on fewer where those are faster.
   void forward(const Call& call, int threads) {
-    const int64_t hidden = shape_.hidden;
-    space_.prepare(call.rows, hidden, shape_.heads, rope_, threads, 1);
-    const int64_t tiles = space_.tiles, size = hidden * kRows;
-    const Input both = space_.input(space_.first, 2 * hidden), normed = space_.input(normed_, hidden);
-    const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
-    const Input gated = space_.input(space_.third, layer_.gate.panels * kOutputs);
-    float* embedded = embedded_.reserve(static_cast<size_t>(tiles * size));
-    float* plain = plain_.reserve(static_cast<size_t>(tiles * size));
-    rows_to_tiles(call.hidden, hidden, call.rows.count, space_.x);
-    rows_to_tiles(call.embeddings, hidden, call.rows.count, embedded);
-    Pool::shared().run(threads, [&](Team& team, int index) {
-      const Kernels& kernels = space_.kernels;
-      kernels.begin();
-      for (int64_t t = index; t < tiles; t += team.count()) {
-        kernels.norm(embedded + t * size, input_norm_, hidden, shape_.eps, &both, t, 0, nullptr);
-        float* x = space_.x + t * size;
-        kernels.norm(x, hidden_norm_, hidden, shape_.eps, &both, t, hidden, shape_.norm_before_residual ? x : nullptr);
-      }
-      team.barrier();
-      LayerRun run(team, index, space_, shape_.heads, call.rows, hidden, shape_.eps);
-      run.run(layer_, 0, Cache{call.slab, call.capacity, call.half}, both, attended, normed, gated);
-      for (int64_t t = index; t < tiles; t += team.count()) {
-        const float* x = space_.x + t * size;
-        if (shape_.norm_recurrent || shape_.norm_logits)
-          kernels.norm(x, norm_, hidden, shape_.eps, &normed, t, 0, plain + t * size);
-        else
-          kernels.copy(x, hidden, normed, t, 0);
-      }
-      team.barrier();
-      give(team, index, shape_.norm_recurrent ? plain : space_.x, hidden, call.states);
-      if (call.logits) Readout(space_, head_, call.first_logits).run(team, index, normed, call.logits);
-      kernels.end();
-    });
+    const Rows& rows = call.rows;
+    paces_.run(threads, rows.count, rows.start + rows.count, call.logits, [&](int fewer) { run(call, fewer); });
   }
 
   // The target's features, [rows][inputs of the fusion layer], as hidden states [rows][hidden].
@@ -106,39 +76,64 @@ class Eagle {
     Rows given;
     given.count = rows;
     given.positions = positions.data();
-    space_.prepare(given, shape_.hidden, shape_.heads, rope_, threads, 1);
+    space_.prepare(given, shape_.hidden, shape_.heads, rope_, threads);
     const Input in = space_.input(fused_, width);
     float* tiled = wide_.reserve(static_cast<size_t>(space_.tiles * width * kRows));
     rows_to_tiles(features, width, rows, tiled);
-    Pool::shared().run(threads, [&](Team& team, int index) {
-      space_.kernels.begin();
-      for (int64_t t = index; t < space_.tiles; t += team.count())
-        space_.kernels.copy(tiled + t * width * kRows, width, in, t, 0);
-      team.barrier();
-      products_of(team, index, space_, {&fusion_}, in, [&](size_t, int64_t panel, float* sums) {
+    const auto run_all = [&](const Team& team) {
+      copy_tiles(team, space_, tiled, width, in);
+      products_of(team, space_, {&fusion_}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
         const int64_t live = std::min<int64_t>(kOutputs, fusion_.outputs - panel * kOutputs);
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t o = 0; o < live; ++o)
             out[r * shape_.hidden + panel * kOutputs + o] =
                 sums[(r / kRows * kOutputs + o) * kRows + r % kRows];
       });
-      space_.kernels.end();
-    });
+    };
+    Pool::shared().run(threads, run_all, space_.around());
   }
 
   const EagleShape& shape() const { return shape_; }
   int64_t fused_inputs() const { return fusion_.inputs; }
 
  private:
-  void give(Team& team, int index, const float* tiles, int64_t width, float* states) const {
-    for (int64_t r = index; r < space_.rows; r += team.count())
-      for (int64_t c = 0; c < width; ++c)
-        states[r * width + c] = tiles[(r / kRows * width + c) * kRows + r % kRows];
+  void run(const Call& call, int threads) {
+    const int64_t hidden = shape_.hidden;
+    space_.prepare(call.rows, hidden, shape_.heads, rope_, threads);
+    const int64_t tiles = space_.tiles, size = hidden * kRows;
+    const Input both = space_.input(space_.first, 2 * hidden), normed = space_.input(normed_, hidden);
+    const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
+    const Input gated = space_.input(space_.third, layer_.gate.panels * kOutputs);
+    float* embedded = embedded_.reserve(static_cast<size_t>(tiles * size));
+    float* plain = plain_.reserve(static_cast<size_t>(tiles * size));
+    rows_to_tiles(call.hidden, hidden, call.rows.count, space_.x);
+    rows_to_tiles(call.embeddings, hidden, call.rows.count, embedded);
+    const auto run_all = [&](const Team& team) {
+      const Kernels& kernels = space_.kernels;
+      team.each(tiles, 1, [&](Pieces& pieces) {
+        while (pieces.next())
+          for (int64_t t = pieces.first; t < pieces.last; ++t) {
+            kernels.norm(embedded + t * size, input_norm_, hidden, shape_.eps, &both, t, 0, nullptr);
+            float* x = space_.x + t * size;
+            kernels.norm(x, hidden_norm_, hidden, shape_.eps, &both, t, hidden, shape_.norm_before_residual ? x : nullptr);
+          }
+      });
+      LayerRun run(team, space_, shape_.heads, call.rows, hidden, shape_.eps);
+      run.run(layer_, Cache{call.slab, call.capacity, call.half}, both, attended, normed, gated);
+      if (shape_.norm_recurrent || shape_.norm_logits)
+        norm_tiles(team, space_, space_.x, norm_, hidden, shape_.eps, normed, plain);
+      else
+        copy_tiles(team, space_, space_.x, hidden, normed);
+      rows_of_tiles(team, shape_.norm_recurrent ? plain : space_.x, hidden, call.rows.count, call.states, hidden);
+      if (call.logits) Readout(space_, head_, call.first_logits).run(team, normed, call.logits);
+    };
+    Pool::shared().run(threads, run_all, space_.around());
   }
 
   const EagleShape shape_;
   Rope rope_;
   Workspace space_;
+  Paces paces_;
   const Layer layer_;
   const Matrix fusion_, head_;
   const float *input_norm_, *hidden_norm_, *norm_;

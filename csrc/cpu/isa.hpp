@@ -1,6 +1,7 @@
 // The instruction sets that this build has and this CPU runs.
 #pragma once
 
+#include <cstring>
 #include <vector>
 
 #include "cpu/kernels.hpp"
@@ -30,11 +31,13 @@ class InstructionSet {
   InstructionSet* next_;
 };
 
-// Those that this CPU runs, the fastest first.
-inline std::vector<const Kernels*> available_kernels() {
+// Return the kernels of such numerics that this CPU runs, the fastest first.
+inline std::vector<const Kernels*> available_kernels(const char* numerics = kBfloat16) {
   std::vector<const Kernels*> available;
-  for (const InstructionSet* set = InstructionSet::first(); set; set = set->next())
-    if (const Kernels* kernels = set->find()) available.push_back(kernels);
+  for (const InstructionSet* set = InstructionSet::first(); set; set = set->next()) {
+    const Kernels* kernels = set->find();
+    if (kernels && std::strcmp(kernels->numerics, numerics) == 0) available.push_back(kernels);
+  }
   return available;
 }
 

@@ -61,7 +61,8 @@ const Stored& stored_as(Kind kind) {
       CPU_FORMATS(CPU_STORED)
 #undef CPU_STORED
   };
-  return known[static_cast<int>(kind)];
+  const int index = static_cast<int>(kind);
+  return has_integers(kind) ? stored_integers(index - kFloatKinds) : known[index];
 }
 
 }  // namespace cpu

@@ -1,4 +1,4 @@
-// What a forward on the CPU is made of: packed matrices, and one table of kernels per instruction set.
+// The parts of a forward on the CPU: packed matrices, and one table of kernels per instruction set.
 //
 // All states stand transposed, [tile][channel][16 rows]: the rows of a tree lie side by side in the lanes of a vector, so
 // each row goes through the same instructions in the same order whatever stands beside it. That is what makes a token's
@@ -16,10 +16,23 @@ constexpr int kRows = 16;     // rows of a tile
 constexpr int kOutputs = 16;  // outputs of a panel
 constexpr int kDepth = 32;    // inputs of a block
 
-// The weight formats, one file of csrc/cpu/formats each: f32, bf16, i8, q4_0, ... setup.py lists them.
+// The weight formats, one file of csrc/cpu/formats each: f32, bf16, i8, q4_0, ...; and, as int_i8, int_q4_0, ..., those of
+// csrc/cpu/integers, whose integers are multiplied as they are. setup.py lists both.
 #define CPU_NAME(name) name,
-enum class Kind : int { CPU_FORMATS(CPU_NAME) };
+#define CPU_INTEGER_NAME(name) int_##name,
+enum class Kind : int { CPU_FORMATS(CPU_NAME) CPU_INTEGERS(CPU_INTEGER_NAME) };
 #undef CPU_NAME
+#undef CPU_INTEGER_NAME
+
+constexpr int kFloatKinds = 0
+#define CPU_ONE(name) +1
+    CPU_FORMATS(CPU_ONE);
+#undef CPU_ONE
+constexpr bool has_integers(Kind kind) { return static_cast<int>(kind) >= kFloatKinds; }
+
+// How products are computed. bfloat16: weights become floats, or bfloat16 where the CPU multiplies such pairs. integer:
+// packed weights stay integers and rows become such, so that all instruction sets give the same bits.
+constexpr char kBfloat16[] = "bfloat16", kInteger[] = "integer";
 
 // A matrix as panels of 16 outputs, each a run of blocks of 32 inputs; see csrc/cpu/formats for the bytes of a block.
 struct Matrix {
@@ -27,7 +40,7 @@ struct Matrix {
   int64_t outputs = 0, inputs = 0;  // those of the model
   int64_t panels = 0, blocks = 0;   // rounded up
   const uint8_t* data = nullptr;
-  const float* scales = nullptr;  // [panels * 16], of Kind::i8: times the sum
+  const float* scales = nullptr;  // [panels * 16], of i8 and int_i8: times the sum
   const float* bias = nullptr;    // [panels * 16] or null
 };
 
@@ -36,7 +49,9 @@ struct Matrix {
 struct Input {
   uint32_t* data = nullptr;
   int64_t stride = 0;  // words from tile to tile
+  int64_t rows = INT64_MAX;  // of all tiles; kernels may leave out what no row fills
 
+  int64_t rows_of(int64_t tile) const { return rows - tile * kRows < kRows ? rows - tile * kRows : kRows; }
   float* floats(int64_t tile) const { return reinterpret_cast<float*>(data + tile * stride); }
   uint32_t* pairs(int64_t tile) const { return data + tile * stride; }
 };
@@ -75,6 +90,7 @@ struct AttendTask {
 
 struct Kernels {
   const char* name;
+  const char* numerics;  // kBfloat16 or kInteger
   bool pairs;
   void (*begin)();  // on each thread, before and after a forward
   void (*end)();
@@ -102,12 +118,15 @@ struct Kernels {
   void (*add)(float* to, const float* from, int64_t count);
 };
 
-// The bytes of `products`' scratch for a matrix of so many blocks: weights that it makes, then what `prepare` makes, at last
-// lanes of sums.
+// The bytes of `products`' scratch for a matrix of so many blocks: weights that it makes, then what `prepare` makes, as floats
+// or pairs and as integers, at last lanes of sums.
 constexpr int64_t kKeptBytes = 128 * 1024;
 inline int64_t made_bytes(int64_t blocks) { return (blocks + 16) * 1024; }
+inline int64_t integers_at(int64_t blocks, int64_t tiles) {
+  return made_bytes(blocks) + tiles * ((blocks + 1) / 2 * 4096 + 64);
+}
 inline int64_t scratch_bytes(int64_t blocks, int64_t tiles) {
-  return made_bytes(blocks) + tiles * ((blocks + 1) / 2 * 4096 + 64) + kKeptBytes;
+  return integers_at(blocks, tiles) + tiles * blocks * 1024 + kKeptBytes;
 }
 
 // Return the scratch memory of an AttendTask.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -10,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/angles.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/memory.hpp"
 #include "cpu/packing.hpp"
@@ -38,10 +38,12 @@ struct Layer {
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head size] or null
 };
 
-// Rotary positions: frequencies and a factor, as transformers' rope initialisation gives them.
+// Rotary positions: frequencies and a factor, as transformers' rope initialisation gives them. exact: with angles.hpp's
+// cosines and sines, which no library chooses.
 class Rope {
  public:
-  Rope(std::vector<float> frequencies, float factor) : frequencies_(std::move(frequencies)), factor_(factor) {}
+  Rope(std::vector<float> frequencies, float factor, bool exact = false)
+      : frequencies_(std::move(frequencies)), factor_(factor), exact_(exact) {}
 
   int64_t half() const { return static_cast<int64_t>(frequencies_.size()); }
 
@@ -56,14 +58,16 @@ class Rope {
     for (int64_t p = have; p < wanted; ++p)
       for (int64_t i = 0; i < half(); ++i) {
         const float angle = static_cast<float>(p) * frequencies_[static_cast<size_t>(i)];
-        table_[static_cast<size_t>(p * 2 * half() + i)] = std::cos(angle) * factor_;
-        table_[static_cast<size_t>((p * 2 + 1) * half() + i)] = std::sin(angle) * factor_;
+        const Turn turn = exact_ ? turn_by(angle) : Turn{std::cos(angle), std::sin(angle)};
+        table_[static_cast<size_t>(p * 2 * half() + i)] = turn.cosine * factor_;
+        table_[static_cast<size_t>((p * 2 + 1) * half() + i)] = turn.sine * factor_;
       }
   }
 
  private:
   std::vector<float> frequencies_, table_;
   float factor_;
+  bool exact_;
 };
 
 // The rows of one forward: where they stand and what they see.
@@ -112,9 +116,8 @@ class Workspace {
   float* qkv = nullptr;     // [tiles][channels][16]
   float *cosines = nullptr, *sines = nullptr;  // [tiles][half][16]
   std::vector<ThreadScratch> threads;
-  std::vector<std::atomic<int64_t>> counters;  // attention tasks taken, by layer and key-value head
 
-  void prepare(const Rows& given, int64_t hidden, const Heads& heads, Rope& rope, int team, int64_t layers) {
+  void prepare(const Rows& given, int64_t hidden, const Heads& heads, Rope& rope, int team) {
     rows = given.count;
     tiles = (rows + kRows - 1) / kRows;
     x = states_.reserve(static_cast<size_t>(tiles * hidden * kRows));
@@ -123,20 +126,21 @@ class Workspace {
     place_rotations(given, rope);
     group(given, heads);
     if (static_cast<int>(threads.size()) < team) threads.resize(static_cast<size_t>(team));
-    const auto heads_of_all = static_cast<size_t>(layers * heads.keys);
-    if (counters.size() < heads_of_all) counters = std::vector<std::atomic<int64_t>>(heads_of_all);
-    for (auto& counter : counters) counter.store(0, std::memory_order_relaxed);
   }
 
   // An input of so many channels for all tiles; what no row fills is zero.
   Input input(Buffer<uint32_t>& buffer, int64_t channels) const {
     Input in;
     in.stride = rounded_up(channels, kDepth) * kRows / (kernels.pairs ? 2 : 1);
+    in.rows = rows;
     const size_t size = static_cast<size_t>(in.stride * tiles);
     in.data = buffer.reserve(size);
     std::memset(in.data, 0, size * sizeof(uint32_t));
     return in;
   }
+
+  // What a thread does before and after it runs kernels.
+  Pool::Around around() const { return {kernels.begin, kernels.end}; }
 
   Buffer<uint32_t> first, second, third;
 
@@ -214,89 +218,110 @@ class Workspace {
   Buffer<float> states_, qkv_, cosines_, sines_;
 };
 
-// Runs `body(part, panel, sums)` for each panel of this thread's share of the parts, which read one input.
+// RMSNorm of states, [tiles][channels][16], into an input, and where wanted as float.
+inline void norm_tiles(const Team& team, const Workspace& space, const float* states, const float* weight,
+                       int64_t channels, float eps, const Input& out, float* plain = nullptr) {
+  team.each(space.tiles, 1, [&](Pieces& pieces) {
+    while (pieces.next())
+      for (int64_t t = pieces.first; t < pieces.last; ++t) {
+        const int64_t at = t * channels * kRows;
+        space.kernels.norm(states + at, weight, channels, eps, &out, t, 0, plain ? plain + at : nullptr);
+      }
+  });
+}
+
+inline void copy_tiles(const Team& team, const Workspace& space, const float* states, int64_t channels,
+                       const Input& out) {
+  team.each(space.tiles, 1, [&](Pieces& pieces) {
+    while (pieces.next())
+      for (int64_t t = pieces.first; t < pieces.last; ++t)
+        space.kernels.copy(states + t * channels * kRows, channels, out, t, 0);
+  });
+}
+
+// Runs `body(part, panel, sums, pieces)` for each panel of the parts, which read one input.
 template <typename Body>
-void products_of(Team& team, int index, Workspace& space, const std::vector<const Matrix*>& parts, const Input& in,
+void products_of(const Team& team, Workspace& space, const std::vector<const Matrix*>& parts, const Input& in,
                  const Body& body) {
   int64_t total = 0;
   for (const Matrix* part : parts) total += part->panels;
-  const Share share(total, index, team.count(), 2);
-  const int64_t size = space.tiles * kOutputs * kRows;
-  ThreadScratch& mine = space.threads[static_cast<size_t>(index)];
-  float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
-  uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(parts[0]->blocks, space.tiles)));
-  for (const Matrix* part : parts)
-    if (part == parts[0] || part->kind != parts[0]->kind) space.kernels.prepare(*part, in, space.rows, scratch);
-  size_t part = 0;
-  int64_t before = 0;
-  for (int64_t panel = share.first; panel < share.last;) {
-    const Matrix* matrices[2];
-    int64_t panels[2];
-    size_t of[2];
-    float* to[2] = {sums, sums + size};
-    int count = 0;
-    for (; count < 2 && panel < share.last; ++count, ++panel) {
-      while (panel - before >= parts[part]->panels) before += parts[part++]->panels;
-      matrices[count] = parts[part];
-      panels[count] = panel - before;
-      of[count] = part;
+  team.each(total, 2, [&](Pieces& pieces) {
+    const int64_t size = space.tiles * kOutputs * kRows;
+    ThreadScratch& mine = space.threads[static_cast<size_t>(pieces.index())];
+    float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
+    uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(parts[0]->blocks, space.tiles)));
+    for (const Matrix* part : parts)
+      if (part == parts[0] || part->kind != parts[0]->kind) space.kernels.prepare(*part, in, space.rows, scratch);
+    while (pieces.next()) {
+      size_t part = 0;
+      int64_t before = 0;
+      for (int64_t panel = pieces.first; panel < pieces.last;) {
+        const Matrix* matrices[2];
+        int64_t panels[2];
+        size_t of[2];
+        float* to[2] = {sums, sums + size};
+        int count = 0;
+        for (; count < 2 && panel < pieces.last; ++count, ++panel) {
+          while (panel - before >= parts[part]->panels) before += parts[part++]->panels;
+          matrices[count] = parts[part];
+          panels[count] = panel - before;
+          of[count] = part;
+        }
+        space.kernels.products(matrices, panels, count, in, space.tiles, space.rows, to, scratch);
+        for (int i = 0; i < count; ++i) body(of[i], panels[i], to[i], pieces);
+      }
     }
-    space.kernels.products(matrices, panels, count, in, space.tiles, space.rows, to, scratch);
-    for (int i = 0; i < count; ++i) body(of[i], panels[i], to[i]);
-  }
+  });
 }
 
 // The layer behind its input norm: attention over the cache and the rows themselves, then the gated network; both add to
-// the residual stream. `in` is what queries, keys and values are made of. Every thread of the team calls it.
+// the residual stream. `in` is what queries, keys and values are made of.
 class LayerRun {
  public:
-  LayerRun(Team& team, int index, Workspace& space, const Heads& heads, const Rows& rows, int64_t hidden, float eps)
-      : team_(team), index_(index), space_(space), heads_(heads), rows_(rows), hidden_(hidden), eps_(eps) {}
+  LayerRun(const Team& team, Workspace& space, const Heads& heads, const Rows& rows, int64_t hidden, float eps)
+      : team_(team), space_(space), heads_(heads), rows_(rows), hidden_(hidden), eps_(eps) {}
 
-  void run(const Layer& layer, int64_t number, const Cache& cache, const Input& in, const Input& attended,
+  void run(const Layer& layer, const Cache& cache, const Input& in, const Input& attended,
            const Input& normed, const Input& gated) {
-    const Kernels& kernels = space_.kernels;
     const int64_t tiles = space_.tiles, channels = heads_.channels();
     const int64_t offsets[3] = {0, heads_.queries * heads_.size, (heads_.queries + heads_.keys) * heads_.size};
-    products_of(team_, index_, space_, {&layer.q, &layer.k, &layer.v}, in, [&](size_t part, int64_t panel, float* sums) {
+    const auto keep = [&](size_t part, int64_t panel, const float* sums, const Pieces&) {
       const Matrix& m = *(part == 0 ? &layer.q : part == 1 ? &layer.k : &layer.v);
       const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs);
       for (int64_t t = 0; t < tiles; ++t)
         std::memcpy(space_.qkv + (t * channels + offsets[part] + panel * kOutputs) * kRows, sums + t * kOutputs * kRows,
                     static_cast<size_t>(live * kRows) * sizeof(float));
-    });
-    team_.barrier();
+    };
+    products_of(team_, space_, {&layer.q, &layer.k, &layer.v}, in, keep);
     place(layer, cache);
-    team_.barrier();
-    attend(number, cache, attended);
-    team_.barrier();
+    attend(cache, attended);
     add(layer.o, attended);
-    team_.barrier();
-    for (int64_t t = index_; t < tiles; t += team_.count())
-      kernels.norm(space_.x + t * hidden_ * kRows, layer.post_norm, hidden_, eps_, &normed, t, 0, nullptr);
-    team_.barrier();
+    norm_tiles(team_, space_, space_.x, layer.post_norm, hidden_, eps_, normed);
     feed_forward(layer, normed, gated);
-    team_.barrier();
     add(layer.down, gated);
-    team_.barrier();
   }
 
  private:
   // Norms and rotates queries and keys, and writes keys and values into the cache.
   void place(const Layer& layer, const Cache& cache) {
-    const int64_t all = heads_.queries + 2 * heads_.keys, half = heads_.size / 2;
-    for (int64_t i = index_; i < space_.tiles * all; i += team_.count()) {
-      const int64_t tile = i / all, head = i % all;
-      float* states = space_.qkv + (tile * all + head) * heads_.size * kRows;
-      const bool query = head < heads_.queries, value = head >= heads_.queries + heads_.keys;
-      if (!value) {
-        const float* weight = query ? layer.q_norm : layer.k_norm;
-        if (weight) space_.kernels.norm(states, weight, heads_.size, eps_, nullptr, 0, 0, states);
-        const int64_t at = tile * half * kRows;
-        space_.kernels.rotate(states, space_.cosines + at, space_.sines + at, heads_.size);
-      }
-      if (!query) write(cache, value, (head - heads_.queries) % heads_.keys, tile, states);
+    const int64_t all = heads_.queries + 2 * heads_.keys;
+    team_.each(space_.tiles * all, 1, [&](Pieces& pieces) {
+      while (pieces.next())
+        for (int64_t i = pieces.first; i < pieces.last; ++i) place_head(layer, cache, i / all, i % all);
+    });
+  }
+
+  void place_head(const Layer& layer, const Cache& cache, int64_t tile, int64_t head) {
+    const int64_t all = heads_.queries + 2 * heads_.keys;
+    float* states = space_.qkv + (tile * all + head) * heads_.size * kRows;
+    const bool query = head < heads_.queries, value = head >= heads_.queries + heads_.keys;
+    if (!value) {
+      const float* weight = query ? layer.q_norm : layer.k_norm;
+      if (weight) space_.kernels.norm(states, weight, heads_.size, eps_, nullptr, 0, 0, states);
+      const int64_t at = tile * heads_.size / 2 * kRows;
+      space_.kernels.rotate(states, space_.cosines + at, space_.sines + at, heads_.size);
     }
+    if (!query) write(cache, value, (head - heads_.queries) % heads_.keys, tile, states);
   }
 
   void write(const Cache& cache, bool value, int64_t head, int64_t tile, const float* states) {
@@ -305,43 +330,49 @@ class LayerRun {
     space_.kernels.write(states, heads_.size, std::min<int64_t>(kRows, rows_.count - row), to, heads_.size, cache.half);
   }
 
-  // A thread begins with a head of its own, as what its tasks share is made once by each thread, then helps with others.
-  void attend(int64_t number, const Cache& cache, const Input& attended) {
-    ThreadScratch& mine = space_.threads[static_cast<size_t>(index_)];
-    const int64_t size = heads_.size, count = static_cast<int64_t>(space_.groups.size());
-    AttendTask task;
-    task.per_row = heads_.groups();
-    task.scale = 1.0f / std::sqrt(static_cast<float>(size));
-    task.half = cache.half;
-    task.size = size;
-    task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, space_.most_slots, space_.most_steps)));
-    task.chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, space_.most_slots)));
-    task.out = &attended;
-    for (int64_t i = 0; i < heads_.keys; ++i) {
-      const int64_t head = (index_ * heads_.keys / team_.count() + i) % heads_.keys;
-      int64_t turned = 0;
+  // Tasks stand by head, as what those of a head share is made once by each thread, and the longest of a head first.
+  void attend(const Cache& cache, const Input& attended) {
+    const int64_t count = static_cast<int64_t>(space_.groups.size());
+    team_.each(heads_.keys * count, 1, [&](Pieces& pieces) {
+      ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
+      const int64_t size = heads_.size;
+      AttendTask task;
+      task.per_row = heads_.groups();
+      task.scale = 1.0f / std::sqrt(static_cast<float>(size));
+      task.half = cache.half;
+      task.size = size;
+      task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, space_.most_slots, space_.most_steps)));
+      task.chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, space_.most_slots)));
+      task.out = &attended;
+      int64_t turned = 0, of = -1;
       task.turned = &turned;
-      task.keys = cache.plane(0, head, heads_);
-      task.values = cache.plane(1, head, heads_);
-      task.channel = head * task.per_row * size;
-      std::atomic<int64_t>& taken = space_.counters[static_cast<size_t>(number * heads_.keys + head)];
-      for (int64_t g; (g = taken.fetch_add(1, std::memory_order_relaxed)) < count;) {
-        const Workspace::Group& group = space_.groups[static_cast<size_t>(count - 1 - g)];  // the longest first
-        task.queries = space_.qkv + (group.tile * heads_.channels() + task.channel) * kRows;
-        task.tile = group.tile;
-        task.first = group.first;
-        task.count = group.count;
-        task.prefix = group.prefix;
-        task.slots = group.slots;
-        task.step = space_.steps.data() + group.step;
-        task.steps = group.steps;
-        space_.kernels.attend(task);
-      }
-    }
+      while (pieces.next())
+        for (int64_t i = pieces.first; i < pieces.last; ++i) {
+          const int64_t head = i / count;
+          if (head != of) turned = 0;
+          of = head;
+          attend_group(task, cache, head, space_.groups[static_cast<size_t>(count - 1 - i % count)]);
+        }
+    });
+  }
+
+  void attend_group(AttendTask& task, const Cache& cache, int64_t head, const Workspace::Group& group) {
+    task.keys = cache.plane(0, head, heads_);
+    task.values = cache.plane(1, head, heads_);
+    task.channel = head * task.per_row * heads_.size;
+    task.queries = space_.qkv + (group.tile * heads_.channels() + task.channel) * kRows;
+    task.tile = group.tile;
+    task.first = group.first;
+    task.count = group.count;
+    task.prefix = group.prefix;
+    task.slots = group.slots;
+    task.step = space_.steps.data() + group.step;
+    task.steps = group.steps;
+    space_.kernels.attend(task);
   }
 
   void add(const Matrix& m, const Input& in) {
-    products_of(team_, index_, space_, {&m}, in, [&](size_t, int64_t panel, float* sums) {
+    products_of(team_, space_, {&m}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
       const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs) * kRows;
       for (int64_t t = 0; t < space_.tiles; ++t)
         space_.kernels.add(space_.x + (t * hidden_ + panel * kOutputs) * kRows, sums + t * kOutputs * kRows, live);
@@ -349,27 +380,28 @@ class LayerRun {
   }
 
   void feed_forward(const Layer& layer, const Input& in, const Input& gated) {
-    const Share share(layer.gate.panels, index_, team_.count());
-    const int64_t size = space_.tiles * kOutputs * kRows;
-    ThreadScratch& mine = space_.threads[static_cast<size_t>(index_)];
-    float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
-    uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(layer.gate.blocks, space_.tiles)));
-    space_.kernels.prepare(layer.gate, in, space_.rows, scratch);
-    if (layer.up.kind != layer.gate.kind) space_.kernels.prepare(layer.up, in, space_.rows, scratch);
-    const Matrix* matrices[2] = {&layer.gate, &layer.up};
-    float* to[2] = {sums, sums + size};
-    for (int64_t panel = share.first; panel < share.last; ++panel) {
-      const int64_t panels[2] = {panel, panel};
-      space_.kernels.products(matrices, panels, 2, in, space_.tiles, space_.rows, to, scratch);
-      for (int64_t t = 0; t < space_.tiles; ++t) {
-        const int64_t at = t * kOutputs * kRows;
-        space_.kernels.gate(to[0] + at, to[1] + at, gated, t, panel * kOutputs);
-      }
-    }
+    team_.each(layer.gate.panels, 1, [&](Pieces& pieces) {
+      const int64_t size = space_.tiles * kOutputs * kRows;
+      ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
+      float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
+      uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(layer.gate.blocks, space_.tiles)));
+      space_.kernels.prepare(layer.gate, in, space_.rows, scratch);
+      if (layer.up.kind != layer.gate.kind) space_.kernels.prepare(layer.up, in, space_.rows, scratch);
+      const Matrix* matrices[2] = {&layer.gate, &layer.up};
+      float* to[2] = {sums, sums + size};
+      while (pieces.next())
+        for (int64_t panel = pieces.first; panel < pieces.last; ++panel) {
+          const int64_t panels[2] = {panel, panel};
+          space_.kernels.products(matrices, panels, 2, in, space_.tiles, space_.rows, to, scratch);
+          for (int64_t t = 0; t < space_.tiles; ++t) {
+            const int64_t at = t * kOutputs * kRows;
+            space_.kernels.gate(to[0] + at, to[1] + at, gated, t, panel * kOutputs);
+          }
+        }
+    });
   }
 
-  Team& team_;
-  const int index_;
+  const Team& team_;
   Workspace& space_;
   const Heads heads_;
   const Rows& rows_;
@@ -377,18 +409,19 @@ class LayerRun {
   const float eps_;
 };
 
-// The largest finite logits that each thread finds among its outputs, largest first, the lowest output first of equals.
+// The largest finite logits among some outputs, largest first, the lowest output first of equals. A thread has two lists,
+// one for what lies before its own share of the outputs, as the outputs of a list have to ascend.
 struct Leaders {
   int64_t count = 0;      // of each row
-  float* most = nullptr;  // [threads][tiles][count][16]
+  float* most = nullptr;  // [threads][2][tiles][count][16]
   int32_t* at = nullptr;  // their outputs, -1 where there are fewer
 
-  int64_t size(int64_t tiles) const { return tiles * count * kRows; }  // of a thread's
+  static int64_t lists(int threads) { return 2 * static_cast<int64_t>(threads); }
+  int64_t size(int64_t tiles) const { return tiles * count * kRows; }  // of a list
 
-  // Of one thread, empty.
-  void clear(int index, int64_t tiles) const {
-    std::fill_n(most + index * size(tiles), size(tiles), -std::numeric_limits<float>::infinity());
-    std::fill_n(at + index * size(tiles), size(tiles), -1);
+  void clear(int threads, int64_t tiles) const {
+    std::fill_n(most, lists(threads) * size(tiles), -std::numeric_limits<float>::infinity());
+    std::fill_n(at, lists(threads) * size(tiles), -1);
   }
 };
 
@@ -397,17 +430,17 @@ class Readout {
  public:
   Readout(Workspace& space, const Matrix& head, int64_t first) : space_(space), head_(head), first_(first) {}
 
-  // logits may be null.
-  void run(Team& team, int index, const Input& in, float* logits, const Leaders& leaders = {}) const {
-    if (leaders.count) leaders.clear(index, space_.tiles);
-    products_of(team, index, space_, {&head_}, in, [&](size_t, int64_t panel, float* sums) {
+  // logits may be null; leaders are empty.
+  void run(const Team& team, const Input& in, float* logits, const Leaders& leaders = {}) const {
+    products_of(team, space_, {&head_}, in, [&](size_t, int64_t panel, const float* sums, const Pieces& pieces) {
       const int64_t output = panel * kOutputs, live = std::min<int64_t>(kOutputs, head_.outputs - output);
       for (int64_t t = 0; t < space_.tiles; ++t) {
         const float* from = sums + t * kOutputs * kRows;
         const int64_t count = std::min<int64_t>(kRows, space_.rows - t * kRows);
         if (logits) give(from, live, count, t * kRows - first_, logits + output);
         if (leaders.count) {
-          const int64_t to = index * leaders.size(space_.tiles) + leaders.size(t);
+          const int64_t list = 2 * pieces.index() + pieces.is_before_own();
+          const int64_t to = list * leaders.size(space_.tiles) + leaders.size(t);
           space_.kernels.best(from, static_cast<int32_t>(output), static_cast<int32_t>(live), leaders.count,
                               leaders.most + to, leaders.at + to);
         }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -53,10 +54,11 @@ struct Stored {
 };
 
 const Stored& stored_as(Kind kind);
+const Stored& stored_integers(int index);  // the formats of csrc/cpu/integers
 
 constexpr int kKinds = 0
 #define CPU_ONE(name) +1
-    CPU_FORMATS(CPU_ONE);
+    CPU_FORMATS(CPU_ONE) CPU_INTEGERS(CPU_ONE);
 #undef CPU_ONE
 
 inline int64_t panel_bytes(Kind kind, int64_t blocks) { return stored_as(kind).layout.panel_bytes(blocks); }
@@ -85,6 +87,39 @@ inline void put_nibbles(uint8_t* block, int output, const uint8_t* from) {
 
 inline void put_half(uint8_t* at, int output, const uint8_t* half) { std::memcpy(at + 2 * output, half, 2); }
 
+// Puts `value`, of so many bits, into the rows of 64 bytes of csrc/cpu/integers. Byte 4 * output + input % 4 of a row has the
+// bits of that input of one word after another.
+template <int Bits>
+inline void put_bits(uint8_t* rows, int output, int input, int value) {
+  constexpr int kPer = 8 / Bits, kMask = (1 << Bits) - 1;  // words that share a row
+  const int word = input / 4, shift = Bits * (word % kPer);
+  uint8_t* byte = rows + word / kPer * 64 + 4 * output + input % 4;
+  *byte = static_cast<uint8_t>((*byte & ~(kMask << shift)) | (value & kMask) << shift);
+}
+
+// From 16 bytes: inputs 0 to 15 are the low nibbles, 16 to 31 the high ones.
+inline void put_halves_of_bytes(uint8_t* rows, int output, const uint8_t* from) {
+  for (int i = 0; i < 16; ++i) {
+    put_bits<4>(rows, output, i, from[i] & 15);
+    put_bits<4>(rows, output, i + 16, from[i] >> 4);
+  }
+}
+
+// What nibbles stand for: IQ4_NL's and IQ4_XS's steps, and twice the floats of four bits that MXFP4 has.
+alignas(16) constexpr int8_t kFourBitsUneven[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+alignas(16) constexpr int8_t kFourBitsOfFloats[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// Scale and minimum of the j-th 32 inputs of Q4_K and Q5_K: six bits each, twelve bytes in all.
+inline void scales_of_six_bits(const uint8_t* packed, int64_t j, uint8_t* scale, uint8_t* low) {
+  if (j < 4) {
+    *scale = packed[j] & 63;
+    *low = packed[j + 4] & 63;
+  } else {
+    *scale = static_cast<uint8_t>((packed[j + 4] & 15) | (packed[j - 4] >> 6) << 4);
+    *low = static_cast<uint8_t>((packed[j + 4] >> 4) | (packed[j] >> 6) << 4);
+  }
+}
+
 inline float source(Kind kind, const uint8_t* row, int64_t input) {
   if (kind == Kind::bf16) {
     uint16_t bits;
@@ -94,6 +129,25 @@ inline float source(Kind kind, const uint8_t* row, int64_t input) {
   float value;
   std::memcpy(&value, row + 4 * input, sizeof value);
   return value;
+}
+
+// Sixteen rows of f32 or bf16, or null, as int8 with a scale each: calls put(output, input, value).
+template <typename Put>
+inline void quantize_panel(Kind from, const uint8_t* const* rows, int64_t inputs, float* scales, const Put& put) {
+  for (int o = 0; o < kOutputs; ++o) {
+    float peak = 0.0f;
+    if (rows[o])
+      for (int64_t k = 0; k < inputs; ++k) {
+        const float size = std::fabs(source(from, rows[o], k));
+        if (size > peak || size != size) peak = size;  // NaN stays, so that the whole output is
+      }
+    scales[o] = peak / 127.0f;
+    for (int64_t k = 0; k < inputs && peak > 0; ++k) {
+      const float value = std::nearbyint(source(from, rows[o], k) / scales[o]);
+      const auto rounded = static_cast<int8_t>(value < 127.0f ? (value > -127.0f ? value : -127.0f) : 127.0f);
+      put(o, k, static_cast<uint8_t>(rounded));
+    }
+  }
 }
 
 }  // namespace packing

@@ -29,7 +29,7 @@ py::list matches(const spec::Suffixes& suffixes, const spec::Tokens& context) {
   return out;
 }
 
-// Whether something is copied for the rows of these nodes, and then what. tree: tokens and parents.
+// Plan the copies for the rows of these nodes; false if there are none. tree: tokens and parents.
 bool planned(const spec::Copies& copies, handle tree, handle nodes, handle live, int64_t width, spec::MixturePlan& out) {
   const border::Parts given(tree, "tree", 2);
   const auto carried = take_input<int64_t>(given[0], "tokens", {kAny});

@@ -67,7 +67,7 @@ constexpr float kFaint = -20.0f;  // below a row's best logit: further columns t
 
 inline const char* const kHasNaN = "scores: contains NaN";
 
-// How many are wanted, of `most` at most; limit may be None.
+// The limit, from 0 to `most`; `most` if it is None.
 inline int64_t wanted_of(handle limit, int64_t most) {
   return std::clamp<int64_t>(one_or<int32_t>(limit, "limit", INT32_MAX), 0, most);
 }

@@ -109,7 +109,7 @@ inline Drawn draw(BestFirstState& state, int64_t count, bool expands, int64_t* p
   return out;
 }
 
-// How many `pop` draws: as far as the batch-th of those above the greatest depth, as the others cost no draft pass.
+// The number of entries that `pop` draws: up to the batch-th above the greatest depth; the others cost no draft pass.
 inline int64_t pop_count(const BestFirstState& state) {
   for (int64_t i = 0, found = 0; i < state.queue_count; ++i)
     if (state.queue[i].depth < state.max_depth && ++found == state.batch) return i + 1;

@@ -27,7 +27,7 @@ inline bool better_candidate(const Candidate& a, const Candidate& b) {
   return a.value > b.value || (a.value == b.value && a.column < b.column);
 }
 
-// What turns a row's values into scores. Monotone in the value, so a block's best score is that of its maximum.
+// Turns a row's values into scores. Monotone in the value, so a block's best score is that of its maximum.
 struct RowScore {
   float path, peak, log_sum;
 

@@ -39,7 +39,7 @@ inline double product(double a, double b) {
   return rounded;
 }
 
-// How often each token followed a run of tokens; in the order of their first occurrence.
+// Counts of the tokens that followed a run of tokens, in the order of their first occurrence.
 class Followers {
  public:
   struct Count {
@@ -282,7 +282,7 @@ class SuccessorTable {
   std::unordered_map<int64_t, Shares> rows_;
 };
 
-// How a distribution changes: the share of it that stays, and the probability that each token gains.
+// A change of a distribution: the share of it that stays, and the probability that each token gains.
 struct Mixture {
   double left = 1.0;
   Shares copied;

@@ -39,7 +39,7 @@ SPEC_INLINE void quick_gumbel(const uint32_t (&words)[kCount], float (&out)[kCou
   for (int i = 0; i < kCount; ++i) out[i] = -quick_log(out[i]);
 }
 
-// Of the 256 tokens behind `first_counter`.
+// Draw the noise of the 256 tokens from `first_counter` on.
 SPEC_CLONES inline void gumbel_block(uint32_t first_counter, uint64_t position, PhiloxKey key, float* out) {
   constexpr int kCounters = kNoiseBlock / 4;
   uint32_t words[4][kCounters];
@@ -60,7 +60,7 @@ SPEC_CLONES inline void gumbel_block(uint32_t first_counter, uint64_t position, 
 // several rows of each.
 class NoiseRows {
  public:
-  // Of the tokens below `count`.
+  // The noise of the tokens below `count`.
   const float* at(uint64_t seed, uint64_t position, int64_t count) {
     Row* row = find(seed, position);
     if (static_cast<int64_t>(row->noise.size()) < count) fill(*row, count);

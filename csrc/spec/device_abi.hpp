@@ -1,4 +1,4 @@
-// What specengine/_cuda.so exports. Every pointer is one of device memory unless it says otherwise; `stream` is a
+// The exports of specengine/_cuda.so. Pointers are to device memory unless stated otherwise; `stream` is a
 // cudaStream_t. Functions return 0 or a CUDA error code, do not wait, allocate nothing and can be captured. Shapes are fixed; how much of an array is used is read from the device.
 #pragma once
 

@@ -27,14 +27,14 @@ struct Step {
 
 static_assert(sizeof(Step) == 26 * 8, "as in specengine/ops/_nvrtc.py");
 
-// Of a block. Runs that are merged have -inf where nothing stands; of equal scores those of `made` come later.
+// Memory of a block. Merged runs have -inf in empty places; of equal scores those of `made` come later.
 struct StepShared {
   float ranked[kCapacity], made[kCapacity];
   double mass[kCapacity];
   int32_t inner[kCapacity], kept[kCapacity], expands[kCapacity];
 };
 
-// Of a lane, in registers: entry `lane` of G and of Q, and a candidate.
+// Registers of a lane: entry `lane` of G and of Q, and a candidate.
 struct StepLane {
   float accepted;
   QueueEntry queued, made;
@@ -109,7 +109,7 @@ SPEC_DEVICE inline void find_inner(const Search& search, int lane, const StepLan
   shared.inner[lane] = own.queued.score > kLowest && own.queued.depth < search.max_depth;
 }
 
-// As pop_count: as far as the batch-th above the greatest depth.
+// Take entries as pop_count does: up to the batch-th above the greatest depth.
 SPEC_DEVICE inline void take(const Search& search, int lane, StepLane& own, StepShared& shared) {
   own.taken = own.queued.score > kLowest && count_before(shared.inner, lane) < search.batch;
   shared.ranked[lane] = own.accepted;
@@ -149,7 +149,7 @@ SPEC_DEVICE inline void fold_mass(int half, int lane, StepShared& shared) {
 
 // ---- what comes out
 
-// As best_first_bound.
+// Write the bound as best_first_bound does.
 SPEC_DEVICE inline void write_bound(const QueueArrays& queues, int lane, const StepShared& shared) {
   const int budget = static_cast<int>(queues.budget), last = budget - 1;
   if (lane == 0 && count_of(shared.ranked, budget) + count_of(shared.made, budget) < budget) *queues.bound = kLowest;
@@ -185,7 +185,7 @@ SPEC_DEVICE inline void write_nothing(const Step& step, int lane) {
   if (lane < step.search.batch) step.out.expand[lane] = 0;
 }
 
-// As step_queues, but for NaN, which counts as -inf. lanes(work): work(lane, own) by every lane, and a barrier.
+// Step as step_queues does, but NaN counts as -inf. lanes(work): work(lane, own) by every lane, and a barrier.
 template <typename Lanes>
 SPEC_DEVICE inline void step_on_lanes(const Step& step, bool going, bool begins, StepShared& shared, Lanes& lanes) {
   if (!going) {

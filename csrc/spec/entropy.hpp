@@ -14,7 +14,7 @@
 namespace spec {
 
 
-// Of weights exp(x), x <= 0.
+// Moments of weights exp(x), x <= 0.
 struct Moments {
   double sum = 0.0, weighted = 0.0;  // sums of exp(x) and of x * exp(x)
 };
@@ -69,7 +69,7 @@ SPEC_INLINE Moments exponentials(const T* row, int64_t columns, float peak, floa
   return {sum.total(), weighted.total()};
 }
 
-// How many are at `limit` or above; size: a multiple of kBlock.
+// Count the values at `limit` or above. size: a multiple of kBlock.
 SPEC_INLINE int64_t count_from(const float* below, int64_t size, float limit) {
   int64_t count = 0;
   for (const float* x = below; x < below + size; x += kBlock) {

@@ -19,7 +19,7 @@ struct AttentionShape {
   float scale;
 };
 
-// What the rows see: the slots before `prefix` and, behind these, the nodes of their paths.
+// The slots that rows see: those before `prefix` and, after them, the nodes of their paths.
 struct RowPaths {
   int64_t columns, prefix, live;  // rows from `live` on are padding: they see nothing and give 0
   const int32_t* nodes;           // [rows, columns]: slots from `prefix` on, ascending

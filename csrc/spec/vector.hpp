@@ -1,4 +1,4 @@
-// How functions are built: for several instruction sets, inlined, for host and device.
+// Macros for functions that are built for several instruction sets, inlined, or for host and device.
 #pragma once
 
 // One of several instruction sets is picked when the library is loaded, where that is possible.

@@ -39,13 +39,13 @@ inline float log_chance(float stated, const float* row, int64_t knots) {
   return std::log(row[at.low] + at.part * (row[at.low + 1] - row[at.low]));
 }
 
-// Of a node by group, source, depth and place among its siblings.
+// The cell of a node, by group, source, depth and place among its siblings.
 inline int64_t cell_of(int64_t group, int64_t source, int64_t depth, int64_t place) {
   const int64_t deep = std::clamp<int64_t>(depth - 1, 0, kDepths - 1);
   return ((group * kSources + source) * kDepths + deep) * kRanks + std::min(place - (place > 3), kRanks - 1);
 }
 
-// Where in a profile of so many levels a node stands whose edge has this chance, 0 to 1; the root has level 0.
+// The level, in a profile of `levels` levels, of a node whose edge has this chance, 0 to 1; the root has level 0.
 inline int64_t level_of(float chance, int64_t levels) {
   if (levels < 2) return 0;
   const float at = chance * static_cast<float>(levels - 1);
@@ -252,7 +252,7 @@ class PlayedTree {
   std::vector<WaitingNode> waiting_;
 };
 
-// What a tree is worth after the best number of passes from so many nodes, 1 to `rounds`, less what they cost.
+// The worth of a tree after the best number of passes from `width` nodes, 1 to `rounds`, less their cost.
 inline double promise(PlayedTree tree, int64_t width, const Profile& profile, const SearchPrices& prices, int64_t rounds,
                       int64_t size) {
   double best = kLowest, spent = 0;

@@ -1,4 +1,4 @@
-// What the test programs share: checks that are counted, random numbers, and the verdict at the end.
+// Helpers of the test programs: checks that are counted, random numbers, and the verdict at the end.
 #pragma once
 
 #include <cstdint>

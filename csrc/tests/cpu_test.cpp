@@ -11,12 +11,18 @@ int main(int count, char** arguments) {
   }
   cpu_test::test_packing();
   cpu_test::test_products();
+  cpu_test::test_integers();
   cpu_test::test_states();
   cpu_test::test_attend();
+  cpu_test::test_fused();
+  cpu_test::test_angles();
+  cpu_test::test_order();
   cpu_test::test_decoder();
   cpu_test::test_eagle();
-  std::printf("instruction sets:");
-  for (const cpu::Kernels* kernels : cpu::available_kernels()) std::printf(" %s", kernels->name);
-  std::puts("");
+  for (const char* numerics : {cpu::kBfloat16, cpu::kInteger}) {
+    std::printf("instruction sets of %s:", numerics);
+    for (const cpu::Kernels* kernels : cpu::available_kernels(numerics)) std::printf(" %s", kernels->name);
+    std::puts("");
+  }
   return verdict();
 }

@@ -12,7 +12,7 @@
 
 namespace {
 
-// What an owner of queues keeps and gets.
+// The buffers of an owner of queues.
 struct Owned {
   std::vector<float> accepted, scores, log_probs, bound{NAN}, drawn_log_probs;
   std::vector<int64_t> parents, depths, tokens, drawn_parents, drawn_tokens, expand;

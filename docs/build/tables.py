@@ -18,6 +18,8 @@ WAYS = {  # as bench.cpu calls them
     "native": "specengine, bfloat16",
     "native int8": "specengine, int8",
     "native gguf": "specengine, from the packed GGUF file",
+    "native int8, integer": "specengine, int8, integer numerics",
+    "native gguf, integer": "specengine, from the packed GGUF file, integer numerics",
     "llama.cpp": "llama.cpp, plain decoding of the same GGUF file",
 }
 

@@ -1,4 +1,4 @@
-"""What vLLM accepts of a chain, by position: `python acceptance.py ASKED.json FOUND.json`, in its own environment.
+"""Measure vLLM's acceptance of a chain by position: `python acceptance.py ASKED.json FOUND.json`, in its environment.
 
 ASKED: model (a folder; an exported head in the speculators layout names its own target), speculative_config or null,
 prompts (lists of token ids), max_new_tokens, max_model_len, dtype. FOUND: versions, answers (lists of token ids),

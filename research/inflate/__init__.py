@@ -51,7 +51,7 @@ def inflate(
     extra_tokens: ExtraTokens = "copies",
     seed: int = 0,
 ) -> Inflated:
-    """`model` (Llama) and its EAGLE head in `shape`, with the same outputs to rounding.
+    """Inflate `model` (Llama) and its EAGLE head to `shape`, with the same outputs to rounding.
 
     Built layer by layer in `dtype` on `device`, so nothing is ever held twice. The head's layer has the sizes of the
     target's; the hidden states it reads are renumbered. The output layer is untied, for the embeddings' further

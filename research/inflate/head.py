@@ -42,7 +42,7 @@ def large_head(small: EagleConfig, weights: Mapping[str, Tensor], plan: Plan, ma
 
 
 def _carry_constant(state: checkpoints.State, place: int, feature: int) -> None:
-    """From the first thing that the fusion layer reads, through the norms around it, to the vocabulary head."""
+    """Carry the constant from the first input of the fusion layer, through the norms, to the vocabulary head."""
     state["fc.weight"][place, feature] = 1.0
     for name in ("norm.weight", "input_norm.weight", "fc_norm.0.weight"):
         if name in state:
@@ -52,7 +52,7 @@ def _carry_constant(state: checkpoints.State, place: int, feature: int) -> None:
 
 
 def _offsets(d2t: Tensor, vocab: int, columns: int) -> Tensor:
-    """The map of the draft's vocabulary, its further columns leading to the target's further tokens."""
+    """Return the map of the draft's vocabulary; its added columns lead to the target's added tokens."""
     more = columns - len(d2t)
     ids = torch.cat([d2t.cpu() + torch.arange(len(d2t)), vocab + torch.arange(more)])
     return ids - torch.arange(columns)

@@ -1,4 +1,4 @@
-"""Where the channels, tokens, heads and layers of a small model stand in a large one."""
+"""Places of the channels, tokens, heads and layers of a small model in a large one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from specengine.errors import InputError
 
 @dataclass(frozen=True)
 class Axis:
-    """Where the channels of a small axis stand in a large one.
+    """Places of the channels of a small axis in a large one.
 
-    places, sources  int64 [n]: at places[i] stands the small channel sources[i]
+    places, sources  int64 [n]: channel places[i] is the small channel sources[i]
     gaps             int64: places that must be zero even among random ones
     constants        places whose channel carries the constant, too small to be felt but by the weights that silence
     """
@@ -31,12 +31,12 @@ class Axis:
 
     @classmethod
     def leading(cls, small: int, size: int, *, constant: bool = False) -> Axis:
-        """The small channels come first, the constant one behind them."""
+        """Return an axis with the small channels first and the constant one after them."""
         channels = torch.arange(small)
         return cls(small, size, channels, channels, channels[:0], (small,) if constant else ())
 
     def repeated(self, times: int) -> Axis:
-        """Several such axes side by side."""
+        """Return this axis several times, side by side."""
 
         def shifted(channels: Tensor, by: int) -> Tensor:
             return torch.cat([channels + i * by for i in range(times)])
@@ -52,7 +52,7 @@ class Axis:
 
 
 def token_axis(small: int, size: int) -> Axis:
-    """Every token's row, and behind them those of the rarer half over and over."""
+    """Return the axis of tokens: every token's row, then the rows of the rarer half repeated."""
     first = small - max(small // 2, 1)
     copies = first + torch.arange(size - small) % (small - first)
     places = torch.arange(size)
@@ -68,7 +68,7 @@ class Heads(NamedTuple):
 
 
 def place_heads(small: AttentionShape, large: AttentionShape) -> Heads:
-    """Each small key-value head with its queries, in as many large ones as its group needs; InputError if too many."""
+    """Place each small key-value head with its queries in as many large ones as needed; InputError if too many."""
     times = large.head_dim // small.head_dim
     if large.head_dim % small.head_dim or (small.head_dim % 2 and times > 1):
         raise InputError(
@@ -90,7 +90,7 @@ def place_heads(small: AttentionShape, large: AttentionShape) -> Heads:
 
 
 def _head_axis(pairs: list[tuple[int, int]], small: AttentionShape, large: AttentionShape, queries: bool) -> Axis:
-    """pairs: large head and the small one that stands there; its other channels are gaps."""
+    """Return the axis of a head. pairs: large head, and the small one in its place; other channels are gaps."""
     half, times = small.head_dim // 2, large.head_dim // small.head_dim
     channels = torch.arange(small.head_dim)
     within = channels // half * (large.head_dim // 2) + channels % half * times
@@ -108,5 +108,5 @@ def _head_axis(pairs: list[tuple[int, int]], small: AttentionShape, large: Atten
 
 
 def layer_places(small: int, large: int) -> list[int]:
-    """Where each small layer stands, evenly among layers that change nothing: its input is what it was."""
+    """Place the small layers evenly among layers that change nothing, so that their inputs stay the same."""
     return [i * large // small for i in range(small)]

@@ -1,4 +1,4 @@
-"""Whether a model and its head fit into a shape, and what the large ones look like."""
+"""Check that a model and its head fit into a shape, and plan the large ones."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from specengine.models.eagle import EagleConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found to fit.
+    """A checked plan of a large model and head.
 
-    silent_tokens  how many tokens at the end of the vocabulary are silent
+    silent_tokens  number of silent tokens, which are the vocabulary's last
     """
 
     config: LlamaConfig

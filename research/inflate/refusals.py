@@ -1,4 +1,4 @@
-"""What cannot be inflated: shapes too small, norms without room for a constant, other rotary frequencies."""
+"""Refuse what cannot be inflated: shapes too small, norms without room for a constant, other rotary frequencies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_no_constant(small: Shape, shape: Shape, head: EagleConfig | None, dty
 
 
 def refuse_other_rope(what: str, small: Rotation, large: Rotation, heads: Heads) -> None:
-    """Both at position 1, [..., head size]: equal where the small head's channels stand, or InputError."""
+    """Raise InputError unless both rotations, [..., head size] at position 1, agree on the small head's channels."""
     channels = heads.queries.places[: small[0].shape[-1]] % large[0].shape[-1]
     for mine, theirs in zip(small, large, strict=True):
         if not torch.allclose(mine, theirs[..., channels], rtol=1e-5, atol=0.0):

@@ -56,13 +56,13 @@ class AttentionShape(NamedTuple):
 
 
 def parse_shape(text: str) -> Shape:
-    """`8b`, or sizes in the order of Shape's fields, separated by x."""
+    """Parse `8b`, or sizes in the order of Shape's fields, separated by x."""
     if text in SHAPES:
         return SHAPES[text]
     sizes = text.split("x")
     if len(sizes) not in (6, 7, 8) or not all(size.isdigit() and int(size) for size in sizes):
         known = ", ".join(SHAPES)
         raise argparse.ArgumentTypeError(
-            f"{text!r}: accepted are {known} and HIDDENxLAYERSxHEADSxKVHEADSxINTERMEDIATExVOCAB[xHEADDIM[xDRAFTVOCAB]]"
+            f"{text!r}: accepted: {known} and HIDDENxLAYERSxHEADSxKVHEADSxINTERMEDIATExVOCAB[xHEADDIM[xDRAFTVOCAB]]"
         )
     return Shape(*map(int, sizes))

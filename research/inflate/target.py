@@ -38,5 +38,5 @@ def large_target(model: LlamaForCausalLM, plan: Plan, maker: Maker) -> LlamaForC
 
 
 def _spoken(tokens: Axis, silent: int) -> Axis:
-    """The tokens whose logits are the small model's."""
+    """Return the tokens whose logits are the small model's."""
     return Axis.leading(tokens.small, tokens.size) if silent else tokens

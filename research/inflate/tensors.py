@@ -18,10 +18,10 @@ STD = 0.02  # of random weights
 
 @dataclass(frozen=True)
 class Rule:
-    """How a large tensor is made of a small one: where its rows and columns stand, and a factor.
+    """A rule that makes a large tensor of a small one: places of rows and columns, and a factor.
 
     columns  None for a vector
-    random   what only ever meets zeros, or is never read, is random instead of zero
+    random   entries that only meet zeros, or are never read, are random instead of zero
     """
 
     rows: Axis
@@ -43,7 +43,7 @@ class Maker:
     generator: torch.Generator
 
     def tensor(self, rule: Rule, small: Tensor | None) -> Tensor:
-        """small: None for a tensor of a layer that the small model does not have."""
+        """Return the large tensor. small: None for a tensor of a layer that the small model does not have."""
         large = self._filled(rule)
         if small is None:
             return large
@@ -69,7 +69,7 @@ class Maker:
 
 
 def layer_rules(hidden: Axis, reads: Axis, heads: Heads, intermediate: Axis) -> dict[str, Rule]:
-    """By module name; hidden: of the residual, reads: of what the attention reads."""
+    """Return rules by module name. hidden: axis of the residual; reads: axis of the attention's input."""
     norms = ("input_layernorm", "post_attention_layernorm", "hidden_norm")
     return {
         "q_proj": Rule(heads.queries, reads, heads.query_scale, random=True),
@@ -84,7 +84,7 @@ def layer_rules(hidden: Axis, reads: Axis, heads: Heads, intermediate: Axis) -> 
 
 
 def rule_of(rules: Mapping[str, Rule], name: str) -> Rule:
-    """Of the tensor `...module.weight`, `...module.bias` or `...module.number.weight`."""
+    """Return the rule of the tensor `...module.weight`, `...module.bias` or `...module.number.weight`."""
     *_, outer, module, kind = ["", *name.split(".")]
     rule = rules[outer if module.isdigit() else module]
     return Rule(rule.rows, None, rule.scale) if kind == "bias" else rule
@@ -93,7 +93,7 @@ def rule_of(rules: Mapping[str, Rule], name: str) -> Rule:
 def layer_state(
     layer: torch.nn.Module, small: Mapping[str, Tensor], rules: Mapping[str, Rule], hidden: Axis, maker: Maker
 ) -> dict[str, Tensor]:
-    """small: empty for a layer that changes nothing."""
+    """Return the state of a large layer. small: empty for a layer that changes nothing."""
     norm = torch.ones(hidden.small)
     return {
         name: maker.tensor(rule_of(rules, name), small[name] if small else norm if "norm" in name else None)
@@ -102,5 +102,5 @@ def layer_state(
 
 
 def silence(vocabulary_head: Tensor, rows: int, place: int) -> None:
-    """The last `rows` tokens read the constant at channel `place`, which makes their logits lower than any other."""
+    """Let the last `rows` tokens read the constant at channel `place`, so that their logits are the lowest."""
     vocabulary_head[len(vocabulary_head) - rows :, place] = SILENCE

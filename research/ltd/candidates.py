@@ -28,7 +28,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CandidateOptions:
-    """Which trees are logged.
+    """Options of logging trees.
 
     length             tokens of each answer, at most; one answer gives about length / acceptance length trees
     width, expansions  of the beam whose candidates are logged
@@ -48,7 +48,7 @@ class CandidateOptions:
         require_minimum(self, length=1, width=1, expansions=0, verified=1, temperature=0, seed=0)
 
     def generation(self) -> dict[str, Any]:
-        """The options of each answer, whatever the target's own say."""
+        """Return the options of each answer, which override the target's own."""
         asked: dict[str, Any] = {"max_new_tokens": self.length, "temperature": self.temperature}
         return asked | ({"seed": self.seed, "top_k": 0, "top_p": 1.0} if self.temperature else {})
 
@@ -89,7 +89,7 @@ class CandidateTrees(ShardFolder):
         )
 
     def answers(self) -> Iterator[list[Candidates]]:
-        """The trees of each answer, in its order; InputError for a damaged shard."""
+        """Yield the trees of each answer, in its order. InputError for a damaged shard."""
         for file in self.shards():
             yield self.load(file, _candidates)
 
@@ -156,7 +156,7 @@ def _answer(engine: Engine, prompt: list[int], options: CandidateOptions) -> Ite
 
 
 def _accepted(cycle: Cycle, following: Sequence[int]) -> list[int] | None:
-    """The nodes below the root that carry the tokens `following`; None where the tree may go on beyond them."""
+    """Return the nodes below the root that carry the tokens `following`; None if the tree may go on beyond them."""
     assert cycle.grown is not None, "an engine records it"
     tree, depths = cycle.grown, cycle.grown.depths.tolist()
     path, _ = walk(tree, lambda node: following[depths[node]] if depths[node] < len(following) else -1, lambda _: False)

@@ -130,8 +130,8 @@ def _counts(values: Any) -> dict[int, int]:
 
 
 def agree(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Cycles of the engine under random depths and sizes: what was measured against the table's reward for the same
-    cycle, and, by depth and by size, against the replay of logged trees of the same prompts."""
+    """Compare the engine's cycles under random depths and sizes with the table's reward for the same cycles, and, by
+    depth and by size, with the replay of logged trees of the same prompts."""
     from research.ltd.environments import WALLCLOCK_UNIT, cycle_facts
     from research.ltd.steered import Finished, SteeredEngine, decision_seconds
 

@@ -71,7 +71,7 @@ class LiveEnvironment(gymnasium.Env[Array, Any]):
         return self._latest, self.reward(facts), True, False, facts
 
     def reward(self, facts: dict[str, Any]) -> float:
-        """Of a cycle with these facts, as `step` gives them."""
+        """Return the reward of a cycle with these facts, as `step` gives them."""
         cost, plain = facts["seconds"], WALLCLOCK_UNIT
         if self._costs is not None:
             cost, plain = self._costs.cycle(facts["verified"], facts["widths"]), self._costs.plain
@@ -84,7 +84,7 @@ class LiveEnvironment(gymnasium.Env[Array, Any]):
 
 
 def cycle_facts(cycle: Cycle) -> dict[str, Any]:
-    """What a cost table needs: tokens committed, nodes verified, the widths of the draft passes."""
+    """Return the facts that a cost table needs: tokens committed, nodes verified, widths of the draft passes."""
     grown = cycle.grown
     assert grown is not None, "an engine records it"
     levels = torch.bincount(grown.depths, minlength=int(cycle.tree.passes)).tolist()
@@ -141,7 +141,7 @@ class LoggedEnvironment(VecEnv):
         return self._observe(), rewards, done, infos
 
     def _advance(self) -> Array:
-        """One decision about the depth; whether the growth is over."""
+        """Take one decision about the depth; returns whether the growth is over."""
         shape, goes_on = self._outcomes.shape, self._actions == GO_ON
         self._expansions += goes_on
         while (silent := goes_on & ~_asked(shape, self._expansions) & (self._expansions < shape.expansions)).any():
@@ -149,7 +149,7 @@ class LoggedEnvironment(VecEnv):
         return ~goes_on | (self._expansions >= shape.expansions)
 
     def _rewards(self, places: Array) -> tuple[Array, Array]:
-        """Tokens committed and rewards of the episodes that end."""
+        """Return tokens committed and rewards of the episodes that end."""
         trees, expansions = self._trees[places], self._expansions[places]
         own = self._which == "size"
         sizes = self._sizes[self._actions[places]] if own else self._other_sizes[trees, expansions]
@@ -158,7 +158,7 @@ class LoggedEnvironment(VecEnv):
         return committed, reward(self._kind, committed, cost, plain)
 
     def _draw(self, places: Array, committed: Array | None = None) -> None:
-        """New trees: those behind what was committed where all positions were logged, else any."""
+        """Draw new trees: those after the committed tokens if all positions were logged, else any."""
         shape, trees = self._outcomes.shape, self._random.integers(len(self._outcomes), size=len(places))
         if committed is not None and self._outcomes.dense:
             following = self._outcomes.following(self._trees[places], committed)
@@ -206,7 +206,7 @@ def _asked(shape: Shape, expansions: Array) -> Array:
 
 
 def _others(outcomes: Outcomes, which: Stage, other: Networks | int | None) -> tuple[Array | None, Array]:
-    """Depths by tree (None: random), and sizes by tree and depth, that somebody else decides."""
+    """Return depths by tree (None: random), and sizes by tree and depth, that the other network decides."""
     trees, levels = len(outcomes), outcomes.shape.expansions + 1
     if not isinstance(other, Networks):
         depths = None if other is None or which == "depth" else np.full(trees, other)

@@ -19,10 +19,10 @@ from specengine.records import Cycle
 
 class Ground(Protocol):
     def environment(self, which: Stage, other: Networks | int | None, networks: Networks) -> Any:
-        """Where network `which` learns; other: what decides in the other's place, None for random depths."""
+        """Return the environment in which network `which` learns. other: the other's choices; None: random."""
 
     def validate(self, networks: Networks, depth: int | None, size: int | None) -> Speed:
-        """The networks' speed on what is held back; a depth or size stands for the network that it replaces."""
+        """Return the networks' speed on held-back trees; a depth or size replaces a network."""
 
     def facts(self) -> dict[str, Any]:
         """Return facts for the metadata of the networks."""
@@ -48,7 +48,7 @@ class LoggedGround:
 
 
 def speed_of(outcomes: Outcomes, networks: Networks, depth: int | None = None, size: int | None = None) -> Speed:
-    """Of the networks, or of a number in the place of one, at all of these trees."""
+    """Return the speed of the networks at all of these trees; a depth or size replaces a network."""
     depths = outcomes.depths_by(networks) if depth is None else outcomes.all_trees(depth)
     return outcomes.speed(depths, outcomes.sizes_by(networks, depths) if size is None else size)
 
@@ -96,6 +96,6 @@ class LiveGround:
 
 
 def live_cycles(engine: Engine, policy: Ltd, prompt: list[int], length: int, **options: Any) -> list[Cycle]:
-    """The cycles of one answer, greedy unless the options say otherwise."""
+    """Return the cycles of one answer, which is greedy unless options say otherwise."""
     serving = Engine(engine.target, engine.drafter, policy, engine.tokenizer)
     return list(serving.answer(prompt, **{"max_new_tokens": length, "temperature": 0.0, **options}))

@@ -19,7 +19,7 @@ Stage = Literal["size", "depth"]
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """How a pair of networks is trained.
+    """Options of training a pair of networks.
 
     width           children per node of the beam, 1 or more
     expansions      levels grown below the first, at most, 1 or more

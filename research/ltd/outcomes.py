@@ -1,4 +1,4 @@
-"""What every depth and size would have given at each logged tree: Learning to Draft's episodes, without a model."""
+"""Outcomes of every depth and size at each logged tree: Learning to Draft's episodes, without a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def reward(kind: RewardName, committed: Array | int, cost: Array | float, plain: float) -> Any:
-    """Of cycles that committed so many tokens, the bonus token included, at this cost; a plain token costs `plain`.
+    """Return the reward of cycles, from tokens committed (bonus token included) and cost; a plain token costs `plain`.
 
     table and wallclock are throughput, as a multiple of plain decoding's (equation 4, but for its scale); accept and
     time are the ablations of section 6.3.
@@ -67,10 +67,10 @@ class Outcomes:
 
     @classmethod
     def of(cls, answers: Sequence[Sequence[Candidates]], shape: Shape, costs: PassCosts) -> Outcomes:
-        """InputError where the trees are narrower or lower than the shape's."""
+        """Compute the outcomes. InputError if the trees are narrower or lower than the shape's."""
         trees = [tree for answer in answers for tree in answer]
         if not trees:
-            raise InputError("candidates: there is no logged tree")
+            raise InputError("candidates: no tree was logged")
         laid, ranks = [], np.full((len(trees), shape.expansions + 1, shape.expansions + 1), OUT_OF_REACH, np.int32)
         for number, tree in enumerate(trees):
             if len(tree.scores) < shape.candidates:
@@ -91,24 +91,24 @@ class Outcomes:
 
     @cached_property
     def dense(self) -> bool:
-        """Whether every position from the first to the last of each answer was logged."""
+        """True if every position from the first to the last of each answer was logged."""
         same = np.diff(self.answers) == 0
         return bool((np.diff(self._places)[same] == 1).all())
 
     @cached_property
     def _places(self) -> Array:
-        """int64 [trees], ascending: answer and position in one number."""
+        """Answer and position of each tree in one number, int64 [trees], ascending."""
         return self.answers * POSITIONS + self.contexts.long().numpy()
 
     def following(self, trees: Array, committed: Array) -> Array:
-        """int64 [m]: the tree behind so many tokens of the same answer, -1 behind its end; of dense logs."""
+        """Return the tree after `committed` tokens of the same answer, int64 [m]; -1 after its end. For dense logs."""
         wanted = self._places[trees] + committed
         found = np.searchsorted(self._places, wanted).clip(max=len(self) - 1)
         return np.where(self._places[found] == wanted, found, -1)
 
     def visited(self, committed: Array) -> Array:
-        """int64 [m]: the trees that serving comes to from the beginnings of the answers, by what is committed at each;
-        all of them where the log is not dense."""
+        """Return the trees that serving visits, int64 [m], from the starts of answers, given the tokens committed at
+        each tree; all trees if the log is not dense."""
         if not self.dense:
             return np.arange(len(self))
         current, found = np.flatnonzero(np.diff(self.answers, prepend=-1)), []
@@ -119,15 +119,15 @@ class Outcomes:
         return np.concatenate(found)
 
     def all_trees(self, number: int) -> Array:
-        """The same number for every tree, int64 [trees]."""
+        """Return the same number for every tree, int64 [trees]."""
         return np.full(len(self), number)
 
     def committed(self, trees: Array, expansions: Array, sizes: Array) -> Array:
-        """Tokens, the bonus token included, of cycles at these trees; int64 [m] each, or broadcast to that."""
+        """Return the tokens, bonus token included, of cycles at these trees; int64 [m] each, or broadcast to that."""
         return 1 + (self.ranks[trees, expansions] < np.asarray(sizes)[..., None]).sum(-1)
 
     def cost(self, expansions: Array, sizes: Array) -> Array:
-        """Of a cycle with so many expansions and candidates asked for; in the table's unit."""
+        """Return the cost of cycles with these expansions and candidates, in the table's unit."""
         pairs = np.stack(np.broadcast_arrays(expansions, sizes), -1)
         unique, place = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
         return np.array([cycle_cost(self.costs, self.shape, int(j), int(v)) for j, v in unique])[place].reshape(
@@ -135,7 +135,7 @@ class Outcomes:
         )
 
     def speed(self, expansions: Array | int, sizes: Array | int) -> Speed:
-        """Of deciding so at all trees; int64 [trees] each, or one number for all."""
+        """Return the speed of these decisions at all trees; int64 [trees] each, or one number for all."""
         trees = np.arange(len(self))
         depths, counts = (np.broadcast_to(given, trees.shape) for given in (expansions, sizes))
         everywhere = self.committed(trees, depths, counts)
@@ -151,7 +151,7 @@ class Outcomes:
         )
 
     def depths_by(self, networks: Networks) -> Array:
-        """int64 [trees]: how many expansions the depth network makes at each."""
+        """Return how many expansions the depth network makes at each tree, int64 [trees]."""
         shape, found = self.shape, np.full(len(self), self.shape.expansions)
         growing = torch.arange(len(self), dtype=torch.int64, device="cpu")
         for expansions in range(shape.expansions):
@@ -163,7 +163,7 @@ class Outcomes:
         return found
 
     def sizes_by(self, networks: Networks, expansions: Array) -> Array:
-        """int64 [trees]: how many candidates the size network takes at each after so many expansions, int64 [trees]."""
+        """Return how many candidates the size network takes at each tree after these expansions; int64 [trees] both."""
         sizes, found = np.array(self.shape.sizes), np.zeros(len(self), dtype=np.int64)
         for count in np.unique(expansions):
             at = np.flatnonzero(expansions == count)
@@ -177,7 +177,7 @@ OUT_OF_REACH = np.iinfo(np.int32).max
 
 
 def path_ranks(scores: Array, depths: Array, path: Array, expansions: int) -> Array:
-    """int32 [expansions + 1, nodes of the path]; see Outcomes.ranks. The order is that of ops.select_best."""
+    """Return ranks, int32 [expansions + 1, nodes of the path], by the order of ops.select_best; see Outcomes.ranks."""
     better = scores[None] > scores[path][:, None]
     better |= (scores[None] == scores[path][:, None]) & (np.arange(len(scores))[None] < path[:, None])
     by_level = np.stack([(better & (depths[None] == depth)).sum(1) for depth in range(1, expansions + 2)])
@@ -187,20 +187,20 @@ def path_ranks(scores: Array, depths: Array, path: Array, expansions: int) -> Ar
 
 
 def cycle_cost(costs: PassCosts, shape: Shape, expansions: int, size: int) -> float:
-    """Of a whole beam with so many expansions, of which `size` candidates and the root are verified."""
+    """Return the cost of a whole beam with this many expansions, with `size` candidates and the root verified."""
     return costs.cycle(1 + min(size, shape.grown(expansions)), [1, *[shape.width] * expansions])
 
 
 def split(
     folders: Sequence[CandidateTrees], shape: Shape, costs: PassCosts, held_back: float
 ) -> tuple[Outcomes, Outcomes]:
-    """What is learnt from and what is held back, of the answers of all folders."""
+    """Split the answers of all folders into trees to learn from and trees to hold back."""
     learnt, held = hold_back([answer for trees in folders for answer in trees.answers() if answer], held_back)
     return Outcomes.of(learnt, shape, costs), Outcomes.of(held, shape, costs)
 
 
 def hold_back(items: Sequence[T], share: float) -> tuple[list[T], list[T]]:
-    """The items that are learnt from, and a share of them, at least one, that is not: evenly far apart.
+    """Split items into those to learn from and a share, at least one, evenly far apart, to hold back.
 
     InputError where nothing would be left to learn from.
     """
@@ -211,6 +211,6 @@ def hold_back(items: Sequence[T], share: float) -> tuple[list[T], list[T]]:
 
 
 def evenly(total: int, count: int) -> list[int]:
-    """`count` places of `total`, ascending and evenly far apart; all where there are no more."""
+    """Return `count` places of `total`, ascending and evenly far apart; all if there are no more."""
     count = min(count, total)
     return [(2 * place + 1) * total // (2 * count) for place in range(count)]

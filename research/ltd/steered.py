@@ -70,9 +70,9 @@ class SteeredEngine:
         self._open: Question | None = None
 
     def next(self, answer: int | None = None) -> Question | Finished:
-        """What comes next: a question, to be answered by the next call, or the end of a cycle.
+        """Return what comes next: a question, which the next call answers, or the end of a cycle.
 
-        Without an answer, the question that is open; an answer to none is ignored.
+        Without an answer, returns the open question. An answer without an open question is ignored.
         """
         if answer is None and self._open is not None:
             return self._open
@@ -134,7 +134,7 @@ class _Decisions:
         self._drawn = 0
 
     def start(self) -> None:
-        """A cycle begins."""
+        """Begin a cycle."""
         self.waited, self.decisions = 0.0, 0
         self._drawn = int(self._random.integers(max(1, self._shape.least), self._shape.expansions + 1))
 
@@ -163,7 +163,7 @@ class _Decisions:
 
 
 def decision_seconds(networks: Networks, which: Stage, device: torch.device) -> float:
-    """Median wall-clock seconds of one decision by a network of this shape on that device."""
+    """Measure the median wall-clock seconds of one decision by a network of this shape on that device."""
     networks.to(device)
     observation = torch.zeros(networks.shape.inputs[which], device=device, dtype=torch.float32)
     times = []

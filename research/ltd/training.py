@@ -157,7 +157,7 @@ class _Stage:
         return self._with(self._load(BEST))
 
     def rollout_begins(self, model: Any) -> None:
-        """Between two updates: validate, save, and draw the next rollout from a seed of its own."""
+        """Validate and save between two updates, and draw the next rollout from its own seed."""
         rollouts = model.num_timesteps // self.options.rollout
         if rollouts % self.options.validate_every == 0 and model.num_timesteps != self._validated:
             self._validate(model)
@@ -243,7 +243,7 @@ class _Stage:
             part.write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def _with(self, state: dict[str, torch.Tensor]) -> Networks:
-        """The pair with this actor in it."""
+        """Return the pair with this actor in it."""
         hidden, activation = self.networks.hidden, self.networks.activation
         made = Networks(self.options.shape, hidden, activation)
         made.load_state_dict(self.networks.state_dict())
@@ -277,7 +277,7 @@ def _save(model: Any, file: Path) -> None:
 
 
 def score(kind: RewardName, speed: Speed) -> float:
-    """What checkpoints are chosen by: the speed, or what an ablation has in its place."""
+    """Return the figure by which checkpoints are chosen: the speed, or an ablation's."""
     return {"accept": speed.tau, "time": -speed.tau / speed.speed}.get(kind, speed.speed)
 
 

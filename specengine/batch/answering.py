@@ -1,4 +1,4 @@
-"""One line answered by one engine."""
+"""Answer one line with one engine."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Files:
         answers, stats = (_whole_lines(file) for file in (self.out, self.stats))
         if not stats:
             if answers:
-                raise InputError(f"out: {self.out} is there without {self.stats}, which says what it answers")
+                raise InputError(f"out: {self.out} exists without {self.stats}; name another file")
             with atomic(self.stats) as part:
                 part.write_bytes(b"".join(map(_line, self._head)))
         else:
@@ -102,14 +102,14 @@ class Files:
         settings, head = self._head[1], [_parsed(line) for line in stats[:3]]
         kinds = [record.get("record") for record in head]
         if kinds[:2] != ["provenance", "settings"] or kinds[2:] not in ([], ["engine"]):
-            raise InputError(f"out: {self.stats} is none that `specengine batch` has written; name another file")
+            raise InputError(f"out: {self.stats} was not written by `specengine batch`; name another file")
         require_same("settings", self.out, head[1], settings, tuple(head[1] | settings))
         self._head = head
         self.done = min(len(answers), len(stats) - len(head))
         for item, line in zip(self._items, answers[: self.done], strict=False):
             answer = _parsed(line)
             if item.id not in (answer.get("id"), answer.get("custom_id")):
-                raise InputError(f"out: {self.out} has another answer where that to {item.id!r} should be")
+                raise InputError(f"out: {self.out} has another answer where that to {item.id!r} belongs")
             self.failures += bool(answer.get("error"))
 
 

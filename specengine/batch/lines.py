@@ -45,7 +45,7 @@ class Item:
 
 
 class Prompts(NamedTuple):
-    """All lines, and what tells this file from others."""
+    """All lines, and the facts that tell this file from others."""
 
     items: list[Item]
     digest: str
@@ -60,13 +60,13 @@ def read(file: Path, options: Mapping[str, Any], *, seed: int = 0, system: str |
     """
     lines = [(number, line) for number, line in enumerate(lines_of(file), start=1) if line.strip()]
     if not lines:
-        raise InputError(f"prompts: {file} holds none")
+        raise InputError(f"prompts: {file} has no prompts")
     items, seen = [], dict[str, int]()
     for place, (number, line) in enumerate(lines):
         where = f"{file}, line {number}"
         item = _item(place, number, _parsed(line, where), where, options, seed, system)
         if (first := seen.setdefault(str(item.id), number)) != number:
-            raise InputError(f"prompts: {where} has the id of line {first}, {shown(item.id)}; accepted are new ones")
+            raise InputError(f"prompts: {where}: id: got {shown(item.id)}, the id of line {first}; ids must be unique")
         items.append(item)
     return Prompts(items, hashlib.sha256("\n".join(line for _, line in lines).encode()).hexdigest()[:32])
 
@@ -80,7 +80,7 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"prompts: {where} is no JSON ({error})") from error
+        raise InputError(f"prompts: {where} is not JSON ({error})") from error
     entry = {"prompt": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, dict) or len([kind for kind in KINDS if kind in entry]) != 1:
         raise InputError(f"prompts: {where} is not {_FORMS}")
@@ -94,7 +94,7 @@ def _item(
 ) -> Item:
     given = next((entry[name] for name in ("id", "custom_id", "question_id") if name in entry), number)
     if not isinstance(given, str | int) or isinstance(given, bool):
-        raise InputError(f"prompts: {where}: id is {shown(given)}, accepted a string or a whole number")
+        raise InputError(f"prompts: {where}: id: got {shown(given)}, accepted a string or a whole number")
     seeded = {"seed": seed_of(seed, place), **run}
     if "body" in entry:
         return _request(place, given, entry, where, seeded)
@@ -132,13 +132,13 @@ def _options(given: Any) -> dict[str, Any]:
         raise InputError(f"options: got {shown(given)}, accepted an object of options by name")
     for name in given:
         if name not in LINE_OPTIONS:
-            raise InputError(f"options: unknown {shown(name)}, accepted are {', '.join(LINE_OPTIONS)}")
+            raise InputError(f"options: unknown {shown(name)}, accepted: {', '.join(LINE_OPTIONS)}")
     return given
 
 
 def _turns(given: Any, where: str) -> list[str]:
     if not isinstance(given, list) or not given or not all(isinstance(turn, str) and turn for turn in given):
-        raise InputError(f"prompts: {where}: turns is {shown(given)}, accepted a list of strings")
+        raise InputError(f"prompts: {where}: turns: got {shown(given)}, accepted a list of strings")
     return given
 
 
@@ -151,7 +151,7 @@ def _require_prompt(prompt: Any, messages: bool, where: str) -> None:
         holds = (isinstance(prompt, str) and bool(prompt)) or _all(prompt, lambda token: type(token) is int)
     if not holds:
         name = "messages" if messages else "prompt"
-        raise InputError(f"prompts: {where}: {name} is {shown(prompt)}, accepted {accepted}")
+        raise InputError(f"prompts: {where}: {name}: got {shown(prompt)}, accepted {accepted}")
 
 
 def _all(given: Any, holds: Any) -> bool:

@@ -42,7 +42,7 @@ def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
         raise InputError(f"body.{of_validation(error.errors(), list(model.model_fields))}") from error
     for name in _NOT_OF_A_BATCH:
         if getattr(request, name, None):
-            raise InputError(f"body.{name}: got {shown(getattr(request, name))}, accepted in a batch is false")
+            raise InputError(f"body.{name}: got {shown(getattr(request, name))}, accepted in a batch: false")
     return url, request
 
 

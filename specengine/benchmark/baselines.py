@@ -69,7 +69,9 @@ def assisted_way(
 
     def start() -> Generate:
         if not loaded:
-            wanted = dataclasses.replace(load_options, device=plain.target.device, backend="huggingface", quantize=None)
+            wanted = dataclasses.replace(
+                load_options, device=plain.target.device, backend="huggingface", quantize=None, numerics="auto"
+            )
             model, tokenizer, _ = load_model(assistant, wanted)
             if tokenizer is not None and plain.tokenizer is not None:
                 check_tokenizers(tokenizer, plain.tokenizer)
@@ -86,4 +88,4 @@ def refuse_assistant(assistant: str | None, wanted: bool) -> None:
     if assistant is not None and not wanted:
         raise InputError(f"assistant: no way uses it; add way {ASSISTED}")
     if assistant is not None and assistant.startswith(("/", ".", "~")) and not Path(assistant).exists():
-        raise InputError(f"assistant: there is no {assistant}")
+        raise InputError(f"assistant: {assistant} does not exist")

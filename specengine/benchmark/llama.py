@@ -48,7 +48,7 @@ def gguf_file(model: str | None, given: Path | None) -> Path | None:
     if named is None and model is not None and not embedded.is_default(model):
         raise InputError(f"gguf: way {LLAMA_CPP} needs a GGUF file of {model}, name it")
     if named is not None and not named.is_file():
-        raise InputError(f"gguf: there is no file {named}")
+        raise InputError(f"gguf: {named} is not a file")
     return named
 
 

@@ -73,7 +73,7 @@ def read(file: Path) -> list[Record]:
         records = []
     kinds = [record.get("record") if isinstance(record, dict) else None for record in records]
     if kinds[:2] != ["provenance", "settings"] or None in kinds:
-        raise InputError(f"file: {file} is none that `specengine bench --out` has written")
+        raise InputError(f"file: {file} was not written by `specengine bench --out`")
     return records
 
 

@@ -18,7 +18,7 @@ def draw(records: Sequence[Record], file: Path) -> None:
     """Write an SVG file. InputError as of `picture`, and without a row to draw."""
     found = speeds_by_way(records)
     if not found:
-        raise InputError(f"plot: there is no speed over plain decoding to be drawn into {file.name}")
+        raise InputError(f"plot: the records have no speed over plain decoding to draw into {file.name}")
     picture(file, lambda figure: _fill(figure, found))
 
 
@@ -28,7 +28,7 @@ def picture(file: Path, fill: Callable[[Any], None]) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError("plot: matplotlib draws it, run pip install matplotlib") from error
+        raise InputError("plot: needs matplotlib, run pip install matplotlib") from error
     with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "specengine"}):
         figure = Figure(layout="constrained")
         fill(figure)
@@ -36,7 +36,7 @@ def picture(file: Path, fill: Callable[[Any], None]) -> None:
 
 
 def speeds_by_way(records: Sequence[Record]) -> dict[str, dict[str, list[float]]]:
-    """Speeds over plain decoding by way and set, of the ways that ran to the end, plain decoding left out."""
+    """Return speeds over plain decoding by way and set, for ways that ran to the end, without plain decoding."""
     rows = [record for record in records if record["record"] == "row"]
     dropped = {record["way"] for record in records if record["record"] == "not run"}
     plain = {(row["set"], row["id"]): row for row in rows if row["way"] == "plain"}

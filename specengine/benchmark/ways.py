@@ -65,7 +65,7 @@ class Spec:
         draft, colon, own = text.rpartition(":")
         policy, options = parse(own)
         if policy == PLAIN and (colon or options):
-            raise InputError(f"way: {text!r}, but {PLAIN} has neither a draft nor options")
+            raise InputError(f"way: got {text!r}, but {PLAIN} takes neither a draft nor options")
         if colon and draft in ("", *loading.PLAIN):
             raise InputError(
                 f"way: {text!r} names no draft; accepted DRAFT:POLICY, or POLICY with the draft of the run"
@@ -94,7 +94,7 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
         elif options:
             options[list(options)[-1]] += "," + part
         else:
-            raise InputError(f"{spec}: {part!r} is no option=value")
+            raise InputError(f"{spec}: got {part!r}, accepted option=value")
     return name, options
 
 

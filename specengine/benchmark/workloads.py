@@ -58,7 +58,7 @@ def entry_of(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise InputError(f"prompts: {where} is no JSON ({error})") from error
+        raise InputError(f"prompts: {where} is not JSON ({error})") from error
     fields = entry if isinstance(entry, dict) else {"turns": entry}
     given = fields.get("turns", fields.get("prompt"))
     turns = [given] if isinstance(given, str) else given
@@ -74,7 +74,7 @@ def _files(place: Path) -> list[Path]:
         return [place]
     files = sorted(place.glob("*.jsonl"))
     if not files:
-        raise InputError(f"prompts: there is no .jsonl file in {place}")
+        raise InputError(f"prompts: {place} has no .jsonl file")
     return files
 
 
@@ -82,7 +82,7 @@ def _items(file: Path, by_category: bool) -> list[Workload]:
     numbered = [(number, line) for number, line in enumerate(lines_of(file)) if line.strip()]
     entries = [(number, entry_of(line, f"{file}, line {number + 1}")) for number, line in numbered]
     if not entries:
-        raise InputError(f"prompts: {file} holds none")
+        raise InputError(f"prompts: {file} has no prompts")
     return [
         Workload(
             str(entry.get("category", file.stem)) if by_category else file.stem,

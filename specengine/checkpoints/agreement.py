@@ -1,4 +1,4 @@
-"""How often a head's first guess is the target's next token, for each way of counting the target's layers.
+"""Measure a head's one-step agreement with the target, for each convention of counting the target's layers.
 
 Producers number the same hidden states differently. A head that reads the wrong ones drafts without an error, only
 worse, so its agreement is measured.

@@ -38,7 +38,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
 _BASE = "base_model_name_or_path"
 _REMEDY = "merge it into its model (merge_and_unload() of peft's AutoPeftModelForCausalLM), save that and load it"
-_PROMPTS = "which adds more than layers to its model and cannot be applied; accepted are LORA and other kinds of layers"
+_PROMPTS = "which cannot be applied, as it changes more than layers; accepted: LORA and other kinds of layers"
 # Kinds whose forward is more than their layers: PeftModel computes it, transformers does not.
 _ROUTED = ("POLY", "XLORA")
 
@@ -53,7 +53,7 @@ def why_absent(name: str, *, offline: bool = False) -> str | None:
     if looks_like_path(name):
         return "there is no such file or folder"
     if ":" in name:
-        return "names with a colon are those of other programs; give the model's id on the Hub, or a GGUF file's path"
+        return "names with a colon belong to other programs; give the model's id on the Hub, or a GGUF file's path"
     try:
         if any(isinstance(try_to_load_from_cache(name, file), str) for file in CONFIGS):
             return None

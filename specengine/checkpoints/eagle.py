@@ -46,7 +46,7 @@ State = dict[str, Tensor]  # names as of EagleHead.state_dict()
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a checkpoint was read.
+    """The dialect that a checkpoint was read in.
 
     layout    family of the layout, whose tensor names it has
     producer  the layout, whose meaning the fields have
@@ -73,7 +73,7 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How a head's config is read where it is ambiguous or wrong (see load_head)."""
+    """Options for a head whose config is ambiguous or wrong (see load_head)."""
 
     producer: str | None = None
     layer_ids: tuple[int, ...] | None = None
@@ -246,9 +246,9 @@ def _read_tensors(folder: Path) -> State:
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
             raise CheckpointError(f"{file}: cannot be read as weights ({why_not_loaded(error)})") from error
         if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
-            raise CheckpointError(f"{file}: holds something else than named tensors")
+            raise CheckpointError(f"{file}: must hold nothing but named tensors")
         if twice := sorted(tensors.keys() & stored.keys()):
-            raise CheckpointError(f"{file}: {', '.join(twice)} stand in another file as well")
+            raise CheckpointError(f"{file}: {', '.join(twice)} are in another file as well")
         tensors |= stored
     return tensors
 
@@ -261,7 +261,7 @@ def _renamed(folder: Path, tensors: State, prefixes: Mapping[str, str]) -> State
     for name, tensor in tensors.items():
         new = with_prefix(name, prefixes)
         if new in state:
-            raise CheckpointError(f"{folder}: two tensors are {new}")
+            raise CheckpointError(f"{folder}: two tensors have the name {new}")
         state[new] = tensor
     return state
 
@@ -310,7 +310,7 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
         return notes
     ids = _drafted_ids(folder, d2t, draft, target)
     if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), ids):
-        raise CheckpointError(f"{folder}: t2d marks other tokens than d2t leads to")
+        raise CheckpointError(f"{folder}: t2d and d2t disagree on which tokens are drafted")
     if draft == target:
         return [*notes, "d2t is the identity"]
     if not d2t.any():

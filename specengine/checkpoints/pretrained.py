@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,7 +36,7 @@ from specengine.errors import CheckpointError, InputError, SpecEngineError, Unsu
 from specengine.files import read_text, safetensors_files
 from specengine.models import native
 from specengine.models.configs import NO_MEMORY, empty_model, refuse_config, unsupported
-from specengine.models.extension import NOT_BUILT, extension
+from specengine.models.extension import NOT_BUILT
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
 from specengine.models.weights import KIND_OF, Source, Weight, layer_template, with_buffers
@@ -65,16 +65,27 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
         raise InputError(f"model: got {model!r:.300}, accepted a path or a Hub id; {missing}")
     adapter = adapter_of(str(model), offline=options.offline) if named else None
     reason = _not_native(model, options) or (adapter and adapter.reason)
+    asked = _asking(options)
     if reason is None:
         try:
             return LoadedModel(*_native(model, options, tokenizer))
         except UnsupportedModelError as error:
-            if options.backend == "native" or options.quantize:
+            if asked:
                 raise
             reason = str(error)
-    elif options.backend == "native" or options.quantize:
-        raise InputError(f"backend, quantize: the native forward was asked for, but {reason}")
+    elif asked:
+        raise InputError(f"{', '.join(asked)}: the native forward was asked for, but {reason}")
     return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason)
+
+
+def _asking(options: LoadOptions) -> list[str]:
+    """Return the options that only the native forward has."""
+    given = {
+        "backend": options.backend == "native",
+        "quantize": options.quantize is not None,
+        "numerics": options.numerics != "auto",
+    }
+    return [name for name, asks in given.items() if asks]
 
 
 def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> str | None:
@@ -89,7 +100,7 @@ def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> st
         "graphs are made of the model's own modules": bool(options.graphs),
         "pack= is an option of the Hugging Face backend": options.pack is not None,
         NOT_BUILT: not native.instruction_sets(),
-        f"dtype {options.dtype} is none of bfloat16 and float32": options.dtype == torch.float16,
+        f"dtype {options.dtype} is neither bfloat16 nor float32": options.dtype == torch.float16,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -97,10 +108,11 @@ def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> st
 def _native(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any) -> tuple[NativeLM, Any]:
     if isinstance(model, PreTrainedModel):
         name = model.config.name_or_path
-        lm = native.from_model(model, quantize=options.quantize)
+        lm = native.from_model(model, quantize=options.quantize, numerics=options.numerics)
         return lm, tokenizer or (_tokenizer(name, options) if name else None)
     opened = open_native(model, dtype=options.dtype, offline=options.offline, progress=options.progress)
-    return NativeLM(opened.source, quantize=options.quantize), tokenizer or _tokenizer_of(opened)
+    lm = NativeLM(opened.source, quantize=options.quantize, numerics=options.numerics)
+    return lm, tokenizer or _tokenizer_of(opened)
 
 
 def _huggingface(
@@ -249,7 +261,7 @@ def open_gguf(name: str, dtype: Any) -> Opened:
     """Open a GGUF file. CheckpointError where it is damaged, UnsupportedModelError where its model is unknown."""
     path = Path(name)
     if not path.is_file():
-        raise InputError(f"model: {name} is no file")
+        raise InputError(f"model: {name} is not a file")
     return _opened_gguf(path, dtype, path.name)
 
 
@@ -326,7 +338,7 @@ class FolderSource(Source):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: stored.shape for name, stored in self._tensors.items()}
 
-    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
+    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         for name, stored in self._tensors.items():
 
             def rows(first: int, last: int, stored: _Stored = stored) -> Tensor:
@@ -363,7 +375,7 @@ def generation_config_of(folder: Path) -> GenerationConfig:
     except Exception as error:  # over values of other types; transformers' loading fails by them as well
         text = " ".join(str(error).split())
         raise CheckpointError(
-            f"{folder}: generation_config.json: its values make no generation config, correct or remove it "
+            f"{folder}: generation_config.json: its values are not a valid generation config; correct or remove it "
             f"({type(error).__name__}: {text:.300})"
         ) from error
 
@@ -386,11 +398,18 @@ class GGUFSource(Source):
         names = {stored: name for name, stored in self._stored.items()}
         return {names[stored]: tensor.shape for stored, tensor in self.file.tensors.items() if stored in names}
 
-    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
-        packed = packed_kinds() if blocks and self.dtype is torch.bfloat16 else []
+    @cached_property
+    def blocks(self) -> frozenset[str]:
+        if self.dtype is not torch.bfloat16:
+            return frozenset()
+        tensors = [self.file.tensors[stored] for stored in self._stored.values()]
+        matrices = {tensor.kind for tensor in tensors if len(tensor.shape) == 2}
+        return frozenset(kind.name.lower() for kind in gguf.Kind if kind.elements > 1) & matrices
+
+    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         for name in self.shapes():
             stored = self.file.tensors[self._stored[name]]
-            if stored.kind in packed and len(stored.shape) == 2:
+            if stored.kind in self.blocks and stored.kind in blocks and len(stored.shape) == 2:
                 order = gguf.row_order(self.config, stored.name)
 
                 def rows(first: int, last: int, name: str = stored.name) -> Tensor:
@@ -416,12 +435,6 @@ class GGUFSource(Source):
         return with_buffers(model).eval()
 
 
-def packed_kinds() -> list[str]:
-    """Return the kinds of blocks that the native forward reads as they are: those with a file in csrc/cpu/formats."""
-    known = [kind.name.lower() for kind in gguf.Kind if kind.elements > 1]
-    return [kind for kind in known if kind in extension().formats()]
-
-
 class _Stored(NamedTuple):
     """The place of a tensor in a safetensors file."""
 
@@ -438,7 +451,7 @@ class _Stored(NamedTuple):
         with self.file.open("rb") as stream:
             stream.seek(self.offset + first * each)
             if stream.readinto(data) != len(data):
-                raise CheckpointError(f"{self.file}: it has become shorter while it was read")
+                raise CheckpointError(f"{self.file}: became shorter while it was read; load it again")
         return torch.frombuffer(data, dtype=self.dtype).reshape(last - first, *self.shape[1:])
 
 

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         model = parsed.loads(parsed)
         if RANKS > 1 and parsed.run.partition(":")[0].rpartition(".")[2] not in SPLIT:
-            raise InputError(f"torchrun: accepted for {', '.join(SPLIT)}")
+            raise InputError(f"torchrun: accepted with the commands {', '.join(SPLIT)}")
         if RANKS > 1 and os.environ.get("RANK", "0") != "0":
             return _follow(parsed)
         if model is not None:

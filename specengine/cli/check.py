@@ -133,7 +133,7 @@ def _conversations(arguments: argparse.Namespace) -> list[Turns]:
     found = read_prompts(arguments.prompts) if arguments.prompts else ([text] for text in arguments.prompt or PROMPTS)
     conversations = list(islice(found, arguments.limit))
     if not conversations:
-        raise InputError(f"prompts: {arguments.prompts} holds none")
+        raise InputError(f"prompts: {arguments.prompts} has no prompts")
     return conversations
 
 

@@ -64,7 +64,7 @@ CHAT_COMMANDS = (
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run="specengine.cli.chat:run")
-    parser.epilog = f"{CHAT_COMMANDS}. Where standard input is no terminal, each line is a turn."
+    parser.epilog = f"{CHAT_COMMANDS}. If standard input is not a terminal, each line is a turn."
     add_trace_file(parser)
     add_model(parser)
     add_draft_and_policy(parser)

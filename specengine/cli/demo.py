@@ -81,7 +81,7 @@ def _load(arguments: argparse.Namespace) -> Engine:
     except UnsupportedModelError as error:
         if not str(error).startswith("strict:"):
             raise
-        say(f"specengine: note: {error}; near-ties can fall otherwise in a tree than in plain decoding")
+        say(f"specengine: note: {error}; at near-ties, trees and plain decoding may choose different tokens")
         return given.load_engine(arguments, strict=False)
 
 

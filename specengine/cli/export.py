@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     layout = writer(arguments.format)
     _require_new(arguments.folder)
     if arguments.tokens is not None and not layout.names_target:
-        raise InputError("tokens: the eagle format has no field for it; engines are told when they start")
+        raise InputError("tokens: the eagle format has no field for it; set it when you start the engine")
     source = _source(arguments)
     head = _read(source.folder, arguments)
     target = arguments.target or (source.target if layout.names_target else None)
@@ -48,7 +48,7 @@ def _require_new(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists():
-        raise InputError(f"folder: {folder} is there already, a new or an empty one is needed")
+        raise InputError(f"folder: got {folder}, accepted a new or an empty folder")
 
 
 def _source(arguments: argparse.Namespace) -> _Source:
@@ -58,7 +58,7 @@ def _source(arguments: argparse.Namespace) -> _Source:
         return _Source(shipped, models.embedded.NAME)
     found = head_folder(arguments.head, offline=arguments.offline)
     if found is None:
-        raise InputError(f"head: {arguments.head} is no folder or Hub id of an EAGLE head, nor {names[0]}")
+        raise InputError(f"head: got {arguments.head}, accepted a folder or Hub id of an EAGLE head, or {names[0]}")
     return _Source(found, None)
 
 

@@ -75,7 +75,9 @@ def _versions() -> dict[str, str | None]:
 def _devices() -> dict[str, str]:
     threads = torch.get_num_threads()
     devices = {"cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
+    integers = ", ".join(instruction_sets("integer"))
     devices["cpu"] += f"; native forward: {', '.join(instruction_sets()) or NOT_BUILT}"
+    devices["cpu"] += f"; integer numerics: {integers}" if integers else ""
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"
@@ -124,13 +126,15 @@ def _default_policy(cls: type) -> dict[str, Any] | None:
 def _model(name: str, engine: Engine) -> dict[str, Any]:
     target = engine.target
     assert isinstance(target, HuggingFaceTarget | NativeTarget)
+    dtype = str(target.dtype).removeprefix("torch.")
     return {
         "name": name,
         "type": target.lm.config.model_type,
         "parameters": target.lm.parameters,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "device": str(target.device),
         "backend": target.backend,
+        "numerics": target.lm.numerics if isinstance(target, NativeTarget) else dtype,
         "layers": target.lm.layers,
         "context": target.max_context,
         "vocabulary": target.vocab_size,
@@ -143,7 +147,7 @@ def _model(name: str, engine: Engine) -> dict[str, Any]:
 def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     folder = head_folder(arguments.draft, offline=arguments.offline)
     if folder is None:
-        raise InputError(f"draft: {arguments.draft} is no folder or Hub id of an EAGLE head")
+        raise InputError(f"draft: got {arguments.draft}, accepted a folder or Hub id of an EAGLE head")
     options = registry.build(HeadOptions, dict(arguments.draft_option), "draft_options")
     config, state, dialect = load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
     described = {

@@ -96,6 +96,7 @@ def add_options(parser: argparse.ArgumentParser, short: str, name: str) -> None:
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 BACKENDS = ("native", "huggingface")
 QUANTIZATIONS = ("int8",)
+NUMERICS = ("auto", "bfloat16", "float32", "integer")
 DRAFTS = tuple(name for name in registry.names("specengine.drafters") if name not in ("eagle", "lookup", "small_model"))
 POLICIES = (*registry.names("specengine.policies"), "plain")
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun sets it
@@ -118,6 +119,13 @@ def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> N
     )
     group.add_argument(
         "--quantize", choices=QUANTIZATIONS, help="keep a native model's weights as int8, half the memory of bfloat16"
+    )
+    group.add_argument(
+        "--numerics",
+        choices=NUMERICS,
+        default="auto",
+        help="of a native model's products; integer: int8 weights and packed blocks by int8 activations "
+        "(default: auto, integer for such weights on a CPU without AMX)",
     )
     group.add_argument(
         "--pack",

@@ -63,7 +63,7 @@ def why_no_colours() -> str | None:
         return "NO_COLOR is set"
     if os.environ.get("TERM") == "dumb":
         return "TERM is dumb"
-    return None if sys.stdout.isatty() else "standard output is no terminal"
+    return None if sys.stdout.isatty() else "standard output is not a terminal"
 
 
 class Progress:

@@ -84,7 +84,7 @@ def _cycle(traces: Sequence[Trace], arguments: argparse.Namespace) -> _Shown:
 
 
 def _range(count: int) -> str:
-    return f"1 to {count}" if count else "none, there is none"
+    return f"1 to {count}" if count else "none, as there are none"
 
 
 COLOURS = {MARKS["accepted"]: DRAFTED, MARKS["pruned"]: FAINT}

@@ -75,7 +75,7 @@ class SmallModel(RowDraft):
     ) -> SmallModel:
         """Load a model on the target's device. Raises InputError or TokenizerMismatchError if it does not fit."""
         backend = options.backend if options.backend == "huggingface" else None  # native where it can
-        loaded = dataclasses.replace(options, device=target.device, quantize=None, backend=backend)
+        loaded = dataclasses.replace(options, device=target.device, quantize=None, numerics="auto", backend=backend)
         model, own_tokenizer, _ = checkpoints.pretrained.load_model(draft, loaded)
         if torch.device(model.device) != target.device:
             raise InputError(

@@ -31,7 +31,7 @@ class Prompt:
     _mask: Any = None
 
     def packed_mask(self, rows: int, groups: int, query: Tensor) -> Any:
-        """As `ops.tree_attention` is fastest with, made once per forward; None where a row sees everything."""
+        """Return the mask in the form that `ops.tree_attention` reads fastest, made once per forward, or None."""
         if self._mask is None and rows > 1:
             mask = lower_right(rows, self.before, query.device)
             self._mask = ops.pack_mask(mask, groups, query.dtype, self.before)
@@ -57,8 +57,8 @@ def _tree_attention_forward(
     tree: Prompt | Rows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' AttentionInterface; calls without `tree` get transformers' SDPA, but on a CPU single
-    rows that see everything `last_row_attention`."""
+    """Attend, called by transformers' AttentionInterface. Without `tree`, run transformers' SDPA; on a CPU, run
+    `last_row_attention` for single rows that see everything."""
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if unknown or key.shape != value.shape:
         raise NeedsDenseMask(", ".join(unknown) or "keys and values of different sizes")
@@ -82,7 +82,7 @@ def _tree_attention_forward(
 
 @lru_cache(maxsize=1)
 def flash_attention() -> Callable[..., Tensor] | None:
-    """flash_attn_func of the package flash-attn; None where it is not installed, or not for this torch."""
+    """Return flash_attn_func of the package flash-attn; None if it is not installed, or not for this torch."""
     try:
         from flash_attn import flash_attn_func
     except (ImportError, OSError):  # a wheel for another torch fails to find its symbols
@@ -96,7 +96,7 @@ def flash_takes(query: Tensor) -> bool:
 
 
 def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
-    """Attention of consecutive tokens, the last of the sequence, by flash-attn, without a mask in memory.
+    """Attend from the last tokens of a sequence by flash-attn, without a mask in memory.
 
     query: [1, Hq, rows, D]; key, value: [1, Hkv, slots, D]. Returns [1, rows, Hq, D]; None where flash-attn does not
     take these, or is not there.
@@ -109,7 +109,7 @@ def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 
 
 def last_row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of the last token of each sequence, as two products for each KV head.
+    """Attend from the last token of each sequence, as two products per KV head.
 
     torch's fused attention works in blocks of query rows: on a CPU, one row in half precision takes it ten times as
     long. query: [batch, Hq, 1, D]; key, value: [batch, Hkv, slots, D]. Returns [batch, 1, Hq, D].
@@ -122,7 +122,7 @@ def last_row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float |
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float | None = None) -> Tensor:
-    """Attention of rows, [heads, n, head size], over a cache, [KV heads, slots, head size], which holds theirs too."""
+    """Attend from rows, [heads, n, head size], over a cache, [KV heads, slots, head size], that holds theirs too."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if rows.paths is not None:
         return ops.strict_cached_attention(query, keys, values, rows.paths, rows.prefix, rows.live, scale)

@@ -27,7 +27,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     except NO_MEMORY:
         raise
     except Exception as error:
-        raise unsupported(config._name_or_path, error, "its config.json makes no model") from error
+        raise unsupported(config._name_or_path, error, "no model can be built from its config.json") from error
 
 
 def unsupported(name: str | Path, error: Exception, what: str) -> UnsupportedModelError:

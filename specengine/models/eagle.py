@@ -336,7 +336,7 @@ class Rope:
         return angles.cos() * self._scale, angles.sin() * self._scale
 
     def _angles(self, positions: Tensor) -> Tensor:
-        """float32 [..., rows, head size / 2]."""
+        """Return the angles, float32 [..., rows, head size / 2]."""
         if self._frequencies is None or self._frequencies.device != positions.device:
             frequencies, self._scale = rope_frequencies(self._config)
             self._frequencies = frequencies.to(positions.device)

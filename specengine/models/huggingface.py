@@ -94,7 +94,7 @@ class _ShapeRecorder(Cache):
 
 
 def write_rows(slab: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Keys and values, [KV heads, rows, head size], into these slots of a slab, [2, KV heads, capacity, head size]."""
+    """Write keys and values, [KV heads, rows, head size], to slots of a slab, [2, KV heads, capacity, head size]."""
     slab[0].index_copy_(1, slots, keys)
     slab[1].index_copy_(1, slots, values)
 
@@ -149,7 +149,7 @@ class CausalLM:
 
     @property
     def packed(self) -> bool:
-        """Whether the linear layers run with weights packed for oneDNN (see specengine.models.twins)."""
+        """True if the linear layers run with weights packed for oneDNN (see specengine.models.twins)."""
         return self._packed is not None
 
     def require_same(self) -> None:
@@ -209,7 +209,7 @@ class CausalLM:
         return self.model.dtype
 
     def head(self, states: Tensor) -> Tensor:
-        """The bare language-model head: logits, [..., vocabulary], of states behind the final norm."""
+        """Apply the bare language-model head to states after the final norm; returns logits [..., vocabulary]."""
         return self._runs.get_output_embeddings()(states.to(self.dtype))
 
     @property
@@ -218,7 +218,7 @@ class CausalLM:
         return self.model.get_input_embeddings().weight
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of `table`, [..., hidden size]."""
+        """Return rows of `table`, [..., hidden size]."""
         return embedding(tokens, self.table)
 
     @torch.inference_mode()
@@ -270,7 +270,7 @@ class CausalLM:
     def forward(
         self, rows: Rows, cache: KVCache, features: tuple[int, ...] = (), *, one: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of the rows, [n, vocabulary], or of the row `one`, int64 [1], and the features of all, in the model's
+        """Return the logits of the rows, [n, vocabulary], or of row `one`, int64 [1], and all features, in the model's
         dtype. Positions past the context end are clamped: such rows can never be committed.
 
         features: indices of transformers' `hidden_states` (i: what layer i reads, 0-based; the last: behind the final
@@ -314,7 +314,8 @@ class CausalLM:
         """Raise UnsupportedModelError, with the reason, where `forward` cannot be captured in a graph."""
         if self._dense_mask:
             raise UnsupportedModelError(
-                f"graphs: the attention of {_name(self.model)} runs with a dense mask, whose shape follows the cache"
+                f"graphs: the attention of {_name(self.model)} runs with a dense mask, whose shape changes with the "
+                "cache; load without graphs=True"
             )
         kind = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type")
         if kind in ("dynamic", "longrope"):
@@ -427,7 +428,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         )
     if getattr(config, "attention_layers", None):  # GPT-Neo
         raise UnsupportedModelError(
-            f"{_name(model)}: its attention masks by cache slot, but the nodes of a tree do not stand in the slots "
+            f"{_name(model)}: its attention masks by cache slot, but the nodes of a tree are not in the slots "
             "of their positions; only attention that the mask alone decides is supported"
         )
     if not model.can_generate():
@@ -462,12 +463,12 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
         encoder = getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
         hint = "; its config says is_decoder=False: set it where the model was trained to go on" if encoder else ""
         raise UnsupportedModelError(
-            f"{_name(model)}: a token changes the logits of those before it, so it is no causal LM{hint}"
+            f"{_name(model)}: a token changes the logits of those before it, so it is not a causal LM{hint}"
         )
 
 
 def context_limit(config: Any) -> int:
-    """Tokens that the model can hold: its position limit, or its attention window where that is shorter.
+    """Return how many tokens the model can hold: its position limit, or its attention window if that is shorter.
 
     LongRoPE models turn all positions by other frequencies once a sequence passes their original context, which is
     the limit here: the cached keys before it would no longer fit. UnsupportedModelError where it leaves no room.
@@ -481,7 +482,7 @@ def context_limit(config: Any) -> int:
     if window and (kinds is None or "sliding_attention" in kinds):
         limit = min(limit, window)  # within the window, sliding and full attention are the same
     if limit < 2:
-        raise UnsupportedModelError(f"its context is {limit} tokens by its config; an answer needs a token of its own")
+        raise UnsupportedModelError(f"the context in its config is {limit}, 2 or more tokens are needed")
     return int(limit)
 
 
@@ -557,7 +558,7 @@ class HuggingFaceTarget(CachedTarget):
         return torch.cat(logits)[: len(rows)], torch.cat(features)[: len(rows)] if self._features else None
 
     def keep(self, path: Nodes) -> None:
-        """As `commit`, of nodes of the tree verified last; who calls it says in the end what `tokens` are."""
+        """Keep the accepted nodes of the tree verified last, as `commit` does. The caller sets `tokens` afterwards."""
         self.cache.keep(path)
 
 
@@ -568,14 +569,14 @@ TRIED = 16  # tokens
 
 @torch.inference_mode()
 def strict_rows(lm: CausalLM, *, padded: bool) -> int:
-    """The most rows that a forward of `lm` can hold without changing the bits of any of them.
+    """Return how many rows a forward of `lm` can hold without changing the bits of any of them.
 
     padded: every forward has PADDED_ROWS rows, plain decoding's too.
     Tried on a few tokens, alone and among others. UnsupportedModelError where the bits change.
     """
     if lm.attention != "tree":
         raise UnsupportedModelError(
-            "strict: this model's attention runs with a dense mask, whose sums follow the cache"
+            "strict: this model's attention runs with a dense mask, so its sums depend on the cache's layout"
         )
     cache = lm.new_cache(64 + PADDED_ROWS)
     lm.extend(cache, [token % lm.vocab_size for token in (1, 2, 3, 5, 7)])
@@ -588,12 +589,12 @@ def strict_rows(lm: CausalLM, *, padded: bool) -> int:
     if padded:
         raise UnsupportedModelError(
             f"strict: on this {lm.device.type} a row of a {lm.dtype} matrix product changes with its place among "
-            f"{PADDED_ROWS} rows, so no tree can have the bits of plain decoding"
+            f"{PADDED_ROWS} rows, so a tree cannot have the bits of plain decoding"
         )
     raise UnsupportedModelError(
         f"strict: on this {lm.device.type} the matrix products of {lm.dtype} change with the number of rows, so "
-        "no tree can have the bits of plain decoding; bfloat16 on a CPU with AMX keeps them, and with graphs=True all "
-        "forwards have one number of rows"
+        "a tree cannot have the bits of plain decoding; use bfloat16 on a CPU with AMX, or graphs=True, which gives "
+        "all forwards the same number of rows"
     )
 
 
@@ -604,7 +605,7 @@ def _same_bits(lm: CausalLM, cache: KVCache, tokens: Tensor, alone: Tensor, size
 
 
 def _siblings(lm: CausalLM, cache: KVCache, tokens: Tensor, padded: bool) -> Tensor:
-    """Logits of `tokens`, each of them the next one behind what `cache` holds."""
+    """Return the logits of `tokens`, each as the next token after the cached ones."""
     count, filled = len(tokens), cache.filled
     own = ops.own_bits(count, filled.device)
     positions, live = torch.full_like(tokens, cache.length), torch.full_like(filled, count)

@@ -78,7 +78,7 @@ class KVCache:
         self.filled += path.live
 
     def commit(self, path: Sequence[int]) -> None:
-        """As `keep`, for a path that the host knows."""
+        """Keep the slots of a path that the host knows, as `keep` does."""
         if path[-1] >= len(path):
             self.keep(Nodes.of(torch.tensor(path, device=self.slab.device, dtype=torch.int64)))
         else:  # all of them are in place

@@ -1,10 +1,10 @@
-"""Whether a loaded model is still what it was when an engine took it: its modules and settings, and its numbers."""
+"""Notice changes of a loaded model since an engine took it: of its modules, settings and numbers."""
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,7 @@ def checksums(tensors: list[Tensor]) -> list[Any]:
 
 
 def _numbers_of(tensor: Tensor) -> list[Tensor] | None:
-    """The dense tensors that this one is made of; None where they cannot be had."""
+    """Return the dense tensors that make up this one; None if they cannot be read."""
     if type(tensor) in (Tensor, nn.Parameter):
         known = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
         return [tensor.detach().resolve_neg().resolve_conj()] if known else None
@@ -125,7 +125,7 @@ def _numbers_of(tensor: Tensor) -> list[Tensor] | None:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """A sum, int64 [], of all numbers, each by its place and its bits; for devices, and without the extension."""
+    """Return a checksum, int64 [], of all numbers by place and bits; for devices, and without the extension."""
     size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     numbers = tensor.contiguous().view(-1).view(size) if tensor.numel() else tensor.new_zeros(0, dtype=size)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -209,7 +209,7 @@ class _Reading:
 
 
 def _changes_itself(module: nn.Module, name: str) -> bool:
-    """Whether forwards change this: frequencies that follow the length of the text."""
+    """Return whether forwards change this buffer, such as frequencies that depend on the length of the text."""
     if name not in ("inv_freq", "max_seq_len_cached", "attention_scaling"):
         return False
     kinds = module.__dict__.get("rope_type")
@@ -236,7 +236,7 @@ class ModelSource(Source):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(weight.shape) for name, weight in self._model.named_parameters()}
 
-    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
+    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         for name, weight in self._model.named_parameters():
             yield Weight.of(name, weight.detach())
 

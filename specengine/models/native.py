@@ -30,17 +30,28 @@ from specengine.models.families import Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
-from specengine.models.weights import Source, Weight, layer_template
+from specengine.models.weights import KIND_OF, TINY_VOCABULARY, FirstLayer, Source, Weight, layer_template
 from specengine.ops.tree import TokenTree
 
 VARIABLE = "SPECENGINE_CPU"
 PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 PACKED_ROWS = 1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
 WITH_PAIRS = ("amx", "avx512bf16")  # these multiply bfloat16; for float32 weights the plain vectors serve
+_INTEGER = "int_"  # of kinds that are multiplied as integers; the rest of the name is a file's kind
+_ALSO_THERE = {  # sets of the same CPUs, the fastest first: one has products of floats, or of integers, alone
+    "amx": ("avx512vnni", "avx512"),
+    "avx512bf16": ("avx512vnni", "avx512"),
+    "avx512vnni": ("avx512",),
+    "avxvnni": ("avx2",),
+    "portable": ("neon",),
+    "neon": ("portable",),
+}
 # Distance of hidden states from the model's own, as a share of their length: rounding stays far below. Behind the first
-# layer, and behind all of them, where rounding has added up.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-TOLERANCE_AT_THE_END = {torch.float32: 1e-2, torch.bfloat16: 0.5}
+# layer, and behind all of them, where rounding has added up. Rounding activations to int8 moves them by 1 to 3 %, more
+# than another rotary base would in some models: beside these limits the first layer is tried in float32.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "integer": 0.1}
+TOLERANCE_OF_INT8 = 0.2  # of weights, whose rounding comes on top
+TOLERANCE_AT_THE_END = {"float32": 1e-2, "bfloat16": 0.5}
 _CHECKED = (1, 2, 3, 5, 7)  # tokens
 _FARTHEST = 4095  # position that is tried
 # Settings of modules that change no answer; sizes are those of the tensors, whatever a resized model still says.
@@ -57,26 +68,74 @@ _WITHOUT_EFFECT = {
 }
 
 
-def instruction_sets() -> list[str]:
-    """Those that this build has and this CPU runs, the fastest first; none without the extension."""
-    return list(extension().instruction_sets()) if is_built() else []
+def instruction_sets(numerics: str = "bfloat16") -> list[str]:
+    """Those that this build has and this CPU runs, the fastest first; none without the extension.
+
+    numerics: integer, or any other for products of floats
+    """
+    return list(extension().instruction_sets(_table(numerics))) if is_built() else []
 
 
-def instruction_set(dtype: torch.dtype) -> str:
-    """The one that a model of this dtype runs on. BackendError where there is none, or not the one asked for."""
-    known, asked = list(extension().instruction_sets()), os.environ.get(VARIABLE)
+def instruction_set(numerics: str) -> str:
+    """The one that products of these numerics run on. BackendError where there is none, or not the one asked for.
+
+    SPECENGINE_CPU names a CPU by one of its sets. Where that has no such products, another set of such a CPU has them.
+    """
+    usable, asked = list(extension().instruction_sets(_table(numerics))), os.environ.get(VARIABLE)
+    known = dict.fromkeys([*instruction_sets(), *instruction_sets("integer")])
     if asked and asked not in known:
         raise BackendError(f"{VARIABLE}: got {asked!r}, this machine has {', '.join(known)}")
-    usable = [name for name in known if dtype is torch.bfloat16 or name not in WITH_PAIRS]
-    if asked and asked not in usable:
-        return usable[0]  # float32 on a set that multiplies bfloat16 alone: the fastest that has its vectors
-    return asked or usable[0]
+    if numerics == "float32":
+        usable = [name for name in usable if name not in WITH_PAIRS]
+    if not usable:
+        raise BackendError(f"native: this build has no {numerics} products for this machine")
+    wanted = (asked, *_ALSO_THERE.get(asked, ())) if asked else ()
+    return next((name for name in wanted if name in usable), usable[0])
+
+
+def _table(numerics: str) -> str:
+    """Return the extension's name of the tables of functions: those of bfloat16 multiply float32 weights too."""
+    return "integer" if numerics == "integer" else "bfloat16"
+
+
+def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
+    """Return how products are computed: integer, or the name of the model's dtype.
+
+    asked: that, or auto; whole: whether there are weights that integers can stand for. InputError for what is not to be
+    had. By default the instruction set alone decides, no timing, so that a machine's answers stay the same.
+    """
+    floats = str(dtype).removeprefix("torch.")
+    if asked == "auto":
+        return "integer" if whole and _multiplies_integers_faster() else floats
+    if asked == "integer" and not whole:
+        raise InputError(
+            f"numerics: got integer for weights in {floats}, accepted with packed blocks of a GGUF file (dtype auto or "
+            "bfloat16), or with quantize='int8'"
+        )
+    if asked not in (floats, "integer"):
+        raise InputError(f"numerics: got {asked!r} for a model in {floats}, accepted auto, {floats} or integer")
+    return asked
+
+
+def _multiplies_integers_faster() -> bool:
+    """Whether the CPU, or the one that SPECENGINE_CPU names, lacks AMX, whose tiles give bfloat16 16 rows for one."""
+    return bool(instruction_sets("integer")) and instruction_set("bfloat16") != "amx"
+
+
+def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:
+    """Return what a matrix of each kind of data is packed as: floats and the blocks that stay as they are."""
+    found, prefix = {"f32": "f32", "bf16": "bf16"}, _INTEGER if numerics == "integer" else ""
+    for kind in extension().formats():
+        if kind.startswith(_INTEGER) == bool(prefix):
+            found[kind.removeprefix(prefix)] = kind
+    return dict.fromkeys(("f32", "bf16"), found["i8"]) if quantize else found
 
 
 class NativeLM:
     """A model as a function from tree rows to logits, with the interface of CausalLM.
 
     quantize: `int8` keeps linear weights as int8 with a scale per output; None keeps them as the source has them.
+    numerics: auto, integer, or the name of the source's dtype; the attribute is never auto.
     version: of the weights; another one where those of a loaded model were changed.
     UnsupportedModelError, with the reason, where the model is none that csrc/cpu runs or its results are not the
     model's own. That is tried on a few tokens at early and late positions: against a loaded model itself, or against
@@ -87,14 +146,16 @@ class NativeLM:
     packed = False
     device = torch.device("cpu")
 
-    def __init__(self, source: Source, *, quantize: str | None = None) -> None:
+    def __init__(self, source: Source, *, quantize: str | None = None, numerics: str = "auto") -> None:
         if quantize not in (None, "int8"):
             raise InputError(f"quantize: got {quantize!r}, accepted int8 or none")
-        if source.dtype not in TOLERANCE:
+        if source.dtype not in KIND_OF:
             raise UnsupportedModelError(f"native: weights of {source.dtype}, known are bfloat16 and float32")
         self.source, self.config, self.quantize = source, source.config, quantize
         self.dtype = source.dtype
-        self.instruction_set = instruction_set(self.dtype)
+        whole = quantize is not None or not kinds_of("integer").keys().isdisjoint(source.blocks)
+        self.numerics = numerics_of(numerics, self.dtype, whole=whole)
+        self.instruction_set = instruction_set(self.numerics)
         self.shape: Shape = shape_of(self.config)
         self.max_context = context_limit(self.config)
         self.vocab_size = self.shape.vocabulary
@@ -103,7 +164,7 @@ class NativeLM:
         self._model: PreTrainedModel | None = None
         self._turn = threading.Lock()  # forwards share one workspace, and engines in several threads may share this
         self._pack()
-        self._check()
+        self._check(self._checked_in_float32() if self._rounds else self.source)
 
     @property
     def name(self) -> str:
@@ -148,7 +209,7 @@ class NativeLM:
                 return
             self._pack()
             self.version += 1
-        self._check()
+        self._check(self.source)
 
     def prepare_features(self, ids: tuple[int, ...]) -> None:
         """UnsupportedModelError where the model has not these hidden states."""
@@ -258,19 +319,26 @@ class NativeLM:
         state, wanted = self.source.state, self._wanted()
         parts = _parts_of(self.config, self.shape, wanted)
         self._weights = extension().Weights(thread_count())
-        kinds = [
-            add_weight(self._weights, part, self.quantize)
-            for weight in self.source.weights(blocks=self.quantize is None)
+        kinds = kinds_of(self.numerics, quantize=self.quantize is not None)
+        kept = [
+            add_weight(self._weights, part, kinds)
+            for weight in self.source.weights(blocks=kinds)
             if weight.name in wanted
             for part in weight.parts(parts[weight.name])
         ]
-        self.stored = ", ".join(dict.fromkeys(kind for kind in kinds if kind))  # what the matrices are kept as
+        self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
         shape, (frequencies, scale) = self.shape, self.source.rope()
         if len(frequencies) != shape.head_dim // 2:
             raise UnsupportedModelError(f"native: {len(frequencies)} frequencies for heads of {shape.head_dim}")
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
         self.decoder = extension().Decoder(
-            self.instruction_set, sizes, shape.eps, self._weights, frequencies.tolist(), scale
+            self.instruction_set,
+            _table(self.numerics),
+            sizes,
+            shape.eps,
+            self._weights,
+            frequencies.tolist(),
+            scale,
         )
         self._state = state
 
@@ -288,10 +356,25 @@ class NativeLM:
             )
         return wanted
 
+    @property
+    def _rounds(self) -> bool:
+        return self.quantize is not None or self.numerics == "integer"
+
+    def _checked_in_float32(self) -> Source:
+        """Raise UnsupportedModelError where the first layer in float32 differs from that of the model's own modules.
+
+        Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does. Returns
+        what the packed weights are to be compared with.
+        """
+        tokens = torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size
+        first = FirstLayer(self.source, self.embed(tokens))
+        NativeLM(first)
+        return self.source if self.source.own_modules else first
+
     @torch.inference_mode()
-    def _check(self) -> None:
-        """Raise UnsupportedModelError where hidden states differ from those of the model's own modules."""
-        spent, whole = self.seconds, self.source.own_modules
+    def _check(self, source: Source) -> None:
+        """Raise UnsupportedModelError where hidden states differ from those of the source's own modules."""
+        spent, whole = self.seconds, source.own_modules
         layers = self.layers if whole else 1
         tokens = torch.tensor([token % self.vocab_size for token in _CHECKED], dtype=torch.int64, device="cpu")
         far = min(self.max_context - 1, _FARTHEST)
@@ -300,7 +383,7 @@ class NativeLM:
         ours = cast(
             Tensor, self.run(tokens, positions, self.new_cache(len(tokens)), (0, 0, None), features=ids, layers=layers)
         )
-        theirs = self.source.states(tokens, positions, ids, self.embed(tokens))
+        theirs = source.states(tokens, positions, ids, self.embed(tokens))
         self.seconds = spent
         for layer, own, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
             limit = self._tolerance(last=whole and layer == layers > 1)
@@ -312,9 +395,11 @@ class NativeLM:
                 )
 
     def _tolerance(self, *, last: bool) -> float:
+        if self._rounds and last:
+            return math.inf
         if self.quantize is not None:
-            return math.inf if last else 0.2
-        return (TOLERANCE_AT_THE_END if last else TOLERANCE)[self.dtype]
+            return TOLERANCE_OF_INT8
+        return (TOLERANCE_AT_THE_END if last else TOLERANCE)[self.numerics]
 
 
 def refuse_loaded(model: PreTrainedModel) -> None:
@@ -381,33 +466,35 @@ def _parts_of(config: PretrainedConfig, shape: Shape, names: Iterable[str]) -> d
     return found
 
 
-def add_weight(weights: Any, weight: Weight, quantize: str | None = None) -> str:
-    """Pack one tensor, and return the kind it is kept as; empty for a vector, which is kept as float32."""
+def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
+    """Pack one tensor as `kinds` says of its data, and return what it is kept as; empty for a vector (float32)."""
     count = weight.shape[0]
     if len(weight.shape) == 1:
         values = weight.rows(0, count).float().contiguous()
         weights.add_vector(weight.name, values)
         return ""
-    kind = "i8" if quantize == "int8" and weight.kind in ("bf16", "f32") else weight.kind
+    kind = kinds[weight.kind]
+    data = weight.kind if weight.kind in ("f32", "bf16") else kind
     weights.add_matrix(weight.name, kind, *weight.shape)
     step = count if weight.order is not None else PACKED_ROWS
     for first in range(0, count, step):
         rows = weight.rows(first, min(first + step, count))
-        weights.pack(weight.name, weight.kind, first, rows, weight.order)
-    return kind
+        weights.pack(weight.name, data, first, rows, weight.order)
+    return kind.removeprefix(_INTEGER)
 
 
-def from_model(model: PreTrainedModel, *, quantize: str | None = None) -> NativeLM:
+def from_model(model: PreTrainedModel, *, quantize: str | None = None, numerics: str = "auto") -> NativeLM:
     """A loaded model; UnsupportedModelError where it is none that csrc/cpu runs.
 
     Engines that share a loaded model share its packed weights as well, for as long as one of them lives.
     """
     refuse_loaded(model)
     known = _from_models.setdefault(model, WeakValueDictionary())
-    found = known.get((quantize, instruction_set(model.dtype)))
+    numerics = numerics_of(numerics, model.dtype, whole=quantize is not None)
+    found = known.get((quantize, numerics, instruction_set(numerics)))
     if found is None or found.source.changed():
-        found = NativeLM(ModelSource(model), quantize=quantize)
-        known[quantize, found.instruction_set] = found
+        found = NativeLM(ModelSource(model), quantize=quantize, numerics=numerics)
+        known[quantize, numerics, found.instruction_set] = found
     return found
 
 
@@ -436,15 +523,22 @@ class NativeHead:
         columns = torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
         self.target_ids = None if part is None else part + columns
         self._weights = extension().Weights(thread_count())
-        quantize = "int8" if target.dtype is torch.bfloat16 else None
+        kinds = kinds_of(target.numerics, quantize=target.dtype is torch.bfloat16)
         weights = [Weight.of(key, tensor.to(target.dtype)) for key, tensor in state.items() if key != "d2t"]
-        kinds = {add_weight(self._weights, weight, quantize) for weight in weights}
-        self.stored = ", ".join(sorted(kinds - {""}))  # what the matrices are kept as
+        kept = {add_weight(self._weights, weight, kinds) for weight in weights}
+        self.stored = ", ".join(sorted(kept - {""}))  # what the matrices are kept as
         frequencies, scale = rope_frequencies(config)
         sizes = [config.hidden_size, config.draft_vocab_size, config.num_heads, config.num_kv_heads, config.head_dim]
         flags = [config.norm_before_residual, config.norm_logits, config.norm_recurrent]
         self._head = extension().Eagle(
-            target.instruction_set, sizes, flags, config.rms_norm_eps, self._weights, frequencies.tolist(), scale
+            target.instruction_set,
+            _table(target.numerics),
+            sizes,
+            flags,
+            config.rms_norm_eps,
+            self._weights,
+            frequencies.tolist(),
+            scale,
         )
 
     def refresh(self) -> None:
@@ -540,7 +634,8 @@ class NativeTarget(CachedTarget):
 
     @property
     def backend(self) -> str:  # type: ignore[override]
-        return f"native ({self.lm.instruction_set}, {self.lm.weight_bytes / 1e6:.0f} MB of weights as {self.lm.stored})"
+        lm = self.lm
+        return f"native ({lm.instruction_set}, {lm.numerics}, {lm.weight_bytes / 1e6:.0f} MB of weights as {lm.stored})"
 
     @property
     def generation_config(self) -> Any:

@@ -33,18 +33,18 @@ class Ranks(NamedTuple):
 
 
 def launched() -> bool:
-    """Whether torchrun started this process as one of several."""
+    """Return whether torchrun started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def require_launched() -> None:
-    """InputError where this process has no ranks beside it."""
+    """Raise InputError if this process has no other ranks."""
     if not launched():
         raise InputError(
-            "tp_plan: this process is alone; start it by torchrun --nproc-per-node N, which sets WORLD_SIZE and RANK"
+            "tp_plan: this is the only process; start it by torchrun --nproc-per-node N, which sets WORLD_SIZE and RANK"
         )
     if dist.is_available() and dist.is_initialized() and _TAKEN:
-        raise InputError("tp_plan: these ranks serve an engine already; accepted one for each run of torchrun")
+        raise InputError("tp_plan: these ranks serve an engine already; accepted one engine per run of torchrun")
 
 
 def splitting(config: PretrainedConfig) -> Any:
@@ -61,14 +61,14 @@ def splitting(config: PretrainedConfig) -> Any:
         shape = AutoModelForCausalLM.from_config(config)
     plan: dict[str, str] = getattr(shape, "_tp_plan", None) or {}
     if not plan:
-        raise UnsupportedModelError(f"tp_plan: {type(shape).__name__} has no plan of its own in transformers")
+        raise UnsupportedModelError(f"tp_plan: {type(shape).__name__} has no tensor-parallel plan in transformers")
     count = int(os.environ["WORLD_SIZE"])
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     whole = {name: WHOLE for name in plan if ".self_attn" in name} if any(one % count for one in heads) else {}
     units = getattr(text, "intermediate_size", None)
     if units and units % count:
-        raise UnsupportedModelError(f"tp_plan: {units} units of a layer's MLP cannot be dealt out to {count} ranks")
+        raise UnsupportedModelError(f"tp_plan: {units} units of a layer's MLP cannot be divided among {count} ranks")
     return DistributedConfig(tp_size=count, tp_plan=whole or "auto")
 
 
@@ -76,7 +76,7 @@ _TAKEN: list[Ranks] = []
 
 
 def ranks() -> Ranks:
-    """Those of this run, once the model is split over them."""
+    """Return the ranks of this run, once the model is split over them."""
     if not _TAKEN:
         control = dist.new_group(backend="gloo", timeout=FOREVER)
         _TAKEN.append(Ranks(dist.get_rank(), dist.get_world_size(), control))
@@ -126,7 +126,7 @@ ROLL_CALL = timedelta(seconds=10)
 
 
 class ShardedTarget(HuggingFaceTarget):
-    """Every rank's own part: shards of the weights, and a cache of its own heads' keys and values."""
+    """The part of the target on one rank: shards of the weights, and a cache of its own heads' keys and values."""
 
     makes = ShardedLM
 
@@ -139,7 +139,7 @@ class ShardedTarget(HuggingFaceTarget):
         return f"{super().backend}, {self.ranks.size} ranks"
 
     def run_tree(self, tokens: list[int], parents: list[int], depths: list[int]) -> tuple[Tensor, Tensor | None]:
-        """As `verify`, of a tree as lists."""
+        """Verify a tree given as lists, as `verify` does."""
         ids, above, steps = (
             torch.tensor(values, device=self.device, dtype=torch.int64) for values in (tokens, parents, depths)
         )
@@ -147,7 +147,7 @@ class ShardedTarget(HuggingFaceTarget):
         return super().verify(TokenTree.of(ids, above, steps, scores, scores))
 
     def keep_path(self, path: list[int]) -> None:
-        """As `commit`, without the tokens."""
+        """Keep the slots of a path, as `commit` does, without the tokens."""
         self.cache.commit(path)
 
 
@@ -212,7 +212,7 @@ class Leader(ShardedTarget):
 
 
 def lead_or_follow(model: PreTrainedModel, *, strict: bool, reason: str) -> Leader:
-    """The target, on rank 0. On the others it does not return: they follow, and exit when rank 0 does."""
+    """Return the target on rank 0. Other ranks do not return: they follow rank 0 and exit when it does."""
     if ranks().own == 0:
         return Leader(model, strict=strict, reason=reason)
     sys.exit(follow(ShardedTarget(model, strict=strict, reason=reason)))
@@ -247,7 +247,7 @@ def _is_connection(error: BaseException) -> bool:
 
 
 def _told(error: BaseException, ranks: Ranks) -> str | None:
-    """Who is gone, by a call of the roll that rank 0 holds; None for an error of another kind."""
+    """Name the ranks that are gone, which rank 0 finds by a roll call; None for an error of another kind."""
     if not (isinstance(error, RuntimeError) and _is_connection(error)):
         return None
     if ranks.size == 2 or ranks.own:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.models.configs import empty_model, family_of, rope_of
 
+TINY_VOCABULARY = 8  # of a model whose tokens do not count
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
@@ -65,9 +66,14 @@ class Source(ABC):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the stored tensors by name, without reading them."""
 
+    @property
+    def blocks(self) -> Collection[str]:
+        """The kinds of blocks that matrices are stored in."""
+        return ()
+
     @abstractmethod
-    def weights(self, *, blocks: bool = True) -> Iterator[Weight]:
-        """Yield all tensors in `dtype`; with `blocks`, packed ones as they are stored."""
+    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
+        """Yield all tensors: matrices in blocks of these kinds as they are stored, all others in `dtype`."""
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -125,15 +131,63 @@ def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], *
 def _first_layer(source: Source) -> PreTrainedModel:
     """Return the model of the source's first layer and final norm, in float32 and with a tiny vocabulary."""
     config, family = source.config, family_of(source.config)
-    sizes = {family.fields.layers: 1, family.fields.vocabulary: 8}
-    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    kinds = getattr(config, "layer_types", None)
-    small = type(config).from_dict(config.to_dict() | sizes | ids | {"layer_types": kinds and kinds[:1]})
-    model = empty_model(small, torch.float32)
+    model = empty_model(_of_one_layer(config, TINY_VOCABULARY), torch.float32)
     outside = (f"{family.embedding.transformers}.", f"{family.head.transformers}.")
     wanted = [name for name, _ in model.named_parameters() if not name.startswith(outside)]
     model.load_state_dict({name: source.tensor(name).float() for name in wanted}, strict=False, assign=True)
     return with_buffers(model).eval()
+
+
+def _of_one_layer(config: PretrainedConfig, vocabulary: int) -> PretrainedConfig:
+    fields, kinds = family_of(config).fields, getattr(config, "layer_types", None)
+    sizes = {fields.layers: 1, fields.vocabulary: vocabulary, "layer_types": kinds and kinds[:1]}
+    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return type(config).from_dict(config.to_dict() | sizes | ids)
+
+
+class FirstLayer(Source):
+    """The embeddings of a few tokens, first layer and final norm of a model, in float32; its head is zero.
+
+    Read once, and run once by transformers' modules: `states` gives those of the first call.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, source: Source, embeddings: Tensor) -> None:
+        """embeddings: float32 [tokens, hidden size]."""
+        self.name, self._source, self._embeddings = source.name, source, embeddings
+        self.config = _of_one_layer(source.config, len(embeddings))
+        self._tensors: dict[str, Tensor] = {}
+        self._states: list[Tensor] | None = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return layer_template(self.config)
+
+    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
+        for name in self.shapes():
+            yield Weight.of(name, self.tensor(name))
+
+    def tensor(self, name: str) -> Tensor:
+        family = family_of(self.config)
+        if name == f"{family.embedding.transformers}.weight":
+            return self._embeddings
+        if name == f"{family.head.transformers}.weight":
+            return torch.zeros_like(self._embeddings)
+        if name not in self._tensors:
+            self._tensors[name] = self._source.tensor(name).float()
+        return self._tensors[name]
+
+    def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
+        if self._states is None:
+            self._states = super().states(tokens, positions, ids, embeddings)
+        return self._states
+
+    def model(self) -> PreTrainedModel:
+        return _first_layer(self)
+
+    def rope(self) -> tuple[Tensor, float]:
+        # a loaded model's frequencies may be rounded as its weights are
+        return super().rope() if self._source.own_modules else self._source.rope()
 
 
 def with_buffers(model: PreTrainedModel) -> PreTrainedModel:

@@ -117,7 +117,7 @@ def start(function: ctypes.c_void_p, step: Step, counts: tuple[int, int, int], s
 
 @cache
 def _function(index: int) -> ctypes.c_void_p:
-    """The kernel in the context of the current device, which is that one."""
+    """Return the kernel in the context of the current device, which must be that one."""
     major, minor = torch.cuda.get_device_capability(index)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     _insist(_driver().cuModuleLoadData(ctypes.byref(module), compile_kernel(f"sm_{major}{minor}")), "load")

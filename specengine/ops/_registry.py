@@ -139,7 +139,7 @@ def backends(device: torch.device | str = "cpu") -> dict[str, Backend]:
 
 @contextmanager
 def meaning(but: Mapping[str, Implementation] | None = None) -> Iterator[None]:
-    """Within it, run the ops of this thread in torch: for tests, and for inputs that a kernel does not take.
+    """Run the ops of this thread in torch within the context: for tests, and for inputs that a kernel refuses.
 
     but: implementations of some ops, which run these all the same.
     """
@@ -166,7 +166,7 @@ def _choose(name: str, kind: str, asked: str) -> Backend:
         return _best(name, kind, able)
     names = asked.split(",")
     if not set(names) <= set(_PROVIDERS):
-        raise BackendError(f"{VARIABLE}={asked}: unknown, accepted are auto, {', '.join(_PROVIDERS)}")
+        raise BackendError(f"{VARIABLE}={asked}: unknown, accepted: auto, {', '.join(_PROVIDERS)}")
     missing = [key for key in names if not _loaded(key)]
     if missing:
         raise BackendError(f"{VARIABLE}={asked}: {_not_built(missing[0])}")
@@ -177,7 +177,7 @@ def _choose(name: str, kind: str, asked: str) -> Backend:
 
 
 def _best(name: str, kind: str, able: tuple[str, ...]) -> Backend:
-    """The first that is made for this kind of device and, where they are tried, gives what the op means."""
+    """Return the first backend for this kind of device whose result, if backends are tried, equals the reference's."""
     reasons = list[str]()
     for key in (key for key, provider in _PROVIDERS.items() if kind in provider.devices):
         fault = _why_not(key, name, kind)
@@ -191,12 +191,12 @@ def _best(name: str, kind: str, able: tuple[str, ...]) -> Backend:
 
 @cache
 def _fault(name: str, key: str, kind: str) -> str:
-    """Why this implementation is not taken, with a warning; empty where it gives what the op means."""
+    """Warn and return why this implementation is not taken; empty if its results equal the reference's."""
     if not _is_there(kind):
         return f"{key} cannot be tried without a {kind} device"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         # warm-ups run before every capture, so this is a mistake of whoever captures
-        raise BackendError(f"{name}: {key} has not been tried, and a capture is no time to; run it before")
+        raise BackendError(f"{name}: {key} was not tried before the capture; run it once first")
     trial = _LOADERS["_trial"]()  # it calls the ops
     fault = trial.differs(trial.needed(name), _loaded(key), _present(kind))
     if fault:
@@ -247,7 +247,7 @@ def _loaded(name: str) -> dict[str, Implementation]:
 
 
 def _extension() -> dict[str, Implementation]:
-    """The functions of specengine._expander, of csrc/ops; ImportError where it is not built, or from other sources."""
+    """Return the functions of specengine._expander. ImportError if it is not built, or from other sources."""
     module = importlib.import_module("specengine._expander")
     if module.INTERFACE != INTERFACE:
         raise ImportError("specengine._expander was built from other sources")

@@ -25,7 +25,7 @@ def differs(names: tuple[str, ...], run: dict[str, Callable[..., Any]], device: 
     A fault is an exception, or a result that differs from the meaning's.
     """
     if names[-1] not in INPUTS:
-        return "it has no inputs to be tried on"
+        return "it has no inputs to try it on"
     for number, given in enumerate(INPUTS[names[-1]](device)):
         theirs, means = _copied(given), _copied(given)
         with meaning():

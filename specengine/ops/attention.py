@@ -17,7 +17,7 @@ CHUNK = 64  # positions that are summed together
 
 
 class Paths(NamedTuple):
-    """Of each row the nodes that it sees, in the order of their positions: nodes int32 [n, most], of which the first
+    """The nodes that each row sees, in the order of their positions: nodes int32 [n, most], of which the first
     `counts`, int32 [n], count."""
 
     nodes: Tensor
@@ -174,7 +174,7 @@ def order_paths(words: Tensor) -> Paths:
 def strict_cached_attention(
     query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
 ) -> Tensor:
-    """As `cached_attention`, but a row's result depends on nothing except the keys and values that it sees, in their
+    """Attend as `cached_attention` does, but a row's result depends only on the keys and values that it sees, in their
     order: not on other rows, on slots between those, or on the size of the cache. So a tree node's bits are those of
     plain decoding.
 

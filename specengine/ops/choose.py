@@ -36,7 +36,7 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
 
 
 def _drawn(scores: Tensor, seed: int, position: int) -> int:
-    """As keyed_gumbel_argmax, -1 where no score is finite."""
+    """Return the choice of keyed_gumbel_argmax, or -1 if no score is finite."""
     values = defined(scores).double()
     if not bool((values > -math.inf).any()):
         return -1
@@ -107,19 +107,19 @@ def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) 
 
 
 def _uniform(seed: Tensor, positions: Tensor, columns: int) -> Tensor:
-    """philox_uniform for many positions, all on the device: float64 [n, columns]."""
+    """Return philox_uniform for many positions, all on the device: float64 [n, columns]."""
     x = _words(seed, positions, torch.arange(-(-columns // 4), device=positions.device, dtype=torch.int64))
     return (x.flatten(1)[:, :columns].double() + 0.5) / 2.0**32
 
 
 def _uniform_of(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The same for these tokens alone: float64 [n, tokens]."""
+    """Return philox_uniform for these tokens only: float64 [n, tokens]."""
     x = _words(seed, positions, tokens // 4)
     return (x.gather(2, (tokens % 4).expand(len(positions), -1)[..., None])[..., 0].double() + 0.5) / 2.0**32
 
 
 def _words(seed: Tensor, positions: Tensor, index: Tensor) -> Tensor:
-    """The four words of each counter: int64 [n, counters, 4]."""
+    """Return the four words of each counter: int64 [n, counters, 4]."""
     low, position = 0xFFFFFFFF, positions[:, None]
     counter = (index, position & low, (position >> 32) & low, torch.zeros_like(position))
     return torch.stack(torch.broadcast_tensors(*philox4x32(counter, (seed & low, (seed >> 32) & low))), -1)
@@ -150,7 +150,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Any, Any]) -> tuple[Tenso
 
 
 def _multiply(a: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a * factor, both below 2**32; in halves, as the product exceeds a signed 64-bit word."""
+    """Return the high and low 32 bits of a * factor, both below 2**32, by halves: the product exceeds int64."""
     upper = a * (factor >> 16)
     lower = a * (factor & 0xFFFF)
     total = (upper >> 16) + (((upper & 0xFFFF) << 16) + lower >> 32)

@@ -66,7 +66,7 @@ def classify_row(logits: Tensor, top: int, depth: Tensor, net: Sequence[Tensor],
     require("logits: floating [1, V]; depth: int32 [1]", logits, depth)
     if not logits.shape[1] or top < 1 or inputs < 3:
         raise InputError(
-            f"top: got {top} of {logits.shape[1]} columns for {inputs} inputs, accepted 1, 1 and 3 or more"
+            f"top, columns, inputs: got {top}, {logits.shape[1]}, {inputs}, accepted 1 or more, 1 or more, 3 or more"
         )
     probs = top_children(logits, inputs - 2, normalized)[0].exp()
     probs = pad(probs, (0, inputs - 2 - probs.shape[1]))

@@ -144,7 +144,7 @@ def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]
 
 
 def _accept(queues: Queues, taken: Tensor, count: Tensor) -> tuple[Queues, Tensor]:
-    """The first entries of Q, those that are `taken`, into G; and how many of them G keeps, int64 [1]."""
+    """Move the `taken` first entries of Q to G; returns the queues and how many of them G keeps, int64 [1]."""
     budget, place = queues.scores.shape[0], torch.arange(taken.shape[0], device=taken.device, dtype=torch.int64)
     ranked = torch.cat([queues.accepted, queues.scores.masked_fill(~taken, -math.inf)])
     best = order_keys(ranked).topk(budget).indices
@@ -157,5 +157,5 @@ def _accept(queues: Queues, taken: Tensor, count: Tensor) -> tuple[Queues, Tenso
 
 
 def _bound(accepted: Tensor, scores: Tensor) -> Tensor:
-    """The budget-th best of both together, float32 [1]; -inf while they hold fewer."""
+    """Return the budget-th best of both together, float32 [1]; -inf while they hold fewer."""
     return torch.cat([accepted, scores]).topk(accepted.shape[0]).values[-1:]

@@ -34,7 +34,7 @@ Counters = tuple[Tensor, Tensor, Tensor]  # as TokenTree.counters
 
 
 def is_free(tensor: Tensor) -> bool:
-    """Whether the host reads this tensor without waiting for a device."""
+    """Return whether the host can read this tensor without waiting for a device."""
     return tensor.device.type == FREE
 
 
@@ -650,5 +650,5 @@ def overfull(capacity: int, size: int, more: int | None = None) -> PolicyError:
 
 
 def is_down(flag: Flag) -> bool:
-    """Whether a flag is known to be down without waiting, as it is on a CPU: then work may be left out."""
+    """Return whether a flag is known to be down without waiting, as on a CPU; work can then be skipped."""
     return (not isinstance(flag, Tensor) or is_free(flag)) and not flag

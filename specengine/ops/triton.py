@@ -235,7 +235,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton compiles for and launches on the current device, whichever its tensors are on."""
+    """Run on the device of the tensors; Triton by itself takes the current device."""
 
     @wraps(function)
     def run(*given: Any) -> Any:

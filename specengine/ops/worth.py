@@ -229,7 +229,7 @@ def _require_books(tree: Arrays, counts: Counts, notes: Notes, ledger: Ledger) -
 
 
 def _spared(nodes: Nodes, notes: Notes) -> Tensor:
-    """Their ids, the spare entry for padding."""
+    """Return the nodes' ids, with the spare entry for padding."""
     return nodes.ids.masked_fill(nodes.padding(), notes.stated.shape[0] - 1)
 
 
@@ -315,7 +315,7 @@ def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes
         return Nodes(*run(paths, size, price, most))
     require("paths: float32 [m]; size: int32 [1]; price: float32 [n]", paths, size, price)
     if most < 1 or len(price) < 2:
-        raise InputError(f"most, price: got {most}, {describe(price)}, accepted 1 or more, of 1 node or more")
+        raise InputError(f"most, price: got {most}, {describe(price)}, accepted 1 or more, 2 entries or more")
     there = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64) < size
     considered = min(most, len(price) - 1, len(paths))
     best = torch.where(there, paths, -math.inf).topk(considered).values.double()
@@ -354,7 +354,8 @@ def next_pass(
     short = min(len(paths), profile.numel(), len(prices.verify) - 1, len(prices.draft) - 1, len(prices.widths)) < 1
     if short or rounds < 1:
         raise InputError(
-            f"paths, profile, prices, rounds: got {describe(paths, profile, *prices)}, {rounds}, accepted more"
+            f"paths, profile, prices, rounds: got {describe(paths, profile, *prices)}, {rounds}, accepted 1 node, "
+            "place, width and round or more, and prices from 0 nodes to 1 or more"
         )
     most, widths = prices.draft.shape[0] - 1, prices.widths[:, None]
     place = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64)

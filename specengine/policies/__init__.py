@@ -58,7 +58,7 @@ class TreePolicy:
 
     @property
     def capacity(self) -> int:
-        raise NotImplementedError("a policy states its capacity")
+        raise NotImplementedError("a policy must state its capacity")
 
     @property
     def budget(self) -> int:
@@ -66,11 +66,11 @@ class TreePolicy:
 
     @property
     def rows(self) -> int:
-        raise NotImplementedError("a policy states its rows to be captured")
+        raise NotImplementedError("a policy must state its rows to be captured")
 
     @property
     def passes(self) -> int:
-        raise NotImplementedError("a policy states its passes to be captured")
+        raise NotImplementedError("a policy must state its passes to be captured")
 
     def plan(self) -> Plan:
         """Return how to run the next cycle. By default it drafts."""
@@ -90,7 +90,7 @@ class TreePolicy:
         A policy with a `patience` is called before the first pass too, with an empty frontier and a step of no rows.
         Then it returns the root, or nothing to skip drafting; after `patience` skipped cycles in a row the root.
         """
-        raise NotImplementedError("a policy grows the tree")
+        raise NotImplementedError("a policy must define grow")
 
     def keep(self, tree: TokenTree) -> Nodes:
         """Return the nodes to verify: ascending, the root included, closed under parent. By default all of them.

@@ -164,7 +164,7 @@ def load(kind: str, classifier: str) -> Classifier:
     file = FOLDER / f"{kind}.safetensors" if classifier == "auto" else Path(classifier).expanduser()
     where = f"policy {kind}.classifier: {file}"
     if not file.is_file():
-        raise InputError(f"{where} is no file; train one with: {training_command(kind)}")
+        raise InputError(f"{where} is not a file; train one with: {training_command(kind)}")
     try:
         with safe_open(file, framework="pt") as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

@@ -189,7 +189,8 @@ def load(networks: str) -> Trained:
     where = f"policy ltd.networks: {file}"
     if not file.is_file():
         raise InputError(
-            f"{where} is no file, known are {', '.join(shipped())}; or train a pair with: python -m research.ltd train"
+            f"{where} is not a file, known are {', '.join(shipped())}; or train a pair with: "
+            "python -m research.ltd train"
         )
     try:
         with safe_open(file, framework="pt") as opened:
@@ -244,7 +245,7 @@ def _actor(file: Path, name: str) -> dict[str, Tensor]:
         if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
             raise ValueError("it holds other things than tensors")
     except (OSError, zipfile.BadZipFile, UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise InputError(f"{where} is no policy that Stable-Baselines3 saved ({why_not_loaded(error)})") from error
+        raise InputError(f"{where} is not a policy saved by Stable-Baselines3 ({why_not_loaded(error)})") from error
     return actor_of(state)
 
 

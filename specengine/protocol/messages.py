@@ -123,9 +123,9 @@ def require_text_parts(parts: list[dict[str, Any]]) -> None:
         kind = part.get("type")
         field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if field is None:
-            raise ValueError(f"[{place}].type: got {kind!r:.60}, accepted are parts of type 'text'")
+            raise ValueError(f"[{place}].type: got {kind!r:.60}, accepted parts of type 'text'")
         if not isinstance(part.get(field), str):
-            raise ValueError(f"[{place}].{field}: accepted is a string")
+            raise ValueError(f"[{place}].{field}: accepted a string")
 
 
 def is_empty(schema: Mapping[str, Any] | None) -> bool:

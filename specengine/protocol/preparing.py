@@ -30,7 +30,7 @@ QUICK_LETTERS, QUICK_MESSAGES = 1 << 15, 200
 
 
 class ModelLimits(NamedTuple):
-    """Of a loaded model: a tokenizer that the thread which reads may use, and what a prompt can hold.
+    """Limits of a loaded model for prompts, with a tokenizer for the thread that reads requests.
 
     longest: characters of the longest token, where they are known already
     """

@@ -88,10 +88,10 @@ def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) 
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         name = shown(place)[1:-1]
-        known = f", accepted are {', '.join(accepted)}" if len(first["loc"]) <= 2 else ""
+        known = f", accepted {', '.join(accepted)}" if len(first["loc"]) <= 2 else ""
         return RequestError(400, f"{name}: unknown, or not supported by this server{known}", name, "unsupported_field")
     if first["type"] == "json_invalid":
-        return RequestError(400, f"the body is no JSON ({first.get('ctx', {}).get('error', '')})", code="invalid_json")
+        return RequestError(400, f"the body is not JSON ({first.get('ctx', {}).get('error', '')})", code="invalid_json")
     if first["type"] == "value_error" and not place:
         return RequestError(400, message, message.partition(":")[0])
     if not place:

@@ -54,7 +54,7 @@ class FunctionTool(BaseModel):
     def _of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
         kinds = (schema or {}).get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            raise ValueError(f"type: got {kinds!r:.60}, accepted is 'object': arguments are given by name")
+            raise ValueError(f"type: got {kinds!r:.60}, accepted 'object', because arguments are given by name")
         return schema
 
 
@@ -107,7 +107,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of GenerationOptions."""
+        """Return options of GenerationOptions."""
         schema = self.given if self.json_schema is None else self.json_schema.given
         if schema is not None:
             return {"json_schema": schema}
@@ -128,12 +128,12 @@ class StructuredOutputs(BaseModel):
     def _one_of_them(self) -> StructuredOutputs:
         if len(self.options) > 1 or (self.model_fields_set and not self.options):
             accepted = ", ".join(["json", "regex", "choice", "grammar", "json_object"])
-            raise ValueError(f"accepted is one of {accepted}")
+            raise ValueError(f"accepted one of {accepted}")
         return self
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of GenerationOptions."""
+        """Return options of GenerationOptions."""
         grammars = [
             self.grammar,
             None if self.regex is None else _lark(f"/{_SLASH.sub(_escaped, self.regex)}/"),
@@ -267,7 +267,7 @@ class Sampling(Declared, Hints, Neutral):
     def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
         if len(stops) > MAX_STOPS or not all(len(text) <= MAX_STOP_LETTERS for text in stops):
-            raise ValueError(f"accepted are up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters")
+            raise ValueError(f"accepted up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters")
         return stop
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
@@ -279,7 +279,7 @@ class Sampling(Declared, Hints, Neutral):
     @classmethod
     def _biases_of_tokens(cls, biases: Mapping[str, float] | None) -> Mapping[str, float] | None:
         if not all(len(name) < 10 and name.isascii() and name.isdecimal() for name in biases or ()):
-            raise ValueError("accepted are token ids as keys")
+            raise ValueError("accepted token ids as keys")
         return biases
 
     @model_validator(mode="after")
@@ -338,7 +338,7 @@ class ChatRequest(Sampling):
     @classmethod
     def _not_zero(cls, value: int | None) -> int | None:
         if value == 0:
-            raise ValueError("got 0, accepted is 1 or more")
+            raise ValueError("got 0, accepted 1 or more")
         return value
 
     @field_validator("chat_template_kwargs")
@@ -346,13 +346,13 @@ class ChatRequest(Sampling):
     def _of_the_template(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
         taken = next((name for name in given or () if name in NOT_OF_A_TEMPLATE), None)
         if taken is not None:
-            raise ValueError(f"{taken}: it is no variable of the template")
+            raise ValueError(f"{taken}: it is not a variable of the template")
         return given
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_completion_tokens: max_tokens says something else; leave one of them out")
+            raise ValueError("max_completion_tokens: max_tokens has another value; leave one of them out")
         if self.tool_choice not in (None, "auto", "none") and not self.tools:
             raise ValueError("tool_choice: only with tools")
         if self.top_logprobs and not self.logprobs:

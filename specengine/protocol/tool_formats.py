@@ -1,4 +1,4 @@
-"""How models write calls of tools: one class for each way, with which it reads them back."""
+"""Formats in which models write tool calls: one class per format, which reads them."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def format_of(tokenizer: Any) -> Format:
         if _reads(known, called[same:], str(tokenizer.get_chat_template(tools=[_TOOL]))):
             return known
     titles = ", ".join(known.title for known in FORMATS)
-    message = f"tools: this model's calls are written in another way than those that are read here: {titles}"
+    message = f"tools: the format of this model's calls is not supported; supported: {titles}"
     raise RequestError(400, message, "tools", "unsupported_field")
 
 

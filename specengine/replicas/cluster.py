@@ -48,7 +48,7 @@ def running(scale: Scale) -> Iterator[None]:
                 **({} if scale.address else own),
             )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        place = f"there is no Ray cluster at {scale.address}" if scale.address else "Ray does not start"
+        place = f"no Ray cluster was found at {scale.address}" if scale.address else "Ray does not start"
         raise InputError(f"ray_address: {place} ({' '.join(str(error).split()):.200})") from error
     try:
         _require_room(scale)

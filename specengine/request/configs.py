@@ -110,7 +110,7 @@ class Configured:
                 processors.append(make(value, **context))
             except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
                 raise InputError(
-                    f"generation_config.{name}: got {shown(value)}, which transformers does not take ({error!s:.300})"
+                    f"generation_config.{name}: got {shown(value)}, which transformers refuses ({error!s:.300})"
                 ) from error
         return [processor for processor in processors if processor is not None]
 
@@ -164,7 +164,7 @@ def _forced_eos(value: Any, max_length: int, device: Any, **_: Any) -> Processor
 
 def _decay(value: Any, eos: list[int], prompt_length: int, **_: Any) -> Processor | None:
     if not eos:
-        raise ValueError("it needs an end of the answer, eos_token_id")
+        raise ValueError("it needs eos_token_id, the end of an answer")
     return ExponentialDecayLengthPenalty(tuple(value), eos, prompt_length)
 
 

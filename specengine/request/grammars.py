@@ -94,7 +94,7 @@ def _text_of(field: str, given: Any) -> str:
         given.encode()
         return _sized(field, given)
     except UnicodeEncodeError as error:
-        raise InputError(f"{field}: character {error.start} is no Unicode text") from error
+        raise InputError(f"{field}: character {error.start} is not Unicode text") from error
     except InputError:
         raise
     except (ValueError, RecursionError) as error:

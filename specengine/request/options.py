@@ -218,7 +218,7 @@ class GenerationOptions(DeclaredOptions):
                 alone.sampler(prompt_length, "cpu")
             except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
                 given = shown(getattr(self, name))
-                raise InputError(f"{name}: got {given}, which is not as in transformers ({error!s:.300})") from error
+                raise InputError(f"{name}: got {given}, which transformers refuses ({error!s:.300})") from error
         bias = self.sequence_bias or {}
         values = bias.values() if isinstance(bias, Mapping) else [value for _, value in bias]
         if not all(value <= MAX_NUMBER for value in values):  # nor is NaN

@@ -19,7 +19,7 @@ _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
 _WHOLE_DTYPE = re.compile(r"(torch\.)?u?int\d+")
 _PRIVATE = [chr(code) for code in range(0xE000, 0xE100)]  # of Unicode, for private use: hardly ever in a text
-ACCEPTED = "accepted are a string, a list of chat messages (role, content) or a list of token ids"
+ACCEPTED = "accepted a string, a list of chat messages (role, content) or a list of token ids"
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -148,10 +148,10 @@ def _from_messages(
         if not {"role", "content"} <= message.keys():
             raise InputError(f"prompt: each message needs role and content, got {shown(list(message))}")
         if not isinstance(message["role"], str):
-            raise InputError(f"prompt: a message's role is {shown(message['role'])}, accepted is a string")
+            raise InputError(f"prompt: a message's role: got {shown(message['role'])}, accepted a string")
         if not live and not _ROLE.fullmatch(message["role"]):  # beside the template's marks it could make others
             raise InputError(
-                f"prompt: a message's role is {shown(message['role'])}, accepted are letters, digits, _ and -"
+                f"prompt: a message's role: got {shown(message['role'])}, accepted letters, digits, _ and -"
             )
         for text in _strings(message):
             _require_unicode("prompt", text)
@@ -184,12 +184,14 @@ def _text_of(content: Any) -> str:
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise InputError(f"prompt: a content part of type {shown(kind)}, accepted are parts of type 'text'")
+            if kind != "text":
+                raise InputError(f"prompt: a content part: got type {shown(kind)}, accepted 'text'")
+            if not isinstance(part.get("text"), str):
+                raise InputError("prompt: a content part: got type 'text' without a text, accepted a string in it")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise InputError(
-            f"prompt: a message's content is {type(content).__name__}, accepted are a string or a list of text parts"
+            f"prompt: a message's content: got {type(content).__name__}, accepted a string or a list of text parts"
         )
     return content
 
@@ -209,7 +211,7 @@ def _strings(value: Any, depth: int = 0) -> Iterator[str]:
 
 
 class SpecialText(NamedTuple):
-    """How the text of special tokens is written as text: found in messages, kept apart while the template is filled.
+    """Writes the text of special tokens as plain text: it is replaced in messages while the template is filled.
 
     texts: of the tokenizer's special tokens, the longest first. Special tokens are where every tokenizer cuts a text
     before it reads the pieces, so the pieces of a filled template can be read one by one; that this tokenizer does so
@@ -279,7 +281,7 @@ def _require_unicode(field: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{field}: character {error.start} is no Unicode text ({text[error.start]!r}); was it read as UTF-8?"
+            f"{field}: character {error.start} is not Unicode text ({text[error.start]!r}); was it read as UTF-8?"
         ) from error
 
 
@@ -301,7 +303,7 @@ PIECE = 1 << 14  # characters that are read without looking up
 
 @dataclass(frozen=True)
 class Room:
-    """For so many tokens.
+    """A prompt's limit: a number of tokens.
 
     longest       characters of the longest token, where that is known already
     still_wanted  called before each piece of a long text is read; what it raises comes out

@@ -291,5 +291,5 @@ def _require_ready(worker: Worker) -> None:
 
 def _require_model(name: str, settings: Settings) -> None:
     if name != settings.name:
-        message = f"model: {shown(name)} is not here, accepted is {settings.name!r}"
+        message = f"model: got {shown(name)}, this server has {settings.name!r}"
         raise RequestError(404, message, "model", "model_not_found")

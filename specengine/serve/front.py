@@ -225,7 +225,7 @@ def run(
         finally:
             serve.shutdown()
         if failures:
-            raise ReplicaError(f"the replicas do not start: {failures[0]}")
+            raise ReplicaError(f"no replica started: {failures[0]}")
 
 
 def deploy(load: Callable[[], Engine], settings: Settings, scale: Scale) -> Any:

@@ -122,7 +122,7 @@ def parsed(body: bytes, encoding: str = "") -> Any:
     encoding: the header Content-Encoding
     """
     if encoding.strip().lower() not in ("", "identity"):
-        raise RequestError(415, f"content-encoding: got {encoding:.60}, accepted is a body that is not compressed")
+        raise RequestError(415, f"content-encoding: got {encoding:.60}, accepted a body that is not compressed")
     if len(body) > FEW:
         _require_few(body)
     try:
@@ -132,7 +132,7 @@ def parsed(body: bytes, encoding: str = "") -> Any:
     except UnicodeDecodeError as error:
         packed = " it looks compressed" if body.startswith((b"\x1f\x8b", b"\x78\x9c", b"\x28\xb5\x2f\xfd")) else ""
         raise _no_json(
-            f"byte {error.start} is no UTF-8;{packed}" if packed else f"byte {error.start} is no UTF-8"
+            f"byte {error.start} is not UTF-8;{packed}" if packed else f"byte {error.start} is not UTF-8"
         ) from error
     except json.JSONDecodeError as error:
         raise _no_json(f"{error.msg}, at character {error.pos}") from error
@@ -141,7 +141,7 @@ def parsed(body: bytes, encoding: str = "") -> Any:
 
 
 def _no_json(why: str) -> RequestError:
-    return RequestError(400, f"the body is no JSON that is read here ({why})", code="invalid_json")
+    return RequestError(400, f"the body is not JSON that this server reads ({why})", code="invalid_json")
 
 
 def _require_few(body: bytes) -> None:

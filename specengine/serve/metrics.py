@@ -14,7 +14,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 
 class Metrics:
-    """Of one server; two of them in a process share nothing."""
+    """Metrics of one server; two servers in a process share none."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()

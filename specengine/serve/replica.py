@@ -121,7 +121,7 @@ class Replica:
         return serve.get_replica_context().replica_id.unique_id, self._worker.metrics.text().decode()
 
     def check_health(self) -> None:
-        """Called by Ray Serve, which replaces a replica where this raises."""
+        """Check the replica for Ray Serve, which replaces it if this raises."""
         if not self._worker.alive:
             raise RuntimeError("the engine's thread has ended")
 
@@ -155,7 +155,7 @@ def _role(message: Any) -> Any:
 
 
 class ConversationRouter(LocalityMixin, MultiplexMixin, RequestRouter):
-    """Where a conversation went last it goes again, as long as that replica takes another request."""
+    """Sends a conversation to the replica it went to last, as long as that takes another request."""
 
     def initialize_state(self, **options: Any) -> None:
         self._last: OrderedDict[str, ReplicaID] = OrderedDict()

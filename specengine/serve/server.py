@@ -156,6 +156,6 @@ def open_socket(settings: Settings) -> tuple[socket.socket, str]:
     try:
         opened = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
-        raise InputError(f"host, port: {settings.host}:{settings.port} cannot be had ({error.strerror})") from error
+        raise InputError(f"host, port: cannot listen at {settings.host}:{settings.port} ({error.strerror})") from error
     host, port = opened.getsockname()[:2]
     return opened, f"http://{f'[{host}]' if ':' in host else host}:{port}"

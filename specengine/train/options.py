@@ -11,7 +11,7 @@ from specengine.errors import require, require_minimum
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a draft is trained.
+    """Options of training a draft.
 
     head               eagle1 or eagle3; auto: the one that the loss is made for
     steps              optimiser steps, 1 or more

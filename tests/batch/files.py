@@ -13,14 +13,14 @@ FEW = ("--max-new-tokens", "12")
 
 
 def make_model(folder: Path, template: str = TEMPLATE) -> Path:
-    """It repeats itself, so drafts are taken."""
+    """Make a model that repeats itself, so that drafts are accepted."""
     tiny(seed=1, initializer_range=0.1, max_position_embeddings=512).save_pretrained(folder)
     byte_tokenizer(template).save_pretrained(folder)
     return folder
 
 
 def lines(count: int) -> list[Any]:
-    """Of every form; every seventh cannot be answered."""
+    """Return lines of every form; every seventh cannot be answered."""
     made: list[Any] = []
     for number in range(count):
         forms: list[Any] = [

@@ -216,10 +216,10 @@ def test_other_prompts_and_files_of_others_are_refused(
     alone = tmp_path / "alone.jsonl"
     shutil.copy(example.out, alone)
     assert files.batch(example.prompts, alone, example.model) == 2
-    assert "is there without" in capsys.readouterr().err
+    assert "exists without" in capsys.readouterr().err
     beside(alone).write_text('{"record": "trace"}\n')
     assert files.batch(example.prompts, alone, example.model) == 2
-    assert "is none that `specengine batch` has written" in capsys.readouterr().err
+    assert "was not written by `specengine batch`" in capsys.readouterr().err
 
 
 def test_an_engine_that_answers_otherwise_is_refused(tmp_path: Path) -> None:
@@ -245,19 +245,19 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        ("{", "line 2 is no JSON"),
+        ("{", "line 2 is not JSON"),
         ({"text": "x"}, 'one of "prompt", "turns", "messages", "body"'),
         ({"prompt": "x", "messages": []}, "is not a string or an object with one of"),
-        ({"prompt": ""}, "prompt is '', accepted a string or a list"),
-        ({"prompt": 3}, "prompt is 3"),
-        ({"turns": [1]}, "turns is [1]"),
-        ({"messages": [{"content": "x"}]}, "messages is"),
+        ({"prompt": ""}, "prompt: got '', accepted a string or a list"),
+        ({"prompt": 3}, "prompt: got 3"),
+        ({"turns": [1]}, "turns: got [1]"),
+        ({"messages": [{"content": "x"}]}, "messages: got"),
         ({"prompt": "x", "temperature": 1}, 'temperature is an option; accepted within "options"'),
         ({"prompt": "x", "options": {"nonsense": 1}}, "options: unknown 'nonsense'"),
         ({"prompt": "x", "options": {"max_time": 1}}, "options: unknown 'max_time'"),
         ({"prompt": "x", "options": {"temperature": -1}}, "temperature: got -1"),
-        ({"prompt": "x", "id": [1]}, "id is [1]"),
-        ({"prompt": "x", "id": 1}, "has the id of line 1, 1"),
+        ({"prompt": "x", "id": [1]}, "id: got [1]"),
+        ({"prompt": "x", "id": 1}, "id: got 1, the id of line 1"),
         ({"body": {"messages": []}}, "custom_id: got None"),
     ],
 )

@@ -92,7 +92,7 @@ def test_c2t_takes_children_of_its_parents(layer: Layer) -> None:
 
 
 def assert_same_scores(one: tree_construction.Selected, other: tree_construction.Selected) -> None:
-    """Which of several equal candidates is taken is free."""
+    """Assert that the scores are equal; of equal candidates any may be selected."""
     assert torch.allclose(one.scores.sort().values, other.scores.sort().values, atol=1e-4)
 
 

@@ -166,11 +166,11 @@ def test_without_matplotlib_there_is_a_note(
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(InputError, match="run pip install matplotlib"):
         plots.draw(KERNELS, tmp_path / "x.svg")
-    with pytest.raises(InputError, match="there is no speed over plain decoding"):
+    with pytest.raises(InputError, match="no speed over plain decoding"):
         plots.draw([], tmp_path / "x.svg")
     assert not list(tmp_path.iterdir())
     assert report.main([save(tmp_path / "kernels.jsonl", KERNELS), "--plot"]) == 0
-    assert "kernels.jsonl: not drawn (plot: matplotlib draws it" in capsys.readouterr().err
+    assert "kernels.jsonl: not drawn (plot: needs matplotlib" in capsys.readouterr().err
 
 
 def test_a_file_that_is_missing_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

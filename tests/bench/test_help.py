@@ -1,4 +1,4 @@
-"""Every parser of the measurements formats its help, those of commands below it as well."""
+"""Tests that every parser of the measurements formats its help, subcommands included."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def own(folder: Path, model: PreTrainedModel) -> float:
 
 
 def model_of(folder: Path, way: str) -> PreTrainedModel:
-    name = folder / ("other.gguf" if way == "native gguf" else "model")
+    name = folder / ("other.gguf" if "gguf" in way else "model")
     return Engine.from_pretrained(str(name), "none", backend="huggingface", dtype="float32").target.model  # type: ignore[attr-defined]
 
 
@@ -131,11 +131,11 @@ def test_a_wrong_scale_in_int8_is_seen(folder: Path, monkeypatch: pytest.MonkeyP
     """In the last layer, which the check at loading does not run."""
     real = native.add_weight
 
-    def doubled(weights: Any, weight: Weight, quantize: str | None = None) -> str:
-        if quantize and weight.name == "model.layers.1.mlp.down_proj.weight":
+    def doubled(weights: Any, weight: Weight, kinds: dict[str, str]) -> str:
+        if kinds["bf16"].endswith("i8") and weight.name == "model.layers.1.mlp.down_proj.weight":
             rows = weight.rows
             weight = weight._replace(rows=lambda first, last: 2 * rows(first, last))
-        return real(weights, weight, quantize)
+        return real(weights, weight, kinds)
 
     ways = (REFERENCE, "native", "native int8")
     before = run(folder, *ways)

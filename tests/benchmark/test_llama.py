@@ -94,5 +94,5 @@ def test_the_file_is_named_the_model_or_the_embedded_ones(tmp_path: Path) -> Non
     assert llama.gguf_file(str(file), None) == llama.gguf_file("some/model", file) == file
     with pytest.raises(InputError, match="gguf: way"):
         llama.gguf_file("some/model", None)
-    with pytest.raises(InputError, match="no file"):
+    with pytest.raises(InputError, match="is not a file"):
         llama.gguf_file(None, tmp_path / "y.gguf")

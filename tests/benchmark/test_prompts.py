@@ -52,8 +52,8 @@ def test_a_folder_is_its_files_and_lines_may_be_simple(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds none"),
-        ("{", "line 1 is no JSON"),
+        ("", "has no prompts"),
+        ("{", "line 1 is not JSON"),
         ('"x"\n{"turns": []}', "line 2 is neither"),
         ('{"turns": [1]}', "line 1 is neither"),
         ('{"question_id": 1, "turns": ["x"]}\n{"question_id": 1, "turns": ["y"]}', "question_id 1 twice"),

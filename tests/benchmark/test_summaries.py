@@ -1,4 +1,4 @@
-"""What rows come to: medians over rounds, quartiles over prompts, verdicts."""
+"""Tests of summaries: medians over rounds, quartiles over prompts, verdicts."""
 
 from __future__ import annotations
 

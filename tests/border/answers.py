@@ -1,4 +1,4 @@
-"""What engines answer under process-wide settings of torch: python -m tests.border.answers FOLDER BACKEND, as JSON.
+"""Answer under process-wide settings of torch: python -m tests.border.answers FOLDER BACKEND; prints JSON.
 
 FOLDER holds `target`, `draft`, `eagle-3` and `eagle-1`. In a process of its own, as a buffer too small kills it.
 """

@@ -326,6 +326,7 @@ def couple(m: Memory) -> Arguments:
 
 HIDDEN, VOCABULARY, GATED, HEADS, LAYERS, SLOTS = 32, 40, 48, (4, 2, 8), 2, 16
 FREQUENCIES = [1.0, 0.5, 0.25, 0.125]
+NUMERICS = "bfloat16"
 
 
 def weights(cpu: Any, *, eagle: bool = False, without: str = "", kind: str = "f32", **changes: tuple[int, ...]) -> Any:
@@ -368,17 +369,17 @@ def shapes(eagle: bool) -> dict[str, tuple[int, ...]]:
 def decoder(cpu: Any, made: Any = None, sizes: list[int] | None = None, frequencies: list[float] | None = None) -> Any:
     sizes = [LAYERS, HIDDEN, VOCABULARY, *HEADS] if sizes is None else sizes
     turned = FREQUENCIES if frequencies is None else frequencies
-    return cpu.Decoder(_set(cpu), sizes, 1e-5, weights(cpu) if made is None else made, turned, 1.0)
+    return cpu.Decoder(_set(cpu), NUMERICS, sizes, 1e-5, weights(cpu) if made is None else made, turned, 1.0)
 
 
 def eagle(cpu: Any, made: Any = None, sizes: list[int] | None = None) -> Any:
     sizes = [HIDDEN, VOCABULARY, *HEADS] if sizes is None else sizes
     given = weights(cpu, eagle=True) if made is None else made
-    return cpu.Eagle(_set(cpu), sizes, [True, True, False], 1e-5, given, FREQUENCIES, 1.0)
+    return cpu.Eagle(_set(cpu), NUMERICS, sizes, [True, True, False], 1e-5, given, FREQUENCIES, 1.0)
 
 
 def _set(cpu: Any) -> str:
-    return str(cpu.instruction_sets()[-1])
+    return str(cpu.instruction_sets(NUMERICS)[-1])
 
 
 def slab(m: Memory, layers: int = LAYERS, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -378,11 +378,11 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
 
 def test_a_network_without_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="weights: got None"):
-        _cpu.Decoder("portable", [0, 8, 8, 1, 1, 2], 1e-5, None, [1.0], 1.0)
+        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], 1e-5, None, [1.0], 1.0)
     with pytest.raises(ValueError, match="weights: got None"):
-        _cpu.Eagle("portable", [8, 8, 1, 1, 2], [True, True, False], 1e-5, None, [1.0], 1.0)
+        _cpu.Eagle("portable", "bfloat16", [8, 8, 1, 1, 2], [True, True, False], 1e-5, None, [1.0], 1.0)
     with pytest.raises(ValueError, match="instruction set: this machine has no abacus"):
-        _cpu.Decoder("abacus", [0, 8, 8, 1, 1, 2], 1e-5, _cpu.Weights(1), [1.0], 1.0)
+        _cpu.Decoder("abacus", "bfloat16", [0, 8, 8, 1, 1, 2], 1e-5, _cpu.Weights(1), [1.0], 1.0)
 
 
 @pytest.mark.parametrize(

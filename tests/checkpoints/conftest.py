@@ -1,4 +1,4 @@
-"""What the tests of GGUF files share."""
+"""Fixtures of the tests of GGUF files."""
 
 from pathlib import Path
 

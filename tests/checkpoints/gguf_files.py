@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specengine.checkpoints.gguf import GGUFFile, read
+from specengine.checkpoints.gguf import GGUFFile, Kind, read
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 HIDDEN, INNER, HEADS, KEY_HEADS, HEAD, LAYERS, CONTEXT = 64, 96, 4, 2, 16, 2, 128
@@ -21,20 +21,33 @@ HIDDEN, INNER, HEADS, KEY_HEADS, HEAD, LAYERS, CONTEXT = 64, 96, 4, 2, 16, 2, 12
 def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """Random packed rows: uint8 [rows, bytes of a row], whose numbers are about 1/8."""
     random = np.random.default_rng(seed)
-    if kind in ("q4_k", "q6_k"):
-        return _random_blocks(kind, rows * columns // 256, random).reshape(rows, -1)
+    if kind in _RANDOM:
+        count = rows * columns // Kind[kind.upper()].elements
+        return _random_blocks(kind, count, random).reshape(rows, -1)
     numbers = random.standard_normal((rows, columns), dtype=np.float32) / 8
     if kind in ("f32", "f16"):
         return numbers.astype({"f32": "<f4", "f16": "<f2"}[kind], copy=False).view(np.uint8)
     return gguf.quants.quantize(numbers, GGMLQuantizationType[kind.upper()]).view(np.uint8)
 
 
+# Kinds that the gguf package does not write: the size of a block's scale, which integers follow or precede; its place,
+# and of how many halves it is, as some have a scale of the minima too.
+_RANDOM = {
+    "q2_k": (8e-3, "last", 2),
+    "q3_k": (3e-3, "last", 1),
+    "q4_k": (6e-4, "first", 2),
+    "q5_k": (3e-4, "first", 2),
+    "q6_k": (1e-4, "last", 1),
+    "iq4_nl": (1e-3, "first", 1),
+    "iq4_xs": (8e-5, "first", 1),
+}
+
+
 def _random_blocks(kind: str, count: int, random: np.random.Generator) -> np.ndarray:
-    scale = {"q4_k": 6e-4, "q6_k": 1e-4}[kind]  # times two integers
-    scales = random.uniform(scale, 2 * scale, (count, 2)).astype("<f2").view(np.uint8)
-    if kind == "q4_k":  # the scale and the scale of the minima come first
-        return np.concatenate([scales, random.integers(0, 256, (count, 140), np.uint8)], axis=1)
-    return np.concatenate([random.integers(0, 256, (count, 208), np.uint8), scales[:, :2]], axis=1)
+    scale, place, halves = _RANDOM[kind]
+    scales = random.uniform(scale, 2 * scale, (count, halves)).astype("<f2").view(np.uint8)
+    others = random.integers(0, 256, (count, Kind[kind.upper()].bytes - 2 * halves), np.uint8)
+    return np.concatenate([scales, others] if place == "first" else [others, scales], axis=1)
 
 
 def add(writer: GGUFWriter, name: str, kind: str, shape: tuple[int, ...], seed: int = 0) -> None:
@@ -178,12 +191,12 @@ def text(value: str | bytes) -> bytes:
 
 
 def entry(key: str, code: int, value: bytes) -> bytes:
-    """One metadata entry of ggml's value type `code`."""
+    """Return one metadata entry of ggml's value type `code`."""
     return text(key) + struct.pack("<I", code) + value
 
 
 def info(name: str, dimensions: Iterable[int], number: int = 0, offset: int = 0) -> bytes:
-    """One line of the tensor list; dimensions as in the file, inputs first."""
+    """Return one entry of the tensor list; dimensions as in the file, inputs first."""
     sizes = list(dimensions)
     return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, number, offset)
 

@@ -119,9 +119,9 @@ def test_learnt_prompts_are_refused_by_name(base: Path, tmp_path: Path, kind: st
     model = adapted(base, kind, num_virtual_tokens=3, task_type="CAUSAL_LM")
     model.save_pretrained(tmp_path)
     for given in (model, tmp_path):
-        with pytest.raises(UnsupportedModelError, match=r"adapter of kind PR.*_TUNING.*accepted are LORA"):
+        with pytest.raises(UnsupportedModelError, match=r"adapter of kind PR.*_TUNING.*accepted: LORA"):
             Engine.from_pretrained(given)
-        with pytest.raises(UnsupportedModelError, match=r"adapter of kind PR.*_TUNING.*accepted are LORA"):
+        with pytest.raises(UnsupportedModelError, match=r"adapter of kind PR.*_TUNING.*accepted: LORA"):
             Engine.from_pretrained(tiny("llama"), given)
 
 

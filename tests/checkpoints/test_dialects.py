@@ -148,7 +148,7 @@ def test_what_was_not_stated_is_said(tmp_path: Path) -> None:
     folder = write(tmp_path, {**FLAT, "draft_vocab_size": VOCABULARY, "attention_bias": True}, tensors)
     assert load_head(folder).dialect.notes == (
         "no rope_theta: 10000.0, with which the EAGLE repository trains",
-        "attention_bias is set, but there are no biases: taken as none",
+        "attention_bias is set, but there are no biases: read as if it were not",
         "no layer ids: hidden states 2, L/2 and L - 3 of the target's L layers",
         "d2t is the identity",
     )
@@ -191,7 +191,7 @@ def test_layer_ids_that_stand_twice_and_differ_are_refused(tmp_path: Path) -> No
     config = head_config(**READ)
     raw = {**FLAT, **THIRD, LAYER_IDS: [1, 2, 3], "eagle_config": {LAYER_IDS: [1, 2, 3]}}
     folder = write(tmp_path, raw, official(config, random_state(config)))
-    with pytest.raises(CheckpointError, match="where the ids count otherwise; pass layer_ids"):
+    with pytest.raises(CheckpointError, match="which count layers differently; pass layer_ids"):
         load_head(folder)
     assert load_head(folder, layer_ids=(2, 3, 4)).config.layer_ids == (2, 3, 4)
 
@@ -211,9 +211,9 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": True}, "num_attention_heads: got True"),
     (
         {"num_attention_heads": 5, "num_key_value_heads": 5},
-        "head_dim: is missing, and hidden_size 32 is no multiple of 5",
+        "head_dim: is missing, and hidden_size 32 is not a multiple of 5",
     ),
-    ({"num_key_value_heads": 3}, "num_attention_heads: got 4, no multiple of 3 key-value heads"),
+    ({"num_key_value_heads": 3}, "num_attention_heads: got 4, not a multiple of 3 key-value heads"),
     ({"draft_vocab_size": 300}, "draft_vocab_size: got 300, more than the target's 260"),
     ({"hidden_act": "loud"}, "hidden_act: unknown name 'loud'"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: got 'dynamic', accepted default, linear"),

@@ -1,4 +1,4 @@
-"""Which files of a folder are the model: those that transformers reads, whatever else lies there."""
+"""Tests that a folder's model is the files that transformers reads, whatever else the folder has."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def write(model: Any, file: Path, **tensors: Any) -> None:
 
 
 def config_with(**fields: Any) -> Change:
-    """None takes a field away."""
+    """Change fields of the config; None removes one."""
 
     def change(folder: Path) -> None:
         file = folder / "config.json"
@@ -156,11 +156,11 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     ),
     "generation defaults of other types": (
         lambda folder: (folder / "generation_config.json").write_text('{"max_new_tokens": "many"}'),
-        "generation_config.json: its values make no generation config, correct or remove it",
+        "generation_config.json: its values are not a valid generation config; correct or remove it",
     ),
     "generation defaults that are a list": (
         lambda folder: (folder / "generation_config.json").write_text("[1]"),
-        "generation_config.json: its values make no generation config, correct or remove it",
+        "generation_config.json: its values are not a valid generation config; correct or remove it",
     ),
     "weights of GPTQ without a word in the config": (
         lambda folder: write(

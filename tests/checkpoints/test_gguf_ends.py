@@ -1,4 +1,4 @@
-"""Which tokens end an answer: llama.cpp's rule over the ids that a file gives and the texts of its tokens."""
+"""Tests of the tokens that end an answer: llama.cpp's rule over a file's ids and the texts of its tokens."""
 
 import itertools
 from pathlib import Path

@@ -109,7 +109,7 @@ HUGE = struct.pack("<Q", 2**63)
 
 DAMAGED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cut off"),
-    "magic": (b"GGML" + bytes(60), r"no GGUF file: it begins with b'GGML'"),
+    "magic": (b"GGML" + bytes(60), r"not a GGUF file: it begins with b'GGML'"),
     "version 1": (files.encode(version=1), "version 1: only 2 and 3"),
     "version 0": (files.encode(version=0), "version 0: only 2 and 3"),
     "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(64), "is big endian"),
@@ -125,20 +125,26 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "type of a value": (files.encode([files.entry("k", 13, U32(0))]), "metadata 'k' has the unknown type 13"),
     "list of lists": (files.encode([files.entry("k", 9, U32(9) + HUGE)]), "array of arrays"),
     "truth value": (files.encode([files.entry("k", 7, b"\2")]), "neither 0 nor 1"),
-    "key twice": (files.encode([files.entry("k", 0, b"\0")] * 2), "metadata 'k' stands there twice"),
+    "key twice": (files.encode([files.entry("k", 0, b"\0")] * 2), "metadata 'k' is there twice"),
     "alignment": (files.encode([files.entry("general.alignment", 4, U32(24))]), "power of two, not 24"),
     "no alignment": (files.encode([files.entry("general.alignment", 4, U32(0))]), "power of two, not 0"),
     "alignment as text": (files.encode([files.entry("general.alignment", 8, files.text("32"))]), "power of two"),
     "parts": (files.encode([files.entry("split.count", 2, b"\3\0")]), "one of 3 parts"),
-    "tensor twice": (files.encode([], [files.info("t", [4]), files.info("t", [4], offset=32)]), "tensor 't' stands"),
+    "tensor twice": (
+        files.encode([], [files.info("t", [4]), files.info("t", [4], offset=32)]),
+        "tensor 't' is there twice",
+    ),
     "five dimensions": (files.encode([], [files.info("t", [4] * 5)]), "tensor 't' has 5 dimensions"),
     "no dimension": (files.encode([], [files.info("t", [])]), "tensor 't' has 0 dimensions"),
     "empty tensor": (files.encode([], [files.info("t", [4, 0])]), r"tensor 't' is empty: \[0, 4\]"),
     "huge tensor": (files.encode([], [files.info("t", [2**63] * 4)]), "tensor 't' ends at byte"),
-    "type Q5_K": (files.encode([], [files.info("t", [256], 13)]), "'t' is of type Q5_K, and accepted are F32, .*Q6_K"),
+    "type Q5_K": (files.encode([], [files.info("t", [256], 13)]), "'t' is of type Q5_K; accepted: F32, .*Q6_K"),
     "unknown type": (files.encode([], [files.info("t", [256], 999)]), "'t' is of type number 999"),
-    "part of a block": (files.encode([], [files.info("t", [48], 2)]), "rows of 48, no multiple of the 32"),
-    "offset": (files.encode([], [files.info("t", [4], offset=16)]), "begins at byte 16 of the data, no multiple of 32"),
+    "part of a block": (files.encode([], [files.info("t", [48], 2)]), "rows of 48, not a multiple of the 32"),
+    "offset": (
+        files.encode([], [files.info("t", [4], offset=16)]),
+        "begins at byte 16 of the data, not a multiple of 32",
+    ),
     "overlap": (files.encode([], [files.info("a", [16]), files.info("b", [4], offset=32)]), "'b' overlaps tensor 'a'"),
     "far offset": (files.encode([], [files.info("t", [4], offset=2**63)]), "tensor 't' ends at byte"),
     "data cut off": (files.encode([], [files.info("t", [17])]), "the file has .*cut off"),
@@ -177,7 +183,7 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
 
 
 def used(path: Path) -> None:
-    """All that a loader does with a file before it computes."""
+    """Do all that a loader does with a file before it computes."""
     with gguf.read(path) as file:
         config = gguf.config(file)
         gguf.require_complete(file, config, layer_template(config))

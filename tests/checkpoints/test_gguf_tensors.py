@@ -58,7 +58,7 @@ def test_blocks_into_a_given_buffer(models: dict[str, Path]) -> None:
 
 
 def test_dequantize_refuses_what_does_not_fit() -> None:
-    for kind, size, shape in [("q4_0", 17, (1, 32)), ("q4_0", 18, (2, 16)), ("q5_0", 22, (1, 32)), ("f32", 8, (1,))]:
+    for kind, size, shape in [("q4_0", 17, (1, 32)), ("q4_0", 18, (2, 16)), ("q8_1", 36, (1, 32)), ("f32", 8, (1,))]:
         with pytest.raises(InputError):
             gguf.dequantize(kind, np.zeros(size, np.uint8), shape)
 
@@ -100,7 +100,7 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
 
 
 def unpacking() -> dict[str, Any]:
-    """What has transformers keep no packed blocks: before 5.19 it never does."""
+    """Return options with which transformers keeps no packed blocks; before 5.19 it never does."""
     has_option = hasattr(transformers, "GgufConfig")
     return {"quantization_config": transformers.GgufConfig(dequantize=True)} if has_option else {}
 

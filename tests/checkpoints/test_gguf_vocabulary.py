@@ -205,7 +205,7 @@ def test_the_chat_template_and_the_special_tokens(models: dict[str, Path]) -> No
 
 
 VOCABULARIES = {
-    "tokenizer.ggml.model": ("bert", "a tokenizer of kind 'bert', and accepted are gpt2"),
+    "tokenizer.ggml.model": ("bert", "a tokenizer of kind 'bert'; accepted: gpt2"),
     "tokenizer.ggml.tokens": ([1, 2], "tokens must be a list of str"),
     "tokenizer.ggml.merges": (["a b c"], "two pieces with one space between, not 'a b c'"),
     "tokenizer.ggml.token_type": ([1, 1], "must be as long as the 265 tokens"),

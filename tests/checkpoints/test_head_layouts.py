@@ -47,7 +47,7 @@ def test_a_config_of_two_layouts_is_refused(tmp_path: Path) -> None:
     config = head_config(**READ)
     raw = {**FLAT, **THIRD, "eagle_config": {LAYER_IDS: [1]}, "speculators_model_type": "eagle3"}
     with pytest.raises(
-        CheckpointError, match=r"config\.json: its fields are those of specforge and of speculators$"
+        CheckpointError, match=r"config\.json: its fields fit several layouts: specforge, speculators$"
     ) as refused:
         load_head(write(tmp_path, raw, official(config, random_state(config))))
     assert str(tmp_path) in str(refused.value)
@@ -82,7 +82,7 @@ def test_the_variant_of_the_layouts_that_recognise_a_config_reads_it(monkeypatch
 
 def test_unrelated_layouts_are_not_chosen_between(monkeypatch: pytest.MonkeyPatch) -> None:
     known(monkeypatch, stranger=Stranger)
-    with pytest.raises(CheckpointError, match="its fields are those of specforge and of test_head_layouts"):
+    with pytest.raises(CheckpointError, match="its fields fit several layouts: specforge, test_head_layouts"):
         layouts.layout_of({"eagle_config": {}})
     assert layouts.layout_of({"strange": 1}) is Stranger
 
@@ -94,7 +94,7 @@ def test_a_layout_without_a_writer_is_read_alone(tmp_path: Path, monkeypatch: py
     assert load_head(write(tmp_path, {**FLAT, **THIRD, "strange": 1}, state)).config == config
     with pytest.raises(CheckpointError, match="layout: got 'strange', accepted official, speculators"):
         save_head(config, state, tmp_path / "other", "strange")
-    with pytest.raises(CheckpointError, match="layout: strange is read, not written"):
+    with pytest.raises(CheckpointError, match="layout: strange heads can be read, but not written"):
         Stranger.written(config, "float32", layouts.Verifier())
 
 

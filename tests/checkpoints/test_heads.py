@@ -78,7 +78,7 @@ def test_what_one_layout_cannot_say_is_refused_by_it(tmp_path: Path, layout: Any
     save_head(config, random_state(config), tmp_path, layout, verifier=MODEL)
     assert load_head(tmp_path).config == config
     other: Any = "speculators" if layout == "official" else "official"
-    with pytest.raises(CheckpointError, match=r"layout (has no word for it|knows only both or none)"):
+    with pytest.raises(CheckpointError, match=r"layout has (no field for it|one field for both)"):
         save_head(config, random_state(config), tmp_path / "other", other, verifier=MODEL)
     assert not (tmp_path / "other").exists()
 

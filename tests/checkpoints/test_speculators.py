@@ -50,7 +50,7 @@ def theirs(folder: Path) -> Eagle3DraftModel:
 
 
 def their_logits(model: Eagle3DraftModel, features: Tensor, tokens: Tensor) -> Tensor:
-    """Of a pass over a whole text; the library returns tokens alone."""
+    """Return the logits of a pass over a whole text; the library itself returns only tokens."""
     found: list[Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda _module, _given, out: found.append(out))
     with torch.inference_mode():

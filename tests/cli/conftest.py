@@ -1,4 +1,4 @@
-"""What the tests of the command line share: a model, a head, and the environment of an ordinary terminal."""
+"""Fixtures of the tests of the command line: a model, a head, and the environment of an ordinary terminal."""
 
 from __future__ import annotations
 

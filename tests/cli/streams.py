@@ -1,4 +1,4 @@
-"""What is typed at the command line, a terminal to type it in, and what plain decoding prints."""
+"""Helpers to type at the command line: input, a terminal, and what plain decoding prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is typed is parsed without torch and transformers, by lists that are those of the engine."""
+"""Tests that arguments are parsed without torch and transformers, by the same lists as the engine's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specengine.cli import main
 from specengine.cli import parser as shared
 from specengine.cli.commands import COMMANDS, make_parser
 from specengine.cli.train_arguments import as_typed, documented
-from specengine.options import _DTYPES, BACKENDS, QUANTIZATIONS
+from specengine.options import _DTYPES, BACKENDS, NUMERICS, QUANTIZATIONS
 from specengine.train.classifier.options import ClassifierOptions, CollectOptions
 from specengine.train.draft.options import Loss
 from specengine.train.options import TrainOptions
@@ -93,6 +93,7 @@ def test_choices_are_those_of_the_engine() -> None:
     assert set(shared.DTYPES) == set(_DTYPES)
     assert shared.BACKENDS == BACKENDS
     assert tuple(QUANTIZATIONS) == shared.QUANTIZATIONS
+    assert shared.NUMERICS == NUMERICS
     assert list(shared.POLICIES) == policies.names()
     assert registry.names("specengine.drafters") == drafters.names()
 

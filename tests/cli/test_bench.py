@@ -159,10 +159,10 @@ def unloadable(*_: Any) -> Any:
         (("--way", "eagle,wdth=3"), "unknown option 'wdth'"),
         (("--way", "eagle/nonsense"), "unknown preset"),
         (("--way", "none:eagle"), "names no draft"),
-        (("--way", "ngram:plain"), "plain has neither"),
+        (("--way", "ngram:plain"), "plain takes neither"),
         (("--way", "assisted"), "assistant"),
         (("--assistant", "x/y"), "no way uses it"),
-        (("--way", "assisted", "--assistant", "/no/such/model"), "there is no"),
+        (("--way", "assisted", "--assistant", "/no/such/model"), "does not exist"),
         (("--gguf", "x.gguf"), "no way uses it"),
         (("--draft", "none"), "draft"),
         (("--draft-option", "a=b"), "draft_options"),
@@ -201,7 +201,7 @@ def test_a_file_of_something_else_is_refused_and_kept(bench: Bench, tmp_path: Pa
         assert bench("--out", str(other)) == 2
         assert main(["bench", "report", str(other)]) == 2
         assert other.read_text() == text
-    assert "is none that" in capsys.readouterr().err
+    assert "was not written by" in capsys.readouterr().err
 
 
 def test_an_answer_that_is_not_plain_decodings_is_a_fault(bench: Bench, tmp_path: Path, monkeypatch: Any) -> None:

@@ -29,7 +29,7 @@ def test_check_without_a_draft(folder: str, capsys: Any) -> None:
     assert main([*CHECK, folder, PROMPT, "--draft", "none", "--policy", "plain"]) == 0
     assert capsys.readouterr().out.startswith("1 exact")
     assert main([*CHECK, folder, PROMPT, "--draft", "none", "--policy", "eagle"]) == 2
-    assert "draft 'none' leaves nothing for a policy to shape" in capsys.readouterr().err
+    assert "draft 'none' is plain decoding, which has no policy" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*CHECK, folder, PROMPT, "--policy", "eagle", "--policy", "nonsense"])
     assert "unknown name 'nonsense'" in capsys.readouterr().err
@@ -96,9 +96,9 @@ def test_check_reads_text(folder: str, capsys: Any, tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.csv", "x", "a .txt or a .jsonl"),
-        ("a.jsonl", "{", "a.jsonl, line 1 is no JSON"),
+        ("a.jsonl", "{", "a.jsonl, line 1 is not JSON"),
         ("a.jsonl", '{"text": 1}', "line 1 is neither"),
-        ("a.txt", "\n", "holds none"),
+        ("a.txt", "\n", "has no prompts"),
         ("missing/a.txt", None, "cannot be read"),
     ],
 )

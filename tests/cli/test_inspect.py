@@ -49,7 +49,8 @@ def test_inspect_json_describes_a_model(folder: str, capsys: Any) -> None:
     model = found["model"]
     assert (model["type"], model["layers"], model["vocabulary"], model["context"]) == ("llama", 2, 260, 2048)
     assert (model["attention"], model["packed weights"], model["chat template"]) == ("native", False, True)
-    assert re.fullmatch(r"native \(\w+, \d+ MB of weights as f32\)", model["backend"])
+    assert re.fullmatch(r"native \(\w+, float32, \d+ MB of weights as f32\)", model["backend"])
+    assert model["numerics"] == "float32"
     assert main(["inspect", "--model", folder]) == 0
     assert re.search(r"chat template +yes\n", capsys.readouterr().out)
 
@@ -58,6 +59,7 @@ def test_inspect_says_why_it_is_not_the_native_forward(folder: str, capsys: Any)
     assert main(["inspect", "--json", "--model", folder, "--backend", "huggingface"]) == 0
     model = json.loads(capsys.readouterr().out)["model"]
     assert (model["attention"], model["backend"]) == ("tree", "huggingface (backend='huggingface' was asked for)")
+    assert model["numerics"] == model["dtype"]
 
 
 @pytest.mark.parametrize(("make", "state"), [(False, "not there yet"), (True, "damaged")])
@@ -107,4 +109,4 @@ def test_inspect_shows_a_head_of_another_model_without_measuring_it(folder: str,
 
 def test_inspect_refuses_what_is_no_head(folder: str, capsys: Any) -> None:
     assert main(["inspect", "--model", folder, "--draft", folder]) == 2
-    assert "is no folder or Hub id of an EAGLE head" in capsys.readouterr().err
+    assert "accepted a folder or Hub id of an EAGLE head" in capsys.readouterr().err

@@ -64,7 +64,7 @@ def test_malformed_arguments_are_one_line(capsys: Any, given: list[str], message
 
 def test_text_that_is_no_unicode_is_one_line(folder: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
-    for given, message in ((["-"], "standard input is not UTF-8"), (["caf\udce9"], "no Unicode text")):
+    for given, message in ((["-"], "standard input is not UTF-8"), (["caf\udce9"], "not Unicode text")):
         assert main(["generate", *given, "--model", folder, "--raw"]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1

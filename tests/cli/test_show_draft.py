@@ -68,7 +68,7 @@ def test_draft_colours_show_what_the_end_leaves_over() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value", "tty", "reason"),
-    [("NO_COLOR", "1", True, "NO_COLOR"), ("TERM", "dumb", True, "dumb"), ("TERM", "xterm", False, "no terminal")],
+    [("NO_COLOR", "1", True, "NO_COLOR"), ("TERM", "dumb", True, "dumb"), ("TERM", "xterm", False, "not a terminal")],
 )
 def test_show_draft_says_why_there_are_no_colours(
     folder: str, capsys: Any, monkeypatch: Any, variable: str, value: str, tty: bool, reason: str

@@ -25,7 +25,7 @@ def address(port: int) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a model that is named `tiny` and answers with random bytes: for shapes, not for meaning. No key is asked."""
+    """Serve a model named `tiny` that answers random bytes: for shapes, not for meaning. No key is needed."""
     _require_extra()
     folder, port = tmp_path_factory.mktemp("models") / "tiny", free_port()
     subprocess.run([PYTHON, "-m", "tests.serve.tiny_model", str(folder)], cwd=ROOT, check=True, capture_output=True)
@@ -36,7 +36,7 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[str]:
-    """Of the default model, named `smol`, for tests marked `model`; KEY is asked for."""
+    """Serve the default model, named `smol`, for tests marked `model`. KEY is needed."""
     _require_extra()
     port = free_port()
     with running(["--served-model-name", "smol", "--api-key", KEY], port=port, python=PYTHON, seconds=300):

@@ -296,7 +296,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PassCosts]
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another process would begin."""
+    """Forget all costs, as in a new process."""
     monkeypatch.setattr(stored, "_loaded", {})
 
 

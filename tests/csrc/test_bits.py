@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 _cpu = pytest.importorskip("specengine._cpu")
 
-SETS = _cpu.instruction_sets()
+SETS = {numerics: _cpu.instruction_sets(numerics) for numerics in ("bfloat16", "integer")}
 CONTEXTS = [0, 1, 28, 31, 32, 33, 61, 63, 64, 65, 90, 95, 96, 97, 200, 1000]
 LAYERS, HIDDEN, GATED, VOCABULARY = 2, 48, 40, 37
 
@@ -23,6 +23,7 @@ LAYERS, HIDDEN, GATED, VOCABULARY = 2, 48, 40, 37
 class Tiny:
     """A random model. heads: query heads, key-value heads, channels of each."""
 
+    numerics: str
     instruction_set: str
     kind: str
     cache: torch.dtype
@@ -51,14 +52,14 @@ class Tiny:
             values = torch.randn(outputs, inputs, generator=generator) * (3.0 / inputs**0.5)
             values = values.bfloat16() if self.kind == "bf16" else values
             weights.add_matrix(name + ".weight", self.kind, outputs, inputs)
-            weights.pack(name + ".weight", self.kind, 0, values, None)
+            weights.pack(name + ".weight", "bf16" if self.kind == "bf16" else "f32", 0, values, None)
         ones = torch.ones(HIDDEN)
         norms = [f"model.layers.{i}.{n}layernorm.weight" for i in range(LAYERS) for n in ("input_", "post_attention_")]
         for name in [*norms, "model.norm.weight"]:
             weights.add_vector(name, ones)
         frequencies = (10000.0 ** -(torch.arange(0, size, 2) / size)).tolist()
         sizes = [LAYERS, HIDDEN, VOCABULARY, *self.heads]
-        self.decoder = _cpu.Decoder(self.instruction_set, sizes, 1e-5, weights, frequencies, 1.0)
+        self.decoder = _cpu.Decoder(self.instruction_set, self.numerics, sizes, 1e-5, weights, frequencies, 1.0)
 
     def slab(self, context: int) -> Tensor:
         """A cache with `context` random slots; what stands behind them must not count.
@@ -161,12 +162,14 @@ def one_by_one(model: Tiny, tree: Tree, context: int) -> Tensor:
 
 def models() -> list[Any]:
     found = []
-    for name in SETS:
-        pairs = name in ("amx", "avx512bf16")
-        for kind, cache in (("bf16", torch.bfloat16), ("bf16" if pairs else "f32", torch.float32)):
-            for heads in ((6, 2, 32), (3, 1, 20), (2, 2, 96)):
-                label = f"{name}-{kind}-{str(cache)[6:]}-{heads[2]}"
-                found.append(pytest.param(Tiny(name, kind, cache, heads), id=label))
+    for numerics, names in SETS.items():
+        for name in names:
+            pairs = name in ("amx", "avx512bf16")
+            plain = "int_i8" if numerics == "integer" else "bf16" if pairs else "f32"
+            for kind, cache in (("bf16", torch.bfloat16), (plain, torch.float32)):
+                for heads in ((6, 2, 32), (3, 1, 20), (2, 2, 96)):
+                    label = f"{numerics}-{name}-{kind}-{str(cache)[6:]}-{heads[2]}"
+                    found.append(pytest.param(Tiny(numerics, name, kind, cache, heads), id=label))
     return found
 
 
@@ -212,3 +215,31 @@ def test_one_key_more_or_less_is_noticed(model: Tiny) -> None:
         assert not torch.equal(right[2], other[2])
     short = model.run(slab, tokens, positions, 64, prefix=63, seen=seen)
     assert not torch.equal(right[0], short[0])
+
+
+@pytest.mark.parametrize("kind", ["int_i8", "bf16", "f32"])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_integer_numerics_have_the_same_bits_on_every_set(kind: str, cache: torch.dtype) -> None:
+    tree, first = random_tree(40, 3), None
+    for name in SETS["integer"]:
+        bits = in_tree(Tiny("integer", name, kind, cache, (6, 2, 32)), tree, 70)
+        assert first is None or torch.equal(bits, first), name
+        first = bits
+
+
+def test_numerics_are_those_of_the_weights() -> None:
+    for numerics, kind in (("integer", "i8"), ("bfloat16", "int_i8")):
+        with pytest.raises(ValueError, match=f"{numerics} numerics do not multiply {kind}"):
+            Tiny(numerics, SETS[numerics][-1], kind, torch.float32, (6, 2, 32))
+    with pytest.raises(ValueError, match="numerics: got octal, accepted bfloat16 or integer"):
+        _cpu.instruction_sets("octal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS["integer"])
+def test_integers_keep_the_law_with_any_number_of_rows_and_far_into_a_text(name: str) -> None:
+    model = Tiny("integer", name, "int_i8", torch.bfloat16, (6, 2, 32))
+    for context in (0, 700, 4000):
+        for rows in range(1, 65) if context < 4000 else (1, 7, 16, 33, 64):
+            tree = random_tree(rows, rows + context)
+            assert torch.equal(in_tree(model, tree, context), one_by_one(model, tree, context)), (context, rows)

@@ -1,4 +1,4 @@
-"""What the tests of csrc/*.cu share: the script that builds."""
+"""Fixtures of the tests of csrc/*.cu: the build script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the library is built."""
+"""Tests of when the library is built."""
 
 from __future__ import annotations
 

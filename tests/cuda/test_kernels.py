@@ -79,7 +79,7 @@ def same(found: tuple, wanted: tuple) -> None:
 
 
 def meant(queues: Queues, *given: object) -> Drawn:
-    """What the op means, with zeros behind the counts."""
+    """Compute the op's torch reference, with zeros after the counts."""
     drawn = ops.by_meaning(step_queues, queues, *given)
     padding = torch.arange(len(drawn.tokens)) >= drawn.live
     parts = (part.masked_fill(padding, 0) for part in drawn[:3])

@@ -1,4 +1,4 @@
-"""What README.md and docs show runs: Python as it stands, commands through the command line's own parser."""
+"""Tests that blocks in README.md and docs run: Python as it stands, commands through the command line's own parser."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cells(made: str) -> list[list[str]]:
-    """Of a table in markdown, header first."""
+    """Return the cells of a markdown table, header first."""
     lines = [line for line in made.splitlines() if line.startswith("|") and set(line) - set("|- ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 

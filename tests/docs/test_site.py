@@ -23,7 +23,7 @@ WRITTEN = [
 
 
 def anchors(page: Path) -> set[str]:
-    """What its headings are called."""
+    """Return the anchors of a page's headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = [re.sub(r"[^\w\s-]", "", line.lower()) for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
     return {re.sub(r"[-\s]+", "-", heading.strip()) for heading in headings}

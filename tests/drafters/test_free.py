@@ -61,7 +61,7 @@ class Silent(Drafter):
 
 
 class World(NamedTuple):
-    """What a draft was told: prompt, root and predicted text, and what its other source holds."""
+    """The input of a draft: prompt, root and predicted text, and the contents of its other source."""
 
     text: list[int]
     root: int

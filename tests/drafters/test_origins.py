@@ -1,4 +1,4 @@
-"""Where nodes come from is said as the sources themselves would say it, and asking changes nothing."""
+"""Tests that the origins of nodes are those that the sources give, and that asking changes nothing."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ class Watched(Lookup):
         super().accept(cycle)
 
     def _copies_it(self, cycle: Cycle, token: int, parent: int) -> bool:
-        """Whether `token` is among the copies below a node: with the one column of it, it would gain there."""
+        """Return whether `token` is among the copies below a node: its column alone would gain there."""
         tree, node, live = cycle.grown, torch.tensor([parent]), torch.ones(1, dtype=torch.int32)
         assert tree is not None
         self._copies.columns(torch.tensor([token]))

@@ -47,7 +47,7 @@ def seen(draft: Recycling, tree: TokenTree, logits: Tensor, path: list[int]) -> 
 
 
 def likeliest(logits: Tensor, count: int) -> dict[int, float]:
-    """What is to be kept of one row of logits."""
+    """Return the successors to keep from one row of logits."""
     values, tokens = logits.masked_fill(~logits.isfinite(), -math.inf).sort(descending=True, stable=True)
     kept = values[:count].softmax(0).tolist()
     return {token: share for token, share in zip(tokens.tolist(), kept, strict=False) if share > 0}

@@ -34,7 +34,7 @@ near_copy = cache(toy.near_copy)
 
 
 def plainly(family: str, prompt: list[int], count: int, **options: Any) -> list[int]:
-    """What transformers' own greedy generate answers."""
+    """Return the answer of transformers' own greedy generate."""
     if not options:
         return list(_without_options(family, tuple(prompt), count))
     ids = torch.tensor([prompt])

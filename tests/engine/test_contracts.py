@@ -104,7 +104,7 @@ def fails(self: Any, *given: Any) -> Any:
 
 ENDS = ", accepted Nodes, of which an empty one ends the tree"
 WRONG_POLICIES: dict[str, tuple[dict[str, Any], str]] = {
-    "no grow": ({"grow": TreePolicy.grow}, ": grow: raised NotImplementedError: a policy grows the tree"),
+    "no grow": ({"grow": TreePolicy.grow}, ": grow: raised NotImplementedError: a policy must define grow"),
     "grow returns nothing": ({"grow": after_growing(None)}, f": grow returned None{ENDS}"),
     "grow returns a list": ({"grow": after_growing([1])}, f": grow returned a list{ENDS}"),
     "grow returns a tensor": ({"grow": after_growing(torch.tensor([1]))}, f": grow returned int64 [1]{ENDS}"),

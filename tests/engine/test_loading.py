@@ -39,7 +39,7 @@ def test_models_load_from_paths_by_name_and_in_one_call(saved: Path) -> None:
 
 
 def test_plain_decoding_has_no_options(saved: Path) -> None:
-    with pytest.raises(InputError, match="policy_options: policy 'plain' has none"):
+    with pytest.raises(InputError, match="policy_options: policy 'plain' has no options"):
         Engine.from_pretrained(str(saved), policy="plain", policy_options={"width": 2}, offline=True)
 
 

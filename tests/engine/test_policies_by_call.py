@@ -43,7 +43,7 @@ def shape(name: str | None) -> dict[str, Any]:
 
 
 def trees(stream: Any) -> list[Any]:
-    """What each cycle of a generation verified, and what became of it."""
+    """Return the tree that each cycle verified, and its outcome."""
     cycles = [piece.cycle for piece in stream]
     return [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens) for cycle in cycles]
 

@@ -1,4 +1,4 @@
-"""What a generation's statistics add up to."""
+"""Tests of a generation's statistics."""
 
 import pytest
 import torch

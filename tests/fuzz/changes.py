@@ -1,4 +1,4 @@
-"""What people do to a loaded model: each change is of a model and a random generator, and leaves it one that runs."""
+"""Changes that people make to a loaded model. Each takes a model and a random generator; the model still runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parameter(model: PreTrainedModel, pick: random.Random) -> tuple[str, nn.Para
 
 
 def noise(like: Tensor, pick: random.Random) -> Tensor:
-    """Of the size of what is in `like`, which has no storage now and then."""
+    """Return noise of the size of `like`, whose storage may be missing."""
     draw = torch.Generator().manual_seed(pick.randrange(2**31))
     return (torch.randn(like.shape, generator=draw) * 0.4).to(like.dtype)
 
@@ -243,7 +243,7 @@ def _wrapped(model: PreTrainedModel, pick: random.Random) -> None:
 
 
 def _adapter_switched(model: PreTrainedModel, pick: random.Random) -> None:
-    """Of every adapter: off, on, or stronger."""
+    """Switch every adapter off or on, or make it stronger."""
     scale = pick.choice((0.0, 1.5, 4.0))
     for module in model.modules():
         if isinstance(module, Lora):

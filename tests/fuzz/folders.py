@@ -54,7 +54,7 @@ GENERATION_KEYS: dict[str, tuple[Any, ...]] = {
 
 
 def folders(place: Any, pick: random.Random) -> Case:
-    """One to three files beside a model's, in its place, or changed."""
+    """Make a folder in which one to three files are added, replaced or changed."""
     extras = [[pick.choice(sorted(EXTRAS)), pick.randrange(2**31)] for _ in range(pick.choice((1, 1, 2, 3)))]
     options = {"backend": pick.choice((None, None, "native", "huggingface")), "dtype": pick.choice(("auto", "float32"))}
     given = {"family": pick.choice(("llama", "qwen3", "gpt_neox")), "extras": extras, "options": options}
@@ -110,13 +110,13 @@ def _sound(folder: Path, family: str) -> Path:
 
 
 def _other_weights(folder: Path, pick: random.Random) -> dict[str, Tensor]:
-    """Of the same names and shapes as the folder's own."""
+    """Return other weights with the names and shapes of the folder's own."""
     draw = torch.Generator().manual_seed(pick.randrange(2**31))
     return {name: torch.randn(like.shape, generator=draw) * 0.4 for name, like in _own_weights(folder).items()}
 
 
 def _own_weights(folder: Path) -> dict[str, Tensor]:
-    """As they were, whatever another change has made of them."""
+    """Return the folder's original weights, whatever other changes did to them."""
     return load_file(_sound(folder.parents[1], folder.name) / "model.safetensors")
 
 
@@ -234,7 +234,7 @@ def _small_file(folder: Path, pick: random.Random) -> None:
 
 
 def _emptied(folder: Path, pick: random.Random) -> None:
-    """One of its own files: empty, cut short, a folder, or gone."""
+    """Make one of the folder's files empty, truncated, a folder, or missing."""
     file = folder / pick.choice(("config.json", "model.safetensors", "tokenizer.json", "generation_config.json"))
     content, how = file.read_bytes() if file.is_file() else b"", pick.randrange(4)
     _remove(file)

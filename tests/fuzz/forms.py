@@ -51,7 +51,7 @@ class Renamed(nn.Parameter):
 
 
 class Doubling(torch.Tensor):
-    """Of a storage that holds half of what is computed with."""
+    """A tensor whose storage holds half of the values that are computed with."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,7 +109,7 @@ def _strided(weight: Tensor) -> Tensor:
 
 
 def _expanded(weight: Tensor) -> Tensor:
-    """One row, as often as there are rows, and once in memory."""
+    """Repeat one row for all rows, stored once in memory."""
     return weight.detach()[:1].clone().expand(weight.shape)
 
 
@@ -132,7 +132,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def put(model: PreTrainedModel, name: str, made: Tensor, pick: random.Random) -> None:
-    """In the place of the weight of this name: as a parameter, one of a class of its own, or a buffer."""
+    """Replace the weight of this name by a parameter, a parameter of another class, or a buffer."""
     parent, _, last = name.rpartition(".")
     module = model.get_submodule(parent)
     how = pick.random()

@@ -130,7 +130,7 @@ class Life:
         return outcome if outcome.kind != ANSWERED else last
 
     def change(self, name: str, where: str, seed: int) -> None:
-        """What does not apply to this model, as torch says, is left out."""
+        """Apply a change; skip one that torch says does not apply to this model."""
         model, pick = self.model if where == "target" or self.draft is None else self.draft, random.Random(seed)
         with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError, BufferError):
             if name in forms.FORMS:
@@ -222,7 +222,7 @@ def within(names: Sequence[str]) -> contextlib.ExitStack:
 
 @torch.no_grad()
 def state_of(model: PreTrainedModel) -> dict[str, Any]:
-    """What an engine must leave as it is: modes of modules, and attention maps where the model gives them."""
+    """Return the state that an engine must not change: modes of modules, and attention maps if the model gives them."""
     modes = [module.training for module in model.modules()]
     found: dict[str, Any] = {"modules in training": f"{sum(modes)} of {len(modes)}"}
     with contextlib.suppress(Exception):  # a model that does not run
@@ -259,7 +259,7 @@ def logits_of(model: PreTrainedModel, ids: list[int]) -> Tensor:
 
 
 def undecided(model: PreTrainedModel, ids: list[int], logits: Tensor) -> float:
-    """How far two logits may be apart for rounding to decide between them.
+    """Return how far apart two logits can be for rounding to decide between them.
 
     In half precision both are as far from float32's as the model's own are, or a few times that.
     """

@@ -45,7 +45,7 @@ def nested(depth: int) -> Any:
 
 
 def near(value: Any, pick: random.Random) -> Any:
-    """Of the same kind as `value`, or nearly."""
+    """Return a value of the same kind as `value`, or nearly."""
     if isinstance(value, bool):
         return pick.choice((not value, int(value), str(value).lower()))
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""What becomes of a case, and how it is said."""
+"""Outcomes of cases, and their texts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MOST_LINE = 2000  # characters of an error on the command line
 
 
 class Finding(Exception):
-    """What should not have happened."""
+    """A failure that the fuzzer found."""
 
 
 class Outcome(NamedTuple):
-    """What became of a case: answered, or refused by the error of this name."""
+    """The outcome of a case: answered, or refused by the error of this name."""
 
     kind: str
     error: str = ""

@@ -81,13 +81,13 @@ def fuzz(run: Callable[[str], Ran], cases: int, seed: int, kinds: Sequence[str] 
 
 
 def here(folder: Path) -> Callable[[str], Ran]:
-    """What runs cases in this process."""
+    """Return a function that runs cases in this process."""
     place = Workplace(folder)
     return lambda name: ran(place, name)
 
 
 def ran(place: Workplace, name: str) -> Ran:
-    """What became of the case of this name, SEED/KIND/NUMBER."""
+    """Run the case of this name, SEED/KIND/NUMBER, and return its outcome."""
     given, run = KINDS[name.split("/")[1]](place, random.Random(name))
     began, made = time.process_time(), Ran(shown(given, 600))
     try:

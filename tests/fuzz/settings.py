@@ -1,4 +1,4 @@
-"""What a process may have set for all of torch: context managers that set it and put it back."""
+"""Process-wide settings of torch: context managers that set and restore them."""
 
 from __future__ import annotations
 

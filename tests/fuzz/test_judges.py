@@ -1,4 +1,4 @@
-"""What the fuzzer judges with finds what is wrong, and what it changes is changed."""
+"""Tests that the fuzzer's checks find faults, and that its changes take effect."""
 
 from __future__ import annotations
 

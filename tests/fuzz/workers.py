@@ -39,7 +39,7 @@ class Worker:
         self._ran: list[str] = []
 
     def run(self, name: str) -> Ran:
-        """What became of the case of this name."""
+        """Run the case of this name and return its outcome."""
         process = self._process = self._process or self._start()
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None
@@ -80,7 +80,7 @@ def _given(name: str) -> str:
 
 @contextlib.contextmanager
 def worker(*command: str) -> Iterator[Callable[[str], Ran]]:
-    """What runs cases in a process of its own; command: of Python, by default this module."""
+    """Yield a function that runs cases in another process. command: of Python, by default this module."""
     made = Worker(*command)
     try:
         yield made.run

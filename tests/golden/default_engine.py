@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
 }
 COSTS = {"costs": "2-cores-amx"}
-BACKENDS: dict[str, dict[str, Any]] = {"native": {}, "huggingface": {"dtype": "float32"}}
+BACKENDS: dict[str, dict[str, Any]] = {"native": {"numerics": "bfloat16"}, "huggingface": {"dtype": "float32"}}
 POLICIES: dict[str, dict[str, Any]] = {
     "auto": {},
     "salf": {"policy": "salf/cpu"},
@@ -132,7 +132,7 @@ def record_all(prompts: list[list[int]]) -> tuple[Arrays, dict[str, Any]]:
 
 
 def in_own_process(prompts: list[list[int]]) -> tuple[Arrays, dict[str, Any]]:
-    """As `record_all`, in a process of its own under ENVIRONMENT."""
+    """Run `record_all` in a process of its own under ENVIRONMENT."""
     cache = {name: value for name, value in os.environ.items() if name == "SPECENGINE_CACHE"}
     others = {name: value for name, value in os.environ.items() if not name.startswith("SPECENGINE_")}
     with tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,7 @@ def runs() -> Iterator[Run]:
 
 
 def policy_of(name: str) -> TreePolicy:
-    """One of POLICIES, small, or a preset."""
+    """Return one of POLICIES, small, or a preset."""
     return policies.make(name) if "/" in name else policy_for(name, 5)
 
 

@@ -1,4 +1,4 @@
-"""Every policy grows the trees that were recorded, greedy and sampled."""
+"""Tests that every policy grows the recorded trees, greedy and sampled."""
 
 from __future__ import annotations
 

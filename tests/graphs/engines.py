@@ -74,7 +74,7 @@ def engine_of(draft: str, policy: str | TreePolicy, *, captured: bool) -> Engine
 
 @contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """No number is read for nothing, so everything is padded; and every op shows what it does."""
+    """Run as on a device: reading a number waits, so everything is padded, and every op is visible."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specengine.ops.tree.FREE", "none")
         choose(patch, "reference")
@@ -115,7 +115,7 @@ def _frozen(value: Any) -> Any:
 
 @contextmanager
 def frozen() -> Iterator[dict[tuple[int, Hashable], int]]:
-    """Every call of a function in a graph runs the operations of its capture; yields how often each was called."""
+    """Make calls of a captured function run the operations of its capture; yields how often each was called."""
     run, first, calls = Graphs.run, dict[Any, Any](), dict[Any, int]()
 
     def watched(self: Graphs, name: Hashable, reads: Sequence[Tensor], function: Callable[[], Any]) -> Any:

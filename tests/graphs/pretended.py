@@ -37,7 +37,7 @@ UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
 
 
 class Refused(RuntimeError):
-    """What CUDA would not do."""
+    """Raised for an operation that CUDA would refuse."""
 
 
 class OnDevice(Tensor):
@@ -91,7 +91,7 @@ class OnDevice(Tensor):
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """As torch's tree_map, in a fraction of its time."""
+    """Map a function over a tree as torch's tree_map does, in a fraction of its time."""
     if isinstance(tree, dict):
         return {name: mapped(function, part) for name, part in tree.items()}
     if isinstance(tree, list | tuple):
@@ -138,7 +138,7 @@ class Kept:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All bytes of what it is a part of."""
+    """Return all bytes of the storage that the tensor is part of."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
@@ -149,7 +149,7 @@ def address(tensor: Tensor) -> int:
 
 @dataclass
 class Graph:
-    """As torch.cuda.CUDAGraph. launches: kernels by name, of one replay."""
+    """A stand-in for torch.cuda.CUDAGraph. launches: kernels of one replay by name."""
 
     keep_graph: bool = False
     launches: Counter[str] = field(default_factory=Counter)
@@ -195,7 +195,7 @@ class Graph:
 
 
 def fresh(found: Any, given: Any) -> list[Tensor]:
-    """What of the results is no tensor that was given."""
+    """Return the results that are not among the arguments."""
     known = {id(part) for part in leaves(given)}
     return [part for part in of_class(Tensor, found) if id(part) not in known]
 
@@ -280,7 +280,7 @@ class Device(TorchDispatchMode):
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Of an operation's arguments those that it writes to."""
+    """Return the arguments that an operation writes to."""
     spec = {argument.name: argument for argument in func._schema.arguments}
     pairs = [*zip(spec.values(), args, strict=False), *((spec[name], value) for name, value in kwargs.items())]
     return [value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write]

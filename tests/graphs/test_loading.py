@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def kinds(draft: Any, policy: str | None = None, **options: Any) -> tuple[type, bool, type]:
-    """Of the target, whether it is captured, and of the draft."""
+    """Return the target's class, whether it is captured, and the draft's class."""
     engine = Engine.from_pretrained(model(), draft, policy, **options)
     assert (engine.drivers.own.captured is not None) == engine.target.captured
     return type(engine.target), engine.target.captured, type(engine.drafter)

@@ -1,4 +1,4 @@
-"""What rows see: words over a draft's scratch, and attention over a whole cache."""
+"""Tests of what rows see: words over a draft's scratch, and attention over a whole cache."""
 
 from __future__ import annotations
 

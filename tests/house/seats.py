@@ -62,7 +62,7 @@ SEATS = {
 
 
 class NoSeatError(Exception):
-    """No page leads through adding one of this kind."""
+    """Raised if no page explains how to add one of this kind."""
 
 
 def steps(kind: str, root: Path = ROOT) -> tuple[list[tuple[str, str]], str]:

@@ -1,4 +1,4 @@
-"""What measures the house: each kind of import, of event and of member is seen, and a part that does not work fails."""
+"""Tests of the measurements of structure: each kind of import, event and member is counted; faults fail."""
 
 from __future__ import annotations
 

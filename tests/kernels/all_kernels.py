@@ -1,4 +1,4 @@
-"""Every kernel on a random tree, against its own reference.
+"""Run every kernel on a random tree against its own reference.
 
 `python -m tests.kernels.all_kernels COUNT` runs each on so many of them; compute-sanitizer watches that on a device.
 Sizes that make other programs come from small sets, as a device compiles each; contents differ with every seed.

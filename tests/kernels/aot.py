@@ -236,7 +236,7 @@ MODULES = (
 
 
 def random_trees(seeds: int) -> None:
-    """What all_kernels launches: its checks see results that nothing computed."""
+    """Launch what all_kernels launches. Its checks are off, as nothing computes the results."""
     for run in all_kernels.KERNELS.values():
         for seed in range(seeds):
             with contextlib.suppress(AssertionError):
@@ -260,7 +260,7 @@ def stand_ins(kind: type[Compiling]) -> list[Compiling]:
 
 
 def main() -> None:
-    """Each argument is a JSON list: a name of CASES, then its arguments."""
+    """Compile cases. Each argument is a JSON list: a name of CASES, then its arguments."""
     arguments = sys.argv[1:]
     if arguments[0] == "--programs":
         kernels = stand_ins(Counting)

@@ -78,7 +78,7 @@ FULL = {
 
 
 def compiled(cases: list[list[Any]], cache: Path) -> list[dict[str, Any]]:
-    """What aot.py says, in a process of its own: this one interprets kernels, or has a device of another kind."""
+    """Run aot.py in another process and return its output: this one interprets kernels, or has another device."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.kernels.aot", *(json.dumps(case) for case in cases)]

@@ -1,4 +1,4 @@
-"""What only a device shows: many random trees, captures, and the sanitizers. A few trees run interpreted as well."""
+"""Tests for a device: many random trees, captures, and the sanitizers. A few trees run interpreted as well."""
 
 from __future__ import annotations
 

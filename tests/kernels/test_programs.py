@@ -1,4 +1,4 @@
-"""How many programs Triton compiles: each takes a device half a second to three, while somebody waits for an answer."""
+"""Tests of how many programs Triton compiles: each takes 0.5 to 3 s on a device while somebody waits."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_missing_triton_raises_and_names_the_remedy() -> None:
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "tritn")
-    with pytest.raises(BackendError, match="accepted are auto, cpp, triton, cuda, reference"):
+    with pytest.raises(BackendError, match="accepted: auto, cpp, triton, cuda, reference"):
         ops.backends(DEVICE)
 
 
@@ -331,7 +331,7 @@ def test_cached_attention(live: int, padding: int, prefix: int, seed: int, garba
 
 
 def rounding(query: Tensor, key: Tensor, value: Tensor, scale: float) -> float:
-    """How far float32 attention may be from the exact one, from the sizes of what is added.
+    """Return how far float32 attention may be from the exact one, from the sizes of its summands.
 
     A score is a sum of products, each rounded against all of them: as independent errors they add up like a walk. What
     a score is off by in absolute terms a weight is off by in relative ones, twice, as the weights' sum is off too; the

@@ -26,7 +26,7 @@ SLOTS = 64
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Those of both backends, few of each: what an interpreted program costs hardly depends on how much it does."""
+    """Register a few kernels of both backends: an interpreted program's cost hardly depends on its work."""
     with pytest.MonkeyPatch.context() as patch:
         host.take(host.built(tmp_path_factory.mktemp("host")), patch)
         patch.setattr(graphs, "FEWEST_SLOTS", SLOTS)

@@ -34,7 +34,7 @@ def random_tree(nodes: int, seed: int) -> list[int]:
 
 
 def ancestors(parents: list[int]) -> list[set[int]]:
-    """Each node's ancestors and itself."""
+    """Return each node's ancestors and itself."""
     found: list[set[int]] = []
     for node, parent in enumerate(parents):
         found.append((found[parent] if parent >= 0 else set()) | {node})

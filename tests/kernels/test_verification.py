@@ -64,7 +64,7 @@ def choose(logits: Tensor, positions: list[int], seed: int | None, temperature: 
 
 
 def by_the_sampler(logits: Tensor, positions: list[int], seed: int | None, temperature: float) -> list[int]:
-    """What the engine's own sampler chooses, row by row; -1 for None."""
+    """Return the choices of the engine's own sampler, row by row; -1 for None."""
     processors = [] if seed is None else [TemperatureLogitsWarper(temperature)]
     sampler, found = Sampler(processors, seed), []
     for row, position in zip(logits.cpu(), positions, strict=True):

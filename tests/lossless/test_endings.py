@@ -1,4 +1,4 @@
-"""Where a generation ends: nothing after the end is returned, streamed, cached or counted."""
+"""Tests of where a generation ends: nothing after the end is returned, streamed, cached or counted."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ class StopAt:
 
 
 def cut_by_hand(tokens: list[int], stop: dict[str, Any], prompt: list[int]) -> tuple[list[int], str]:
-    """What is left of an endless answer under the stop rules, and the reason, one token at a time."""
+    """Cut an endless answer by the stop rules, one token at a time; returns the rest and the reason."""
     letters = LetterTokenizer()
     for count in range(1, len(tokens) + 1):
         kept = tokens[:count]

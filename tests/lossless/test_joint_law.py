@@ -17,7 +17,7 @@ RUNS = 60_000  # for each world; above 2e5 together
 
 
 def simulate(world: World, runs: int, first_seed: int) -> tuple[dict[tuple[int, ...], int], list[int]]:
-    """How often each sequence of LENGTH tokens came out, and the accepted draft tokens of each run's first cycle.
+    """Count each sequence of LENGTH tokens, and the accepted draft tokens of each run's first cycle.
 
     Runs `verification.walk` on the world's trees with the noise of ops.keyed_gumbel_argmax. Runs that stand at the
     same context with the same choices at all nodes share one walk.

@@ -13,7 +13,7 @@ Rule = Callable[[np.random.Generator, TokenTree, list[np.ndarray]], list[int]]
 
 
 def children_of(tree: TokenTree) -> list[list[tuple[int, int]]]:
-    """For each node its children as (node, token), in creation order."""
+    """Return each node's children as (node, token), in creation order."""
     children: list[list[tuple[int, int]]] = [[] for _ in range(len(tree))]
     for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
         if node:
@@ -22,7 +22,7 @@ def children_of(tree: TokenTree) -> list[list[tuple[int, int]]]:
 
 
 def eagle_rule(random: np.random.Generator, tree: TokenTree, rows: list[np.ndarray]) -> list[int]:
-    """What EAGLE does: a child is accepted with p of what the rejected ones left; lossless."""
+    """Walk by EAGLE's lossless rule: accept a child with its probability in what the rejected ones left."""
     children, tokens, node = children_of(tree), [], 0
     while True:
         left, moved = rows[node].copy(), False

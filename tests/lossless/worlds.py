@@ -38,7 +38,7 @@ class World:
         self._scores: dict[tuple[int, ...], np.ndarray] = {}
 
     def scores(self, context: tuple[int, ...]) -> np.ndarray:
-        """What the target draws from after `context`: its logits through all processors, float32 [vocabulary]."""
+        """Return the scores that the target draws from after `context`: processed logits, float32 [vocabulary]."""
         if context not in self._scores:
             seen: list[Tensor] = []
             spy = Sampler([*self.processors, lambda ids, rows: seen.append(rows) or rows], seed=0)

@@ -39,9 +39,11 @@ def forced(instructions: str | None) -> Iterator[None]:
         yield
 
 
-def native_lm(model: PreTrainedModel, instructions: str | None = None, *, quantize: str | None = None) -> NativeLM:
+def native_lm(
+    model: PreTrainedModel, instructions: str | None = None, *, quantize: str | None = None, numerics: str = "auto"
+) -> NativeLM:
     with forced(instructions):
-        return from_model(model, quantize=quantize)
+        return from_model(model, quantize=quantize, numerics=numerics)
 
 
 @cache
@@ -95,7 +97,7 @@ def engine_of(
 
 
 def plainly(model: PreTrainedModel, prompt: list[int], count: int, **options: Any) -> list[int]:
-    """What transformers' own greedy generate answers."""
+    """Return the answer of transformers' own greedy generate."""
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "pad_token_id": 0, **options}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)

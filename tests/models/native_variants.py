@@ -77,7 +77,7 @@ def tree_of(vocabulary: int, seed: int = 0, size: int = 21) -> TokenTree:
 
 @torch.inference_mode()
 def native_logits(lm: NativeLM, prompt: list[int], tree: TokenTree) -> Tensor:
-    """Of each node of the tree behind the prompt, float32 [nodes, vocabulary]."""
+    """Return the logits of each node of the tree after the prompt, float32 [nodes, vocabulary]."""
     target = NativeTarget(lm)
     target.prefill(prompt)
     return target.verify(tree)[0]

@@ -1,4 +1,4 @@
-"""What a run of torchrun answers: python -m tests.models.parallel_answers MODEL DRAFT TOKENS POLICY...."""
+"""Answer in a run of torchrun: python -m tests.models.parallel_answers MODEL DRAFT TOKENS POLICY...."""
 
 import json
 import sys

@@ -38,7 +38,7 @@ def answer(model: PreTrainedModel) -> list[int]:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_an_encoder_is_refused_and_its_decoder_answers(kind: str) -> None:
-    message = "changes the logits of those before it, so it is no causal LM; its config says is_decoder=False"
+    message = "changes the logits of those before it, so it is not a causal LM; its config says is_decoder=False"
     for sure in (True, False):
         with pytest.raises(UnsupportedModelError, match=message):
             Engine.from_pretrained(bert_like(kind, is_decoder=False, sure=sure))
@@ -55,7 +55,7 @@ def test_a_model_that_was_made_to_look_ahead_is_refused() -> None:
         return (states + states.mean(dim=1, keepdim=True), *given[1:])
 
     model.transformer.h[1].register_forward_pre_hook(smear)
-    with pytest.raises(UnsupportedModelError, match=r"is no causal LM$"):
+    with pytest.raises(UnsupportedModelError, match=r"is not a causal LM$"):
         CausalLM(model)
 
 

@@ -1,4 +1,4 @@
-"""What is noticed of a loaded model: every number, module and setting."""
+"""Tests that changes of a loaded model are noticed: of every number, module and setting."""
 
 from __future__ import annotations
 

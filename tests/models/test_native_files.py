@@ -216,8 +216,8 @@ def test_a_file_is_a_draft_too(file: Path) -> None:
     ("data", "message"),
     [
         (b"", r"the header reaches to byte 4, and the file has 0: it is cut off or damaged"),
-        (b"hello, I am a text\n" * 9, r"is no GGUF file: it begins with b'hell'"),
-        (b"GGUX" + bytes(96), r"is no GGUF file: it begins with b'GGUX'"),
+        (b"hello, I am a text\n" * 9, r"is not a GGUF file: it begins with b'hell'"),
+        (b"GGUX" + bytes(96), r"is not a GGUF file: it begins with b'GGUX'"),
         (b"GGUF\x09" + bytes(96), r"has GGUF version 9: only 2 and 3 are read"),
     ],
     ids=["empty", "text", "magic", "version"],
@@ -252,9 +252,7 @@ def test_a_file_of_another_architecture_is_refused_by_its_name(tmp_path: Path) -
     data = path.read_bytes().replace(b"llama", b"gemma")
     path.write_bytes(data)
     for backend in BACKENDS:
-        with pytest.raises(
-            UnsupportedModelError, match="has architecture 'gemma', and accepted in GGUF files are llama"
-        ):
+        with pytest.raises(UnsupportedModelError, match="has architecture 'gemma'; accepted in GGUF files: llama"):
             loaded(path, backend=backend)
 
 

@@ -13,6 +13,7 @@ from specengine.checkpoints.pretrained import open_native
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, NumericalError, UnsupportedModelError
+from specengine.models import native
 from specengine.models.eagle import head_from
 from specengine.models.native import NativeHead, NativeLM, NativeTarget
 from specengine.ops import Nodes
@@ -23,25 +24,31 @@ from tests.toy import CPU, VOCABULARY, head_config, policy_for, random_state, ti
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 TREE = tree_of(VOCABULARY)
+WAYS = [
+    pytest.param(numerics, name, id=f"{numerics}-{name}")
+    for numerics in ("bfloat16", "integer")
+    for name in native.instruction_sets(numerics)
+]
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+@pytest.mark.parametrize(("numerics", "instructions"), WAYS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_int8_is_close(family: str, instructions: str) -> None:
+def test_int8_is_close(family: str, numerics: str, instructions: str) -> None:
     model = tiny(family, **WIDE)
     exact = own_logits(model, PROMPT, TREE)
     half = native_lm(model.to(torch.bfloat16), instructions)
-    quantized = native_lm(model, instructions, quantize="int8")
+    quantized = native_lm(model, instructions, quantize="int8", numerics=numerics)
+    assert (quantized.numerics, quantized.instruction_set) == (numerics, instructions)
     error = (native_logits(quantized, PROMPT, TREE) - exact).abs().mean() / exact.std()
     assert 0 < error < 0.06
     assert quantized.stored == "i8"
     assert quantized.weight_bytes < 0.6 * half.weight_bytes
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
-def test_a_nodes_bits_are_those_of_plain_decoding(instructions: str) -> None:
-    target = NativeTarget(native_lm(half_of("qwen3"), instructions, quantize="int8"))
+@pytest.mark.parametrize(("numerics", "instructions"), WAYS)
+def test_a_nodes_bits_are_those_of_plain_decoding(numerics: str, instructions: str) -> None:
+    target = NativeTarget(native_lm(half_of("qwen3"), instructions, quantize="int8", numerics=numerics))
     logits = native_logits(target.lm, PROMPT, TREE)
     for node in range(0, TREE.size, 4):
         target.reset()
@@ -76,7 +83,7 @@ def by_output(weight: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def head_logits(drafter: Eagle) -> Tensor:
-    """Of a root and of two levels below it."""
+    """Return the logits of a root and of two levels below it."""
     target = NativeTarget(drafter.target)
     target.want(drafter.traits.features)
     target.reserve(64, 16)
@@ -141,7 +148,7 @@ def test_where_it_cannot_be_had() -> None:
             Engine.from_pretrained(model, "none", quantize=value)
         with pytest.raises(InputError, match=f"quantize: got {value!r}, accepted int8 or none"):
             native_lm(model, quantize=value)  # type: ignore[arg-type]
-    asked = "backend, quantize: the native forward was asked for, but "
+    asked = "quantize: the native forward was asked for, but "
     for options, reason in (
         ({"backend": "huggingface"}, "backend='huggingface' was asked for"),
         ({"graphs": True}, "graphs are made of the model's own modules"),

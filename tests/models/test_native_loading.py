@@ -1,4 +1,4 @@
-"""Which backend runs a model: what the native forward takes by default, what it refuses, and why."""
+"""Tests of which backend runs a model: what the native forward takes by default, what it refuses, and why."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_options_of_the_other_backend_choose_it(options: dict[str, Any], reason:
     engine = loaded(tiny(), **options)
     assert isinstance(engine.target, HuggingFaceTarget)
     assert answer(engine, 6) == plainly(tiny(), PROMPT, 6)
-    with pytest.raises(InputError, match=f"backend, quantize: the native forward was asked for, but {reason}"):
+    with pytest.raises(InputError, match=f"backend: the native forward was asked for, but {reason}"):
         loaded(tiny(), backend="native", **options)
 
 
 def test_float16_runs_through_transformers(tmp_path: Path) -> None:
     path = saved(tmp_path, tiny())
     assert loaded(path, dtype="float16").target.dtype is torch.float16
-    with pytest.raises(InputError, match=r"asked for, but dtype torch.float16 is none of bfloat16 and float32"):
+    with pytest.raises(InputError, match=r"asked for, but dtype torch.float16 is neither bfloat16 nor float32"):
         loaded(path, dtype="float16", backend="native")
     half = tiny().to(torch.float16)
     assert "native: weights of torch.float16, known are bfloat16 and float32" in loaded(half).target.backend

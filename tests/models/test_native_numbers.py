@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specengine.checkpoints import embedded
-from specengine.checkpoints.pretrained import open_native, packed_kinds
-from specengine.models.native import WITH_PAIRS, NativeLM, from_model
+from specengine.checkpoints.pretrained import open_native
+from specengine.models.native import WITH_PAIRS, NativeLM, from_model, kinds_of
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
 from tests.models.native_variants import (
@@ -30,6 +30,7 @@ from tests.toy import VOCABULARY
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 WITH_VECTORS = [name for name in INSTRUCTION_SETS if name not in WITH_PAIRS]  # those that run float32
+PACKED = [kind for kind in kinds_of("bfloat16") if kind.startswith("q")] if INSTRUCTION_SETS else []
 TREE = tree_of(VOCABULARY)
 
 
@@ -46,7 +47,7 @@ def test_float32_logits_are_those_of_the_models_own_modules(variant: str, instru
 
 
 def errors(logits: Tensor, variant: str) -> Tensor:
-    """Of all logits, in shares of their spread."""
+    """Return the errors of all logits, as shares of their spread."""
     return ((logits - exact(variant)).abs() / exact(variant).std()).flatten()
 
 
@@ -84,13 +85,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gguf")
 
 
-def packed(path: Path, instructions: str, dtype: torch.dtype = torch.bfloat16) -> NativeLM:
+def packed(path: Path, instructions: str) -> NativeLM:
     with forced(instructions):
-        return NativeLM(open_native(str(path), dtype=dtype).source)
+        return NativeLM(open_native(str(path)).source, numerics="bfloat16")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", packed_kinds() if INSTRUCTION_SETS else [])
+@pytest.mark.parametrize("kind", PACKED)
 def test_packed_blocks_give_the_bits_of_the_converted_model(kind: str, architecture: str, folder: Path) -> None:
     path = write_gguf(folder / f"{architecture}-{kind}.gguf", architecture, kind, tied=architecture == "qwen3")
     converted = open_native(str(path)).source.model()
@@ -159,8 +160,8 @@ def test_the_default_model_by_both_forwards(default_model_path: Path) -> None:
 @pytest.mark.model
 def test_the_default_models_file_gives_the_bits_of_its_conversion(default_model_path: Path) -> None:
     prompt = AutoTokenizer.from_pretrained(default_model_path)(TEXT)["input_ids"]
-    file, tree = NativeLM(open_native(str(embedded.gguf())).source), tree_of(40_000)
-    assert set(file.stored.split(", ")) <= set(packed_kinds())
+    file, tree = NativeLM(open_native(str(embedded.gguf())).source, numerics="bfloat16"), tree_of(40_000)
+    assert set(file.stored.split(", ")) <= set(PACKED)
     ours = native_logits(file, prompt, tree)
     folder = NativeLM(open_native(str(default_model_path)).source)
     assert (file.dtype, folder.dtype, folder.stored) == (torch.bfloat16, torch.bfloat16, "bf16")

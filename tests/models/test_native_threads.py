@@ -18,7 +18,7 @@ TOKENS = 40
 
 
 def in_two_threads(work: Callable[[int], object]) -> list[object]:
-    """What `work(0)` and `work(1)` give, begun together; an error of theirs is raised here."""
+    """Run `work(0)` and `work(1)` at the same time and return their results; raises their errors here."""
     barrier, found, errors = threading.Barrier(2), [None, None], []
 
     def run(index: int) -> None:

@@ -138,7 +138,7 @@ def test_a_killed_rank_ends_the_other_with_an_error_that_names_it(gone: int, tmp
     ("options", "message"),
     [
         ({"tp_plan": "all"}, "tp_plan: got 'all', accepted auto or none"),
-        ({"tp_plan": "auto"}, "tp_plan: this process is alone; start it by torchrun"),
+        ({"tp_plan": "auto"}, "tp_plan: this is the only process; start it by torchrun"),
         ({"tp_plan": "auto", "quantize": "int8"}, "tp_plan: got quantize too"),
         ({"tp_plan": "auto", "graphs": True}, "tp_plan: got graphs too"),
     ],
@@ -150,9 +150,9 @@ def test_what_cannot_be_split_is_refused(options: dict[str, Any], message: str, 
 
 def test_models_without_a_plan_or_with_an_odd_one_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UnsupportedModelError, match="64 units of a layer's MLP cannot be dealt out to 3 ranks"):
+    with pytest.raises(UnsupportedModelError, match="64 units of a layer's MLP cannot be divided among 3 ranks"):
         tensor_parallel.splitting(tiny("llama", intermediate_size=64).config)
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no plan of its own"):
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no tensor-parallel plan"):
         tensor_parallel.splitting(tiny("gpt2").config)
 
 
@@ -163,4 +163,4 @@ def test_commands_that_load_more_than_one_engine_are_refused_by_every_rank(
     monkeypatch.setattr("specengine.cli.RANKS", 2)
     monkeypatch.setenv("RANK", rank)
     assert main(["check"]) == 2
-    assert "torchrun: accepted for generate, chat, serve" in capsys.readouterr().err
+    assert "torchrun: accepted with the commands generate, chat, serve" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which backends there are here, and running an op with one of them or with each."""
+"""The backends of this machine, and helpers that run an op with one or each of them."""
 
 import os
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ def running(backend):
 
 
 def of_each(call):
-    """What `call` gives with each backend, by its name."""
+    """Return the result of `call` by name of the backend, for each backend."""
     results = {}
     for backend in BACKENDS:
         with running(backend):

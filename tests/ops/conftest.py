@@ -1,4 +1,4 @@
-"""What the tests of ops share: a backend to run with, and memory that shows what was not written."""
+"""Fixtures of the tests of ops: a backend to run with, and memory that shows what was not written."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which backend an op runs with, and what is said where it is not there."""
+"""Tests of which backend runs an op, and of the message if it is missing."""
 
 import os
 import subprocess
@@ -67,7 +67,7 @@ class TestBackends:
     def test_unknown_name(self, monkeypatch):
         choose(monkeypatch, "fast")
         with pytest.raises(
-            BackendError, match="SPECENGINE_BACKEND=fast: unknown, accepted are auto, cpp, triton, cuda, reference"
+            BackendError, match="SPECENGINE_BACKEND=fast: unknown, accepted: auto, cpp, triton, cuda, reference"
         ):
             ops.tree_mask(torch.tensor([[1]]), 1)
 

@@ -47,7 +47,7 @@ def brute_candidates(logits, scores, most, log_gate, bound):
 
 
 def margin(score):
-    """How far rounding may move a score of float32."""
+    """Return how far rounding may move a score of float32."""
     return 1e-5 + 2e-6 * np.abs(score)
 
 
@@ -70,7 +70,7 @@ def fewest(most, limit):
 
 
 def checked(got, most):
-    """What was found, without its padding, which is 0."""
+    """Return the selection without its padding, which must be 0."""
     assert [part.dtype for part in got] == [torch.int64] * 2 + [torch.float32] * 2 + [torch.int32]
     assert [tuple(part.shape) for part in got] == [(most,)] * 4 + [(1,)]
     size = int(got.live)
@@ -80,7 +80,7 @@ def checked(got, most):
 
 
 def check_candidates(logits, scores, most, log_gate, bound, normalized, got):
-    """Every promise that does not depend on how the backend rounds; selection is exact up to `margin`."""
+    """Check every promise that does not depend on the backend's rounding; selection is exact up to `margin`."""
     size = len(got.rows)
     assert size <= most
     log_gate, bound = (-INF if number is None else number for number in (log_gate, bound))

@@ -33,7 +33,7 @@ def beams(draw):
 
 
 def laid_out(width, expansions, scores, depths, pad):
-    """Every place of the beam, level by level."""
+    """Return every place of the beam, level by level."""
     lowest, places = pad if pad < 0 else LOWEST, []
     for depth in range(1, expansions + 2):
         level = [max(float(score), lowest) for score, own in zip(scores, depths, strict=True) if own == depth]

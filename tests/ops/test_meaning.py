@@ -1,4 +1,4 @@
-"""What runs an op gives what the op means."""
+"""Tests that every implementation of an op equals its torch reference."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class History:
         return self.told(self.take(self.budget - len(self.accepted)), [])
 
     def step(self, candidates, begins, decide, fill):
-        """As the op: what it draws, and the mass. decide: the threshold, by the mass."""
+        """Step as the op does; returns what it draws, and the mass. decide: the threshold, by the mass."""
         if begins:
             self.__init__(self.budget, self.batch, self.max_depth)
         self.push(candidates)

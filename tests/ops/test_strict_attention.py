@@ -49,7 +49,7 @@ class Case(NamedTuple):
         return ops.strict_cached_attention(**(self._asdict() | changes), scale=0.3)
 
     def slots(self, row: int) -> list[int]:
-        """What a row sees."""
+        """Return the slots that a row sees."""
         before = int(self.prefix)
         own = self.paths.nodes[row, : int(self.paths.counts[row])].tolist() if row < int(self.live) else None
         return [] if own is None else [*range(before), *(before + node for node in own)]
@@ -93,7 +93,7 @@ def drawn(
 
 
 def attention(case: Case) -> Tensor:
-    """In float64, under a mask."""
+    """Compute attention in float64, under a mask."""
     query, key, value = (part.double() for part in (case.query, case.key.nan_to_num(), case.value.nan_to_num()))
     scores = torch.einsum("hgnd,hld->hgnl", query.view(key.shape[0], -1, *query.shape[1:]), key) * 0.3
     weights = scores.masked_fill(~case.mask(), -INF).softmax(-1).nan_to_num(0.0)

@@ -51,7 +51,7 @@ class Slow:
         self.verify, self.draft, self.widths = (part.tolist() for part in given)
 
     def best(self, chances, waiting, width, left, spent=0.0):
-        """What `left` or fewer passes from `width` nodes make of a tree; waiting: chance, level, place of each."""
+        """Return a tree's best worth after up to `left` passes from `width` nodes. waiting: chance, level, place."""
         order = sorted(waiting, key=lambda node: (-node[0], node[2]))
         drawn, rest = order[:width], order[width:]
         spent += self.draft[len(drawn)]
@@ -313,7 +313,7 @@ def ledger_of(nodes=9, width=3, seconds=0.0):
 
 class TestGrowLikely:
     def grow(self, tree, frontier, logits, tokens=None, marks=None, **changes):
-        """Of log-probabilities as they are stated; the notes and the ledger are returned as well."""
+        """Grow by log-probabilities as stated; returns the notes and the ledger as well."""
         counts, notes = fresh()
         counts.table.copy_(torch.linspace(-ODDS, ODDS, KNOTS).sigmoid())
         limits = Limits(changes.pop("least", -20.0), changes.pop("budget", 4), 1, 9)

@@ -26,7 +26,7 @@ ELSEWHERE = 99  # a token that no draft proposes
 
 
 def level(chance: float) -> int:
-    """Of a node below the root whose edge has this chance."""
+    """Return the level of a node below the root whose edge has this chance."""
     return min(int(chance * (LEVELS - 1)), LEVELS - 2) + 1
 
 
@@ -59,7 +59,7 @@ class Lawful(Drafter):
 
 
 class Found(NamedTuple):
-    """What a way of growing a tree is expected to bring: tokens, and the time that it takes."""
+    """The expected tokens of a way of growing a tree, and its time."""
 
     tokens: float
     time: float
@@ -76,7 +76,7 @@ class Node(NamedTuple):
 
 
 def all_ways(rows: Rows, costs: PassCosts, *, budget: int, width: int, passes: int) -> list[Found]:
-    """Of every sequence of widths, best first, and every number of verified nodes."""
+    """Return the results of every sequence of widths, best first, and every number of verified nodes."""
     verify, draft = (table.tolist() for table in costs.table(budget, width, 0))
     found = list[Found]()
 

@@ -54,7 +54,7 @@ def layers(tree: TokenTree) -> list[Layer]:
 
 
 def children(draft: ToyDrafter, path: Path, score: np.float32) -> Iterator[tuple[Path, np.float32]]:
-    """All children with a probability, by token."""
+    """Yield all children with a probability, by token."""
     row = draft.tables.logits([*draft.tokens, 0, *path]).numpy()
     for token, edge in enumerate(row):
         if edge > -math.inf:
@@ -62,7 +62,7 @@ def children(draft: ToyDrafter, path: Path, score: np.float32) -> Iterator[tuple
 
 
 def ranked(draft: ToyDrafter, parents: Layer) -> list[tuple[Path, np.float32]]:
-    """All children of a layer: best path first; of equal ones that of the earlier parent, then the likelier token."""
+    """Return all children of a layer, best path first; of equals the earlier parent's, then the likelier token."""
     found = []
     for place, (path, score) in enumerate(parents.items()):
         row = draft.tables.logits([*draft.tokens, 0, *path]).numpy()

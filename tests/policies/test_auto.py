@@ -36,7 +36,7 @@ CHEAP = PassCosts("cheap", {1: 1.0, 64: 1.5}, {1: 0.05})
 
 
 def auto(costs: str | PassCosts = CHEAP, **options: Any) -> Auto:
-    """It takes chances as they are stated until it has counted others."""
+    """Return an `auto` that takes chances as stated until it has counted others."""
     policy = policies.make("auto", costs=costs, **options)
     assert isinstance(policy, Auto)
     counts = state_of(policy).counts

@@ -216,7 +216,7 @@ def test_presets_grow(name: str) -> None:
         ({"min_level1": -1}, r"policy c2t\.min_level1: got -1"),
         (
             {"classifier": "/no/such/file"},
-            r"policy c2t\.classifier: /no/such/file is no file; train one with: specengine",
+            r"policy c2t\.classifier: /no/such/file is not a file; train one with: specengine",
         ),
     ],
 )

@@ -56,7 +56,7 @@ def even(policy: TreePolicy) -> TreePolicy:
 
 
 def edge(policy: TreePolicy, stated: Tensor) -> Tensor:
-    """What an even policy makes of the draft's log-probability: auto counts chances."""
+    """Return a policy's own edge value for the draft's log-probability: auto counts chances."""
     if not isinstance(policy, Auto):
         return stated
     return ops.chances(stated[None], torch.zeros(1, dtype=torch.int64), policy._state[CPU].counts.table)[0]
@@ -408,9 +408,9 @@ def test_names_list_plain_and_each_file() -> None:
 
 def test_a_policy_without_its_methods_says_what_is_missing() -> None:
     nothing = TreePolicy()
-    with pytest.raises(NotImplementedError, match="states its capacity"):
+    with pytest.raises(NotImplementedError, match="must state its capacity"):
         _ = nothing.capacity
-    with pytest.raises(NotImplementedError, match="grows the tree"):
+    with pytest.raises(NotImplementedError, match="must define grow"):
         nothing.grow(TokenTree.root(0), nodes_of([]), None)  # type: ignore[arg-type]
     assert nothing.keep(TokenTree.root(0)).alive().tolist() == [0]
     assert RandomShape(1) != RandomShape(2)

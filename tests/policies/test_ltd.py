@@ -81,7 +81,7 @@ def test_under_constant_decisions_the_tree_is_eagles(seed: int, depth: int, size
 
 
 def constant_networks(shape: Shape, depth: int, size: int) -> Networks:
-    """Whose biases decide: to go on always, and for one size."""
+    """Return networks whose biases decide: always go on, and take one size."""
     networks = Networks(shape, {"depth": (4,), "size": (4,)})
     with torch.no_grad():
         for parameter in networks.parameters():
@@ -354,7 +354,7 @@ def test_other_released_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"mis-shaped: depth.0.weight"):
         policies.make("ltd", networks=f"{size},{size}")
     size.write_text("no zip")
-    with pytest.raises(InputError, match="no policy that Stable-Baselines3 saved"):
+    with pytest.raises(InputError, match="is not a policy saved by Stable-Baselines3"):
         policies.make("ltd", networks=f"{depth},{size}")
 
 
@@ -364,7 +364,7 @@ def test_other_released_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"networks": "/nowhere/pair"}, "networks: /nowhere/pair is no file, known are cpu, paper"),
+        ({"networks": "/nowhere/pair"}, "networks: /nowhere/pair is not a file, known are cpu, paper"),
         ({"depth": 13}, "depth: got 13, accepted 0 to 12"),
         ({"size": 0}, "size: got 0, accepted 1 or more"),
         ({"check_every": 0}, "check_every: got 0"),

@@ -1,4 +1,4 @@
-"""When auto decodes plainly: by simulated clocks, and with an engine."""
+"""Tests of when auto decodes plainly: by simulated clocks, and with an engine."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Padded:
         self.tree = TokenTree(policy.capacity)
 
     def grow(self) -> Grown:
-        """Every pass that there may be, and two more, though the tree may have ended."""
+        """Run the maximum number of passes and two more, though the tree may have ended."""
         tree = self.tree
         for array in (tree.log_probs, tree.path_log_probs):
             array[1:] = math.nan
@@ -166,7 +166,7 @@ class Padded:
 
 
 def on_a_device(function: Callable[..., Any], *given: Any) -> Any:
-    """What it returns where no count may be looked at."""
+    """Call a function where no count may be read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specengine.ops.tree.FREE", "none")
         return function(*given)

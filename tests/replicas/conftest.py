@@ -16,7 +16,7 @@ if all(map(importlib.util.find_spec, NEEDED)):
 
 @pytest.fixture(scope="session")
 def address() -> Iterator[str]:
-    """Of a cluster with room for four replicas."""
+    """Start a cluster with room for four replicas; yields its address."""
     from tests.replicas.clusters import cluster
 
     with cluster(4) as found:

@@ -23,12 +23,12 @@ PROMPTS = 84
 
 
 def drive(prompts: Path, out: Path, model: Path, more: tuple[str, ...]) -> None:
-    """In a process of its own."""
+    """Run in a process of its own."""
     sys.exit(files.batch(prompts, out, model, *more))
 
 
 def interrupted(folder: Path, model: Path, prompts: Path, address: str, number: int, draw: random.Random) -> str:
-    """One file, written through one to three kills; what was done to it."""
+    """Write one file through one to three kills; returns what was done."""
     replicas = REPLICAS[number % len(REPLICAS)]
     out = folder / f"{number}.jsonl"
     more = () if replicas == 1 else ("--replicas", str(replicas), "--threads", "1", "--ray-address", address)

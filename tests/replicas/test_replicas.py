@@ -263,7 +263,7 @@ def test_a_request_of_which_nothing_was_sent_is_asked_of_another_replica_once(lo
     asked: list[Any] = []
 
     class Handle:
-        """Of replicas of which the first so many end before they have answered."""
+        """A handle of replicas of which the first few end before they answer."""
 
         def options(self, **_: Any) -> Any:
             return self

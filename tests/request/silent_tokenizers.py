@@ -41,7 +41,7 @@ class Words(PreTrainedTokenizer):
 
 
 class Plain:
-    """Of a program of one's own: `encode` and `decode`, without options."""
+    """A tokenizer with only `encode` and `decode`, without options."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
@@ -64,7 +64,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 @cache
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """As SentencePiece's: a blank begins a word, and a character that is no token is written in bytes."""
+    """Make a tokenizer like SentencePiece's: a blank begins a word; unknown characters are written as bytes."""
     pieces = ["<unk>", "▁", "▁a", "a", "b", ".", *(f"<0x{byte:02X}>" for byte in range(256))]
     core = Tokenizer(models.BPE(vocab={piece: place for place, piece in enumerate(pieces)}, merges=[]))
     core.decoder = decoders.Sequence(

@@ -25,7 +25,7 @@ COUNT = 8
 
 
 def theirs(config: GenerationConfig, prompt: list[int] = PROMPT, **options: Any) -> list[int] | None:
-    """What transformers answers with this config as the model's own; None where it raises."""
+    """Return the answer of transformers with this config as the model's own; None if it raises."""
     model, ids = untouched(), torch.tensor([prompt])
     before, model.generation_config = model.generation_config, config
     options = {"max_new_tokens": COUNT, "return_dict_in_generate": False, "output_scores": False} | options

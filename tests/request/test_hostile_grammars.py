@@ -38,7 +38,7 @@ def answer(draft: str, schema: Any) -> Any:
 
 
 def check(schema: Any) -> bool:
-    """Whether it is taken; AssertionError where an answer is not as it should be."""
+    """Return whether the schema is accepted. AssertionError if an answer does not meet it."""
     try:
         plain = answer("none", schema)
     except InputError:

@@ -97,7 +97,7 @@ def test_drafts_that_copy_nothing_refuse(draft: str) -> None:
         (["a"], r"prediction: got \['a'\], accepted a string"),
         (5, "prediction: got 5, accepted a string or a list of token ids"),
         ({"type": "content"}, "prediction: got {'type'.*accepted a string"),
-        ("caf\udce9", "prediction: character 3 is no Unicode text"),
+        ("caf\udce9", "prediction: character 3 is not Unicode text"),
     ],
     ids=str,
 )

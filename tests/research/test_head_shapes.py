@@ -69,7 +69,7 @@ def test_a_vocabulary_that_would_shrink_is_refused(tmp_path: Path, monkeypatch: 
     given = ["--data", str(tmp_path / "data"), "--start", str(tmp_path / "start"), "--shape", "40x20"]
     heads = ["--model", str(folder), "--heads", str(tmp_path / "heads")]
     monkeypatch.setattr(sys, "argv", ["head_shapes", "train", *heads, *given])
-    with pytest.raises(SystemExit, match=r"--shape: accepted are .* tokens or more"):
+    with pytest.raises(SystemExit, match=r"--shape: accepted: .* tokens or more"):
         head_shapes.main()
     assert not (tmp_path / "heads").exists()
 

@@ -299,7 +299,7 @@ def cycles(
 
 
 def agreeing_state(config: EagleConfig, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Of a head that was fitted a little to the model's answer to PROMPT, so that it is right now and then."""
+    """Return the state of a head fitted a little to the model's answer to PROMPT, so that it is right now and then."""
     answer = Engine(HuggingFaceTarget(model), None, None).generate(PROMPT, max_new_tokens=40).token_ids
     tokens, state = [*PROMPT, *answer], random_state(config)
     ids = state["d2t"] + torch.arange(len(state["d2t"]))
@@ -405,7 +405,7 @@ def test_other_refusals() -> None:
     with pytest.raises(InputError, match="6 heads must be a multiple of 4 key-value heads"):
         Shape(60, 9, 6, 4, 100, 300)
     for text in ("7b", "56x9", "60x9x6x3x100x0", "axbxcxdxexf"):
-        with pytest.raises(argparse.ArgumentTypeError, match="accepted are 8b and HIDDENx"):
+        with pytest.raises(argparse.ArgumentTypeError, match="accepted: 8b and HIDDENx"):
             parse_shape(text)
 
 

@@ -122,7 +122,7 @@ class Crowd:
         return "left"
 
     async def hangs_up(self, client: httpx.AsyncClient, chance: random.Random) -> str:
-        """In the middle of its request."""
+        """Hang up in the middle of a request."""
         url = httpx.URL(self.address)
         _, writer = await asyncio.open_connection(url.host, url.port)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 5000\r\n\r\n"
@@ -191,7 +191,7 @@ async def _events(answer: httpx.Response, pause: float = 0.0) -> AsyncIterator[s
 
 
 def counters(address: str) -> Counter[str]:
-    """What /metrics says, by name without the prefix, labels added up; gauges among them."""
+    """Return /metrics, gauges included, by name without the prefix; labels are added up."""
     text = httpx.get(f"{address}/metrics", headers=HEADERS).text
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):

@@ -1,4 +1,4 @@
-"""What stands before requests: names, sizes, times; and what is told of bodies that are none."""
+"""Tests of the guards before requests: names, sizes, times; and messages for bodies that are not JSON."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_asking_for_health_is_no_failed_request() -> None:
         (b"[" * 100_000, "nested too deep"),
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", "too many digits"),
         (gzip.compress(b"{}", mtime=0), "looks compressed"),
-        (b"\xff", "byte 0 is no UTF-8"),
+        (b"\xff", "byte 0 is not UTF-8"),
         (b'{"a": }', "at character 6"),
         (b"", "must be a JSON object"),
         (b"[" + b"[]," * 200_000 + b"[]]", "lists and objects, accepted at most"),
@@ -154,7 +154,7 @@ def test_a_text_of_brackets_and_quotes_has_few_parts() -> None:
 
 
 def said(server: Served, sent: list[bytes], wait: float = 0.0) -> bytes:
-    """What comes back before the connection is closed."""
+    """Send bytes and return the reply until the connection is closed."""
     host, port = server.address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as opened:
         for piece in sent:

@@ -95,7 +95,7 @@ class Browsed:
         self.page.wait_for_selector("#settings", state="hidden")
 
     def nodes(self) -> dict[str, tuple[str, str, str]]:
-        """Of the tree that is shown: fate, origin and label by node."""
+        """Return fate, origin and label by node of the tree that is shown."""
         script = """all => all.map(one => [one.dataset.node, one.classList[1], one.dataset.origin,
                                            one.querySelector('text').textContent])"""
         return {node: tuple(rest) for node, *rest in self.page.locator("#tree .node").evaluate_all(script)}

@@ -175,7 +175,7 @@ def test_what_takes_long_to_read_is_known(body: dict[str, Any], quick: bool) -> 
 
 
 class Slow:
-    """What reads requests, held up where it is no quick one."""
+    """A reader of requests that is held up at slow ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reads, self.ended = threading.Event(), threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What clients send beside a question: hints, other servers' names, and histories as they were kept."""
+"""Tests of what clients send beside a question: hints, other servers' names, and kept histories."""
 
 from __future__ import annotations
 

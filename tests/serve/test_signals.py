@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def told_to_stop(process: Any, client: httpx.AsyncClient, count: int) -> tuple[list[httpx.Response], Any]:
-    """What `count` requests under way get, and what one gets that comes after the signal."""
+    """Return the replies to `count` requests under way, and to one that comes after the signal."""
     asked = [asyncio.create_task(client.post(PATH, json=LONG)) for _ in range(count)]
     while "num_requests_waiting 5.0" not in (await client.get("/metrics")).text:
         assert not any(one.done() for one in asked)

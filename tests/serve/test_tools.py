@@ -82,7 +82,7 @@ def read(known: Format, text: str, cuts: list[int] | None = None) -> tuple[str, 
 
 
 def written(known: Format, calls: list[dict[str, Any]]) -> str:
-    """As the model's template writes them."""
+    """Return calls as the model's template writes them."""
     listed = [{"id": "123456789", "type": "function", "function": call} for call in calls]
     messages = [{"role": "assistant", "content": "", "tool_calls": listed}]
     tokenizer = byte_tokenizer(TEMPLATES[type(known)])

@@ -1,4 +1,4 @@
-"""What the tests of traces share: a trace to read."""
+"""Fixtures of the tests of traces: a trace to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read: a killed run up to its last line, and broken files refused by name."""
+"""Tests of reading: a killed run up to its last line, and broken files refused by name."""
 
 from __future__ import annotations
 

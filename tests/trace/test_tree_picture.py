@@ -1,4 +1,4 @@
-"""One cycle's tree as a picture."""
+"""Tests of the picture of one cycle's tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written is what the engine did."""
+"""Tests that a trace is what the engine did."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_an_engine_writes_what_its_target_would(model: PreTrainedModel, tmp_path
 
 
 def _all_rows(writer: Any, shard: int) -> list[Text]:
-    """Also the conversations without an answer, so that rows and texts can be matched."""
+    """Return all rows, conversations without an answer included, so that rows and texts can be matched."""
     found: list[Text] = []
     original = conversations.Row.text
 

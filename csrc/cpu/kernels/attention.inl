@@ -1,126 +1,239 @@
 // Attention over slots in their order, in float.
-
-// Where bit i of `lanes` is set, for the W lanes of vector v.
-CPU_INLINE vi chosen_lanes(uint32_t lanes, int v) {
-  vi bit = {};
-  for (int i = 0; i < W; ++i) bit[i] = 1 << i;
-  return ((vi{} + static_cast<int32_t>(lanes >> v * W)) & bit) != 0;
-}
+//
+// A score is one sum over the channels, in their order; a value's channel is one sum over the slots that its query sees, in
+// theirs. Lanes are slots where scores are made, of keys that are turned for it, and channels where values are summed: so a
+// query costs as much alone as beside others, and its sums are the same ones in vectors of any width.
 
 // One over the sum of a lane's weights; where nothing is visible all are 0.
 CPU_INLINE vf share_of(vf sum) { return sum > 0.0f ? 1.0f / sum : (sum == sum ? vf{} : sum); }
 
-CPU_INLINE void expand_slot(const AttendTask& task, const void* from, int64_t slot, float* to) {
-  const int64_t size = task.size;
-  if (!task.half) {
-    __builtin_memcpy(to, static_cast<const float*>(from) + slot * size, static_cast<size_t>(size) * sizeof(float));
-    return;
-  }
-  const uint16_t* at = static_cast<const uint16_t*>(from) + slot * size;
-  int64_t i = 0;
-  for (; i + W <= size; i += W) store(to + i, load_half(at + i));
-  for (; i < size; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(at[i]) << 16;
-    __builtin_memcpy(to + i, &bits, 4);
+constexpr int kQueriesTogether = W == 16 ? 4 : 3;
+
+// Calls body(constant of count), which is at most kQueriesTogether.
+template <typename Body>
+CPU_INLINE void with_count(int64_t count, const Body& body) {
+  switch (count) {
+    case 1: return body(std::integral_constant<int, 1>{});
+    case 2: return body(std::integral_constant<int, 2>{});
+    case 3: return body(std::integral_constant<int, 3>{});
+    default: return body(std::integral_constant<int, kQueriesTogether>{});
   }
 }
 
-constexpr int kSlots = 16;    // expanded at a time
-constexpr int kChannels = 8;  // of the output, summed side by side
+// Calls body(first, constant of their number) for some queries at a time.
+template <typename Body>
+CPU_INLINE void by_queries(int64_t count, const Body& body) {
+  const int64_t parts = (count + kQueriesTogether - 1) / kQueriesTogether, size = (count + parts - 1) / parts;
+  for (int64_t q = 0; q < count; q += size)
+    with_count(least(size, count - q), [&](auto some) __attribute__((always_inline)) { body(q, some); });
+}
 
-// The slots of a group in order: those that all lanes see, then its steps. `expanded`: [kSlots][size].
+// A vector of a row's words, each a channel or, of bfloat16, two: the even one in the low half.
+template <bool Half>
+struct Words {
+  static constexpr int kEach = Half ? 2 : 1, kBytes = 4 / kEach;
+  static constexpr int kSpan = W * kEach;  // channels
+
+  CPU_MEMBER static vu at(const uint8_t* row, int64_t channel) {
+    vu words;
+    __builtin_memcpy(&words, row + channel * kBytes, sizeof words);
+    return words;
+  }
+  CPU_MEMBER static vf channel(vu words, int which) {
+    if (!Half) return as_floats(words);
+    return as_floats(which ? words & 0xFFFF0000u : words << 16);
+  }
+  // Where a span begins whose channels from d on are wanted: the last one of a row begins earlier.
+  CPU_MEMBER static int64_t begin(int64_t d, int64_t size) { return size < kSpan ? 0 : least(d, size - kSpan); }
+};
+
+// Rows of keys or of values of a group in order: those that all lanes see, then its steps. What is shorter than a span is
+// filled up with zeros; W rows in succession stand at the same time.
+template <bool Half>
 class Slots {
  public:
-  CPU_MEMBER Slots(const AttendTask& task, const void* from, float* expanded) : task_(task), from_(from), to_(expanded) {}
-  CPU_MEMBER int64_t count() const { return task_.prefix + task_.steps; }
-  CPU_MEMBER int64_t at(int64_t i) const { return i < task_.prefix ? i : task_.step[i - task_.prefix].slot; }
-  // [count][size] of those from `first` on
-  CPU_MEMBER const float* floats(int64_t first, int64_t count) const {
-    if (!task_.half && first + count <= task_.prefix) return static_cast<const float*>(from_) + first * task_.size;
-    for (int64_t i = 0; i < count; ++i) expand_slot(task_, from_, at(first + i), to_ + i * task_.size);
-    return to_;
+  CPU_MEMBER Slots(const AttendTask& task, const void* from)
+      : from_(static_cast<const uint8_t*>(from)), step_(task.step), prefix_(task.prefix),
+        bytes_(task.size * Words<Half>::kBytes) {
+    if (is_short()) __builtin_memset(filled_, 0, sizeof filled_);
+  }
+  CPU_MEMBER const uint8_t* operator[](int64_t i) const {
+    const uint8_t* at = from_ + (i < prefix_ ? i : step_[i - prefix_].slot) * bytes_;
+    if (!is_short()) return at;
+    __builtin_memcpy(filled_[i % W], at, static_cast<size_t>(bytes_));
+    return filled_[i % W];
   }
 
  private:
-  const AttendTask& task_;
-  const void* const from_;
-  float* const to_;
+  CPU_MEMBER bool is_short() const { return bytes_ < 4 * W; }
+  const uint8_t* const from_;
+  const Step* const step_;
+  const int64_t prefix_, bytes_;
+  mutable uint8_t filled_[W][4 * W];
 };
 
-// scores[slot][16] of `Count` slots; each is one sum over the channels, in their order.
-template <int Count>
-CPU_INLINE void score(const float* keys, const float* query, int64_t size, int live, float* scores) {
-  for (int v = 0; v < live; ++v) {
-    vf sums[Count] = {};
-    for (int64_t d = 0; d < size; ++d) {
-      const vf q = load(query + d * kRows + v * W);
-      for (int s = 0; s < Count; ++s) sums[s] = q * keys[s * size + d] + sums[s];
+// Turns `count` keys from `first` on, to [words of a row][Vectors * W slots]; what is behind them is the last one's.
+template <bool Half, int Vectors>
+CPU_INLINE void turn_keys(const Slots<Half>& keys, int64_t first, int64_t count, int64_t size, uint32_t* to) {
+  using Of = Words<Half>;
+  constexpr int64_t kStride = Vectors * W;
+  for (int v = 0; v < Vectors; ++v) {
+    const uint8_t* rows[W];
+    for (int i = 0; i < W; ++i) rows[i] = keys[first + least(v * W + i, count - 1)];
+    for (int64_t d = 0; d < size; d += Of::kSpan) {
+      const int64_t from = Of::begin(d, size);
+      vu words[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) words[i] = Of::at(rows[i], from);
+      turn(words);
+      uint32_t* at = to + from / Of::kEach * kStride + v * W;
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) __builtin_memcpy(at + i * kStride, &words[i], sizeof words[i]);
     }
-    for (int s = 0; s < Count; ++s) store(scores + s * kRows + v * W, sums[s]);
   }
 }
 
-// out[d][16] += weights[slot][16] * values[slot][d], slot after slot; where a lane does not see a step it is left out, not
-// added as zero. step: null, or one for each slot.
-template <int Channels>
-CPU_INLINE void add_values(const float* values, const float* weights, const Step* step, int64_t count, int64_t size,
-                           int live, float* out) {
-  for (int v = 0; v < live; ++v) {
-    vf sums[Channels];
-    for (int i = 0; i < Channels; ++i) sums[i] = load(out + i * kRows + v * W);
-    for (int64_t s = 0; s < count; ++s) {
-      const vf weight = load(weights + s * kRows + v * W);
-      if (step) {
-        const vi seen = chosen_lanes(step[s].lanes, v);
-        for (int i = 0; i < Channels; ++i) sums[i] = seen ? fused(weight, set(values[s * size + i]), sums[i]) : sums[i];
-      } else {
-        for (int i = 0; i < Channels; ++i) sums[i] = fused(weight, set(values[s * size + i]), sums[i]);
+// scores[query][slot], `stride` from query to query, of turned keys. query: [size][16]
+template <bool Half, int Vectors, int Queries>
+CPU_INLINE void score(const uint32_t* turned, const float* query, int64_t size, float* scores, int64_t stride) {
+  using Of = Words<Half>;
+  vf sums[Queries][Vectors] = {};
+  for (int64_t d = 0; d < size; d += Of::kEach, turned += Vectors * W) {
+    vu words[Vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) __builtin_memcpy(&words[v], turned + v * W, sizeof words[v]);
+#pragma GCC unroll 2
+    for (int c = 0; c < Of::kEach; ++c)
+#pragma GCC unroll 4
+      for (int q = 0; q < Queries; ++q) {
+        const vf number = set(query[(d + c) * kRows + q]);
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; ++v) sums[q][v] = mac(number, Of::channel(words[v], c), sums[q][v]);
+      }
+  }
+#pragma GCC unroll 4
+  for (int q = 0; q < Queries; ++q)
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) store(scores + q * stride + v * W, sums[q][v]);
+}
+
+// Scores of all slots. turned: for 2 * kRows * size words, and W * 4 * W.
+template <bool Half>
+CPU_INLINE void score_slots(const AttendTask& task, const float* query, uint32_t* turned, float* scores, int64_t stride) {
+  constexpr int kMost = Half ? kQueriesTogether : 2;  // vectors
+  const int64_t all = task.prefix + task.steps;
+  const Slots<Half> keys(task, task.keys);
+  for (int64_t slot = 0; slot < all;) {
+    const auto run = [&](auto vectors) __attribute__((always_inline)) {
+      constexpr int kVectors = decltype(vectors)::value;
+      turn_keys<Half, kVectors>(keys, slot, least(kVectors * W, all - slot), task.size, turned);
+      by_queries(task.count, [&](int64_t q, auto some) __attribute__((always_inline)) {
+        score<Half, kVectors, decltype(some)::value>(turned, query + q, task.size, scores + q * stride + slot, stride);
+      });
+      slot += kVectors * W;
+    };
+    if (all - slot > (kMost - 1) * W)
+      run(std::integral_constant<int, kMost>{});
+    else
+      run(std::integral_constant<int, 1>{});
+  }
+}
+
+// A query's scores to its weights.
+CPU_INLINE void weigh(const AttendTask& task, int64_t query, float* scores) {
+  const int64_t all = task.prefix + task.steps;
+  const auto is_seen = [&](int64_t i) { return task.step[i - task.prefix].lanes >> query & 1; };
+  for (int64_t i = task.prefix; i < all; ++i)
+    if (!is_seen(i)) scores[i] = -__builtin_inff();
+  for (int64_t i = all; i % W; ++i) scores[i] = -__builtin_inff();
+  vf peaks = set(-3.0e38f);
+  for (int64_t i = 0; i < all; i += W) peaks = greater(peaks, load(scores + i));
+  float peak = peaks[0];
+  for (int i = 1; i < W; ++i) peak = peak > peaks[i] ? peak : peaks[i];
+  for (int64_t i = 0; i < all; i += W) store(scores + i, exponential(load(scores + i) - peak));
+  for (int64_t i = task.prefix; i < all; ++i)
+    if (!is_seen(i)) scores[i] = 0.0f;
+}
+
+// Sums of Vectors spans of the values' channels from `d` on, to out[channel][16 queries], slot after slot; and in `total`,
+// where wanted, of the weights. What a query does not see is left out, not added as zero. `first`: the first query's lane.
+template <bool Half, int Vectors, int Queries, bool Total>
+CPU_INLINE void add_values(const AttendTask& task, int64_t first, int64_t d, const float* weights, int64_t stride, float* out,
+                           float* total) {
+  using Of = Words<Half>;
+  const Slots<Half> values(task, task.values);
+  const int64_t prefix = task.prefix, all = prefix + task.steps, size = task.size;
+  const Step* const step = task.step;
+  vf sums[Queries][Vectors][Of::kEach] = {}, totals[Queries] = {};
+  const auto add = [&](int64_t i, auto masked) __attribute__((always_inline)) {
+    const uint8_t* row = values[i];
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) {
+      // weights are read again then: 16 registers do not hold them beside the sums
+      if (W < 16 && v > 0) __asm__ __volatile__("" ::: "memory");
+      const vu words = Of::at(row, d + v * Of::kSpan);
+#pragma GCC unroll 4
+      for (int q = 0; q < Queries; ++q) {
+        if (decltype(masked)::value && !(step[i - prefix].lanes >> (first + q) & 1)) continue;
+        const vf weight = set(weights[q * stride + i]);
+        if (Total && v == 0) totals[q] = totals[q] + weight;
+#pragma GCC unroll 2
+        for (int c = 0; c < Of::kEach; ++c) sums[q][v][c] = mac(weight, Of::channel(words, c), sums[q][v][c]);
       }
     }
-    for (int i = 0; i < Channels; ++i) store(out + i * kRows + v * W, sums[i]);
+  };
+  for (int64_t i = 0; i < prefix; ++i) add(i, std::false_type{});
+  for (int64_t i = prefix; i < all; ++i) add(i, std::true_type{});
+#pragma GCC unroll 4
+  for (int q = 0; q < Queries; ++q) {
+    if (Total) total[q] = totals[q][0];
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v)
+#pragma GCC unroll 2
+      for (int c = 0; c < Of::kEach; ++c) {
+        alignas(64) float found[W];
+        store(found, sums[q][v][c]);
+        const int64_t channel = d + v * Of::kSpan + c, some = least(W, (size - channel + Of::kEach - 1) / Of::kEach);
+        for (int64_t i = 0; i < some; ++i) out[(channel + i * Of::kEach) * kRows + q] = found[i];
+      }
   }
 }
 
-// Sums over slots in their order, in float.
-static void attend_in_order(const AttendTask& task) {
-  const int64_t size = task.size, prefix = task.prefix, all = prefix + task.steps;
-  float *query = task.scratch, *sums = query + size * kRows, *expanded = sums + size * kRows;
-  float* scores = expanded + kSlots * size;
-  const int live = vectors_of(task.count);
+template <bool Half>
+CPU_INLINE void attend_slots(const AttendTask& task) {
+  using Of = Words<Half>;
+  const int64_t size = task.size, stride = (task.prefix + task.steps + 4 * W - 1) / (4 * W) * (4 * W);
+  float *query = task.scratch, *sums = query + size * kRows;
+  float* scores = sums + size * kRows;
+  auto* turned = reinterpret_cast<uint32_t*>(scores + kRows * stride);
   gather(task, query);
-  const Slots keys(task, task.keys, expanded), values(task, task.values, expanded);
-  for (int64_t slot = 0; slot < all; slot += kSlots) {
-    const int64_t count = least(kSlots, all - slot);
-    const float* from = keys.floats(slot, count);
-    int64_t s = 0;
-    for (; s + 8 <= count; s += 8) score<8>(from + s * size, query, size, live, scores + (slot + s) * kRows);
-    for (; s < count; ++s) score<1>(from + s * size, query, size, live, scores + (slot + s) * kRows);
-  }
-  alignas(64) float share[kRows] = {};
-  for (int v = 0; v < live; ++v) {
-    float* at = scores + v * W;
-    vf peak = set(-3.0e38f), sum = {};
-    for (int64_t s = 0; s < prefix; ++s) peak = greater(peak, load(at + s * kRows));
-    for (int64_t s = prefix; s < all; ++s)
-      peak = chosen_lanes(task.step[s - prefix].lanes, v) ? greater(peak, load(at + s * kRows)) : peak;
-    for (int64_t s = 0; s < all; ++s) {
-      vf weight = exponential(load(at + s * kRows) - peak);
-      if (s >= prefix) weight = chosen_lanes(task.step[s - prefix].lanes, v) ? weight : vf{};
-      store(at + s * kRows, weight);
-      sum = sum + weight;
-    }
-    store(share + v * W, share_of(sum));
-  }
+  score_slots<Half>(task, query, turned, scores, stride);
+  for (int64_t q = 0; q < task.count; ++q) weigh(task, q, scores + q * stride);
   __builtin_memset(sums, 0, static_cast<size_t>(size * kRows) * sizeof(float));
-  for (int64_t slot = 0; slot < all;) {
-    const Step* step = slot < prefix ? nullptr : task.step + (slot - prefix);
-    const int64_t count = least(kSlots, (step ? all : prefix) - slot);
-    const float *from = values.floats(slot, count), *weights = scores + slot * kRows;
-    int64_t d = 0;
-    for (; d + kChannels <= size; d += kChannels)
-      add_values<kChannels>(from + d, weights, step, count, size, live, sums + d * kRows);
-    for (; d < size; ++d) add_values<1>(from + d, weights, step, count, size, live, sums + d * kRows);
-    slot += count;
-  }
+  alignas(64) float share[kRows] = {};
+  by_queries(task.count, [&](int64_t q, auto some) __attribute__((always_inline)) {
+    constexpr int kQueries = decltype(some)::value;
+    const float* weights = scores + q * stride;
+    const auto add = [&](int64_t d, auto spans, auto total) __attribute__((always_inline)) {
+      constexpr int kVectors = decltype(spans)::value;
+      add_values<Half, kVectors, kQueries, decltype(total)::value>(task, q, d, weights, stride, sums + q, share + q);
+      return d + kVectors * Of::kSpan;
+    };
+    constexpr std::integral_constant<int, 4 / Of::kEach> kMany{};
+    constexpr std::integral_constant<int, 1> kOne{};
+    constexpr int64_t kChannels = kMany * Of::kSpan;
+    // 16 registers do not hold the weights' sums as well
+    int64_t d = W == 16 && size >= kChannels ? add(0, kMany, std::true_type{}) : add(0, kOne, std::true_type{});
+    while (d + kChannels <= size) d = add(d, kMany, std::false_type{});
+    while (d < size) d = add(Of::begin(d, size), kOne, std::false_type{});
+  });
+  for (int v = 0; v < V; ++v) store(share + v * W, share_of(load(share + v * W)));
   scatter(task, sums, share);
+}
+
+static void attend_in_order(const AttendTask& task) {
+  if (task.half)
+    attend_slots<true>(task);
+  else
+    attend_slots<false>(task);
 }

@@ -9,6 +9,23 @@
 // lanes see in whole chunks goes through tiles, and what a tile does is done lane by lane for the rest, with a sum for the
 // even and one for the odd places. Tiles take denormals for zero, so threads do too (see begin).
 
+constexpr int kChannels = 8;  // of the output, summed side by side
+
+CPU_INLINE void expand_slot(const AttendTask& task, const void* from, int64_t slot, float* to) {
+  const int64_t size = task.size;
+  if (!task.half) {
+    __builtin_memcpy(to, static_cast<const float*>(from) + slot * size, static_cast<size_t>(size) * sizeof(float));
+    return;
+  }
+  const uint16_t* at = static_cast<const uint16_t*>(from) + slot * size;
+  int64_t i = 0;
+  for (; i + W <= size; i += W) store(to + i, load_half(at + i));
+  for (; i < size; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(at[i]) << 16;
+    __builtin_memcpy(to + i, &bits, 4);
+  }
+}
+
 CPU_INLINE __m512 even_of(__m512i pairs) { return (__m512)_mm512_slli_epi32(pairs, 16); }
 CPU_INLINE __m512 odd_of(__m512i pairs) { return (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)); }
 
@@ -105,7 +122,7 @@ CPU_INLINE void value_tiles(const uint16_t* chunks, int64_t stride, int64_t coun
   CPU_FENCE();
 }
 
-// What tiles would add for the places behind theirs: slots [tiled, prefix), then the steps, their values in `expanded`.
+// Add the places after the last tile: slots [tiled, prefix), then the steps, with their values in `expanded`.
 static void add_rest(const AttendTask& task, int64_t tiled, const float* scores, const float* expanded, float* sums) {
   for (int64_t d = 0; d < task.size; d += kChannels) {
     __m512 out[kChannels], even[kChannels], odd[kChannels];

@@ -62,6 +62,9 @@ CPU_INLINE void transpose(__m512i* r) {
   }
 }
 
+// rows[i] lane j to rows[j] lane i.
+CPU_INLINE void turn(vu* rows) { transpose((__m512i*)rows); }
+
 CPU_INLINE void turn_rows(const uint32_t* from, int64_t words, int64_t live, uint32_t* to) {
   if (live <= 4) return turn_rows_singly(from, words, live, to);
   for (int64_t k = 0; k < words; k += 16) {

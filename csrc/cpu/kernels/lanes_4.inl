@@ -56,4 +56,14 @@ CPU_INLINE void add_up(const vf* lanes, float* sums) {
   for (int i = 0; i < kAtOnce; ++i) sums[i] = (lanes[i][0] + lanes[i][1]) + (lanes[i][2] + lanes[i][3]);
 }
 
+// rows[i] lane j to rows[j] lane i.
+CPU_INLINE void turn(vu* rows) {
+  for (int i = 0; i < W; ++i)
+    for (int j = 0; j < i; ++j) {
+      const uint32_t word = rows[i][j];
+      rows[i][j] = rows[j][i];
+      rows[j][i] = word;
+    }
+}
+
 #include "cpu/kernels/singly.inl"

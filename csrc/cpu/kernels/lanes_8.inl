@@ -39,4 +39,23 @@ CPU_INLINE void add_up(const vf* lanes, float* sums) {
   _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps(fours, 1)));
 }
 
+// rows[i] lane j to rows[j] lane i.
+CPU_INLINE void turn(vu* rows) {
+  __m256i fours[8];
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    const __m256i a = _mm256_unpacklo_epi32((__m256i)rows[i], (__m256i)rows[i + 1]);
+    const __m256i b = _mm256_unpackhi_epi32((__m256i)rows[i], (__m256i)rows[i + 1]);
+    const __m256i c = _mm256_unpacklo_epi32((__m256i)rows[i + 2], (__m256i)rows[i + 3]);
+    const __m256i d = _mm256_unpackhi_epi32((__m256i)rows[i + 2], (__m256i)rows[i + 3]);
+    fours[i] = _mm256_unpacklo_epi64(a, c), fours[i + 1] = _mm256_unpackhi_epi64(a, c);
+    fours[i + 2] = _mm256_unpacklo_epi64(b, d), fours[i + 3] = _mm256_unpackhi_epi64(b, d);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = (vu)_mm256_permute2x128_si256(fours[i], fours[i + 4], 0x20);
+    rows[i + 4] = (vu)_mm256_permute2x128_si256(fours[i], fours[i + 4], 0x31);
+  }
+}
+
 #include "cpu/kernels/singly.inl"

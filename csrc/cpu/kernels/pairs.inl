@@ -2,7 +2,7 @@
 
 constexpr bool kPairs = true;
 
-// As bfloat16, each of `even` in the low half of a word, with that of `odd` in the high half.
+// Round to bfloat16: each of `even` in the low half of a word, that of `odd` in the high half.
 CPU_INLINE __m512i pairs_of(vf even, vf odd) {
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};

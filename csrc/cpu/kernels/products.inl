@@ -1,4 +1,4 @@
-// What products have in common.
+// Parts that all products share.
 
 // Scales and bias; sums: [16 outputs][16 rows].
 CPU_INLINE void finish(const Matrix& m, int64_t panel, float* sums) {
@@ -8,7 +8,7 @@ CPU_INLINE void finish(const Matrix& m, int64_t panel, float* sums) {
     const vf bias = set(m.bias ? m.bias[panel * kOutputs + o] : 0.0f);
     for (int v = 0; v < V; ++v) {
       float* at = sums + o * kRows + v * W;
-      store(at, m.scales ? load(at) * scale + bias : load(at) + bias);
+      store(at, m.scales ? mac(load(at), scale, bias) : load(at) + bias);
     }
   }
 }
@@ -32,6 +32,6 @@ struct Ahead {
   int64_t bytes;
 };
 
-// Whether these kernels multiply by such a matrix.
+// True if these kernels multiply by such a matrix.
 template <typename F>
 constexpr bool kMultiplies = !(kPairs && std::is_same_v<F, formats::f32>);

@@ -7,7 +7,7 @@ static void rotate(float* head, const float* cosines, const float* sines, int64_
       float *first = head + d * kRows + v * W, *second = first + half * kRows;
       const vf a = load(first), b = load(second);
       const vf cosine = load(cosines + d * kRows + v * W), sine = load(sines + d * kRows + v * W);
-      store(first, a * cosine - b * sine);
-      store(second, b * cosine + a * sine);
+      store(first, mac(a, cosine, -(b * sine)));
+      store(second, mac(b, cosine, a * sine));
     }
 }

@@ -1,4 +1,4 @@
-// What vectors of 16 lanes do with transpositions (lanes_16.inl, queries_16.inl), one number at a time.
+// The work of lanes_16.inl and queries_16.inl, which transpose vectors of 16 lanes, one number at a time.
 
 CPU_INLINE void turn_rows(const uint32_t* from, int64_t words, int64_t live, uint32_t* to) {
   turn_rows_singly(from, words, live, to);

@@ -7,6 +7,8 @@
 #include "cpu/kernels/cache.inl"
 
 // Made by the compiler: a CPU that has not the set must not run even this.
-static constexpr Kernels table(const char* name, void (*attend)(const AttendTask&)) {
-  return {name, kPairs, begin, end, prepare, products, weights, norm, copy, gate, rotate, attend, best, write, add};
+static constexpr Kernels table(const char* name, void (*attend)(const AttendTask&), const char* numerics = kBfloat16,
+                               void (*expand)(const Matrix&, int64_t, float*) = weights) {
+  return {name,   numerics, kPairs, begin,  end,  prepare, products, expand, norm,
+          copy, gate,     rotate, attend, best, write,   add};
 }

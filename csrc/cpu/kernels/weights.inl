@@ -11,7 +11,7 @@ struct Block {
   const uint8_t *at, *head;
 };
 
-// How products may make several outputs' weights at once; see halves.inl.
+// Forms in which products may unpack several outputs' weights at once; see halves.inl.
 struct Singly {};   // as floats, an output at a time
 struct Nibbles {};  // of four bits each, factor * q + term: lines(block, factors, terms) of 16 outputs
 struct Bytes {};    // of eight bits each, kStride apart: factors(block, factors) of 16 outputs where kScaled
@@ -29,7 +29,7 @@ CPU_INLINE void nibbles(const uint8_t* block, int output, float factor, float te
   const int shift = output % 4 * 4;
   for (int k = 0; k < kDepth; k += W) {
     const vu q = widened(reinterpret_cast<const uint16_t*>(words) + k) >> shift & 15u;
-    store(out + k, as_half(__builtin_convertvector((vi)q, vf) * factor + term));
+    store(out + k, as_half(mac(__builtin_convertvector((vi)q, vf), factor, term)));
   }
 }
 
@@ -47,6 +47,7 @@ CPU_INLINE void by_format(Kind kind, const Body& body) {
   case Kind::name: return body(formats::name{});
     CPU_FORMATS(CPU_CASE)
 #undef CPU_CASE
+    default: return;  // integers
   }
 }
 

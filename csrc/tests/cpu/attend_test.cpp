@@ -180,7 +180,7 @@ void test_case(const cpu::Kernels& kernels, const Case& given) {
 }  // namespace
 
 void test_attend() {
-  for (const cpu::Kernels* kernels : cpu::available_kernels())
+  for (const cpu::Kernels* kernels : every_table())
     for (const int64_t size : {2, 18, 32, 96})
       for (const bool half : {false, true})
         for (const int64_t prefix : {0, 1, 31, 65})

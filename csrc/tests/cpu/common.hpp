@@ -1,4 +1,4 @@
-// What the tests of csrc/cpu share: memory with a wall behind it, random numbers, and checks that name a table.
+// Helpers of the tests of csrc/cpu: guarded memory, random numbers, and checks that name a table.
 #pragma once
 
 #include <sys/mman.h>
@@ -61,6 +61,13 @@ class Guarded {
   size_t size_ = 0;
   int64_t count_ = 0;
 };
+
+// Tables of both numerics.
+inline std::vector<const cpu::Kernels*> every_table() {
+  std::vector<const cpu::Kernels*> tables = cpu::available_kernels(cpu::kBfloat16);
+  for (const cpu::Kernels* kernels : cpu::available_kernels(cpu::kInteger)) tables.push_back(kernels);
+  return tables;
+}
 
 inline void expect(bool holds, const cpu::Kernels& kernels, const std::string& what, int64_t size) {
   if (!holds) check(false, (std::string(kernels.name) + ": " + what).c_str(), size);
@@ -127,8 +134,12 @@ class Begun {
 // The parts of the programs.
 void test_packing();
 void test_products();
+void test_integers();
 void test_states();
 void test_attend();
+void test_fused();
+void test_angles();
+void test_order();
 void test_decoder();
 void test_eagle();
 void test_threads();

@@ -6,7 +6,7 @@
 
 namespace cpu_test {
 
-// What a matrix of this kind is packed from.
+// The kind that a matrix of this kind is packed from.
 inline Kind source_of(Kind kind) { return kind == Kind::i8 ? Kind::bf16 : kind; }
 
 // Inputs that a row of this kind may have, close to those asked for.

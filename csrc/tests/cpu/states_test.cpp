@@ -1,4 +1,4 @@
-// What stands between the products of each table: norm, copy, gate and rotate, against double precision.
+// Tests of the kernels between products, in each table: norm, copy, gate and rotate, against double precision.
 #include "tests/cpu/packed.hpp"
 
 namespace cpu_test {
@@ -103,6 +103,36 @@ void test_gate(const cpu::Kernels& kernels) {
     }
 }
 
+// What a few rows' lanes hold is what they hold beside others.
+void test_few_rows(const cpu::Kernels& kernels) {
+  const int64_t channels = 48, size = channels * kLanes;
+  const std::vector<float> first = normals(size, 4.0), second = normals(size), scale = normals(channels);
+  const Guarded<float> x(first.data(), size), ups(second.data(), size), weight(scale.data(), channels);
+  Begun begun(kernels);
+  const auto made = [&](int64_t rows, int which) {
+    Output out(kernels, channels, 2);
+    out.in.rows = kLanes + rows;
+    if (which == 0) kernels.norm(x.data(), weight.data(), channels, 1e-6f, &out.in, 1, 0, nullptr);
+    if (which == 1) kernels.copy(x.data(), channels, out.in, 1, 0);
+    for (int64_t c = 0; which == 2 && c < channels; c += cpu::kOutputs)
+      kernels.gate(x.data() + c * kLanes, ups.data() + c * kLanes, out.in, 1, c);
+    std::vector<double> values;
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t lane = 0; lane < rows; ++lane) values.push_back(out.at(1, c, lane));
+    return values;
+  };
+  for (int which = 0; which < 3; ++which) {
+    const std::vector<double> all = made(kLanes, which);
+    for (const int64_t rows : {1, 2, 3, 5, 9}) {
+      const std::vector<double> few = made(rows, which);
+      for (size_t i = 0; i < few.size(); ++i) {
+        const size_t row = static_cast<size_t>(rows), at = i / row * static_cast<size_t>(kLanes) + i % row;
+        expect(few[i] == all[at], kernels, "few rows", rows);
+      }
+    }
+  }
+}
+
 void test_rotate(const cpu::Kernels& kernels) {
   for (const int64_t size : {2, 6, 16, 80}) {
     const std::vector<float> drawn = normals(size * kLanes), angles = normals(size / 2 * kLanes, 3.0);
@@ -186,10 +216,11 @@ void test_best(const cpu::Kernels& kernels, int64_t count) {
 }  // namespace
 
 void test_states() {
-  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+  for (const cpu::Kernels* kernels : every_table()) {
     test_copy(*kernels);
     test_norm(*kernels);
     test_gate(*kernels);
+    test_few_rows(*kernels);
     test_rotate(*kernels);
     test_write(*kernels);
     test_add(*kernels);

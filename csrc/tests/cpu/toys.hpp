@@ -22,7 +22,7 @@ inline cpu::Rope rope_of(const ToyShape& shape) {
   return {positions.frequencies, positions.factor};
 }
 
-// How far results may be from those of doubles: something may be rounded to bfloat16 on the way.
+// The largest accepted difference from doubles: values may be rounded to bfloat16 on the way.
 inline double tolerance(const cpu::Kernels& kernels, const ToyShape& shape) {
   return kernels.pairs || shape.half ? 0.05 : 1e-4;
 }
@@ -38,7 +38,7 @@ std::vector<std::vector<T>> in_rows(const Guarded<T>& all, int64_t rows) {
   return found;
 }
 
-// Which tokens a forward runs, and what they see.
+// The tokens that a forward runs, and the slots that they see.
 struct Ask {
   std::vector<int64_t> tokens, positions;
   int64_t start, prefix;
@@ -52,7 +52,7 @@ struct Ask {
   }
 };
 
-// What a forward gives for each row.
+// The results of a forward for each row.
 struct Given {
   std::vector<std::vector<float>> states, logits;  // [row]; states are all layers' side by side
   std::vector<std::vector<int64_t>> chosen;
@@ -75,7 +75,7 @@ class ToyDecoder {
   };
   Exact exact(const std::vector<int64_t>& tokens, const naive::Context& context) const;
 
-  // Whether the last token's embedding is NaN.
+  // True if the last token's embedding is NaN.
   bool has_nan() const { return !shape.tied && (shape.kind == Kind::f32 || shape.kind == Kind::bf16); }
 
   ToyShape shape;

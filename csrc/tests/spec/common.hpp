@@ -1,4 +1,4 @@
-// What the tests of csrc/spec share: random scores, and the parts of the program.
+// Helpers of the tests of csrc/spec: random scores, and the parts of the program.
 #pragma once
 
 #include <cmath>

@@ -11,7 +11,7 @@ spec::Tokens random_tokens(int64_t count, int64_t vocabulary) {
   return tokens;
 }
 
-// How often `token` came behind the last `length` tokens of the context, newest first, in what stands from `first` on.
+// Count how often `token` followed the last `length` tokens of the context, newest first, in the text from `first` on.
 int64_t searched(const spec::Tokens& text, const spec::Context& context, int64_t length, int64_t token, int64_t first) {
   int64_t count = 0;
   for (int64_t place = std::max(length, first); place < static_cast<int64_t>(text.size()); ++place) {

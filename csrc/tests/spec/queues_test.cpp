@@ -83,7 +83,7 @@ struct Arrays {
   }
 };
 
-// What comes out of a step, in buffers of the exact size.
+// The outputs of a step, in buffers of the exact size.
 struct Outputs {
   std::vector<int64_t> parents, tokens, expand;
   std::vector<float> log_probs;
@@ -99,7 +99,7 @@ struct Outputs {
   }
 };
 
-// What one step should give, and leave, by push and draw, which test_best_first holds against every candidate known.
+// Check one step against push and draw, which test_best_first checks against every candidate known.
 void check_step(const spec::BestFirst& before, const spec::FoundArrays& found, const spec::Search& search,
                 Arrays& arrays) {
   const int64_t budget = before.state.budget;

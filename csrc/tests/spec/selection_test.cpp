@@ -1,4 +1,4 @@
-// What is chosen of scores and of rows of logits, against sorting all of them.
+// Tests of selection from scores and rows of logits, against sorting all of them.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

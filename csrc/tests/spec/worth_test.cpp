@@ -1,4 +1,4 @@
-// What a search promises, against trying every width, every count of nodes and every way on; and its counts.
+// Tests of a search's promise, against trying every width, node count and continuation; and of its counts.
 #include "spec/worth.hpp"
 
 #include <algorithm>

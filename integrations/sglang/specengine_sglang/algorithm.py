@@ -1,4 +1,4 @@
-"""How SGLang's scheduler and model runner treat the algorithm: as EAGLE-3, except where that has needs of its own."""
+"""The algorithm as SGLang's scheduler and model runner see it: EAGLE-3, except where that has needs of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PolicyAlgorithm(CustomSpecAlgo):
         return True
 
     def get_platform_worker_cls(self) -> None:
-        """No platform has a replacement for it."""
+        """Return None: no platform has a replacement for it."""
 
     def handle_server_args(self, server_args: Any) -> None:
         SpeculativeAlgorithm.EAGLE3.handle_server_args(server_args)

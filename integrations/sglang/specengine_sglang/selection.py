@@ -1,4 +1,4 @@
-"""Which drafted tokens SGLang verifies: its beam stays as it is, a policy grows and keeps a tree within it.
+"""Select the drafted tokens that SGLang verifies: its beam stays as it is, a policy grows and keeps a tree within it.
 
 SGLang's EAGLE worker drafts `steps` levels with `topk` nodes each, whatever the tree, and then verifies a fixed count
 of nodes. So a policy is asked over what was drafted: it gets the distributions of the nodes that the beam drafted
@@ -40,7 +40,7 @@ def chosen_policy(name: str, options: str = "") -> TreePolicy:
 def organize(
     policy: TreePolicy, scores: list[Tensor], tokens: list[Tensor], parents: list[Tensor], num_draft_token: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As SGLang's organize_draft_results, with the policy's choice.
+    """Organize draft results as SGLang's organize_draft_results does, with the policy's choice.
 
     scores   float [requests, 1, topk], then [requests, topk, topk] for each level: path probabilities
     tokens   int64 [requests, topk], then [requests, topk^2]

@@ -1,4 +1,4 @@
-"""What is chosen fits SGLang's own code: its beam, its choice of nodes, its tree building and its greedy walk.
+"""Tests that choices fit SGLang's own code: its beam, its choice of nodes, its tree building and its greedy walk.
 
 SGLang's functions are read from its files and run on the CPU, its Triton kernels interpreted; skipped without it.
 """
@@ -73,7 +73,7 @@ def drafted(requests: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor], l
 
 
 def built(parents: Tensor, chosen: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """What SGLang's kernel makes of a choice."""
+    """Build the tree of a choice by SGLang's kernel."""
     kernel = sglang_functions("kernels/ops/speculative/spec_tree.py", "sgl_build_tree_kernel_efficient_triton")
     requests, nodes = chosen.shape[0], COUNT
     places = torch.full((3, requests, nodes), -1, dtype=torch.int64)

@@ -47,10 +47,10 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
     """Return the model's architecture; UnsupportedModelError for an unknown one, CheckpointError for none."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        raise CheckpointError(f"{path} lacks general.architecture, or it is no text")
+        raise CheckpointError(f"{path}: general.architecture is missing, or not text")
     if architecture not in (known := _stored()):
         raise UnsupportedModelError(
-            f"{path} has architecture {architecture[:80]!r}, and accepted in GGUF files are {', '.join(known)}; "
+            f"{path} has architecture {architecture[:80]!r}; accepted in GGUF files: {', '.join(known)}; "
             "load the model from its folder or Hub id of safetensors instead, which transformers runs"
         )
     return architecture
@@ -114,7 +114,7 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     try:
         return made(**fields, architectures=[made.__name__.replace("Config", "ForCausalLM")])
     except Exception as error:  # transformers' own checks, whose errors have no common base
-        raise CheckpointError(f"{file.path} makes no {made.__name__}: {error}") from error
+        raise CheckpointError(f"{file.path}: no {made.__name__} can be built from its metadata: {error}") from error
 
 
 def _sizes(fields: _Fields) -> dict[str, int]:
@@ -122,7 +122,7 @@ def _sizes(fields: _Fields) -> dict[str, int]:
     hidden, layers, heads = (fields.count(key) for key in ("embedding_length", "block_count", "attention.head_count"))
     embedding = fields.file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
-        shown = "there is none" if embedding is None else f"it is {list(embedding.shape)}"
+        shown = "it is missing" if embedding is None else f"it is {list(embedding.shape)}"
         raise CheckpointError(f"{fields.file.path}: {_EMBEDDING} must be [vocabulary, {hidden}]; {shown}")
     tokens = fields.file.metadata.get("tokenizer.ggml.tokens", [])
     if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
@@ -175,7 +175,7 @@ def _rope_parameters(fields: _Fields, head_dim: int) -> dict[str, Any]:
         plain = {"rope_type": "default", "rope_theta": theta}
         return _llama3_rope(fields, theta, head_dim) if _ROPE_FACTORS in fields.file.tensors else plain
     if kind not in (None, "linear", "yarn") or _ROPE_FACTORS in fields.file.tensors:
-        raise fields.unsupported("rope.scaling.type", f"with {_ROPE_FACTORS} or of that kind is not supported")
+        raise fields.unsupported("rope.scaling.type", f"is not supported, nor is {_ROPE_FACTORS} beside a kind")
     if kind != "yarn":
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     return {

@@ -232,7 +232,7 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     """Return the counts of tensors and of metadata entries."""
     magic = bytes(cursor.take(4))
     if magic != b"GGUF":
-        raise CheckpointError(f"{cursor.source.path} is no GGUF file: it begins with {magic!r}")
+        raise CheckpointError(f"{cursor.source.path} is not a GGUF file: it begins with {magic!r}")
     version = cursor.number("I")
     if version and version & 0xFFFF == 0:
         raise CheckpointError(f"{cursor.source.path} is big endian: only little-endian GGUF files are read")
@@ -253,7 +253,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
             raise cursor.error(f"has {len(key)} characters, more than {_MAX_KEY_LENGTH}")
         cursor.place = f"metadata {key[:80]!r}"
         if key in metadata:
-            raise cursor.error("stands there twice")
+            raise cursor.error("is there twice")
         metadata[key] = _read_value(cursor, cursor.number("I"))
     return metadata
 
@@ -279,7 +279,7 @@ def _read_numbers(cursor: _Cursor, code: int, count: int) -> list[Any]:
     if code == _BOOL:
         values = list(cursor.take(count))
         if max(values, default=0) > 1:
-            raise cursor.error("is a truth value that is neither 0 nor 1")
+            raise cursor.error("is a boolean that is neither 0 nor 1")
         return [bool(value) for value in values]
     if code not in _NUMBERS:
         raise cursor.error(f"has the unknown type {code}")
@@ -308,7 +308,7 @@ def _read_tensor_infos(cursor: _Cursor, count: int) -> dict[str, GGUFTensor]:
         name = cursor.string()
         cursor.place = f"tensor {name[:80]!r}"
         if name in infos:
-            raise cursor.error("stands there twice")
+            raise cursor.error("is there twice")
         infos[name] = _read_tensor_info(cursor, name)
     return infos
 
@@ -322,13 +322,13 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
     kind = next((kind for kind in Kind if kind.value == number), None)
     if kind is None:
         raise cursor.error(
-            f"is of type {_type_name(number)}, and accepted are {', '.join(Kind.__members__)}: take a file of those, "
+            f"is of type {_type_name(number)}; accepted: {', '.join(Kind.__members__)}; take a file of those, "
             "as Q4_K_M and Q8_0 mostly are, or make one with llama-quantize"
         )
     if 0 in shape:
         raise cursor.error(f"is empty: {list(shape)}")
     if shape[-1] % kind.elements:
-        raise cursor.error(f"has rows of {shape[-1]}, no multiple of the {kind.elements} in a block")
+        raise cursor.error(f"has rows of {shape[-1]}, not a multiple of the {kind.elements} in a block")
     return GGUFTensor(name, shape, kind.name.lower(), offset, math.prod(shape) // kind.elements * kind.bytes)
 
 
@@ -349,7 +349,7 @@ def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> di
     for tensor in sorted(placed.values(), key=lambda tensor: tensor.offset):
         cursor.place = f"tensor {tensor.name[:80]!r}"
         if tensor.offset % alignment:
-            raise cursor.error(f"begins at byte {tensor.offset - start} of the data, no multiple of {alignment}")
+            raise cursor.error(f"begins at byte {tensor.offset - start} of the data, not a multiple of {alignment}")
         if tensor.offset < taken:
             raise cursor.error(f"overlaps tensor {last[:80]!r}")
         taken, last = tensor.offset + tensor.nbytes, tensor.name
@@ -364,7 +364,8 @@ def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> di
 class Kind(Enum):
     """Kinds of numbers: ggml's number of the type, and that `elements` of a row share a block of `bytes`.
 
-    One that has a file in csrc/cpu/formats stays packed; the gguf package unpacks the others when they are loaded.
+    One that has a file in csrc/cpu/integers stays packed under integer numerics, one in csrc/cpu/formats under others;
+    the gguf package unpacks the rest when they are loaded.
     """
 
     elements: int
@@ -380,6 +381,14 @@ class Kind(Enum):
     BF16 = 30, 1, 2
     Q4_0 = 2, 32, 18
     Q4_1 = 3, 32, 20
+    Q5_0 = 6, 32, 22
+    Q5_1 = 7, 32, 24
     Q8_0 = 8, 32, 34
+    Q2_K = 10, 256, 84
+    Q3_K = 11, 256, 110
     Q4_K = 12, 256, 144
+    Q5_K = 13, 256, 176
     Q6_K = 14, 256, 210
+    IQ4_NL = 20, 32, 18
+    IQ4_XS = 23, 256, 136
+    MXFP4 = 39, 32, 17

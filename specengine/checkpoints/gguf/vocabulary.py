@@ -144,13 +144,13 @@ def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
 def _splits(file: GGUFFile) -> Splits:
     name = file.metadata.get("tokenizer.ggml.pre")
     if name is None or name == "":
-        _note(file, "has no tokenizer.ggml.pre, so text is cut as by default; a newer conversion may answer better")
+        _note(file, "has no tokenizer.ggml.pre, so text is split as by default; a newer conversion may answer better")
         return DEFAULT
     if not isinstance(name, str):
         raise CheckpointError(f"{file.path}: tokenizer.ggml.pre must be text, not {str(name)[:80]}")
     if name not in SPLITS:
         raise UnsupportedModelError(
-            f"{file.path}: tokenizer.ggml.pre = {name[:80]!r} is unknown, so text cannot be cut; accepted are "
+            f"{file.path}: tokenizer.ggml.pre = {name[:80]!r} is unknown, so text cannot be split; accepted: "
             f"{', '.join(SPLITS)}; pass tokenizer=, or prompts as token ids"
         )
     return SPLITS[name]
@@ -193,7 +193,7 @@ def _require_vocabulary(file: GGUFFile) -> None:
     if model not in ("gpt2", "llama"):
         shown = "no tokenizer" if model is None else f"a tokenizer of kind {str(model)[:80]!r}"
         raise UnsupportedModelError(
-            f"{file.path} has {shown}, and accepted are gpt2 (byte-level BPE) and llama (SPM); pass tokenizer=, or "
+            f"{file.path} has {shown}; accepted: gpt2 (byte-level BPE), llama (SPM); pass tokenizer=, or "
             "prompts as token ids"
         )
     tokens = _listed(file, "tokens", str)
@@ -258,7 +258,7 @@ _YOUTU = (
 
 @dataclass(frozen=True)
 class Splits:
-    """How to cut text.
+    """Rules that split text into words.
 
     expressions    each cuts the words that the one before left, the whole text first
     ignore_merges  a word that is a token is taken whole, whatever the merges say

@@ -126,7 +126,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class GGUF:
-    """How GGUF files store a family.
+    """The form in which GGUF files store a family.
 
     architecture  the value of general.architecture, which all other keys begin with
     keys          keys that this family has beside the common ones -> field of transformers' config

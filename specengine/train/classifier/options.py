@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CollectOptions:
-    """Which trees are collected, and which data of them.
+    """Options of collecting trees.
 
     trees       total number of trees, 0 or more; 0: all trees of the prompts' answers
     length      maximum tokens per answer, 1 or more; an answer has about length / acceptance length trees
@@ -47,7 +47,7 @@ class CollectOptions:
 
 @dataclass(frozen=True)
 class ClassifierOptions:
-    """How a classifier is trained.
+    """Options of training a classifier.
 
     epochs         passes over the trees, 1 or more
     batch          candidates per optimiser step, 1 or more

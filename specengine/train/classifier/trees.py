@@ -235,7 +235,7 @@ class Recorder(TreePolicy):
             self._rows = []
         columns = Columns(step.token_ids, step.normalized)
         if self._rows and self.options.logits and not columns.same(self.columns):
-            raise InputError("draft: its distributions have other tokens at every step, so they cannot be logged")
+            raise InputError("draft: its distributions cover other tokens at each step, so they cannot be logged")
         self.columns = columns
         self._rows.append((frontier.alive(), *distribution_facts(step, self.options)))
         return self.policy.grow(tree, frontier, step)

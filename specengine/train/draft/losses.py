@@ -222,7 +222,7 @@ class Unrolling:
 
 
 def _of_parents(states: Tensor, parents: Tensor) -> Tensor:
-    """[batch, anchors, width, ...] of each node's parent."""
+    """Return the states of each node's parent, [batch, anchors, width, ...]."""
     batch, count, _ = parents.shape
     sequence = torch.arange(batch, device=parents.device, dtype=torch.int64)[:, None, None]
     anchor = torch.arange(count, device=parents.device, dtype=torch.int64)[None, :, None]

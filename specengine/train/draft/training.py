@@ -79,7 +79,7 @@ class _Run:
         vocab_size = model.get_input_embeddings().weight.shape[0]
         if corpus.manifest.get("vocab_size") != vocab_size:
             raise InputError(
-                f"data: the text is of {corpus.manifest.get('target')!r} with a vocabulary of "
+                f"data: the text was written by {corpus.manifest.get('target')!r} with a vocabulary of "
                 f"{corpus.manifest.get('vocab_size')}; this target has {vocab_size}"
             )
         self.model, self.out, self.options, self.loss, self.progress = model, out, options, loss, progress

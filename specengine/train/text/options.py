@@ -9,7 +9,7 @@ from specengine.errors import require, require_minimum
 
 @dataclass(frozen=True)
 class SynthesisOptions:
-    """How much text is written, and how.
+    """Options of writing text.
 
     tokens        total number of tokens, the users' turns included, 1 or more
     rows          conversations per shard, written at the same time, 1 or more

@@ -1,4 +1,4 @@
-"""What the tests of LTD's training share: logged trees, what came of them, and the ground they give."""
+"""Fixtures of the tests of LTD's training: logged trees, their outcomes, and a ground made of them."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_trees_that_are_too_small_are_refused(trees: CandidateTrees) -> None:
     with pytest.raises(InputError, match=r"has 39 nodes, 48 are needed for width 3 and 5 expansions"):
         Outcomes.of(answers, replace(SHAPE, expansions=5), COSTS)
     assert len(Outcomes.of(answers, replace(SHAPE, expansions=2), COSTS)) == sum(map(len, answers))
-    with pytest.raises(InputError, match="no logged tree"):
+    with pytest.raises(InputError, match="no tree was logged"):
         Outcomes.of([[]], SHAPE, COSTS)
     with pytest.raises(InputError, match=r"held_back: 1.0 of 8 answers leaves none to learn from"):
         split([trees], SHAPE, COSTS, 1.0)

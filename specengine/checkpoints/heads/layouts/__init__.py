@@ -135,7 +135,7 @@ class Layout(ABC):
     @classmethod
     def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
         """Return the config.json of a head; dtype: of its weights. CheckpointError where the layout cannot state it."""
-        raise CheckpointError(f"layout: {cls.family} is read, not written")
+        raise CheckpointError(f"layout: {cls.family} heads can be read, but not written")
 
     @classmethod
     def unread(cls, config: EagleConfig) -> list[str]:
@@ -152,7 +152,7 @@ class Layout(ABC):
         target = self.fields.size("target_hidden_size", sizes["hidden_size"])
         activation = fields.text("hidden_act", "silu")
         if heads % kv_heads:
-            raise CheckpointError(f"num_attention_heads: got {heads}, no multiple of {kv_heads} key-value heads")
+            raise CheckpointError(f"num_attention_heads: got {heads}, not a multiple of {kv_heads} key-value heads")
         if activation not in ACT2FN:
             raise CheckpointError(f"hidden_act: unknown name {shown(activation)}")
         return sizes | {
@@ -234,7 +234,7 @@ class Layout(ABC):
         """Raise CheckpointError for the first variant that a head has and the layout has no field for."""
         for name, there in variants.items():
             if there:
-                raise CheckpointError(f"{name}: the {cls.family} layout has no word for it")
+                raise CheckpointError(f"{name}: the {cls.family} layout has no field for it")
 
     @staticmethod
     def layer_config(config: EagleConfig) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
     matching = [layout for layout in known if layout.recognises(raw)] or [named(FALLBACK)]
     matching = [one for one in matching if not any(other is not one and issubclass(other, one) for other in matching)]
     if len(matching) > 1:
-        raise CheckpointError(f"its fields are those of {' and of '.join(one.name() for one in matching)}")
+        raise CheckpointError(f"its fields fit several layouts: {', '.join(one.name() for one in matching)}")
     return matching[0]
 
 
@@ -408,7 +408,7 @@ def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 def _head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
     if "head_dim" not in fields and hidden_size % heads:
-        raise CheckpointError(f"head_dim: is missing, and hidden_size {hidden_size} is no multiple of {heads} heads")
+        raise CheckpointError(f"head_dim: is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads")
     size = fields.size("head_dim", hidden_size // heads)
     if size % 2:
         raise CheckpointError(f"head_dim: got {size}, an even size is needed, of which halves are rotated")

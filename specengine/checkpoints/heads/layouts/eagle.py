@@ -35,7 +35,7 @@ class Eagle(Layout):
         biased = [name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in self.names]
         if self.fields.flag("attention_bias") and not biased:
             # SpecForge copies the field from the target's config and makes none.
-            self.notes.append("attention_bias is set, but there are no biases: taken as none")
+            self.notes.append("attention_bias is set, but there are no biases: read as if it were not")
         qkv_bias = self.fields.flag("qkv_bias", default=bool(set(biased) - {"o"}))
         return {"qkv_bias": qkv_bias, "o_bias": "o" in biased}
 
@@ -48,8 +48,8 @@ class Eagle(Layout):
         counted = [i + 1 for i in outputs]
         if self.chosen_layer_ids is None and inputs and outputs and inputs != counted:
             raise CheckpointError(
-                f"{LAYER_IDS}: stands in the config ({listed(inputs)}) and in its eagle_config ({listed(outputs)}), "
-                "where the ids count otherwise; pass layer_ids"
+                f"{LAYER_IDS}: is in the config ({listed(inputs)}) and in its eagle_config ({listed(outputs)}), "
+                "which count layers differently; pass layer_ids"
             )
         return inputs or counted, outputs or inputs
 
@@ -60,8 +60,8 @@ class Eagle(Layout):
         """Read whether logits are read behind the final norm, from a field that this layout does not have."""
         if not self.chosen:
             raise CheckpointError(
-                "norm_output: SpecForge and speculators mean different things by it, and the config tells of neither; "
-                "pass producer='specforge', or producer='eagle' to ignore the field"
+                "norm_output: SpecForge and speculators mean different things by it, and the config does not say which "
+                "of them wrote it; pass producer='specforge', or producer='eagle' to ignore the field"
             )
         self.notes.append("norm_output is ignored: the EAGLE repository has no such field")
         return True
@@ -90,7 +90,7 @@ class Eagle(Layout):
 
     @classmethod
     def unread(cls, config: EagleConfig) -> list[str]:
-        """As of Layout; found in the sources of vLLM 0.32 and SGLang 0.5.23."""
+        """Return what readers ignore (see Layout), by the sources of vLLM 0.32 and SGLang 0.5.23."""
         if config.version == 1:
             return []
         lines = cls.unread_by_vllm(config) | {

@@ -52,14 +52,14 @@ class Speculators(Layout):
 
     @classmethod
     def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
-        """As of Layout. Readers of this layout load the tensors that head and target share from the target's name."""
+        """Return the config to write (see Layout). Its readers load shared tensors by the target's name."""
         if not verifier.name:
             raise refused("target", verifier.name, "the name of the model that the head was made for")
         if type(verifier.tokens) is not int or not 1 <= verifier.tokens <= MAX_TOKENS:
             raise refused("tokens", verifier.tokens, f"a whole number, 1 to {MAX_TOKENS}")
         cls.refuse(norm_logits_false=not config.norm_logits)
         if config.qkv_bias != config.o_bias:
-            raise CheckpointError("qkv_bias, o_bias: the speculators layout knows only both or none")
+            raise CheckpointError("qkv_bias, o_bias: the speculators layout has one field for both; set both or none")
         layer = cls.layer_config(config) | {"attention_bias": config.qkv_bias, "num_hidden_layers": 1}
         layer["model_type"] = "qwen3" if config.qk_norm else "llama"
         algorithm = next(name for name, version in VERSIONS.items() if version == config.version)
@@ -86,7 +86,7 @@ class Speculators(Layout):
 
     @classmethod
     def unread(cls, config: EagleConfig) -> list[str]:
-        """As of Layout; found in the sources of vLLM 0.32 and speculators 0.9."""
+        """Return what readers ignore (see Layout), by the sources of vLLM 0.32 and speculators 0.9."""
         if config.version == 1:
             return ["vLLM and speculators have no reader of EAGLE-1 in this layout any more"]
         ids = config.layer_ids or ()

@@ -1,0 +1,24 @@
+// Q4_K of ggml, (d * scale) * q - dmin * min: nibbles, 16 bytes scale, 16 bytes min; eight blocks, of 256 inputs in all,
+// stand behind 16 half d and 16 half dmin.
+struct q4_k : Integers {
+  static constexpr Layout kLayout{288, 64};
+  static constexpr int64_t kFileInputs = 256, kFileBytes = 144;
+  static constexpr bool kLow = true;
+
+  static void put(const uint8_t* row, int64_t block, int64_t, int output, uint8_t* to, uint8_t* head) {
+    const uint8_t* from = row + block / kSuper * kFileBytes;
+    const int64_t sub = block % kSuper;
+    packing::put_half(head, output, from);
+    packing::put_half(head + 32, output, from + 2);
+    packing::scales_of_six_bits(from + 4, sub, to + 256 + output, to + 272 + output);
+    const uint8_t* q = from + 16 + sub / 2 * 32;
+    for (int k = 0; k < kDepth; ++k) packing::put_bits<4>(to, output, k, sub % 2 ? q[k] >> 4 : q[k] & 15);
+  }
+  CPU_MEMBER static vu word(const Block& block, int i, int o) { return bits_of<4>(block.at, i, o); }
+  CPU_MEMBER static vf scale(const Block& block, int, int o) {
+    return half_floats(block.head + 2 * o) * byte_floats(block.at + 256 + o);
+  }
+  CPU_MEMBER static vf low(const Block& block, int, int o) {
+    return -(half_floats(block.head + 32 + 2 * o) * byte_floats(block.at + 272 + o));
+  }
+};

@@ -1,0 +1,51 @@
+// Integer products on AVX2 with FMA.
+#include <cstdint>
+#include <type_traits>
+
+#include "cpu/isa.hpp"
+#include "cpu/isa_region.hpp"
+#include "cpu/packing.hpp"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+namespace cpu {
+namespace {
+
+bool supported() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+}  // namespace
+
+CPU_ISA_BEGIN("avx2,fma,f16c")
+namespace integer_avx2_set {
+#include "cpu/kernels/lanes_8.inl"
+#include "cpu/kernels/numbers.inl"
+#include "cpu/kernels/weights.inl"
+#include "cpu/kernels/floats.inl"
+#include "cpu/kernels/integer_lanes_8.inl"
+#include "cpu/kernels/integer_formats.inl"
+#include "cpu/kernels/integer_maddubs_8.inl"
+#include "cpu/kernels/integer_rows.inl"
+#include "cpu/kernels/integer_floats.inl"
+#include "cpu/kernels/integer_products.inl"
+#include "cpu/kernels/queries.inl"
+#include "cpu/kernels/attention.inl"
+#include "cpu/kernels/table.inl"
+}  // namespace integer_avx2_set
+CPU_ISA_END
+
+namespace {
+
+const Kernels* find() {
+  static constexpr Kernels kernels = integer_avx2_set::table(
+      "avx2", integer_avx2_set::attend_in_order, kInteger, integer_avx2_set::expand_output);
+  return supported() ? &kernels : nullptr;
+}
+
+const InstructionSet registered(find, 110);
+
+}  // namespace
+}  // namespace cpu
+#endif
