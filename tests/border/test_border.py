@@ -38,7 +38,6 @@ _expander = pytest.importorskip("specengine._expander")
 _cpu = pytest.importorskip("specengine._cpu")
 
 NAMES = [*EXPANDER, *CPU, *MEMORY]
-TAKING_TENSORS = [name for name in NAMES if name != "plant"]
 REFUSED = (ValueError, TypeError)
 MADE: dict[str, Any] = {}
 
@@ -146,9 +145,8 @@ def test_strided_outputs_are_refused(name: str) -> None:
             assert outcome(run, memory, replaced(again, place, spread(at(again, place)))) is not None, place
 
 
-@pytest.mark.parametrize("name", [name for name in (*EXPANDER, *MEMORY) if name not in ("settle", "plant")])
+@pytest.mark.parametrize("name", [name for name in (*EXPANDER, *MEMORY) if name != "settle"])  # changes what it reads
 def test_strided_inputs_give_the_results_of_dense_ones(name: str) -> None:
-    """Of all but `settle`, which changes what it reads, and `plant`, which takes no tensor."""
     run, make, _ = function(name)
 
     def build(memory: Memory) -> Arguments:
@@ -217,7 +215,7 @@ def test_numbers_out_of_range_never_become_an_address(name: str) -> None:
 @settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_mixture_of_wrong_arguments_does_no_harm(data: st.DataObject) -> None:
-    run, build, _ = function(data.draw(st.sampled_from(TAKING_TENSORS)))
+    run, build, _ = function(data.draw(st.sampled_from(NAMES)))
     memory = Memory()
     arguments = build(memory)
     for place in data.draw(st.lists(st.sampled_from(list(tensors_of(arguments))), min_size=1, max_size=4, unique=True)):
