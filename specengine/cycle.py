@@ -114,7 +114,7 @@ def level(drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes
 
 def _grown(policy: TreePolicy, tree: TokenTree, frontier: Nodes, found: Step, began: float, seconds: Seconds) -> Nodes:
     drafted = time.perf_counter()
-    tree.passes += 1 if ops.is_free(tree.passes) else frontier.live > 0
+    tree.passes += frontier.live > 0
     grown = policy.grow(tree, frontier, found)
     if not isinstance(grown, Nodes):
         raise policies.no_nodes(policy, "grow", grown)

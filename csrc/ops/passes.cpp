@@ -1,6 +1,4 @@
 // Ops on the rows of a draft's passes.
-#include <cstring>
-
 #include "ops/ops.hpp"
 
 namespace ops {
@@ -87,35 +85,9 @@ py::tuple level_rows(handle tree, handle size, handle frontier, handle filled, h
                         scale ? by.object : py::none());
 }
 
-void queue_rows(handle held, handle taken, handle tokens, handle path, handle buffer, handle features) {
-  const auto waiting = take<int64_t>(held, "held", {at_least(2)});
-  const int64_t last = waiting.size(0) - 2;
-  int32_t& count = take_one<int32_t>(taken, "taken");
-  require(count >= 0, "taken", count, "0 or more");
-  const auto given = take_input<int64_t>(tokens, "tokens", {kAny});
-  const Frontier nodes = take_nodes(path, "path", given.size(0));
-  const auto place = [&](int64_t i) { return std::min(count + i, last); };
-  if (!buffer.is_none() && !features.is_none()) {
-    border::Tensor into, from;
-    if (!border::read(buffer, into) || into.rank != 2 || !into.is_contiguous() || into.size(0) <= last)
-      border::refuse("buffer", border::described(buffer), "[waiting, width], contiguous, on the CPU");
-    if (!border::read(features, from) || from.rank != 2 || !from.is_contiguous() || !(from.dtype == into.dtype) ||
-        from.size(1) != into.size(1))
-      border::refuse("features", border::described(features), "rows like those of the buffer, contiguous, on the CPU");
-    require_below(nodes.ids.at(), nodes.live, from.size(0), "path");
-    const auto bytes = static_cast<size_t>(into.size(1) * (into.dtype.bits / 8));
-    for (int64_t i = 0; i < nodes.live; ++i)
-      std::memcpy(static_cast<char*>(into.data) + static_cast<size_t>(place(i)) * bytes,
-                  static_cast<const char*>(from.data) + static_cast<size_t>(nodes.ids[i]) * bytes, bytes);
-  }
-  for (int64_t i = 0; i < nodes.live; ++i) waiting[place(i)] = given[i];
-  count += static_cast<int32_t>(nodes.live);
-}
-
 const Ops kPasses([](py::module_& module) {
   module.def("root_rows", root_rows);
   module.def("level_rows", level_rows);
-  module.def("queue_rows", queue_rows);
 });
 
 }  // namespace

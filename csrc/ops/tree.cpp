@@ -47,32 +47,21 @@ py::tuple append_children(handle tree, handle counters, handle frontier, handle 
   return py::make_tuple(appended(first, added, room), make_count(entries));
 }
 
-py::tuple subtree(handle parents, handle ancestors, handle nodes, handle live) {
-  const auto above = take_input<int64_t>(parents, "parents", {kAny}), kept = take_input<int64_t>(nodes, "nodes", {kAny});
-  border::Tensor old;  // of which the meaning makes the new words
+// Ancestor words of which only the meaning makes the new ones.
+void require_words(handle ancestors) {
+  border::Tensor old;
   if (!border::read(ancestors, old) || !(old.dtype == border::DtypeOf<int64_t>::dtype) || old.rank != 2)
     border::refuse_array<int64_t>(ancestors, "ancestors", "[any, any]");
+}
+
+py::tuple subtree(handle parents, handle ancestors, handle nodes, handle live) {
+  const auto above = take_input<int64_t>(parents, "parents", {kAny}), kept = take_input<int64_t>(nodes, "nodes", {kAny});
+  require_words(ancestors);
   const int64_t room = kept.size(0), count = take_count(live, "live", room);
   const auto renumbered = make<int64_t>({room}), words = make<int64_t>({room, spec::words_for(room)});
   if (!spec::subtree(above.at(), above.size(0), kept.at(), count, room, renumbered.at(), static_cast<uint64_t*>(words.data)))
     refuse("nodes: must be ascending, start with the root and contain every node's parent");
   return py::make_tuple(renumbered.object, words.object);
-}
-
-// Arrays and counters of a tree of the root alone; ancestors of the others are undefined.
-py::tuple plant(handle token, int64_t capacity, handle) {
-  require_width(capacity, 1, "capacity");
-  const auto tokens = make<int64_t>({capacity}), parents = make<int64_t>({capacity}), depths = make<int64_t>({capacity});
-  const auto edges = make<float>({capacity}), paths = make<float>({capacity});
-  const auto words = make<int64_t>({capacity, spec::words_for(capacity)});
-  for (const auto* array : {&tokens, &parents, &depths}) std::fill_n(array->at(), capacity, int64_t{0});
-  for (const auto* array : {&edges, &paths}) std::fill_n(array->at(), capacity, 0.0f);
-  std::fill_n(words.at(), words.size(1), int64_t{0});
-  tokens[0] = number_or<int64_t>(token, "token", 0);
-  parents[0] = -1;
-  words[0] = 1;
-  const auto arrays = py::make_tuple(tokens.object, parents.object, depths.object, edges.object, paths.object, words.object);
-  return py::make_tuple(arrays, py::make_tuple(make_count(1), make_count(0), make_count(0)));
 }
 
 // The arrays of some nodes alone; -1 as parent and 0 elsewhere behind them.
@@ -82,6 +71,7 @@ py::tuple extract(handle tree, handle nodes, handle live) {
   const int64_t room = kept.size(0), count = take_count(live, "live", room);
   const auto above = take_input<int64_t>(given[1], "parents", {kAny});
   const int64_t size = above.size(0);
+  require_words(given[5]);
   const auto renumbered = make<int64_t>({room}), words = make<int64_t>({room, spec::words_for(room)});
   if (!spec::subtree(above.at(), size, kept.at(), count, room, renumbered.at(), static_cast<uint64_t*>(words.data)))
     refuse("nodes: must be ascending, start with the root and contain every node's parent");
@@ -148,7 +138,6 @@ const Ops kTree([](py::module_& module) {
   module.def("append_nodes", append_nodes);
   module.def("append_children", append_children);
   module.def("subtree", subtree);
-  module.def("plant", plant);
   module.def("extract", extract);
   module.def("tree_mask", tree_mask);
   module.def("select_best", select_best);

@@ -315,7 +315,8 @@ class RowDraft(CapturedDrafter):
         self.taken, self._used = torch.zeros_like(cache.filled), torch.zeros_like(cache.filled)
         self._held = torch.zeros(1, dtype=torch.int64, device=self.device)  # a root, and what waits behind it
         self._tokens: list[int] = []  # committed, the current root excluded
-        self._best = torch.zeros(1, 1, device=self.device, dtype=torch.float32)  # logits of the last root pass
+        self._best = torch.zeros(1, device=self.device, dtype=torch.float32)  # logit of the last root pass on a device
+        self._first: Tensor | None = None  # logits of the last one on the host
         self._nodes = 0  # that trees may have; as a node: the one that padding writes to
         self.reserve(0, 1, 1)
 
@@ -335,7 +336,8 @@ class RowDraft(CapturedDrafter):
 
     @property
     def notes(self) -> list[str]:
-        return [] if bool(self._best.amax().isfinite()) else [NOT_FINITE]
+        best = self._best if self._first is None else self._first.amax()
+        return [] if bool(best.isfinite()) else [NOT_FINITE]
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -363,13 +365,16 @@ class RowDraft(CapturedDrafter):
         count = int(self.taken) if free else len(self.pending)
         self._used.zero_()
         if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
-            self._best = self._best.new_zeros(1, 1) if free else self._best.zero_()
+            self._first = self._best.zero_() if free else None
             return Step(torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32), normalized=True)
         if free:
             self.cache.reserve(int(filled) + count + tree.capacity)
         found = ops.root_rows(tree.tokens, self._held, self.taken, filled, self._causal, count, self._factors)
         logits, states = self._run(Rows(*found[:4], filled, self.taken), found)
-        self._best = logits if free else self._best.copy_(logits.amax(1, keepdim=True))
+        if free:
+            self._first = logits
+        else:
+            self._best.copy_(logits.amax(1))
         filled += self.taken
         self.taken.zero_()
         return Step(logits, self.token_ids, hidden=states)
@@ -381,7 +386,24 @@ class RowDraft(CapturedDrafter):
         return Step(logits, self.token_ids, hidden=states)
 
     def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
-        ops.queue_rows(self._held, self.taken, tokens, path, None, None)
+        self._queue(tokens, path)
+
+    def _queue(self, tokens: Tensor, path: Nodes, buffer: Tensor | None = None, features: Tensor | None = None) -> None:
+        """Queue the tokens of a path behind those that wait, and rows of its nodes' features in a buffer of theirs."""
+        taken, rows = self.taken, None if features is None else features.index_select(0, path.ids)
+        if ops.is_free(taken):
+            first, end = int(taken), int(taken) + int(path.live)
+            self._held[first:end] = tokens[: end - first]
+            if buffer is not None and rows is not None:
+                buffer[first:end] = rows[: end - first]
+            taken.fill_(end)
+            return
+        places = taken + torch.arange(len(path.ids), device=self.device, dtype=torch.int64)
+        places = places.clamp(max=len(self._held) - 2)  # warm-ups of a capture accept one path several times
+        self._held.index_copy_(0, places, tokens)  # the root, then those that the next pass runs
+        if buffer is not None and rows is not None:
+            buffer.index_copy_(0, places, rows.to(buffer.dtype))
+        taken += path.live
 
     def accept(self, cycle: Cycle) -> None:
         waiting = int(self.taken) + len(cycle.path)

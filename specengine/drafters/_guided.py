@@ -87,7 +87,7 @@ class Guided(Wrapped):
             marks = torch.zeros_like(logits, dtype=torch.uint8) if marks is None else marks.clone()
             marks[sure] = FREE
             logits[sure] = torch.where(torch.from_numpy(kept[sure]).to(logits.device), 0.0, -float("inf"))
-        return Step(logits, ids_with(step, new), step.normalized, step.hidden, marks)
+        return Step(logits, ids_with(step, new) if new else step.token_ids, step.normalized, step.hidden, marks)
 
     def _path(self, tree: TokenTree, node: int) -> list[int]:
         return [*self.written, *tree.path_tokens(node)]

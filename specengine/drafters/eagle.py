@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specengine import ops, registry
+from specengine import registry
 from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft, Traits
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import common_prefix
@@ -148,7 +148,7 @@ class Eagle(RowDraft):
         if features is None:
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         began = time.perf_counter()
-        ops.queue_rows(self._held, self.taken, tokens, path, self._features, features.to(self._features.dtype))
+        self._queue(tokens, path, self._features, features)
         self._seconds += time.perf_counter() - began
 
     def _run(self, rows: Rows, given: PassRows) -> tuple[Tensor, Tensor]:

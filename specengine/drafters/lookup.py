@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import importlib
 import math
 import sys
@@ -21,7 +21,7 @@ from specengine.errors import InputError
 from specengine.models import common_prefix
 from specengine.ops import Nodes
 from specengine.ops.select import COPIED, FREE, RECYCLED, Drafted, Step, mix_copies
-from specengine.ops.tree import Beside, Free, TokenTree
+from specengine.ops.tree import Arrays, Beside, Free, TokenTree
 from specengine.records import Cycle
 
 # Share of positions at which a match of so many tokens was followed by the token that followed it before; of 0.7M
@@ -112,34 +112,34 @@ class Lookup(Wrapped):
         if step.token_ids is not self._token_ids:
             self._copies.columns(None if step.token_ids is None else step.token_ids.cpu())
             self._token_ids = step.token_ids
-        return Mixed.of(step, self._copies, tree, frontier)
+        drafted = Drafted(step.logits, step.token_ids, step.normalized, step.marks, self._copies)
+        made = object.__new__(Mixed)
+        vars(made).update(normalized=step.normalized, hidden=step.hidden, unmixed=drafted, _of=(tree.arrays, frontier))
+        return made if step.logits.dtype is not torch.float16 else dataclasses.replace(made)  # C++ would mix float32
 
 
 class Mixed(Step):
-    """A step with copies that are mixed into its rows when they are read, unless an op does so."""
+    """A step with copies, `unmixed`, that are mixed into its rows when they are read, unless an op does so.
+
+    Made by `Lookup.changed`, which sets what it consists of.
+    """
+
+    _of: tuple[Arrays, Nodes]  # arrays of the tree, and the frontier
 
     def __new__(cls, *parts: Any, **named: Any) -> Step:  # type: ignore[misc]  # for dataclasses.replace
         return Step(*parts, **named)
 
-    @classmethod
-    def of(cls, step: Step, copies: Copies, tree: TokenTree, frontier: Nodes) -> Mixed:
-        """Return a step into which these copies are mixed, as they follow the nodes of the frontier."""
-        made, drafted = object.__new__(cls), step.drafted._replace(copies=copies)
-        vars(made).update(normalized=step.normalized, hidden=step.hidden, _drafted=drafted, _of=(tree.arrays, frontier))
-        return made
-
     @property
-    def drafted(self) -> Drafted:
-        given = vars(self)["_drafted"]
-        return given if given.logits.is_cpu and given.logits.dtype is not torch.float16 else self._rows
+    def logits(self) -> Tensor:
+        """Mix, and become a step like others."""
+        assert self.unmixed is not None
+        found = self.unmixed.mixed(*self._of)
+        self.__class__ = Step  # type: ignore[assignment]
+        vars(self).update(logits=found.logits, token_ids=found.token_ids, marks=found.marks, unmixed=None)
+        return found.logits
 
-    @functools.cached_property
-    def _rows(self) -> Drafted:
-        return vars(self)["_drafted"].mixed(*vars(self)["_of"])
-
-    logits = property(lambda self: self._rows.logits)
-    token_ids = property(lambda self: self._rows.token_ids)
-    marks = property(lambda self: self._rows.marks)
+    token_ids = property(lambda self: (self.logits, self.token_ids)[1])
+    marks = property(lambda self: (self.logits, self.marks)[1])
 
 
 def backend() -> Any:

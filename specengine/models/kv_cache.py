@@ -236,8 +236,7 @@ class CachedTarget(Target):
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         self.cache.commit(path)
-        tokens = tree.tokens.tolist()  # less work than to select on the host
-        self.tokens.extend([tokens[node] for node in path])
+        self.tokens.extend(map(tree.tokens.tolist().__getitem__, path))
 
     def reset(self) -> None:
         self.cache.crop(0)

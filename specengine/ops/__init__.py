@@ -38,13 +38,13 @@ from specengine.ops.choose import (
     philox_uniform,
 )
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
-from specengine.ops.passes import PassRows, level_rows, queue_rows, root_rows
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import LARGEST, Candidates, Drafted, best_candidates, mix_rows, top_children, top_entropy
 from specengine.ops.tree import (
     Flag,
     Nodes,
     Number,
+    PassRows,
     Walked,
     ancestor_words,
     append_children,
@@ -54,8 +54,9 @@ from specengine.ops.tree import (
     extract,
     held,
     is_free,
+    level_rows,
     number,
-    plant,
+    root_rows,
     row_of,
     select_best,
     subtree,
@@ -145,8 +146,6 @@ __all__ = [
     "pack_mask",
     "philox4x32",
     "philox_uniform",
-    "plant",
-    "queue_rows",
     "root_rows",
     "rope_store",
     "row_of",

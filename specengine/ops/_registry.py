@@ -18,7 +18,7 @@ from specengine.errors import BackendError
 
 VARIABLE = "SPECENGINE_BACKEND"
 REFERENCE = "reference"
-INTERFACE = 15  # as in csrc/expander.cpp
+INTERFACE = 16  # as in csrc/expander.cpp
 OPS: dict[str, Callable[..., Any]] = {}
 
 Implementation = Callable[..., Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -199,13 +199,11 @@ class Drafted(NamedTuple):
         if changes is None:
             return self._replace(copies=None)
         logits, marks, fresh = changes  # the columns that gain are marked with 1, which is COPIED
-        return Drafted(logits, ids_with(self, fresh), self.normalized, marks)
+        return Drafted(logits, ids_with(self, fresh) if fresh else self.token_ids, self.normalized, marks)
 
 
-def ids_with(step: Drafted | Step, new: list[int]) -> Tensor | None:
+def ids_with(step: Drafted | Step, new: list[int]) -> Tensor:
     """Return the target's ids of the step's columns and of new ones behind them."""
-    if not new:
-        return step.token_ids
     device = step.logits.device if step.token_ids is None else step.token_ids.device
     ids = step.token_ids
     if ids is None:
@@ -264,11 +262,7 @@ class Step:
     normalized: bool = False
     hidden: Tensor | None = None
     marks: Tensor | None = None
-
-    @property
-    def drafted(self) -> Drafted:
-        """Return the rows for ops."""
-        return Drafted(self.logits, self.token_ids, self.normalized, self.marks)
+    unmixed: ClassVar[Drafted | None] = None  # what an op may read instead, where copies are not mixed in yet
 
     def best_children(self, count: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row.

@@ -220,21 +220,6 @@ def extract(tree: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
 
 
 @op
-def plant(token: int, capacity: int, device: torch.device) -> tuple[Arrays, Counters]:
-    """Return arrays and counters of a tree of the root alone; ancestors of nodes to come are undefined."""
-    if run := native.plant[device]:
-        return run(token, capacity, device)
-    tokens, parents, depths = torch.zeros(3, capacity, dtype=torch.int64, device=device).unbind()
-    log_probs, paths = torch.zeros(2, capacity, device=device, dtype=torch.float32).unbind()
-    ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
-    tokens[:1].fill_(token)
-    parents[:1].fill_(-1)
-    ancestors[:1, :1].fill_(1)
-    size, passes, overflow = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
-    return (tokens, parents, depths, log_probs, paths, ancestors), (size.fill_(1), passes, overflow)
-
-
-@op
 def ancestor_words(parents: Tensor) -> Tensor:
     """Return a row of words per node: bit j is set where node j is the node itself or one of its ancestors.
 
@@ -393,6 +378,82 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> Non
     return None
 
 
+class PassRows(NamedTuple):
+    """Rows of a draft pass, [n], over a cache.
+
+    tokens, positions  int64 [n]
+    words              int64 [n, w]: which slots behind the committed ones each row sees
+    slot               int64 [1], of the first row
+    sources, targets   int64 [n]: rows of a state buffer that states are read from and written to
+    one                int64 [1], the only row whose result is wanted, or None for all; `targets` is of it alone then
+    factors            float32 [n, 1] of the logits, or None
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    words: Tensor
+    slot: Tensor
+    sources: Tensor
+    targets: Tensor
+    one: Tensor | None
+    factors: Tensor | None
+
+
+@op
+def root_rows(
+    root: Tensor, held: Tensor, taken: Tensor, filled: Tensor, causal: Tensor, width: int, factors: Tensor | None
+) -> PassRows:
+    """Return the rows of a first pass: the tokens that wait, with the root in place of the last one.
+
+    root: int64 [m], its first entry; held: int64 [waiting + 1], those that wait from entry 1 on; taken, filled: int32
+    [1], how many wait, at most `width`, and committed slots; causal: int64 [waiting, w], words of consecutive tokens;
+    factors: float32 [depths], of the first the pass has one.
+    """
+    if run := native.root_rows[held.device]:
+        return PassRows(*run(root, held, taken, filled, causal, width, factors))
+    wanted = "root: int64 [m]; held: int64 [h]; taken: int32 [1]; filled: int32 [1]; causal: int64 [n, w]"
+    require(f"{wanted}; factors: float32 [depths]", root, held, taken, filled, causal, factors)
+    place = torch.arange(width, device=held.device, dtype=torch.int64)
+    last = (taken.long() - 1).clamp(min=0)
+    tokens = held[1 : width + 1].scatter(0, last, root[:1])
+    first = None if factors is None else factors[:1, None]
+    return PassRows(tokens, filled + place, causal[:width], filled.long(), place, torch.zeros_like(last), last, first)
+
+
+@op
+def level_rows(
+    tree: Arrays,
+    size: Tensor,
+    frontier: Nodes,
+    filled: Tensor,
+    used: Tensor,
+    seen: Tensor,
+    factors: Tensor | None,
+) -> PassRows:
+    """Return the rows of a pass from some nodes of a tree, whose slots stand behind the `used` ones, which grow.
+
+    filled, used: int32 [1], committed slots and those of this tree; seen: int64 [nodes + 1, ceil(nodes / 64)], by node
+    which of the latter it sees, the last row being what padding writes to; factors: float32 [depths], of the nodes of a
+    depth, the last one also below. The nodes are none of each other's parents.
+    """
+    if run := native.level_rows[size.device]:
+        return PassRows(*run(tree, size, frontier, filled, used, seen, factors))
+    wanted = "frontier: int64 [n]; live: int32 [1]; filled: int32 [1]; used: int32 [1]; seen: int64 [nodes, w]"
+    require(f"{wanted}; factors: float32 [depths]", *frontier, filled, used, seen, factors)
+    spare, place = seen.shape[0] - 1, torch.arange(frontier.ids.shape[0], device=size.device, dtype=torch.int64)
+    padding = place >= frontier.live  # reads of the root, and writes where nothing is read
+    nodes, into = frontier.ids.masked_fill(padding, 0), frontier.ids.masked_fill(padding, spare)
+    parents, depths = tree[1].index_select(0, nodes).clamp(min=0), tree[2].index_select(0, nodes)
+    own = own_bits(spare, size.device).index_select(0, (used + place).clamp(max=spare - 1))
+    words = seen.index_select(0, parents) | own
+    seen.index_copy_(0, into, words)
+    slot = (filled + used).long()
+    used += frontier.live
+    if factors is not None:
+        factors = factors.index_select(0, depths.clamp(max=factors.shape[0] - 1))[:, None]
+    return PassRows(tree[0].index_select(0, nodes), depths + (filled - 1), words, slot, parents, into, None, factors)
+
+
 class Free(NamedTuple):
     """Nodes that cost no draft pass, on the host, the likeliest first; `TokenTree.graft` appends them to their tree.
 
@@ -498,7 +559,12 @@ class TokenTree:
     def __init__(self, capacity: int, device: torch.device | str = "cpu", token: int = 0) -> None:
         if capacity < 1:
             raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
-        _fill(self, *plant(token, capacity, torch.device(device)))
+        nodes, ancestors, numbers = _blank(capacity, device)
+        tokens, parents, depths = nodes.clone().unbind()
+        log_probs, paths = torch.zeros(2, capacity, device=device, dtype=torch.float32).unbind()
+        size, passes, overflow = numbers.clone().unbind()
+        tokens[:1].fill_(token)
+        _fill(self, (tokens, parents, depths, log_probs, paths, ancestors.clone()), (size, passes, overflow))
 
     @classmethod
     def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> TokenTree:
@@ -636,6 +702,16 @@ def _fill(tree: TokenTree, arrays: Arrays, counters: Counters) -> TokenTree:
     tree.size, tree.passes, tree.overflow = counters
     tree.capacity, tree.device, tree.free = tree.tokens.shape[0], tree.tokens.device, None
     return tree
+
+
+@lru_cache(maxsize=16)
+def _blank(capacity: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a tree of the root alone begins with: tokens, parents and depths, ancestors, and counters."""
+    nodes = torch.zeros(3, capacity, dtype=torch.int64, device=device)
+    nodes[1, 0] = -1
+    ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
+    ancestors[0, 0] = 1
+    return nodes, ancestors, torch.tensor([[1], [0], [0]], dtype=torch.int32, device=device)
 
 
 CAPACITY = "capacity: "  # how the error of a full tree begins, before it is said whose

@@ -18,7 +18,7 @@ from torch import Tensor
 from specengine import ops
 from specengine.costs import ASSUMED, CostTable, PassCosts, find_costs
 from specengine.errors import InputError
-from specengine.ops import Counts, Ledger, Limits, Nodes, Notes, Prices
+from specengine.ops import Counts, Drafted, Ledger, Limits, Nodes, Notes, Prices
 from specengine.ops.select import Step
 from specengine.ops.tree import Beside, TokenTree
 from specengine.ops.worth import DEPTHS, KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, RANKS, SOURCES, Source
@@ -186,7 +186,7 @@ class Auto(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         state = self._state[tree.device]
-        drafted = step.drafted
+        drafted = step.unmixed or Drafted(step.logits, step.token_ids, step.normalized, step.marks)
         if not drafted.logits.shape[0]:
             return self._first(tree, state)
         return ops.grow_likely(tree.arrays, tree.counters, frontier, drafted, *state.books, self._limits)

@@ -43,7 +43,8 @@ class History:
         if self._new:
             while self.length > self._ids.shape[1]:
                 self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
-            self._ids[0, self.length - len(self._new) : self.length] = torch.tensor(self._new, device="cpu")
+            new = torch.tensor(self._new, dtype=torch.int64, device="cpu")
+            self._ids[0, self.length - len(new) : self.length] = new
             self._new = []
         return self._ids[:, : self.length]
 

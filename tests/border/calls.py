@@ -270,20 +270,9 @@ def level_rows(m: Memory) -> Arguments:
     return [tree(m), one(m, NODES), frontier, one(m, 7), one(m, 2), memory_words(m, CAPACITY + 1), real(m, 4)]
 
 
-@call(optional=(4, 5))
-def queue_rows(m: Memory) -> Arguments:
-    path = whole(m, 0, 1, 2), one(m, 3)
-    return [whole(m, 9, 8, 7, 6, 5), one(m, 1), whole(m, 101, 102, 5), path, real(m, 4, 6), real(m, NODES, 6)]
-
-
 @call()
 def extract(m: Memory) -> Arguments:
     return [tree(m), whole(m, 0, 1, 2), one(m, 3)]
-
-
-@call()
-def plant(m: Memory) -> Arguments:
-    return [7, CAPACITY, torch.device("cpu")]
 
 
 @call()

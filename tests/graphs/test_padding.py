@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
 
 from specengine import ops
-from specengine.drafters import Given, RowDraft
+from specengine.drafters import RowDraft
 from specengine.errors import InputError
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
-from specengine.ops import Nodes
+from specengine.ops import Nodes, PassRows
 from tests import toy
 from tests.graphs.engines import as_on_a_device
 
@@ -37,15 +37,15 @@ class Recording(RowDraft):
 
     def __init__(self) -> None:
         super().__init__(KVCache(1, 1, 2, 1, dtype=torch.float32))
-        self.given: list[tuple[Rows, Given]] = []
+        self.given: list[tuple[Rows, PassRows]] = []
 
     def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None:
         self.cache.length = len(prompt)
         self.taken.fill_(1)
 
-    def _run(self, rows: Rows, given: Given, *, one: Tensor | None = None) -> tuple[Tensor, None]:
+    def _run(self, rows: Rows, given: PassRows) -> tuple[Tensor, None]:
         self.given.append((rows, given))
-        return torch.zeros(len(rows) if one is None else 1, 3), None
+        return torch.zeros(len(rows) if given.one is None else 1, 3), None
 
 
 @settings(max_examples=40, deadline=None)

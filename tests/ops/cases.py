@@ -121,10 +121,6 @@ def extract(draw: Draw) -> tuple:
     return (tree, *nodes), {}
 
 
-def plant(draw: Draw) -> tuple:
-    return (draw.between(0, 10**6), 1, torch.device("cpu")), {}
-
-
 def root_rows(draw: Draw) -> tuple:
     waiting, width = draw.between(1, 5), draw.between(1, 70)
     held = draw.whole(1000, width + draw.between(1, 4))
@@ -143,16 +139,6 @@ def level_rows(draw: Draw) -> tuple:
     seen[spare] = 0
     factors = draw.one_of([None, draw.normal(draw.between(1, 4))])
     return (tree, count(size), nodes, count(draw.between(0, 99)), count(draw.between(0, 90)), seen, factors), {}
-
-
-def queue_rows(draw: Draw) -> tuple:
-    held, nodes, width = draw.whole(1000, draw.between(2, 9)), draw.between(1, 9), draw.between(1, 5)
-    path = torch.randperm(nodes, generator=draw.random)[: len(held) - 1]
-    taken = draw.between(0, len(held) - 1 - len(path))
-    kind = draw.one_of(FLOATS)
-    buffer, features = draw.normal(len(held) - 1, width).to(kind), draw.normal(nodes, width).to(kind)
-    rows = draw.one_of([(None, None), (buffer, features)])
-    return (held, count(taken), draw.whole(1000, len(path)), ops.Nodes.of(path), *rows), {}
 
 
 def step_queues(draw: Draw) -> tuple:
@@ -410,10 +396,8 @@ CASES: dict[str, Callable[[Draw], tuple]] = {
         append_children,
         append_nodes,
         extract,
-        plant,
         root_rows,
         level_rows,
-        queue_rows,
         start_search,
         keep_likely,
         beam_observation,
