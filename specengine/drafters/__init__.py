@@ -367,8 +367,8 @@ class RowDraft(CapturedDrafter):
         if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
             self._first = self._best.zero_() if free else None
             return Step(torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32), normalized=True)
-        if free:
-            self.cache.reserve(int(filled) + count + tree.capacity)
+        if free and (end := int(filled) + count + tree.capacity) > self.cache.slab.shape[3]:  # mostly there is room
+            self.cache.reserve(end)
         found = ops.root_rows(tree.tokens, self._held, self.taken, filled, self._causal, count, self._factors)
         logits, states = self._run(Rows(*found[:4], filled, self.taken), found)
         if free:

@@ -659,7 +659,8 @@ class NativeTarget(CachedTarget):
         """Run the nodes of a tree, wherever it is, behind the committed tokens; return their features."""
         cache, live = self.cache, int(tree.size)
         start = int(cache.filled)
-        cache.reserve(start + live)
+        if start + live > cache.slab.shape[3]:  # mostly there is room
+            cache.reserve(start + live)
         arrays = tree.tokens, tree.depths, tree.ancestors
         tokens, depths, words = arrays if tree.capacity == live else (array[:live] for array in arrays)
         tokens, depths, words = tokens.cpu(), depths.cpu(), words.cpu()
