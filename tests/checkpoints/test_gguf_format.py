@@ -138,7 +138,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "no dimension": (files.encode([], [files.info("t", [])]), "tensor 't' has 0 dimensions"),
     "empty tensor": (files.encode([], [files.info("t", [4, 0])]), r"tensor 't' is empty: \[0, 4\]"),
     "huge tensor": (files.encode([], [files.info("t", [2**63] * 4)]), "tensor 't' ends at byte"),
-    "type Q5_K": (files.encode([], [files.info("t", [256], 13)]), "'t' is of type Q5_K; accepted: F32, .*Q6_K"),
+    "type TQ2_0": (files.encode([], [files.info("t", [256], 35)]), "'t' is of type TQ2_0; accepted: F32, .*Q6_K"),
     "unknown type": (files.encode([], [files.info("t", [256], 999)]), "'t' is of type number 999"),
     "part of a block": (files.encode([], [files.info("t", [48], 2)]), "rows of 48, not a multiple of the 32"),
     "offset": (

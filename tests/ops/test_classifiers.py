@@ -111,7 +111,7 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
     with pytest.raises(InputError, match=r"^logits: got"):
         ops.classify_row(features.double()[:1], 5, count(1), net.parts)
     for wrong, depth in ((features, count(1)), (features[:1, :0], count(1)), (features[:1], count(1).long())):
-        with pytest.raises(InputError, match=r"^(logits|depth|top): got"):
+        with pytest.raises(InputError, match=r"^(logits|depth|top|top, columns, inputs): got"):
             ops.classify_row(wrong, 5, depth, net.parts)
     with pytest.raises(InputError, match=r"^(path_log_probs|entropies): got"):
         ops.classify_paths(features, torch.zeros(4), count(1), net.parts)

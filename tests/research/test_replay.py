@@ -140,7 +140,7 @@ def test_drafts_whose_columns_change_cannot_be_logged(tmp_path: Path) -> None:
             return Step(step.logits[:, columns], columns, True)
 
     live = Engine(ToyTarget(TARGET), Changing(TARGET, normalized=True), OPTIONS.policy)
-    with pytest.raises(InputError, match="other tokens at every step"):
+    with pytest.raises(InputError, match="other tokens at each step"):
         collect(live, PROMPTS, tmp_path, OPTIONS)
 
 
