@@ -44,7 +44,7 @@ class LoadOptions:
     numerics           how a native model's products are computed: `integer` multiplies int8 weights and packed GGUF
                        blocks by int8 activations, with the same bits on every instruction set; `bfloat16` and `float32`
                        name the model's dtype and multiply floats; auto takes integer for such weights where the machine
-                       has no AMX
+                       has no AMX, and has AVX2 or NEON
     pack               run bfloat16 linear layers on a CPU with a second, packed copy of their weights: faster, bit for
                        bit the same; by default where half of the free memory has room for it
     graphs             run target and draft as CUDA graphs, captured on first use (Engine.warmup captures all at

@@ -118,8 +118,14 @@ def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
 
 
 def _multiplies_integers_faster() -> bool:
-    """Whether the CPU, or the one that SPECENGINE_CPU names, lacks AMX, whose tiles give bfloat16 16 rows for one."""
-    return bool(instruction_sets("integer")) and instruction_set("bfloat16") != "amx"
+    """Return whether integers are faster on the CPU, or on the one that SPECENGINE_CPU names.
+
+    They are not with AMX, whose tiles give bfloat16 16 rows for one, nor in portable C++ on x86, where fused
+    multiply-adds are emulated.
+    """
+    if not instruction_sets("integer"):
+        return False
+    return instruction_set("bfloat16") != "amx" and instruction_set("integer") != "portable"
 
 
 def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:

@@ -120,6 +120,8 @@ def test_a_set_that_is_not_there_is_an_error_with_those_that_are(monkeypatch: py
         (INTEL, "avx512bf16", "integer", "bfloat16"),
         (INTEL, "avx512vnni", "integer", "bfloat16"),
         (INTEL, "avx2", "integer", "bfloat16"),
+        (INTEL, "portable", "bfloat16", "bfloat16"),
+        ({"bfloat16": ["portable"], "integer": ["portable"]}, "", "bfloat16", "bfloat16"),
         (OLD, "", "integer", "bfloat16"),
         (ARM, "", "integer", "bfloat16"),
         (OLD | {"integer": []}, "", "bfloat16", "bfloat16"),
