@@ -54,15 +54,16 @@ def test_check_against_huggingface(folder: str, capsys: Any) -> None:
 
 def test_check_reports_a_mismatch(folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(cycle, "walk", accept_blindly)
+    drafting = [*CHECK, folder, PROMPT, "--policy", "eagle"]  # auto drafts where measured costs are such that it pays
     out_file = tmp_path / "report.json"
-    assert main([*CHECK, folder, PROMPT, "--json", "--out", str(out_file)]) == 1
+    assert main([*drafting, "--json", "--out", str(out_file)]) == 1
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found == json.loads(out_file.read_text())
     assert (found["mismatch"], found["comparisons"][0]["verdict"]) == (1, "mismatch")
     assert found["comparisons"][0]["gap"] > 1e-3
     assert "mismatch" in err
-    assert main([*CHECK, folder, PROMPT, "--tolerance", "60"]) == 0
+    assert main([*drafting, "--tolerance", "60"]) == 0
     assert capsys.readouterr().out == "0 exact, 1 near-tie, 0 mismatch\n"
 
 

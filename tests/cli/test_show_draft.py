@@ -17,7 +17,8 @@ from tests.cli.streams import ANSI, PROMPT, expected
 def test_show_draft_colours_add_up_to_the_answer(
     folder: str, capsys: Any, monkeypatch: Any, stream: list[str], stop: list[str]
 ) -> None:
-    options = ["--model", folder, "--max-new-tokens", "120", *stop]
+    # auto drafts where measured costs are such that it pays
+    options = ["--model", folder, "--max-new-tokens", "120", "--policy", "eagle", *stop]
     assert main(["generate", PROMPT, *options]) == 0
     plainly = capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
