@@ -1,4 +1,4 @@
-"""What rows cost in every engine on this CPU: milliseconds of one forward by its rows, on the same GGUF file.
+"""Measure the cost of rows in every engine on this CPU: milliseconds of a forward, on one GGUF file.
 
 Every engine runs in a process of its own and is asked in turn, round after round, so that load on the machine meets all
 of them. ik_llama.cpp, llama.cpp and OpenVINO live in other environments:

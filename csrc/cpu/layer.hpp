@@ -139,7 +139,7 @@ class Workspace {
     return in;
   }
 
-  // What a thread does before and after it runs kernels.
+  // Run on each thread before and after its kernels.
   Pool::Around around() const { return {kernels.begin, kernels.end}; }
 
   Buffer<uint32_t> first, second, third;

@@ -17,7 +17,7 @@ class Pace {
  public:
   explicit Pace(int most) : most_(most) {}
 
-  // Of the next forward.
+  // Return the number of threads for the next forward.
   int threads() const { return std::max(1, most_ >> (trial_ ? tried_ : level_)); }
 
   // How long a forward took on what `threads` returned.

@@ -105,7 +105,7 @@ inline void put_halves_of_bytes(uint8_t* rows, int output, const uint8_t* from) 
   }
 }
 
-// What nibbles stand for: IQ4_NL's and IQ4_XS's steps, and twice the floats of four bits that MXFP4 has.
+// Values of nibbles: IQ4_NL's and IQ4_XS's steps, and twice the floats of four bits that MXFP4 has.
 alignas(16) constexpr int8_t kFourBitsUneven[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 alignas(16) constexpr int8_t kFourBitsOfFloats[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 

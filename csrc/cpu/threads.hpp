@@ -79,7 +79,7 @@ class Pool {
  public:
   static constexpr int kMost = 1024;  // threads of a job
 
-  // What a thread does before its first piece of a job and after its last one.
+  // Run on each thread before its first piece of a job, and after its last one.
   struct Around {
     void (*begin)() = nullptr;
     void (*end)() = nullptr;
@@ -284,7 +284,7 @@ class Pool {
 
   static bool has_pieces(const Seat& seat) { return seat.share.load(std::memory_order_acquire) % kPieces != 0; }
 
-  // What a worker does.
+  // Wait for jobs, and take their pieces, until the process ends.
   void work(int index) {
     Seat& own = seat(index);
     Around around;  // of the job that it has begun
