@@ -99,7 +99,12 @@ class Pool {
 
   // Runs job(team) with up to so many threads, the caller's among them. Callers take turns.
   template <typename Job>
-  void run(int threads, const Job& job, Around around = {}) {
+  void run(int threads, const Job& job) {
+    run(threads, job, Around());
+  }
+
+  template <typename Job>
+  void run(int threads, const Job& job, const Around& around) {
     const std::lock_guard<std::mutex> turn(turn_);
     const Team team(*this, std::min(std::max(threads, 1), static_cast<int>(kMost)));
     grow(team.count());

@@ -21,7 +21,7 @@ CPU_INLINE void quantize_rows(const float* from, uint32_t* to) {
   vi halves[2] = {};
   for (int i = 0; i < kWordsOfBlock; ++i) {
     vi q[4];
-    for (int b = 0; b < 4; ++b) q[b] = nearest(load(from + (4 * i + b) * kRows) * steps);
+    for (int b = 0; b < 4; ++b) q[b] = nearest(load(from + (4 * i + b) * kRows) * steps) & finite;
     halves[i / (kWordsOfBlock / 2)] += (q[0] + q[1]) + (q[2] + q[3]);
     put(i, ((vu)q[0] & 255u) | ((vu)q[1] & 255u) << 8 | ((vu)q[2] & 255u) << 16 | (vu)q[3] << 24);
   }

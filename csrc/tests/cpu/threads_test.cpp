@@ -130,6 +130,7 @@ void test_held_piece() {
   for (const bool caller_waits : {false, true}) {
     std::atomic<int64_t> pieces_taken{0}, done{0};
     std::atomic<bool> came{true};
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));  // a sleeper who was not woken just now is woken
     cpu::Pool::shared().run(2, [&](const cpu::Team& team) {
       team.each(kCount, 1, [&](cpu::Pieces& pieces) {
         for (bool first = true; pieces.next(); first = false) {
