@@ -196,7 +196,7 @@ class EagerDriver:
         if policy is not None:
             policies.require_sizes(policy)
         if drafter is not None and not isinstance(getattr(drafter, "name", None), str):
-            raise DrafterError(f"{drafters.name_of(drafter)}.name: it has none, accepted a text")
+            raise DrafterError(f"{drafters.name_of(drafter)}.name: missing, accepted a string")
         self.target, self.drafter, self.policy = target, drafter, policy
         self.device = target.device if drafter is None else drafter.device
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
@@ -370,7 +370,7 @@ def _of_list(chosen: list[int]) -> Callable[[int], int | None]:
 
 
 def make_room(driver: EagerDriver, tokens: int) -> None:
-    """Make room for so many tokens of prompt and answer. Raises InputError where there is no memory for that."""
+    """Reserve caches for a prompt and answer of `tokens`. Raises InputError if memory is short."""
     try:
         driver.reserve(tokens)
     except SpecEngineError:
@@ -378,6 +378,6 @@ def make_room(driver: EagerDriver, tokens: int) -> None:
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise the latter
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"max_new_tokens: there is no memory for caches of {tokens} tokens of prompt and answer, ask for fewer "
+            f"max_new_tokens: not enough memory to cache {tokens} tokens of prompt and answer; ask for fewer "
             f"({reason:.200})"
         ) from error

@@ -130,7 +130,7 @@ class Eagle(RowDraft):
         self.head.refresh()
         kept = len(prompt) - (0 if features is None else features.shape[0])
         if kept > self.cached(prompt):
-            raise InputError(f"features: of {self.cached(prompt)} of {len(prompt)} tokens they are known, got {kept}")
+            raise InputError(f"features: missing for tokens {self.cached(prompt)} to {kept} of {len(prompt)}")
         stable = min(self.cache.length, kept)
         unread = self._features[: max(kept - self.cache.length, 0)]
         if features is not None:

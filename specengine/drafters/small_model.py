@@ -58,7 +58,7 @@ class SmallModel(RowDraft):
         if not isinstance(draft, str | PreTrainedModel):
             return None
         if options.draft_options:
-            raise InputError(f"draft_options: draft {draft!r} has none, it is no EAGLE head")
+            raise InputError(f"draft_options: accepted for EAGLE heads alone; draft {draft!r} is a small model")
         if isinstance(draft, str) and draft != embedded.NAME:
             missing = checkpoints.checks.why_absent(draft, offline=options.offline)
             if missing is not None:
@@ -78,9 +78,7 @@ class SmallModel(RowDraft):
         loaded = dataclasses.replace(options, device=target.device, quantize=None, numerics="auto", backend=backend)
         model, own_tokenizer, _ = checkpoints.pretrained.load_model(draft, loaded)
         if torch.device(model.device) != target.device:
-            raise InputError(
-                f"draft: it is on {model.device}, the target on {target.device}; both must be on one device"
-            )
+            raise InputError(f"draft: the model is on {model.device}, accepted {target.device}, the target's device")
         if tokenizer is not None and own_tokenizer is not None:
             try:
                 check_tokenizers(own_tokenizer, tokenizer)
@@ -92,8 +90,8 @@ class SmallModel(RowDraft):
                 raise TokenizerMismatchError(f"{error}; {head}") from None
         elif (vocabulary := _vocabulary(model)) != target.vocab_size:
             raise InputError(
-                f"draft: its vocabulary has {vocabulary} entries, the target's {target.vocab_size}, and there are no "
-                "two tokenizers to compare"
+                f"draft: the vocabulary has {vocabulary} entries, the target's {target.vocab_size}; "
+                "both must be equal without two tokenizers to compare"
             )
         return cls(model, target.vocab_size, pack=options.pack, captured=target.captured)
 

@@ -69,7 +69,7 @@ _WITHOUT_EFFECT = {
 
 
 def instruction_sets(numerics: str = "bfloat16") -> list[str]:
-    """Those that this build has and this CPU runs, the fastest first; none without the extension.
+    """List the instruction sets that were built and that this CPU runs, fastest first; empty without the extension.
 
     numerics: integer, or any other for products of floats
     """
@@ -77,24 +77,24 @@ def instruction_sets(numerics: str = "bfloat16") -> list[str]:
 
 
 def instruction_set(numerics: str) -> str:
-    """The one that products of these numerics run on. BackendError where there is none, or not the one asked for.
+    """Return the instruction set for products in `numerics`. Raises BackendError if there is none, or not the one set.
 
     SPECENGINE_CPU names a CPU by one of its sets. Where that has no such products, another set of such a CPU has them.
     """
     usable, asked = list(extension().instruction_sets(_table(numerics))), os.environ.get(VARIABLE)
     known = dict.fromkeys([*instruction_sets(), *instruction_sets("integer")])
     if asked and asked not in known:
-        raise BackendError(f"{VARIABLE}: got {asked!r}, this machine has {', '.join(known)}")
+        raise BackendError(f"{VARIABLE}: got {asked!r}, accepted on this CPU: {', '.join(known)}")
     if numerics == "float32":
         usable = [name for name in usable if name not in WITH_PAIRS]
     if not usable:
-        raise BackendError(f"native: this build has no {numerics} products for this machine")
+        raise BackendError(f"native: this build has no {numerics} products for this CPU")
     wanted = (asked, *_ALSO_THERE.get(asked, ())) if asked else ()
     return next((name for name in wanted if name in usable), usable[0])
 
 
 def _table(numerics: str) -> str:
-    """Return the extension's name of the tables of functions: those of bfloat16 multiply float32 weights too."""
+    """Return the extension's name for a table of functions; the one for bfloat16 also multiplies float32 weights."""
     return "integer" if numerics == "integer" else "bfloat16"
 
 
@@ -118,7 +118,7 @@ def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
 
 
 def _multiplies_integers_faster() -> bool:
-    """Return whether integers are faster on the CPU, or on the one that SPECENGINE_CPU names.
+    """Return whether integer products are faster, on this CPU or with the instruction set in SPECENGINE_CPU.
 
     They are not with AMX, whose tiles give bfloat16 16 rows for one, nor in portable C++ on x86, where fused
     multiply-adds are emulated.
@@ -129,7 +129,7 @@ def _multiplies_integers_faster() -> bool:
 
 
 def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:
-    """Return what a matrix of each kind of data is packed as: floats and the blocks that stay as they are."""
+    """Map the storage types of matrices to the kinds they are packed as."""
     found, prefix = {"f32": "f32", "bf16": "bf16"}, _INTEGER if numerics == "integer" else ""
     for kind in extension().formats():
         if kind.startswith(_INTEGER) == bool(prefix):
@@ -138,7 +138,7 @@ def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:
 
 
 class NativeLM:
-    """A model as a function from tree rows to logits, with the interface of CausalLM.
+    """Compute logits of tree rows, with the interface of CausalLM.
 
     quantize: `int8` keeps linear weights as int8 with a scale per output; None keeps them as the source has them.
     numerics: auto, integer, or the name of the source's dtype; the attribute is never auto.
@@ -178,7 +178,7 @@ class NativeLM:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The same model as transformers runs it; read from the source when it is first asked for."""
+        """Return the same model on transformers; it is loaded on first use."""
         if self._model is None:
             self._model = self.source.model()
         return self._model
@@ -200,12 +200,12 @@ class NativeLM:
         return KVCache(shape.layers, shape.kv_heads, shape.head_dim, capacity, dtype=self.dtype)
 
     def require_same(self) -> None:
-        """Raise UnsupportedModelError where a loaded model was changed otherwise than in the numbers of its weights."""
+        """Raise UnsupportedModelError if a loaded model has changed in more than the values of its weights."""
         if changed := self.source.changed():
             raise UnsupportedModelError(f"{self.name}: {changed} was changed since it was loaded; make a new engine")
 
     def refresh(self) -> None:
-        """Take in weights of a loaded model that were changed since the last call.
+        """Re-pack weights of a loaded model that changed since the last call.
 
         UnsupportedModelError as `require_same`, and where the model with these weights is none that csrc/cpu runs.
         """
@@ -218,14 +218,14 @@ class NativeLM:
         self._check(self.source)
 
     def prepare_features(self, ids: tuple[int, ...]) -> None:
-        """UnsupportedModelError where the model has not these hidden states."""
+        """Raise UnsupportedModelError if the model lacks these hidden states."""
         if not all(0 <= i <= self.layers for i in ids):
             raise UnsupportedModelError(
                 f"{self.name}: hidden states {', '.join(map(str, ids))} were asked for, it gives {self.layers + 1}"
             )
 
     def head(self, states: Tensor) -> Tensor:
-        """The bare language-model head: float32 logits, [rows, vocabulary], of states behind the final norm."""
+        """Apply the language-model head to normed states. Returns float32 logits, [rows, vocabulary]."""
         rows = states.float().contiguous()
         logits = torch.empty(rows.shape[0], self.vocab_size, dtype=torch.float32, device="cpu")
         with self._turn:
@@ -233,7 +233,7 @@ class NativeLM:
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings, float32 [rows, hidden size]."""
+        """Return token embeddings, float32 [rows, hidden size]."""
         found = torch.empty(tokens.shape[0], self.shape.hidden, dtype=torch.float32, device="cpu")
         self.decoder.embedding(tokens.contiguous(), found)
         return found
@@ -241,7 +241,7 @@ class NativeLM:
     def extend(
         self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: Logits = "last"
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Run `tokens` after the committed ones and commit them; logits of the last or of all, and all features."""
+        """Run and commit `tokens`. Returns logits of the last token or of all, and features of all."""
         found, states = [], []
         for first in range(0, len(tokens), PREFILL_ROWS):
             piece = torch.tensor(tokens[first : first + PREFILL_ROWS], dtype=torch.int64, device="cpu")
@@ -264,7 +264,7 @@ class NativeLM:
         *,
         one: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As CausalLM.forward, with logits and features in float32. The row `one` can be the last one alone."""
+        """Run tree rows as CausalLM.forward does; logits and features are float32. `one` may only be the last row."""
         live = int(rows.live)
         logits = torch.empty(live if one is None else 1, self.vocab_size, dtype=torch.float32, device="cpu")
         seen = int(rows.slot), int(rows.prefix), rows.words[:live]
@@ -283,7 +283,7 @@ class NativeLM:
         best: Successors | None = None,
         layers: int | None = None,
     ) -> Tensor | None:
-        """Run rows in one call of C++.
+        """Run rows in one C++ call.
 
         tokens, positions   int64 [rows]
         seen                start, prefix and words: keys and values go to cache slots start to start + rows. All rows
@@ -335,7 +335,9 @@ class NativeLM:
         self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
         shape, (frequencies, scale) = self.shape, self.source.rope()
         if len(frequencies) != shape.head_dim // 2:
-            raise UnsupportedModelError(f"native: {len(frequencies)} frequencies for heads of {shape.head_dim}")
+            raise UnsupportedModelError(
+                f"native: the config gives {len(frequencies)} rotary frequencies for a head_dim of {shape.head_dim}"
+            )
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
         self.decoder = extension().Decoder(
             self.instruction_set,
@@ -349,7 +351,7 @@ class NativeLM:
         self._state = state
 
     def _wanted(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the model's tensors; UnsupportedModelError where the source has others."""
+        """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
         wanted, stored = layer_template(self.config), self.source.shapes()
         if self.config.tie_word_embeddings and stored.pop(f"{family_of(self.config).head.transformers}.weight", None):
             refuse_own_head(self.source)
@@ -367,7 +369,7 @@ class NativeLM:
         return self.quantize is not None or self.numerics == "integer"
 
     def _checked_in_float32(self) -> Source:
-        """Raise UnsupportedModelError where the first layer in float32 differs from that of the model's own modules.
+        """Raise UnsupportedModelError if the first layer, in float32, differs from the model's own module.
 
         Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does. Returns
         what the packed weights are to be compared with.
@@ -379,7 +381,7 @@ class NativeLM:
 
     @torch.inference_mode()
     def _check(self, source: Source) -> None:
-        """Raise UnsupportedModelError where hidden states differ from those of the source's own modules."""
+        """Raise UnsupportedModelError if hidden states differ from those of the source's own modules."""
         spent, whole = self.seconds, source.own_modules
         layers = self.layers if whole else 1
         tokens = torch.tensor([token % self.vocab_size for token in _CHECKED], dtype=torch.int64, device="cpu")
@@ -409,14 +411,14 @@ class NativeLM:
 
 
 def refuse_loaded(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError where a loaded model computes more than its weights and config say."""
+    """Raise UnsupportedModelError if a loaded model computes more than its weights and config say."""
     refuse_unsupported(model)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if not is_plain(tensor):
             kind = f"{type(tensor).__name__} on {tensor.device.type}, {str(tensor.layout).removeprefix('torch.')}"
             raise UnsupportedModelError(f"native: {name} is a {kind}, known are dense tensors of the CPU")
     if {weight.dtype for weight in model.parameters()} != {model.dtype}:
-        raise UnsupportedModelError("native: weights of several dtypes")
+        raise UnsupportedModelError("native: the weights have more than one dtype")
     refuse_hooks(model)
     plain = dict(empty_model(copy.deepcopy(model.config), torch.float32).named_modules())
     for name, module in model.named_modules():
@@ -424,7 +426,7 @@ def refuse_loaded(model: PreTrainedModel) -> None:
 
 
 def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Module | None) -> None:
-    """Raise UnsupportedModelError where a module is not the one that the config makes, in kind or in its settings."""
+    """Raise UnsupportedModelError if a module's class or settings are not those that the config gives."""
     if type(module) is not type(plain):
         raise UnsupportedModelError(f"native: module {name or 'model'} is a {type(module).__name__}")
     if "forward" in vars(module):
@@ -438,7 +440,7 @@ def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Mod
 
 
 def refuse_hooks(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError where hooks or parametrizations may change what a module computes."""
+    """Raise UnsupportedModelError if hooks or parametrizations may change a module's results."""
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         foreign = [hook for hook in hooks if getattr(hook, "__module__", "") != RECORDING]
@@ -449,7 +451,7 @@ def refuse_hooks(model: PreTrainedModel) -> None:
 
 
 def refuse_own_head(source: Source) -> None:
-    """Raise UnsupportedModelError where a head that the config ties to the embeddings has other weights, or no twin."""
+    """Raise UnsupportedModelError if the config ties the head to the embeddings and their weights differ."""
     family = family_of(source.config)
     head, embedding = f"{family.head.transformers}.weight", f"{family.embedding.transformers}.weight"
     if embedding not in source.shapes():
@@ -459,7 +461,7 @@ def refuse_own_head(source: Source) -> None:
 
 
 def _parts_of(config: PretrainedConfig, shape: Shape, names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Return the native parts of each tensor, with their rows; UnsupportedModelError where one is in no block."""
+    """Map each tensor to native parts and their rows. Raises UnsupportedModelError if a tensor belongs to no block."""
     modules: dict[str, dict[str, int]] = {}
     for part in family_of(config).parts(shape):
         modules.setdefault(part.name.transformers, {})[part.native] = part.size
@@ -473,7 +475,7 @@ def _parts_of(config: PretrainedConfig, shape: Shape, names: Iterable[str]) -> d
 
 
 def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
-    """Pack one tensor as `kinds` says of its data, and return what it is kept as; empty for a vector (float32)."""
+    """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32."""
     count = weight.shape[0]
     if len(weight.shape) == 1:
         values = weight.rows(0, count).float().contiguous()
@@ -490,7 +492,7 @@ def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
 
 
 def from_model(model: PreTrainedModel, *, quantize: str | None = None, numerics: str = "auto") -> NativeLM:
-    """A loaded model; UnsupportedModelError where it is none that csrc/cpu runs.
+    """Wrap a loaded model. Raises UnsupportedModelError if csrc/cpu cannot run it.
 
     Engines that share a loaded model share its packed weights as well, for as long as one of them lives.
     """
@@ -508,7 +510,7 @@ _from_models: WeakKeyDictionary[PreTrainedModel, WeakValueDictionary[Any, Native
 
 
 class NativeHead:
-    """As TorchHead, for a NativeLM as the target; states and logits are float32, the cache is in the target's dtype.
+    """Run an EAGLE head for a NativeLM. States and logits are float32, the cache is in the target's dtype.
 
     Beside a bfloat16 target its matrices are kept as int8 with a scale per output: a pass waits for its weights, and no
     answer hangs on how they are rounded.
@@ -548,10 +550,10 @@ class NativeHead:
         )
 
     def refresh(self) -> None:
-        """Its weights are its own."""
+        """Do nothing: the head owns its weights."""
 
     def extend(self, features: Tensor, tokens: list[int]) -> None:
-        """Run consecutive rows behind the cache's, and commit them; features: the target's, [rows, features]."""
+        """Run and commit consecutive rows. `features` are the target's, [rows, features]."""
         for first in range(0, len(tokens), PREFILL_ROWS):
             piece = torch.tensor(tokens[first : first + PREFILL_ROWS], dtype=torch.int64, device="cpu")
             start, count = self.cache.length, len(piece)
@@ -566,7 +568,7 @@ class NativeHead:
     def forward(
         self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As TorchHead.forward; the row `one` can be the last one alone."""
+        """Run rows as TorchHead.forward does; `one` may only be the last row."""
         count = rows.tokens.shape[0]
         wanted = count if one is None else 1
         out = states.new_empty(count, self.config.hidden_size)
@@ -590,7 +592,7 @@ class NativeHead:
 
 
 def refuse_head(config: EagleConfig) -> None:
-    """Raise UnsupportedModelError where csrc/cpu does not run such a head."""
+    """Raise UnsupportedModelError if csrc/cpu cannot run the head."""
     reasons = {
         f"EAGLE-{config.version}": config.version != 3,
         "embeddings of its own": config.own_embeddings,
@@ -610,7 +612,7 @@ _before: list[int] = []  # torch's number of threads before each `one_torch_thre
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Run torch on one thread inside.
+    """Limit torch to one thread within the context.
 
     After an operation on several threads OpenMP's wait for the next one, spinning for some milliseconds on the cores
     that the forward needs; the tensors between two forwards are too small to gain from them.
@@ -629,7 +631,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 class NativeTarget(CachedTarget):
-    """`lm` with its own KV cache. Logits and features are float32, the cache is in the model's dtype."""
+    """Run `lm` with a KV cache of its own. Logits and features are float32, the cache is in the model's dtype."""
 
     device = torch.device("cpu")
     lm: NativeLM
@@ -662,7 +664,7 @@ class NativeTarget(CachedTarget):
         return Chosen(best.tokens[:, 0].tolist(), features, best if self.successors else None)
 
     def _run(self, tree: TokenTree, *, logits: Tensor | None = None, best: Successors | None = None) -> Tensor | None:
-        """Run the nodes of a tree, wherever it is, behind the committed tokens; return their features."""
+        """Run the nodes of a tree after the committed tokens. Returns their features."""
         cache, live = self.cache, int(tree.size)
         start = int(cache.filled)
         if start + live > cache.slab.shape[3]:  # mostly there is room

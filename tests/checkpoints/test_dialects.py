@@ -227,7 +227,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 0}, "num_key_value_heads: got 0"),
     ({"draft_vocab_size": 0}, "draft_vocab_size: got 0"),
     ({"head_dim": 0}, "head_dim: got 0"),
-    ({"head_dim": 7}, "head_dim: got 7, an even size is needed"),
+    ({"head_dim": 7}, "head_dim: got 7, accepted even sizes"),
     ({"head_dim": 1 << 24}, "num_attention_heads, head_dim: got 4 and 16777216"),
     ({"rms_norm_eps": -1}, "rms_norm_eps: got -1, accepted a number"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan"),

@@ -184,7 +184,7 @@ def test_draft_options_overrule_the_config(tmp_path: Path) -> None:
 
 def test_small_models_take_no_draft_options(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="has none, it is no EAGLE head"):
+    with pytest.raises(InputError, match="accepted for EAGLE heads alone"):
         Engine.from_pretrained(tiny(), str(tmp_path), draft_options={"layer_ids": "1,2,4"})
 
 

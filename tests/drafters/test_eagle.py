@@ -348,7 +348,7 @@ def test_heads_of_other_targets_are_refused(changes: dict[str, Any], message: st
 def test_features_must_be_given() -> None:
     target = HuggingFaceTarget(deep())
     draft = drafter_for(target, head_config())
-    with pytest.raises(InputError, match="features: of 0 of 12 tokens they are known, got 12"):
+    with pytest.raises(InputError, match="features: missing for tokens 0 to 12 of 12"):
         draft.begin(PROMPT)
     with pytest.raises(InputError, match="features: an EAGLE draft needs a target that gives its hidden states"):
         draft.accept(Cycle(TokenTree.root(1), [0], [2], Seconds()))

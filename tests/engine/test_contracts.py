@@ -290,7 +290,7 @@ def test_a_drafter_is_told_what_it_did(mistake: str) -> None:
 
 
 def test_a_drafter_without_a_name_is_refused_at_once() -> None:
-    with pytest.raises(DrafterError, match=r"^draft Bigram\.name: it has none, accepted a text"):
+    with pytest.raises(DrafterError, match=r"^draft Bigram\.name: missing, accepted a string"):
         run(policy(), drafter(name=None))
 
 

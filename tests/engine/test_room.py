@@ -88,7 +88,7 @@ def test_no_memory_is_an_error_of_ours(error: Exception, at: str, monkeypatch: p
             raise error
 
     monkeypatch.setattr(made.drivers.own.eager, "reserve", refuse)
-    with pytest.raises(InputError, match="max_new_tokens: there is no memory for caches of"):
+    with pytest.raises(InputError, match="max_new_tokens: not enough memory to cache"):
         stream_into(seen, made)
     assert seen == plainly("llama", PROMPT, 40)[: len(seen)]
     assert bool(seen) == (at == "later")

@@ -38,7 +38,7 @@ def test_padded_vocabularies_are_accepted(tmp_path: Path) -> None:
 
 
 def test_two_vocabularies_without_tokenizers_to_compare() -> None:
-    with pytest.raises(InputError, match="draft: its vocabulary has 300 entries, the target's 260"):
+    with pytest.raises(InputError, match="draft: the vocabulary has 300 entries, the target's 260"):
         Engine.from_pretrained(model(), tiny("llama", vocab_size=300))
 
 

@@ -190,7 +190,7 @@ LOADED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "hook": (_hook, "module model.norm has hooks or parametrizations; load with backend='huggingface'"),
     "pre-hook": (_pre_hook, "module lm_head has hooks or parametrizations"),
     "parametrization": (_parametrized, "module lm_head has hooks or parametrizations"),
-    "mixed dtypes": (_mixed, "weights of several dtypes"),
+    "mixed dtypes": (_mixed, "the weights have more than one dtype"),
 }
 
 
@@ -266,7 +266,7 @@ def test_the_variable_forces_an_instruction_set(instructions: str, monkeypatch: 
 def test_an_unknown_instruction_set_is_named_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "nonsense")
     for options in ({}, {"backend": "native"}):
-        with pytest.raises(BackendError, match=f"{VARIABLE}: got 'nonsense', this machine has .*portable"):
+        with pytest.raises(BackendError, match=f"{VARIABLE}: got 'nonsense', accepted on this CPU: .*portable"):
             loaded(tiny(), **options)
     assert isinstance(loaded(tiny(), backend="huggingface").target, HuggingFaceTarget)
     monkeypatch.setenv(VARIABLE, "")

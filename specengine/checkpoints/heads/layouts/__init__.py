@@ -411,7 +411,7 @@ def _head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
         raise CheckpointError(f"head_dim: is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads")
     size = fields.size("head_dim", hidden_size // heads)
     if size % 2:
-        raise CheckpointError(f"head_dim: got {size}, an even size is needed, of which halves are rotated")
+        raise CheckpointError(f"head_dim: got {size}, accepted even sizes")
     if heads * size > MAX_SIZE:
         raise CheckpointError(f"num_attention_heads, head_dim: got {heads} and {size}, accepted up to {MAX_SIZE}")
     return size
