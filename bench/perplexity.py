@@ -1,19 +1,24 @@
 """Perplexity of a model on a text, for each way of running it on a CPU: int8 weights, packed blocks and others.
 
 python -m bench.perplexity --text FILE [--tokens 16384] [--window 512] [--way "native int8"] [--gguf FILE] [--out FILE]
+    [--llama ENV/bin/python]
 
 The text's first `--tokens` tokens, without special tokens, are cut into windows that do not overlap; what is left over
 is not used. Every window is one forward that starts fresh, its first token is not scored, each other one is given all
 before it in the window. Perplexity is exp of the mean negative log-likelihood of all scored tokens. All ways read the
 token ids of the model's own tokenizer and run as the engine loads them. The float32 way computes in float32 with the
-numbers of the file: where these are bfloat16, as the default model's are, it has the other ways' weights.
+numbers of the file: where these are bfloat16, as the default model's are, it has the other ways' weights. `--llama`
+adds llama.cpp on the GGUF file, by a Python that has llama-cpp-python.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,9 +33,11 @@ from transformers import AutoTokenizer
 from bench import provenance
 from bench.arguments import add_arguments
 from bench.cpu.ways import KINDS, Given, Unavailable
+from specengine.checkpoints import embedded
 from specengine.errors import InputError, NumericalError
 
 REFERENCE = "huggingface float32"  # what the nats of single tokens are compared with
+LLAMA, LLAMA_SCRIPT = "llama.cpp", Path(__file__).with_name("cpu") / "llama_nats.py"
 BASES = ("huggingface", "native")  # what perplexities are divided by
 WAYS = {REFERENCE: ("huggingface", "float32"), **{kind: (kind, "bfloat16") for kind in KINDS}}  # kind, dtype
 
@@ -43,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--way", choices=WAYS, action="append", help="only this one; may be repeated")
     add_arguments(parser, "model", "out")
     parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file; default: the embedded model's")
+    parser.add_argument("--llama", metavar="PYTHON", help="also run llama.cpp, by a Python that has its binding")
     args = parser.parse_args(arguments)
     given = Given(args.model, args.gguf)
     try:
@@ -51,21 +59,23 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         parser.error(str(error))
     source = {"text": args.text.name, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    records = measured(given, [way for way in WAYS if not args.way or way in args.way], windows, tokenizer)
+    ways = [way for way in WAYS if not args.way or way in args.way] + [LLAMA] * bool(args.llama)
+    records = measured(given, ways, windows, tokenizer, args.llama)
     provenance.show((r | (source if r["record"] == "perplexity" else {}) for r in records), args.out)
     return 0
 
 
-def measured(given: Given, ways: list[str], windows: Tensor, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def measured(
+    given: Given, ways: list[str], windows: Tensor, tokenizer: Any, llama: str | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield a record per method, in the order of WAYS, with comparisons to the reference if that was run."""
     found: dict[str, Tensor] = {}
     for way in ways:
         try:
-            target = _target(given, way, windows, tokenizer)
+            found[way], backend = _nats_of(given, way, windows, tokenizer, llama)
         except Unavailable as error:
             yield {"record": "skipped", "way": way, "reason": str(error)}
             continue
-        found[way] = nats(target, windows)
         mean = found[way].mean().item()
         record = {
             "record": "perplexity",
@@ -75,12 +85,26 @@ def measured(given: Given, ways: list[str], windows: Tensor, tokenizer: Any) -> 
             "perplexity": round(math.exp(mean), 4),
             "nats_per_token": round(mean, 6),
             "over": {base: round(math.exp(mean - found[base].mean().item()), 5) for base in BASES if base in found},
-            "backend": target.backend,
+            "backend": backend,
         }
         if REFERENCE in found and way != REFERENCE:
             apart = (found[way] - found[REFERENCE]).abs()
             record["nats_from_float32"] = {"mean": round(apart.mean().item(), 6), "max": round(apart.max().item(), 6)}
         yield record
+
+
+def _nats_of(given: Given, way: str, windows: Tensor, tokenizer: Any, llama: str | None) -> tuple[Tensor, str]:
+    if way != LLAMA:
+        target = _target(given, way, windows, tokenizer)
+        return nats(target, windows), target.backend
+    command = [str(llama), str(LLAMA_SCRIPT), str(given.gguf or embedded.gguf()), "--threads", str(os.cpu_count() or 1)]
+    try:
+        done = subprocess.run(command, input=json.dumps(windows.tolist()), capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise Unavailable(f"{LLAMA}: {said[-1]}") from error
+    answer = json.loads(done.stdout)
+    return torch.tensor(answer["nats"], dtype=torch.float64), f"{LLAMA} (llama-cpp-python {answer['version']})"
 
 
 def cut(ids: list[int], window: int) -> Tensor:
