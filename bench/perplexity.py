@@ -1,7 +1,7 @@
 """Perplexity of a model on a text, for each way of running it on a CPU: int8 weights, packed blocks and others.
 
-python -m bench.perplexity --text FILE [--tokens 16384] [--window 512] [--way "native int8"] [--gguf FILE] [--out FILE]
-    [--llama ENV/bin/python]
+python -m bench.perplexity --text FILE [--tokens 16384] [--window 512] [--way "native int8"] [--gguf FILE ...]
+    [--llama ENV/bin/python] [--out FILE]
 
 The text's first `--tokens` tokens, without special tokens, are cut into windows that do not overlap; what is left over
 is not used. Every window is one forward that starts fresh, its first token is not scored, each other one is given all
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -38,7 +39,7 @@ from specengine.errors import InputError, NumericalError
 
 REFERENCE = "huggingface float32"  # what the nats of single tokens are compared with
 LLAMA, LLAMA_SCRIPT = "llama.cpp", Path(__file__).with_name("cpu") / "llama_nats.py"
-BASES = ("huggingface", "native")  # what perplexities are divided by
+BASES = ("huggingface", "native", "native gguf")  # what perplexities are divided by
 WAYS = {REFERENCE: ("huggingface", "float32"), **{kind: (kind, "bfloat16") for kind in KINDS}}  # kind, dtype
 
 
@@ -49,10 +50,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=512, help="tokens that are run together; default: 512")
     parser.add_argument("--way", choices=WAYS, action="append", help="only this one; may be repeated")
     add_arguments(parser, "model", "out")
-    parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file; default: the embedded model's")
+    parser.add_argument(
+        "--gguf",
+        type=Path,
+        nargs="+",
+        default=[None],
+        help="the same model as GGUF files; default: the embedded model's. All but the first run packed ways alone",
+    )
     parser.add_argument("--llama", metavar="PYTHON", help="also run llama.cpp, by a Python that has its binding")
     args = parser.parse_args(arguments)
-    given = Given(args.model, args.gguf)
+    given = Given(args.model, args.gguf[0])
     try:
         text, tokenizer = _text(args), AutoTokenizer.from_pretrained(given.folder)
         windows = cut(tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens], args.window)
@@ -60,7 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     source = {"text": args.text.name, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     ways = [way for way in WAYS if not args.way or way in args.way] + [LLAMA] * bool(args.llama)
-    records = measured(given, ways, windows, tokenizer, args.llama)
+    packed = [way for way in ways if way == LLAMA or KINDS[WAYS[way][0]].packed_file]
+    records = itertools.chain(
+        measured(given, ways, windows, tokenizer, args.llama),
+        *(measured(Given(args.model, file), packed, windows, tokenizer, args.llama) for file in args.gguf[1:]),
+    )
     provenance.show((r | (source if r["record"] == "perplexity" else {}) for r in records), args.out)
     return 0
 
@@ -80,6 +91,7 @@ def measured(
         record = {
             "record": "perplexity",
             "way": way,
+            **({"file": given.gguf.name} if given.gguf and (way == LLAMA or KINDS[WAYS[way][0]].packed_file) else {}),
             "window": windows.shape[1],
             "tokens": found[way].numel(),  # scored
             "perplexity": round(math.exp(mean), 4),
