@@ -39,7 +39,7 @@ from specengine.errors import InputError, NumericalError
 
 REFERENCE = "huggingface float32"  # what the nats of single tokens are compared with
 LLAMA, LLAMA_SCRIPT = "llama.cpp", Path(__file__).with_name("cpu") / "llama_nats.py"
-BASES = ("huggingface", "native", "native gguf")  # what perplexities are divided by
+BASES = (REFERENCE, "huggingface", "native", "native gguf")  # what perplexities are divided by
 WAYS = {REFERENCE: ("huggingface", "float32"), **{kind: (kind, "bfloat16") for kind in KINDS}}  # kind, dtype
 
 
@@ -97,12 +97,18 @@ def measured(
             "perplexity": round(math.exp(mean), 4),
             "nats_per_token": round(mean, 6),
             "over": {base: round(math.exp(mean - found[base].mean().item()), 5) for base in BASES if base in found},
+            "over_error": {base: _error(found[way] - found[base]) for base in BASES if base in found},
             "backend": backend,
         }
         if REFERENCE in found and way != REFERENCE:
             apart = (found[way] - found[REFERENCE]).abs()
             record["nats_from_float32"] = {"mean": round(apart.mean().item(), 6), "max": round(apart.max().item(), 6)}
         yield record
+
+
+def _error(apart: Tensor) -> float:
+    """Return the standard error of a mean difference in nats, which is that of the quotient of two perplexities."""
+    return round(apart.flatten().std().item() / math.sqrt(apart.numel()), 5)
 
 
 def _nats_of(given: Given, way: str, windows: Tensor, tokenizer: Any, llama: str | None) -> tuple[Tensor, str]:

@@ -93,10 +93,11 @@ def test_ways_are_compared_with_those_that_ran(folder: Path) -> None:
     found = run(folder)
     assert list(found) == list(WAYS)
     for number, (way, record) in enumerate(found.items()):
-        bases = [base for base in ("huggingface", "native", "native gguf") if base in list(found)[: number + 1]]
+        bases = [base for base in perplexity.BASES if base in list(found)[: number + 1]]
         quotients = {base: record["perplexity"] / found[base]["perplexity"] for base in bases}
         assert record["over"] == pytest.approx(quotients, rel=1e-4)
         assert ("nats_from_float32" in record) == (way != REFERENCE)
+        assert all((error > 0) == (base != way) for base, error in record["over_error"].items())
     apart = found["native int8"]["nats_from_float32"]
     assert 0 < apart["mean"] < apart["max"]
     assert run(folder, "native int8")["native int8"]["over"] == {}
