@@ -31,6 +31,8 @@ BENCHED = {  # methods of specengine bench other than policies
     "plain": "specengine, plain decoding",
 }
 
+ENGINES = {"llama_cpp": "llama.cpp", "ik_llama_cpp": "ik_llama.cpp", "openvino": "OpenVINO"}
+
 
 def versus(file: str) -> str:
     """Return the table of specengine bench: each method over all prompts."""
@@ -231,6 +233,24 @@ def _forward(way: str) -> str:
     return names.get(way, "bfloat16, transformers' modules")
 
 
+def rows(*files: str) -> str:
+    """Return what rows cost in every engine, from bench.cpu.rows."""
+    found = [(file, r) for file in files for r in records(file) if r["record"] == "rows" and r["engine"] != "reading"]
+    counts = list(found[0][1]["ms"])[1:]
+    body = [
+        [
+            *([next(s["file"] for s in records(file) if s["record"] == "settings")] if len(files) > 1 else []),
+            ENGINES.get(r["label"], r["label"]),
+            f"{r['ms']['1']:.1f}",
+            f"{r['over_reading']:.2f}",
+            *(f"{r['over_1_row'][count]:.2f}" for count in counts),
+        ]
+        for file, r in found
+    ]
+    header = ("engine", "1 row, ms", "1 row / one read", *(f"{_rows(n)} / 1" for n in counts))
+    return table(("file", *header) if len(files) > 1 else header, body, *files)
+
+
 def start(file: str) -> str:
     """Return seconds to the first token of a process, and its memory, from bench.cpu."""
     memory = {r["way"]: r for r in records(file) if r["record"] == "memory"}
@@ -263,13 +283,45 @@ def instructions(file: str) -> str:
 
 def perplexity(file: str) -> str:
     """Return perplexities, and how far a token's log-likelihood is from float32's, from bench.perplexity."""
-    rows = []
+    body = []
     for r in records(file):
         if r["record"] == "perplexity":
-            way = {"huggingface float32": "float32, transformers' modules"}.get(r["way"]) or _forward(r["way"])
-            far = r.get("nats_from_float32", {})
-            rows.append([way, f"{r['perplexity']:.3f}", number(far, "mean", 3), number(far, "max", 2)])
-    return table(("weights", "perplexity", "nats from float32, mean", "largest difference"), rows, file)
+            far, over = r.get("nats_from_float32", {}), r["over"].get("huggingface float32")
+            rise = (
+                "–"
+                if over is None
+                else f"{100 * (over - 1):.2f} % ± {100 * r['over_error']['huggingface float32']:.2f}"
+            )
+            body.append([_way(r["way"]), f"{r['perplexity']:.3f}", rise, number(far, "mean", 3), number(far, "max", 2)])
+    header = ["weights", "perplexity", "over float32", "nats from float32, mean", "largest difference"]
+    if all(row[2] == "–" for row in body):  # files of before that was recorded
+        body, header = [[*row[:2], *row[3:]] for row in body], [*header[:2], *header[3:]]
+    return table(header, body, file)
+
+
+def perplexity_kinds(file: str) -> str:
+    """Return by how much perplexities of packed files rise when activations are rounded, from bench.perplexity."""
+    found = [r for r in records(file) if r["record"] == "perplexity"]
+    base = "native gguf"
+    body = []
+    for name in dict.fromkeys(r["file"] for r in found):
+        of_file = {r["way"]: r for r in found if r["file"] == name}
+        rises = [
+            f"{100 * (r['over'][base] - 1):+.2f} % ± {100 * r['over_error'][base]:.2f}"
+            for r in (of_file["native gguf, integer"], of_file["llama.cpp"])
+        ]
+        body.append([code(name), f"{of_file[base]['perplexity']:.2f}", *rises])
+    return table(("file", "perplexity, bfloat16", "integer over bfloat16", "llama.cpp over bfloat16"), body, file)
+
+
+def _way(way: str) -> str:
+    names = {
+        "huggingface float32": "float32, transformers' modules",
+        "native int8, integer": "int8, integer numerics",
+        "native gguf, integer": "packed GGUF, integer numerics",
+        "llama.cpp": "packed GGUF, llama.cpp",
+    }
+    return names.get(way) or _forward(way)
 
 
 def replays(file: str, *starts: str) -> str:
@@ -399,7 +451,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for function in (
         *(headline, untiled, five, versus, answers),
         *(policies, sets, adversarial, chances, coupling, regret),
-        *(exactness, same, forward, start, instructions, perplexity),
+        *(exactness, same, forward, rows, start, instructions, perplexity, perplexity_kinds),
         *(replays, published, compared, replicas, split),
         *(load, storm, memory),
     )
