@@ -49,7 +49,7 @@ def _answered(
 
     def start(name: str) -> Decoder:
         if name in KINDS:
-            return EngineDecoder(given.plain(name) if part == "plain" else _fresh(given.engine(name)), options)
+            return EngineDecoder(given.plain(name) if part == "plain" else fresh(given.engine(name)), options)
         llama.refuse_missing()
         context = longest(first, items, length)
         return llama.way(first, {}, ends, given.gguf_file(), context).start()
@@ -76,7 +76,7 @@ def _of(ways: set[str], value: Any) -> Any:
     return {way: figure for way, figure in value.items() if way in ways} if isinstance(value, dict) else value
 
 
-def _fresh(engine: Engine) -> Engine:
+def fresh(engine: Engine) -> Engine:
     """Return an engine on the same model and draft whose policy and draft have seen no prompt."""
     assert engine.drafter is not None
     policy: Any = engine.policy

@@ -71,7 +71,9 @@ class SpecEngine:
 class LlamaCpp:
     """llama_decode of llama.cpp, or of ik_llama.cpp, whose binding has other names."""
 
-    def __init__(self, file: str, threads: int, context: int, module: str = "llama_cpp") -> None:
+    def __init__(
+        self, file: str, threads: int, context: int, module: str = "llama_cpp", *, filled: bool = True
+    ) -> None:
         # the bindings are not installed where this file is checked
         name = "llama_cpp" if module == "llama_cpp" else f"{module}._ctypes_api"
         api: Any = importlib.import_module(name)
@@ -93,7 +95,8 @@ class LlamaCpp:
         params.n_threads = params.n_threads_batch = threads
         self.state: Any = api.llama_init_from_model(self.model, params)
         self.batch = api.llama_batch_init(512, 0, 1)
-        self.run(0, context)
+        if filled:
+            self.run(0, context)
         self.about = {"engine": module, "version": importlib.metadata.version(module.replace("_", "-") + "-python")}
 
     def run(self, first: int, count: int) -> None:
