@@ -91,9 +91,14 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
     running: list[tuple[Process, Record]] = []
     for process in processes(args):
         try:
-            running.append((process, process.start()))
+            about = process.start()
         except RuntimeError as error:
             yield {"record": "skipped", "engine": process.label, "reason": str(error)}
+            continue
+        if "backend" in about and about in (other for _, other in running):  # another name of the same instruction set
+            process.stop()
+        else:
+            running.append((process, about))
     for _ in range(args.rounds):
         for process, _about in running:
             for rows in args.rows:
