@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,13 +42,10 @@ class Process:
 
     def start(self) -> Record:
         """Return what the engine says of itself. RuntimeError if it ends first."""
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would fill up
+        pipe, environment = subprocess.PIPE, {**os.environ, **self.environment}
         self._process = subprocess.Popen(
-            self.command,
-            env={**os.environ, **self.environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            self.command, env=environment, stdin=pipe, stdout=pipe, stderr=self._said, text=True
         )
         return dict(self._answer())
 
@@ -64,11 +62,11 @@ class Process:
         self._process.wait(timeout=60)
 
     def _answer(self) -> Any:
-        out, errors = self._process.stdout, self._process.stderr
-        assert out is not None
-        if line := out.readline():
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
             return json.loads(line)
-        said = errors.read().strip().splitlines() if errors else []
+        self._said.seek(0)
+        said = self._said.read().strip().splitlines()
         raise RuntimeError(f"{self.label}: {said[-1] if said else 'ended'}")
 
 
