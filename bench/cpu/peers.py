@@ -152,9 +152,9 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
     yield from compared(ways, prompts, args.max_new_tokens, args.rounds, own.renew)
     first = {way: run for way, run in ways.items() if "lookup" not in way and way != AUTO}
     for count in args.prompt_tokens:
-        ids = [token % 1000 + 300 for token in range(count)]
         seconds: dict[str, list[float]] = {way: [] for way in first}
-        for _ in range(args.first_rounds):
+        for turn in range(args.first_rounds):
+            ids = [(token + 1 + turn) % 1000 + 300 for token in range(count)]  # an engine may keep the last prompt
             for way, run in first.items():
                 seconds[way].append(run(ids, 1)[1])
         medians = {way: round(statistics.median(spent), 4) for way, spent in seconds.items()}
