@@ -3,7 +3,7 @@
     PYTHON bench/cpu/engine.py ENGINE FILE [--threads 2] [--context 200]
 
 Reads the numbers of rows from standard input, one per line, and answers each with one line of JSON: the milliseconds of
-one call that runs so many rows behind the context, and gives all their logits. The first line describes the engine.
+a call that runs so many rows behind the context, and gives all their logits, the median of five calls that follow one. The first line describes the engine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 Call = Callable[[], Any]
+CALLS = 5  # timed, in a row as an answer's forwards are
 
 
 class Reading:
@@ -179,11 +181,14 @@ def main() -> None:
         engine = ENGINES[args.engine](args.file, args.threads, args.context)
         print(json.dumps(engine.about), file=answers, flush=True)
         for line in sys.stdin:
-            engine.prepare(int(line))()  # one call that wakes threads and fills caches
-            call = engine.prepare(int(line))
-            began = time.perf_counter()
-            call()
-            print(json.dumps(1000 * (time.perf_counter() - began)), file=answers, flush=True)
+            engine.prepare(int(line))()  # a call that wakes threads and fills caches
+            spent = []
+            for _ in range(CALLS):
+                call = engine.prepare(int(line))
+                began = time.perf_counter()
+                call()
+                spent.append(1000 * (time.perf_counter() - began))
+            print(json.dumps(statistics.median(spent)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
