@@ -3,7 +3,8 @@
     PYTHON bench/cpu/engine.py ENGINE FILE [--threads 2] [--context 200]
 
 Reads the numbers of rows from standard input, one per line, and answers each with one line of JSON: the milliseconds of
-a call that runs so many rows behind the context, and gives all their logits, the median of five calls that follow one. The first line describes the engine.
+a call that runs so many rows behind the context, and gives all their logits: the median of five calls that follow one.
+The first line describes the engine.
 """
 
 from __future__ import annotations
