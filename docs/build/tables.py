@@ -240,7 +240,7 @@ def rows(*files: str) -> str:
     body = [
         [
             *([next(s["file"] for s in records(file) if s["record"] == "settings")] if len(files) > 1 else []),
-            ENGINES.get(r["label"], r["label"]),
+            _engine(r),
             f"{r['ms']['1']:.1f}",
             f"{r['over_reading']:.2f}",
             *(f"{r['over_1_row'][count]:.2f}" for count in counts),
@@ -249,6 +249,35 @@ def rows(*files: str) -> str:
     ]
     header = ("engine", "1 row, ms", "1 row / one read", *(f"{_rows(n)} / 1" for n in counts))
     return table(("file", *header) if len(files) > 1 else header, body, *files)
+
+
+def _engine(record: Record) -> str:
+    if "backend" not in record:
+        return ENGINES.get(label := str(record["label"]), label)
+    instructions, numerics, *_ = record["backend"].partition("(")[2].split(", ")
+    return f"specengine, {numerics}, {code(instructions)}"
+
+
+def peers(file: str) -> str:
+    """Return whole answers of other engines beside specengine's, from bench.cpu.peers."""
+    found = next(r for r in records(file) if r["record"] == "summary")
+    rates, over = found["tokens_per_second"], found["auto_over"]
+    body = [[_peer(way), f"{rate:.0f}", f"{over[way]:.2f}"] for way, rate in sorted(rates.items(), key=lambda i: i[1])]
+    return table(("method", "tokens/s", "`auto` over it, median of prompts"), body, file)
+
+
+def first_tokens(file: str) -> str:
+    """Return seconds to the first token by length of the prompt, from bench.cpu.peers."""
+    found = [r for r in records(file) if r["record"] == "first token"]
+    counts = [f"{r['prompt_tokens']} tokens, s" for r in found]
+    body = [[_peer(way), *(f"{r['seconds'][way]:.2f}" for r in found)] for way in found[0]["seconds"]]
+    return table(("engine", *counts), body, file)
+
+
+def _peer(way: str) -> str:
+    engine, _, kind = way.partition(", ")
+    name = ENGINES.get(engine, engine)
+    return f"{name}, {code(kind) if kind == 'auto' else kind}"
 
 
 def start(file: str) -> str:
@@ -451,7 +480,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for function in (
         *(headline, untiled, five, versus, answers),
         *(policies, sets, adversarial, chances, coupling, regret),
-        *(exactness, same, forward, rows, start, instructions, perplexity, perplexity_kinds),
+        *(exactness, same, forward, rows, peers, first_tokens, start, instructions, perplexity, perplexity_kinds),
         *(replays, published, compared, replicas, split),
         *(load, storm, memory),
     )
