@@ -1,4 +1,4 @@
-"""A causal language model of the Llama family on the C++ forward of csrc/cpu: one call runs all layers over tree rows.
+"""A causal language model of a known family on the C++ forward of csrc/cpu: one call runs all layers over tree rows.
 
 A row's results depend on the row and on what it sees, not on the rows beside it: the same bits in every tree and in
 plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
@@ -23,10 +23,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import Chosen, Successors
-from specengine.models.configs import empty_model, family_of, shape_of
+from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import Shape
+from specengine.models.families import Factors, Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
@@ -163,7 +163,7 @@ class NativeLM:
         self.numerics = numerics_of(numerics, self.dtype, whole=whole)
         self.instruction_set = instruction_set(self.numerics)
         self.shape: Shape = shape_of(self.config)
-        self.max_context = context_limit(self.config)
+        self.max_context = context_limit(self.config, windows=True)
         self.vocab_size = self.shape.vocabulary
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
@@ -322,33 +322,57 @@ class NativeLM:
         return states
 
     def _pack(self) -> None:
-        state, wanted = self.source.state, self._wanted()
+        state, wanted, family = self.source.state, self._wanted(), family_of(self.config)
+        one = 1.0 if family.one_is_zero else 0.0
         parts = _parts_of(self.config, self.shape, wanted)
         self._weights = extension().Weights(thread_count())
         kinds = kinds_of(self.numerics, quantize=self.quantize is not None)
         kept = [
-            add_weight(self._weights, part, kinds)
+            add_weight(self._weights, self._turned(part), kinds, added=one if _is_norm(part) else 0.0)
             for weight in self.source.weights(blocks=kinds)
             if weight.name in wanted
             for part in weight.parts(parts[weight.name])
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
-        shape, (frequencies, scale) = self.shape, self.source.rope()
-        if len(frequencies) != shape.head_dim // 2:
-            raise UnsupportedModelError(
-                f"native: the config gives {len(frequencies)} rotary frequencies for a head_dim of {shape.head_dim}"
-            )
+        shape, places, factors = self.shape, family.places(self.config), self._factors
+        keys = list(dict.fromkeys(place.rope for place in places if place.rope is not None))
+        ropes = [self.source.rope(key) for key in keys]
+        for frequencies, _ in ropes:
+            whole = shape.head_dim // 2
+            if len(frequencies) != whole and not (family.layer.attention.partial and 0 < len(frequencies) <= whole):
+                raise UnsupportedModelError(
+                    f"native: the config gives {len(frequencies)} rotary frequencies for a head_dim of {shape.head_dim}"
+                )
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
         self.decoder = extension().Decoder(
             self.instruction_set,
             _table(self.numerics),
             sizes,
-            shape.eps,
+            activation_of(self.config),
+            [shape.eps, factors.scores, factors.embedding, factors.residual, factors.divisor],
             self._weights,
-            frequencies.tolist(),
-            scale,
+            [(frequencies.tolist(), scale) for frequencies, scale in ropes],
+            [(-1 if place.rope is None else keys.index(place.rope), place.window or 0) for place in places],
         )
         self._state = state
+
+    @property
+    def _factors(self) -> Factors:
+        """The family's factors, in the dtype that transformers' modules multiply in."""
+        factors = family_of(self.config).factors(self.config)
+        if not factors.in_module:
+            return factors
+        return factors._replace(embedding=float(torch.tensor(factors.embedding, dtype=self.dtype, device="cpu")))
+
+    def _turned(self, weight: Weight) -> Weight:
+        """Return a weight with the channels of a head that are turned together half a head apart."""
+        if not family_of(self.config).layer.attention.neighbours or ".self_attn." not in weight.name:
+            return weight
+        if not weight.name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+            return weight
+        rows = torch.arange(weight.shape[0], dtype=torch.int32, device="cpu") if weight.order is None else weight.order
+        rows = rows.view(-1, self.shape.head_dim // 2, 2).transpose(1, 2).reshape(-1)
+        return weight._replace(order=rows.contiguous())
 
     def _wanted(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
@@ -474,11 +498,22 @@ def _parts_of(config: PretrainedConfig, shape: Shape, names: Iterable[str]) -> d
     return found
 
 
-def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
-    """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32."""
+def _is_norm(weight: Weight) -> bool:
+    return len(weight.shape) == 1 and weight.name.endswith(".weight")
+
+
+def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str], *, added: float = 0.0) -> str:
+    """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32.
+
+    added: to the numbers of a vector
+    """
     count = weight.shape[0]
     if len(weight.shape) == 1:
         values = weight.rows(0, count).float().contiguous()
+        if added:
+            values = values + added
+        if weight.order is not None:
+            values = values[weight.order.long()]
         weights.add_vector(weight.name, values)
         return ""
     kind = kinds[weight.kind]

@@ -99,9 +99,9 @@ class Source(ABC):
         """Return the first thing, numbers apart, that is not as it was at loading; empty where there is none."""
         return ""
 
-    def rope(self) -> tuple[Tensor, float]:
-        """Return the radians per position, float32 [head size / 2], and the factor on cosines and sines."""
-        return rope_of(self.config)
+    def rope(self, key: str = "") -> tuple[Tensor, float]:
+        """Return the radians per position and the factor on cosines and sines, as `rope_of`."""
+        return rope_of(self.config, key)
 
     def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
         """Return hidden states of transformers' own modules for tokens of which each sees those before it.
@@ -110,7 +110,9 @@ class Source(ABC):
         those behind the final norm when the first layer alone is run.
         """
         del tokens, ids
-        return states_of(_first_layer(self), positions, (1,), inputs_embeds=embeddings[None])
+        factors = family_of(self.config).factors(self.config)
+        inputs = embeddings * factors.embedding if factors.in_module else embeddings
+        return states_of(_first_layer(self), positions, (1,), inputs_embeds=inputs[None])
 
 
 def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], **inputs: Tensor) -> list[Tensor]:
@@ -185,17 +187,18 @@ class FirstLayer(Source):
     def model(self) -> PreTrainedModel:
         return _first_layer(self)
 
-    def rope(self) -> tuple[Tensor, float]:
+    def rope(self, key: str = "") -> tuple[Tensor, float]:
         # a loaded model's frequencies may be rounded as its weights are
-        return super().rope() if self._source.own_modules else self._source.rope()
+        return super().rope(key) if self._source.own_modules else self._source.rope(key)
 
 
 def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model with its rotary frequencies, which no checkpoint holds, made outside the meta device."""
+    """Return the model with what no checkpoint holds made outside the meta device: rotary frequencies, factors."""
     for module in model.modules():
         if any(buffer.is_meta for buffer in itertools.chain(module.buffers(recurse=False))):
             with torch.device("cpu"):
-                fresh = type(module)(config=model.config)
+                factor = getattr(module, "scalar_embed_scale", None)  # of embeddings
+                fresh = type(module)(config=model.config) if factor is None else type(module)(1, 1, None, factor)
             for key, buffer in fresh.named_buffers(recurse=False):
                 setattr(module, key, buffer)
     return model
@@ -205,7 +208,7 @@ def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by name, those of all layers included; a tied head has none."""
     family = family_of(config)
     layers = family.shape(config).layers
-    small = type(config).from_dict(config.to_dict() | {family.fields.layers: 1, "layer_types": None})
+    small = _of_one_layer(config, getattr(config, family.fields.vocabulary))
     first, tied = f"{family.layers.transformers}.0.", config.tie_word_embeddings
     shapes: dict[str, tuple[int, ...]] = {}
     for name, weight in empty_model(small, torch.float32).named_parameters():
