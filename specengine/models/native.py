@@ -171,6 +171,8 @@ class NativeLM:
         self._turn = threading.Lock()  # forwards share one workspace, and engines in several threads may share this
         self._pack()
         self._check(self._checked_in_float32() if self._rounds else self.source)
+        if not self.source.own_modules:
+            self._check_other_layers()
 
     @property
     def name(self) -> str:
@@ -323,26 +325,21 @@ class NativeLM:
 
     def _pack(self) -> None:
         state, wanted, family = self.source.state, self._wanted(), family_of(self.config)
+        shape, places, factors = self.shape, family.places(self.config), self._factors
+        ropes = {place.rope: self._rope(place.rope) for place in places if place.rope is not None}
+        turned = next((2 * len(frequencies) for frequencies, _ in ropes.values()), 0)
         one = 1.0 if family.one_is_zero else 0.0
         parts = _parts_of(self.config, self.shape, wanted)
         self._weights = extension().Weights(thread_count())
         kinds = kinds_of(self.numerics, quantize=self.quantize is not None)
         kept = [
-            add_weight(self._weights, self._turned(part), kinds, added=one if _is_norm(part) else 0.0)
+            add_weight(self._weights, self._apart(part, turned), kinds, added=one if _is_norm(part) else 0.0)
             for weight in self.source.weights(blocks=kinds)
             if weight.name in wanted
             for part in weight.parts(parts[weight.name])
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
-        shape, places, factors = self.shape, family.places(self.config), self._factors
-        keys = list(dict.fromkeys(place.rope for place in places if place.rope is not None))
-        ropes = [self.source.rope(key) for key in keys]
-        for frequencies, _ in ropes:
-            whole = shape.head_dim // 2
-            if len(frequencies) != whole and not (family.layer.attention.partial and 0 < len(frequencies) <= whole):
-                raise UnsupportedModelError(
-                    f"native: the config gives {len(frequencies)} rotary frequencies for a head_dim of {shape.head_dim}"
-                )
+        keys = list(ropes)
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
         self.decoder = extension().Decoder(
             self.instruction_set,
@@ -351,7 +348,7 @@ class NativeLM:
             activation_of(self.config),
             [shape.eps, factors.scores, factors.embedding, factors.residual, factors.divisor],
             self._weights,
-            [(frequencies.tolist(), scale) for frequencies, scale in ropes],
+            list(ropes.values()),
             [(-1 if place.rope is None else keys.index(place.rope), place.window or 0) for place in places],
         )
         self._state = state
@@ -364,15 +361,25 @@ class NativeLM:
             return factors
         return factors._replace(embedding=float(torch.tensor(factors.embedding, dtype=self.dtype, device="cpu")))
 
-    def _turned(self, weight: Weight) -> Weight:
-        """Return a weight with the channels of a head that are turned together half a head apart."""
-        if not family_of(self.config).layer.attention.neighbours or ".self_attn." not in weight.name:
-            return weight
-        if not weight.name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+    def _rope(self, key: str) -> tuple[list[float], float]:
+        """Return the source's frequencies and factor. Raises UnsupportedModelError if a head has other channels."""
+        frequencies, scale = self.source.rope(key)
+        count, whole = len(frequencies), self.shape.head_dim // 2
+        if count != whole and not (family_of(self.config).layer.attention.partial and 0 < count < whole):
+            raise UnsupportedModelError(
+                f"native: the config gives {count} rotary frequencies for a head_dim of {self.shape.head_dim}"
+            )
+        return frequencies.tolist(), scale
+
+    def _apart(self, weight: Weight, turned: int) -> Weight:
+        """Return a weight of queries or keys with channels that are turned together half of the `turned` apart."""
+        module = weight.name.rpartition(".")[0]
+        if not (family_of(self.config).layer.attention.neighbours and module.endswith(("attn.q_proj", "attn.k_proj"))):
             return weight
         rows = torch.arange(weight.shape[0], dtype=torch.int32, device="cpu") if weight.order is None else weight.order
-        rows = rows.view(-1, self.shape.head_dim // 2, 2).transpose(1, 2).reshape(-1)
-        return weight._replace(order=rows.contiguous())
+        heads = rows.view(-1, self.shape.head_dim)
+        pairs = heads[:, :turned].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
+        return weight._replace(order=torch.cat((pairs, heads[:, turned:]), dim=1).flatten())
 
     def _wanted(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
@@ -398,10 +405,19 @@ class NativeLM:
         Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does. Returns
         what the packed weights are to be compared with.
         """
-        tokens = torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size
-        first = FirstLayer(self.source, self.embed(tokens))
+        first = FirstLayer(self.source, self._few_embeddings())
         NativeLM(first)
         return self.source if self.source.own_modules else first
+
+    def _check_other_layers(self) -> None:
+        """Try one layer of each other kind as `_checked_in_float32` tries the first."""
+        places = family_of(self.config).places(self.config)
+        for place in dict.fromkeys(places):
+            if place != places[0]:
+                NativeLM(FirstLayer(self.source, self._few_embeddings(), places.index(place)))
+
+    def _few_embeddings(self) -> Tensor:
+        return self.embed(torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size)
 
     @torch.inference_mode()
     def _check(self, source: Source) -> None:

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.models.configs import empty_model, family_of, rope_of
 
+_BY_LAYER = ("layer_types", "no_rope_layers")  # what configs list by layer
 TINY_VOCABULARY = 8  # of a model whose tokens do not count
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -140,25 +141,28 @@ def _first_layer(source: Source) -> PreTrainedModel:
     return with_buffers(model).eval()
 
 
-def _of_one_layer(config: PretrainedConfig, vocabulary: int) -> PretrainedConfig:
-    fields, kinds = family_of(config).fields, getattr(config, "layer_types", None)
-    sizes = {fields.layers: 1, fields.vocabulary: vocabulary, "layer_types": kinds and kinds[:1]}
+def _of_one_layer(config: PretrainedConfig, vocabulary: int, number: int = 0) -> PretrainedConfig:
+    fields = family_of(config).fields
+    sizes: dict[str, Any] = {fields.layers: 1, fields.vocabulary: vocabulary}
+    sizes |= {name: kinds[number:] for name in _BY_LAYER if (kinds := getattr(config, name, None))}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"][:1]
     ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     return type(config).from_dict(config.to_dict() | sizes | ids)
 
 
 class FirstLayer(Source):
-    """The embeddings of a few tokens, first layer and final norm of a model, in float32; its head is zero.
+    """The embeddings of a few tokens, first layer or another, and final norm of a model, in float32; its head is zero.
 
     Read once, and run once by transformers' modules: `states` gives those of the first call.
     """
 
     dtype = torch.float32
 
-    def __init__(self, source: Source, embeddings: Tensor) -> None:
-        """embeddings: float32 [tokens, hidden size]."""
+    def __init__(self, source: Source, embeddings: Tensor, number: int = 0) -> None:
+        """embeddings: float32 [tokens, hidden size]; number: of the layer."""
         self.name, self._source, self._embeddings = source.name, source, embeddings
-        self.config = _of_one_layer(source.config, len(embeddings))
+        self.config, self._number = _of_one_layer(source.config, len(embeddings), number), number
         self._tensors: dict[str, Tensor] = {}
         self._states: list[Tensor] | None = None
 
@@ -176,7 +180,9 @@ class FirstLayer(Source):
         if name == f"{family.head.transformers}.weight":
             return torch.zeros_like(self._embeddings)
         if name not in self._tensors:
-            self._tensors[name] = self._source.tensor(name).float()
+            layers = family.layers.transformers
+            stored = name.replace(f"{layers}.0.", f"{layers}.{self._number}.", 1)
+            self._tensors[name] = self._source.tensor(stored).float()
         return self._tensors[name]
 
     def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from specengine import Engine
 from specengine.drafters.ngram import NGram
 from specengine.errors import UnsupportedModelError
+from specengine.models import weights
 from specengine.models.native import WITH_PAIRS, NativeLM, NativeTarget, from_model, instruction_sets
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, OTHERS, needs_extension, plainly
@@ -65,6 +66,20 @@ def test_folders_answer_so_too(name: str, tmp_path: Path) -> None:
     model_of(name).save_pretrained(tmp_path)
     engine = Engine.from_pretrained(str(tmp_path), "none", offline=True, backend="native")
     assert engine.generate(PROMPT, max_new_tokens=24).token_ids == plainly(model_of(name), PROMPT, 24)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}])
+def test_a_layer_of_each_kind_is_tried_at_load(options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_of("gemma3_text").save_pretrained(tmp_path)
+    real = weights.rope_of
+
+    def other(config: Any, key: str = "") -> tuple[Tensor, float]:
+        frequencies, scale = real(config, key)
+        return frequencies * (1.5 if key == "full_attention" else 1.0), scale
+
+    monkeypatch.setattr(weights, "rope_of", other)
+    with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+        Engine.from_pretrained(str(tmp_path), "none", offline=True, backend="native", **options)
 
 
 # ---------------------------------------------------------------------------------------------------- bits
