@@ -328,12 +328,11 @@ class NativeLM:
         shape, places, factors = self.shape, family.places(self.config), self._factors
         ropes = {place.rope: self._rope(place.rope) for place in places if place.rope is not None}
         turned = next((2 * len(frequencies) for frequencies, _ in ropes.values()), 0)
-        one = 1.0 if family.one_is_zero else 0.0
         parts = _parts_of(self.config, self.shape, wanted)
         self._weights = extension().Weights(thread_count())
         kinds = kinds_of(self.numerics, quantize=self.quantize is not None)
         kept = [
-            add_weight(self._weights, self._apart(part, turned), kinds, added=one if _is_norm(part) else 0.0)
+            add_weight(self._weights, self._packed(part, turned), kinds)
             for weight in self.source.weights(blocks=kinds)
             if weight.name in wanted
             for part in weight.parts(parts[weight.name])
@@ -371,9 +370,14 @@ class NativeLM:
             )
         return frequencies.tolist(), scale
 
-    def _apart(self, weight: Weight, turned: int) -> Weight:
-        """Return a weight of queries or keys with channels that are turned together half of the `turned` apart."""
-        module = weight.name.rpartition(".")[0]
+    def _packed(self, weight: Weight, turned: int) -> Weight:
+        """Return a weight as csrc/cpu has it.
+
+        Norms multiply by their numbers, and channels that are turned together stand half of the `turned` ones apart.
+        """
+        module, _, kind = weight.name.rpartition(".")
+        if family_of(self.config).one_is_zero and len(weight.shape) == 1 and kind == "weight":
+            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
         if not (family_of(self.config).layer.attention.neighbours and module.endswith(("attn.q_proj", "attn.k_proj"))):
             return weight
         rows = torch.arange(weight.shape[0], dtype=torch.int32, device="cpu") if weight.order is None else weight.order
@@ -514,20 +518,11 @@ def _parts_of(config: PretrainedConfig, shape: Shape, names: Iterable[str]) -> d
     return found
 
 
-def _is_norm(weight: Weight) -> bool:
-    return len(weight.shape) == 1 and weight.name.endswith(".weight")
-
-
-def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str], *, added: float = 0.0) -> str:
-    """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32.
-
-    added: to the numbers of a vector
-    """
+def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
+    """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32."""
     count = weight.shape[0]
     if len(weight.shape) == 1:
         values = weight.rows(0, count).float().contiguous()
-        if added:
-            values = values + added
         if weight.order is not None:
             values = values[weight.order.long()]
         weights.add_vector(weight.name, values)
