@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -42,6 +43,12 @@ const char* numerics_of(const std::string& name) {
   throw std::invalid_argument("numerics: got " + name + ", accepted bfloat16 or integer");
 }
 
+cpu::Activation activation_of(const std::string& name) {
+  if (name == "silu") return cpu::Activation::silu;
+  if (name == "gelu_tanh") return cpu::Activation::gelu_tanh;
+  throw std::invalid_argument("activation: got " + name + ", accepted silu or gelu_tanh");
+}
+
 cpu::Rope rope(std::vector<float> frequencies, float factor, const std::string& numerics) {
   return cpu::Rope(std::move(frequencies), factor, numerics == cpu::kInteger);
 }
@@ -62,19 +69,52 @@ const cpu::Weights& given(const std::shared_ptr<cpu::Weights>& weights) {
   return *weights;
 }
 
-cpu::Heads heads_of(const int64_t* sizes, const std::vector<float>& frequencies) {
+void require_sizes(const std::vector<int64_t>& sizes, size_t count) {
+  require(sizes.size() == count, "sizes", static_cast<int64_t>(sizes.size()), std::to_string(count) + " numbers");
+  for (const int64_t size : sizes) require(size >= 0 && size < kMostSize, "sizes", size, "0 to 2^31 - 1");
+}
+
+cpu::Heads heads_of(const int64_t* sizes) {
   const cpu::Heads heads{sizes[0], sizes[1], sizes[2]};
   for (int i = 0; i < 3; ++i) require(sizes[i] >= 1 && sizes[i] < kMostSize, "heads", sizes[i], "1 or more");
   require(heads.queries % heads.keys == 0, "query heads", heads.queries, "a multiple of the key-value heads");
   require(heads.size % 2 == 0, "head size", heads.size, "an even number");
-  require(static_cast<int64_t>(frequencies.size()) == heads.size / 2, "frequencies",
-          static_cast<int64_t>(frequencies.size()), "half the head size");
   return heads;
 }
 
-void require_sizes(const std::vector<int64_t>& sizes, size_t count) {
-  require(sizes.size() == count, "sizes", static_cast<int64_t>(sizes.size()), std::to_string(count) + " numbers");
-  for (const int64_t size : sizes) require(size >= 0 && size < kMostSize, "sizes", size, "0 to 2^31 - 1");
+// Each turns two channels of a head.
+void require_frequencies(const std::vector<float>& frequencies, int64_t least, const cpu::Heads& heads) {
+  const auto count = static_cast<int64_t>(frequencies.size());
+  require(count >= least && count <= heads.size / 2, "frequencies", count,
+          least == heads.size / 2 ? "half the head size" : "1 to half the head size");
+}
+
+void require_finite(float value, bool holds, const char* name, const char* accepted) {
+  if (!std::isfinite(value) || !holds) border::refuse(name, std::to_string(value), accepted);
+}
+
+// numbers: epsilon of the norms, scale of attention's scores or 0 for the common one, and factors on embeddings and on what
+// is added to the residual stream; at last the divisor of logits.
+cpu::Shape shape_of(const std::vector<int64_t>& sizes, const std::string& activation, const std::vector<float>& numbers) {
+  require_sizes(sizes, 6);
+  require(numbers.size() == 5, "numbers", static_cast<int64_t>(numbers.size()), "5");
+  require_finite(numbers[1], numbers[1] >= 0.0f, "attention scale", "0 or more");
+  for (const size_t i : {2, 3}) require_finite(numbers[i], true, "factors", "finite numbers");
+  require_finite(numbers[4], numbers[4] != 0.0f, "divisor", "a number other than 0");
+  const cpu::Form form{sizes[1], numbers[0], activation_of(activation), numbers[1], numbers[3]};
+  return {sizes[0], sizes[1], sizes[2], heads_of(&sizes[3]), form, numbers[2], numbers[4]};
+}
+
+// Of each layer the table of positions, -1 for none, and its window, 0 for none.
+std::vector<cpu::Place> places_of(const std::vector<std::pair<int64_t, int64_t>>& given, int64_t layers, int64_t ropes) {
+  require(static_cast<int64_t>(given.size()) == layers, "places", static_cast<int64_t>(given.size()), "one of each layer");
+  std::vector<cpu::Place> places;
+  for (const auto& [rope, window] : given) {
+    require(rope >= -1 && rope < ropes, "positions", rope, "-1 to " + std::to_string(ropes - 1));
+    require(window >= 0 && window < kMostSize, "window", window, "0 to 2^31 - 1");
+    places.push_back({static_cast<int>(rope), window});
+  }
+  return places;
 }
 
 // Where the rows of a forward stand. seen: int64 [rows, words] or None.
@@ -212,7 +252,7 @@ void run_head(Draft& draft, const Model& target, handle positions, int64_t prefi
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 8;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 9;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
@@ -253,16 +293,22 @@ PYBIND11_MODULE(_cpu, module) {
         weights.add_vector(name, vector.at(), vector.size(0));
       });
   py::class_<Model>(module, "Decoder")
-      // sizes: layers, hidden, vocabulary, query heads, key-value heads, head size
-      .def(py::init([](const std::string& kernels, const std::string& numerics, const std::vector<int64_t>& sizes, float eps,
-                       std::shared_ptr<cpu::Weights> weights, std::vector<float> frequencies, float factor) {
-        require_sizes(sizes, 6);
-        const cpu::Shape shape{sizes[0], sizes[1], sizes[2], heads_of(&sizes[3], frequencies), eps};
+      // sizes: layers, hidden, vocabulary, query heads, key-value heads, head size; ropes: frequencies and a factor each
+      .def(py::init([](const std::string& kernels, const std::string& numerics, const std::vector<int64_t>& sizes,
+                       const std::string& activation, const std::vector<float>& numbers, std::shared_ptr<cpu::Weights> weights,
+                       const std::vector<std::pair<std::vector<float>, float>>& ropes,
+                       const std::vector<std::pair<int64_t, int64_t>>& places) {
+        const cpu::Shape shape = shape_of(sizes, activation, numbers);
+        std::vector<cpu::Rope> tables;
+        for (const auto& [frequencies, factor] : ropes) {
+          require_frequencies(frequencies, 1, shape.heads);
+          tables.push_back(rope(frequencies, factor, numerics));
+        }
+        const std::vector<cpu::Place> of = places_of(places, shape.layers, static_cast<int64_t>(ropes.size()));
         const cpu::Weights& known = given(weights);
         known.require_numerics(numerics);
         return new Model{std::move(weights),
-                         cpu::Decoder(kernels_of(kernels, numerics), shape, known,
-                                      rope(std::move(frequencies), factor, numerics)),
+                         cpu::Decoder(kernels_of(kernels, numerics), shape, known, std::move(tables), of),
                          {}};
       }))
       .def("forward", run)
@@ -292,7 +338,8 @@ PYBIND11_MODULE(_cpu, module) {
                        const std::vector<bool>& flags, float eps, std::shared_ptr<cpu::Weights> weights, std::vector<float> frequencies, float factor) {
         require_sizes(sizes, 5);
         require(flags.size() == 3, "flags", static_cast<int64_t>(flags.size()), "3");
-        const cpu::EagleShape shape{sizes[0], sizes[1], heads_of(&sizes[2], frequencies), eps, flags[0], flags[1], flags[2]};
+        const cpu::EagleShape shape{sizes[0], sizes[1], heads_of(&sizes[2]), eps, flags[0], flags[1], flags[2]};
+        require_frequencies(frequencies, shape.heads.size / 2, shape.heads);
         const cpu::Weights& known = given(weights);
         known.require_numerics(numerics);
         return new Draft{std::move(weights),

@@ -326,15 +326,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {}),
     "gpt2": ("GPT2", {"n_inner": 48}),
 }
-_HEADS = {"GPT2": "GPT2LMHeadModel"}
+# More that the native forward knows; the tests of tests/models have them, others do with those above.
+NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ernie4_5": ("Ernie4_5", {**_GROUPED, "tie_word_embeddings": False}),
+    "exaone4": ("Exaone4", {"num_key_value_heads": 2, "sliding_window": 24, "sliding_window_pattern": 2}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {**_GROUPED, "sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12},
+    ),
+    "granite": (
+        "Granite",
+        {
+            "num_key_value_heads": 2,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "olmo3": ("Olmo3", {"num_key_value_heads": 2, "sliding_window": 24}),
+    "phi3": ("Phi3", {"num_key_value_heads": 2, "sliding_window": 24}),
+    "seed_oss": ("SeedOss", {**_GROUPED, "attention_bias": True}),
+    "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "no_rope_layer_interval": 2}),
+}
+_HEADS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
 def tiny(family: str = "llama", seed: int = 0, *, name: str | None = None, **changes: Any) -> PreTrainedModel:
     """A random float32 model of that family, two layers deep, whose attention matters to its output.
 
-    family: a key of FAMILIES, or with `name` anything that transformers calls ...Config and ...ForCausalLM.
+    family: a key of FAMILIES or NATIVE, or with `name` anything that transformers calls ...Config and ...ForCausalLM.
     """
-    stem, own = FAMILIES.get(family, (name or family, {}))
+    stem, own = {**FAMILIES, **NATIVE}.get(family, (name or family, {}))
     config = getattr(transformers, f"{stem}Config")(**{**_COMMON, **own, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, _HEADS.get(stem, f"{stem}ForCausalLM"))(config).eval()

@@ -1,4 +1,4 @@
-// A causal language model of the Llama family (Llama, Mistral, Qwen2, Qwen3): all layers over the rows of a tree in one call.
+// A causal language model of layer.hpp's blocks: all layers over the rows of a tree in one call.
 #pragma once
 
 #include <limits>
@@ -89,6 +89,12 @@ class Weights {
     return found->second.data;
   }
 
+  // Return how many numbers the vector has; 0 if there is none.
+  int64_t count(const std::string& name) const {
+    const auto found = vectors_.find(name);
+    return found == vectors_.end() ? 0 : found->second.count;
+  }
+
   // Return the vector of `count` numbers. Throws if there is none.
   const float* needed(const std::string& name, int64_t count) const {
     const float* found = vector(name, count);
@@ -106,9 +112,13 @@ class Weights {
     one.gate = matrix(prefix + "mlp.gate_proj", 0, hidden);
     one.up = matrix(prefix + "mlp.up_proj", one.gate.outputs, hidden);
     one.down = matrix(prefix + "mlp.down_proj", hidden, one.gate.outputs);
-    one.post_norm = needed(prefix + "post_attention_layernorm.weight", hidden);
-    one.q_norm = vector(prefix + "self_attn.q_norm.weight", heads.size);
-    one.k_norm = vector(prefix + "self_attn.k_norm.weight", heads.size);
+    one.input_norm = vector(prefix + "input_layernorm.weight", hidden);
+    one.post_norm = vector(prefix + "post_attention_layernorm.weight", hidden);
+    one.attention_norm = vector(prefix + "attention_output_norm.weight", hidden);
+    one.network_norm = vector(prefix + "mlp_output_norm.weight", hidden);
+    one.whole_norms = count(prefix + "self_attn.q_norm.weight") > heads.size;
+    one.q_norm = vector(prefix + "self_attn.q_norm.weight", one.whole_norms ? heads.queries * heads.size : heads.size);
+    one.k_norm = vector(prefix + "self_attn.k_norm.weight", one.whole_norms ? heads.keys * heads.size : heads.size);
     return one;
   }
 
@@ -156,20 +166,31 @@ inline void rows_of_tiles(const Team& team, const float* tiles, int64_t width, i
 struct Shape {
   int64_t layers, hidden, vocabulary;
   Heads heads;
-  float eps;
+  Form form;
+  float embedding = 1.0f;  // what embeddings are multiplied by
+  float divisor = 1.0f;    // of logits
+};
+
+// Where the layers of a network differ.
+struct Place {
+  int rope;        // of the network's tables, or Layer::kNone
+  int64_t window;  // or 0
 };
 
 class Decoder {
  public:
-  Decoder(const Kernels& kernels, const Shape& shape, const Weights& weights, Rope rope)
-      : shape_(shape), rope_(std::move(rope)), space_(kernels),
+  // places: of all layers.
+  Decoder(const Kernels& kernels, const Shape& shape, const Weights& weights, std::vector<Rope> ropes,
+          const std::vector<Place>& places)
+      : shape_(shape), ropes_(std::move(ropes)), space_(kernels, windows_of(places)),
         embedding_(weights.matrix("model.embed_tokens", shape.vocabulary, shape.hidden)),
         head_(weights.has("lm_head") ? weights.matrix("lm_head", shape.vocabulary, shape.hidden) : embedding_),
         norm_(weights.needed("model.norm.weight", shape.hidden)) {
     for (int64_t i = 0; i < shape.layers; ++i) {
       const std::string prefix = "model.layers." + std::to_string(i) + ".";
       layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden));
-      norms_.push_back(weights.needed(prefix + "input_layernorm.weight", shape.hidden));
+      layers_.back().rope = places[static_cast<size_t>(i)].rope;
+      layers_.back().window = places[static_cast<size_t>(i)].window;
     }
   }
 
@@ -203,12 +224,12 @@ class Decoder {
     const Input in = space_.input(space_.first, shape_.hidden);
     const auto run_all = [&](const Team& team) {
       copy_tiles(team, space_, space_.x, shape_.hidden, in);
-      Readout(space_, head_, 0).run(team, in, logits);
+      Readout(space_, head_, 0, shape_.divisor).run(team, in, logits);
     };
     Pool::shared().run(threads, run_all, space_.around());
   }
 
-  // A token's embedding: float [hidden].
+  // A token's embedding as it is stored: float [hidden].
   void embedding(int64_t token, float* out) const {
     std::vector<float> row(static_cast<size_t>(embedding_.blocks * kDepth));
     space_.kernels.weights(embedding_, token, row.data());
@@ -219,9 +240,15 @@ class Decoder {
   const Kernels& kernels() const { return space_.kernels; }
 
  private:
+  static std::vector<int64_t> windows_of(const std::vector<Place>& places) {
+    std::vector<int64_t> found;
+    for (const Place& place : places) found.push_back(place.window);
+    return found;
+  }
+
   void run(const Call& call, int threads) {
     const int64_t hidden = shape_.hidden;
-    space_.prepare(call.rows, hidden, shape_.heads, rope_, threads);
+    space_.prepare(call.rows, hidden, shape_.heads, ropes_, threads);
     const Input in = space_.input(space_.first, hidden);
     const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
     const Input gated = space_.input(space_.third, layers_.empty() ? 1 : layers_[0].gate.panels * kOutputs);
@@ -232,17 +259,19 @@ class Decoder {
     float* normed = normed_.reserve(static_cast<size_t>(space_.tiles * hidden * kRows));
     const auto run_all = [&](const Team& team) {
       embed(team, call.tokens);
-      LayerRun run(team, space_, shape_.heads, call.rows, hidden, shape_.eps);
+      LayerRun run(team, space_, shape_.heads, call.rows, shape_.form);
       for (int64_t i = 0; i < call.layers; ++i) {
         take_features(team, call, i, space_.x);
-        norm_tiles(team, space_, space_.x, norms_[static_cast<size_t>(i)], hidden, shape_.eps, in);
+        const Layer& layer = layers_[static_cast<size_t>(i)];
+        norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
         const int64_t layer_bytes = 2 * shape_.heads.keys * call.capacity * shape_.heads.size * (call.half ? 2 : 4);
         const Cache cache{static_cast<char*>(call.slab) + i * layer_bytes, call.capacity, call.half};
-        run.run(layers_[static_cast<size_t>(i)], cache, in, attended, in, gated);
+        run.run(layer, cache, in, attended, in, gated);
       }
-      norm_tiles(team, space_, space_.x, norm_, hidden, shape_.eps, in, normed);
+      norm_tiles(team, space_, space_.x, norm_, hidden, shape_.form.eps, in, normed);
       take_features(team, call, shape_.layers, normed);
-      if (call.logits || call.count) Readout(space_, head_, call.first_logits).run(team, in, call.logits, leaders);
+      if (call.logits || call.count)
+        Readout(space_, head_, call.first_logits, shape_.divisor).run(team, in, call.logits, leaders);
     };
     Pool::shared().run(threads, run_all, space_.around());
     if (call.count) choose(threads, leaders, call);
@@ -253,7 +282,7 @@ class Decoder {
     Rows given;
     given.count = rows;
     given.positions = positions.data();
-    space_.prepare(given, shape_.hidden, shape_.heads, rope_, threads);
+    space_.prepare(given, shape_.hidden, shape_.heads, ropes_, threads);
     rows_to_tiles(states, shape_.hidden, rows, space_.x);
   }
 
@@ -263,6 +292,7 @@ class Decoder {
       while (pieces.next())
         for (int64_t r = pieces.first; r < pieces.last; ++r) {
           space_.kernels.weights(embedding_, tokens[r], row.data());
+          if (shape_.embedding != 1.0f) multiply(row.data(), shape_.hidden, shape_.embedding);
           float* to = space_.x + r / kRows * shape_.hidden * kRows + r % kRows;
           for (int64_t c = 0; c < shape_.hidden; ++c) to[c * kRows] = row[static_cast<size_t>(c)];
         }
@@ -299,13 +329,12 @@ class Decoder {
   }
 
   const Shape shape_;
-  Rope rope_;
+  std::vector<Rope> ropes_;
   mutable Workspace space_;
   Paces paces_;
   const Matrix embedding_, head_;
   const float* norm_;
   std::vector<Layer> layers_;
-  std::vector<const float*> norms_;
   Buffer<float> most_, normed_;
   Buffer<int32_t> at_;
 };

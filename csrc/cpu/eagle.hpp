@@ -19,12 +19,14 @@ struct EagleShape {
 class Eagle {
  public:
   Eagle(const Kernels& kernels, const EagleShape& shape, const Weights& weights, Rope rope)
-      : shape_(shape), rope_(std::move(rope)), space_(kernels),
+      : shape_(shape), ropes_{std::move(rope)}, space_(kernels),
         layer_(weights.layer("layers.0.", shape.heads, shape.hidden, 2 * shape.hidden)),
         fusion_(weights.matrix("fc", shape.hidden)), head_(weights.matrix("lm_head", shape.vocabulary, shape.hidden)),
         input_norm_(weights.needed("layers.0.input_layernorm.weight", shape.hidden)),
         hidden_norm_(weights.needed("layers.0.hidden_norm.weight", shape.hidden)),
-        norm_(weights.needed("norm.weight", shape.hidden)) {}
+        norm_(weights.needed("norm.weight", shape.hidden)) {
+    weights.needed("layers.0.post_attention_layernorm.weight", shape.hidden);
+  }
 
   struct Call {
     Rows rows;
@@ -76,7 +78,7 @@ class Eagle {
     Rows given;
     given.count = rows;
     given.positions = positions.data();
-    space_.prepare(given, shape_.hidden, shape_.heads, rope_, threads);
+    space_.prepare(given, shape_.hidden, shape_.heads, ropes_, threads);
     const Input in = space_.input(fused_, width);
     float* tiled = wide_.reserve(static_cast<size_t>(space_.tiles * width * kRows));
     rows_to_tiles(features, width, rows, tiled);
@@ -99,7 +101,7 @@ class Eagle {
  private:
   void run(const Call& call, int threads) {
     const int64_t hidden = shape_.hidden;
-    space_.prepare(call.rows, hidden, shape_.heads, rope_, threads);
+    space_.prepare(call.rows, hidden, shape_.heads, ropes_, threads);
     const int64_t tiles = space_.tiles, size = hidden * kRows;
     const Input both = space_.input(space_.first, 2 * hidden), normed = space_.input(normed_, hidden);
     const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
@@ -118,7 +120,7 @@ class Eagle {
             kernels.norm(x, hidden_norm_, hidden, shape_.eps, &both, t, hidden, shape_.norm_before_residual ? x : nullptr);
           }
       });
-      LayerRun run(team, space_, shape_.heads, call.rows, hidden, shape_.eps);
+      LayerRun run(team, space_, shape_.heads, call.rows, Form{hidden, shape_.eps});
       run.run(layer_, Cache{call.slab, call.capacity, call.half}, both, attended, normed, gated);
       if (shape_.norm_recurrent || shape_.norm_logits)
         norm_tiles(team, space_, space_.x, norm_, hidden, shape_.eps, normed, plain);
@@ -131,7 +133,7 @@ class Eagle {
   }
 
   const EagleShape shape_;
-  Rope rope_;
+  std::vector<Rope> ropes_;
   Workspace space_;
   Paces paces_;
   const Layer layer_;

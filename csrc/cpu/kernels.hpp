@@ -68,7 +68,8 @@ struct Step {
 constexpr int kChunk = 32;  // slots whose values a tile sums
 
 // Attention of one key-value head for up to 16 queries. Query q of a tile is head q % per_row of row q / per_row; lane i is
-// query first + i.
+// query first + i. Within a window, slots are counted from a slot that all of them have behind them or at their windows'
+// begin, a multiple of kChunk: so a place stands in the same chunk, whatever the window of the rows beside it.
 struct AttendTask {
   const float* queries;  // [per_row][size][16 rows], of the tile
   int64_t per_row, first, count;
@@ -77,16 +78,21 @@ struct AttendTask {
   const void* values;
   bool half;             // they are bfloat16
   int64_t size;          // channels of a head, an even number
-  int64_t prefix;        // slots that all lanes see
+  int64_t prefix;        // slots that all lanes see, each from its first one on
+  const int32_t* begins; // [16], of which `prefix` is the most: the first slot that a lane sees
+  int64_t lead;          // the largest of them
   int64_t slots;         // prefix, and up to the last of `steps`
   const Step* step;      // [steps], ascending slots behind the prefix
   int64_t steps;
   float* scratch;        // attend_floats(...)
-  int64_t* turned;       // chunks of `values` that `chunks` holds: 0 for a head's first task, then left alone
+  int64_t* turned;       // chunks of `values` that `chunks` holds: 0 for a head's first task, then set by tasks alone
   uint16_t* chunks;      // turned_halves(...), kept while tasks of the same head follow
   const Input* out;      // to channels `channel` and on of `tile`
   int64_t tile, channel;
 };
+
+// Of a gated network, each as x times a sigmoid: of x, or of what stands for the tanh of GELU's approximation.
+enum class Activation : int { silu, gelu_tanh };
 
 struct Kernels {
   const char* name;
@@ -105,9 +111,10 @@ struct Kernels {
   void (*norm)(const float* x, const float* weight, int64_t channels, float eps, const Input* out, int64_t tile,
                int64_t first_channel, float* plain);
   void (*copy)(const float* x, int64_t channels, const Input& out, int64_t tile, int64_t first_channel);
-  // silu(gates) * ups of 16 channels
-  void (*gate)(const float* gates, const float* ups, const Input& out, int64_t tile, int64_t first_channel);
-  // rotates a head [size][16] in place; cosines, sines: [size / 2][16]
+  // activation(gates) * ups of 16 channels
+  void (*gate)(const float* gates, const float* ups, const Input& out, int64_t tile, int64_t first_channel,
+               Activation activation);
+  // rotates channels [size][16] of a head in place, the first half with the second; cosines, sines: [size / 2][16]
   void (*rotate)(float* head, const float* cosines, const float* sines, int64_t size);
   void (*attend)(const AttendTask& task);
   // keeps the `count` largest finite of 16 rows and their outputs, [count][16], largest first, the lowest first of equals;

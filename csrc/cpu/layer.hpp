@@ -1,4 +1,4 @@
-// One decoder layer of the Llama family over the rows of a tree: what target and draft have in common.
+// One decoder layer over the rows of a tree, of blocks that most families have: what target and draft have in common.
 #pragma once
 
 #include <algorithm>
@@ -32,10 +32,30 @@ struct Heads {
   int64_t channels() const { return (queries + 2 * keys) * size; }
 };
 
+// What a layer is made of. Each norm may be null, and then is none.
 struct Layer {
   Matrix q, k, v, o, gate, up, down;
-  const float* post_norm = nullptr;  // [hidden]
-  const float *q_norm = nullptr, *k_norm = nullptr;  // [head size] or null
+  const float *input_norm = nullptr, *post_norm = nullptr;        // [hidden]: of what attention and the network read
+  const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: of what they add
+  const float *q_norm = nullptr, *k_norm = nullptr;  // [head size], or of all heads' channels where they are `whole`
+  bool whole_norms = false;
+  int rope = 0;        // of the network's tables; none: positions do not count
+  int64_t window = 0;  // of attention: places that a row sees, its own included; 0: all
+
+  static constexpr int kNone = -1;
+};
+
+// How all layers of a network compute.
+struct Form {
+  int64_t hidden;
+  float eps;
+  Activation activation = Activation::silu;
+  float scale = 0.0f;     // of attention's scores; 0: one over the root of a head's size
+  float residual = 1.0f;  // what attention and the network give is multiplied by before it is added
+
+  float scale_of(const Heads& heads) const {
+    return scale > 0.0f ? scale : 1.0f / std::sqrt(static_cast<float>(heads.size));
+  }
 };
 
 // Rotary positions: frequencies and a factor, as transformers' rope initialisation gives them. exact: with angles.hpp's
@@ -105,27 +125,65 @@ struct ThreadScratch {
   Buffer<float> sums, floats;
 };
 
+// The cosines and sines of a forward's rows: [tiles][half][16].
+struct Turns {
+  int64_t half = 0;
+  Buffer<float> cosines, sines;
+};
+
+// Queries of a key-value head side by side, row by row: up to 16 of one tile. Its slots are counted from `base` on.
+struct Group {
+  int64_t tile, first, count;  // queries first to first + count - 1 of the tile
+  int64_t base;                // a multiple of kChunk; 0 where attention is full
+  int64_t prefix, slots;
+  int64_t step, steps;     // where its steps begin, and how many there are
+  int32_t begins[kRows];   // the first slot that each lane sees
+  int64_t lead;            // the largest of them
+};
+
+// Who sees what in the layers of one window.
+struct Sight {
+  int64_t window = 0;  // 0: all
+  std::vector<Group> groups;
+  std::vector<Step> steps;
+  int64_t most_slots = 0, most_steps = 0;  // of a group
+  int64_t base = 0, reach = 0;             // the first slot of all groups, and what is behind the last one's
+};
+
 // What forwards of one network share: states by tile, inputs of products, and who sees what.
 class Workspace {
  public:
-  explicit Workspace(const Kernels& kernels) : kernels(kernels) {}
+  // windows: of the network's layers; 0 is always there.
+  explicit Workspace(const Kernels& kernels, const std::vector<int64_t>& windows = {}) : kernels(kernels), sights_(1) {
+    for (const int64_t window : windows)
+      if (!is_known(window)) sights_.emplace_back().window = window;
+  }
 
   const Kernels& kernels;
   int64_t tiles = 0, rows = 0;
   float* x = nullptr;       // [tiles][hidden][16], the residual stream
   float* qkv = nullptr;     // [tiles][channels][16]
-  float *cosines = nullptr, *sines = nullptr;  // [tiles][half][16]
+  float* added = nullptr;   // [tiles][hidden][16]: what is normed before it is added
   std::vector<ThreadScratch> threads;
 
-  void prepare(const Rows& given, int64_t hidden, const Heads& heads, Rope& rope, int team) {
+  void prepare(const Rows& given, int64_t hidden, const Heads& heads, std::vector<Rope>& ropes, int team) {
     rows = given.count;
     tiles = (rows + kRows - 1) / kRows;
     x = states_.reserve(static_cast<size_t>(tiles * hidden * kRows));
     std::memset(x + (tiles - 1) * hidden * kRows, 0, static_cast<size_t>(hidden * kRows) * sizeof(float));
     qkv = qkv_.reserve(static_cast<size_t>(tiles * heads.channels() * kRows));
-    place_rotations(given, rope);
-    group(given, heads);
+    added = added_.reserve(static_cast<size_t>(tiles * hidden * kRows));
+    turns_.resize(ropes.size());
+    for (size_t i = 0; i < ropes.size(); ++i) place_rotations(given, ropes[i], turns_[i]);
+    for (Sight& sight : sights_) group(given, heads, sight);
     if (static_cast<int>(threads.size()) < team) threads.resize(static_cast<size_t>(team));
+  }
+
+  const Turns& turns(int rope) const { return turns_[static_cast<size_t>(rope)]; }
+  const Sight& sight(int64_t window) const {
+    for (const Sight& one : sights_)
+      if (one.window == window) return one;
+    return sights_[0];
   }
 
   // An input of so many channels for all tiles; what no row fills is zero.
@@ -144,24 +202,17 @@ class Workspace {
 
   Buffer<uint32_t> first, second, third;
 
-  // Queries of a key-value head side by side, row by row: up to 16 of one tile.
-  struct Group {
-    int64_t tile, first, count;  // queries first to first + count - 1 of the tile
-    int64_t prefix, slots;
-    int64_t step, steps;  // where its steps begin, and how many there are
-  };
-  std::vector<Group> groups;
-  std::vector<Step> steps;
-  int64_t most_slots = 0, most_steps = 0;
-
  private:
-  void place_rotations(const Rows& given, Rope& rope) {
+  bool is_known(int64_t window) const { return sight(window).window == window; }
+
+  void place_rotations(const Rows& given, Rope& rope, Turns& turns) const {
     int64_t last = 0;
     for (int64_t r = 0; r < given.count; ++r) last = std::max(last, given.positions[r]);
     rope.reach(last + 1);
     const int64_t half = rope.half();
-    cosines = cosines_.reserve(static_cast<size_t>(tiles * half * kRows));
-    sines = sines_.reserve(static_cast<size_t>(tiles * half * kRows));
+    turns.half = half;
+    float* cosines = turns.cosines.reserve(static_cast<size_t>(tiles * half * kRows));
+    float* sines = turns.sines.reserve(static_cast<size_t>(tiles * half * kRows));
     for (int64_t r = 0; r < given.count; ++r) {
       const float* from = rope.at(given.positions[r]);
       const int64_t to = r / kRows * half * kRows + r % kRows;
@@ -172,62 +223,91 @@ class Workspace {
     }
   }
 
-  void group(const Rows& given, const Heads& heads) {
-    groups.clear();
-    steps.clear();
-    most_slots = most_steps = 0;
+  void group(const Rows& given, const Heads& heads, Sight& sight) const {
+    sight.groups.clear();
+    sight.steps.clear();
+    sight.most_slots = sight.most_steps = sight.reach = 0;
+    sight.base = INT64_MAX;
     const int64_t per_row = heads.groups();
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t all = std::min<int64_t>(kRows, given.count - tile * kRows) * per_row;
-      for (int64_t first = 0; first < all; first += kRows) add_group(given, per_row, tile, first, std::min<int64_t>(kRows, all - first));
+      for (int64_t first = 0; first < all; first += kRows)
+        add_group(given, per_row, tile, first, std::min<int64_t>(kRows, all - first), sight);
     }
   }
 
-  void add_group(const Rows& given, int64_t per_row, int64_t tile, int64_t first, int64_t count) {
-    Group one{tile, first, count, 0, 0, static_cast<int64_t>(steps.size()), 0};
+  // A slot's place on a row's path is the number of slots before it that the row sees, whatever its window; a window is the
+  // last so many places.
+  void add_group(const Rows& given, int64_t per_row, int64_t tile, int64_t first, int64_t count, Sight& sight) const {
+    std::vector<Step>& steps = sight.steps;
+    Group one{tile, first, count, 0, 0, 0, static_cast<int64_t>(steps.size()), 0, {}, 0};
     const int64_t first_row = tile * kRows + first / per_row, last_row = tile * kRows + (first + count - 1) / per_row;
     const int64_t end = given.start + last_row + 1;
-    int64_t places[kRows] = {};
+    int64_t places[kRows] = {}, begins[kRows] = {};  // by row: of the next slot that it sees, and of the first in its window
     bool common = true;  // all lanes have seen all slots so far
     one.prefix = given.seen ? given.prefix : given.start + first_row + 1;
     std::fill(places, places + kRows, one.prefix);
+    if (sight.window)
+      for (int64_t row = first_row; row <= last_row; ++row) {
+        int64_t path = one.prefix;
+        for (int64_t slot = one.prefix; slot < end; ++slot) path += given.sees(row, slot);
+        begins[row - first_row] = std::max<int64_t>(path - sight.window, 0);
+      }
     for (int64_t slot = one.prefix; slot < end; ++slot) {
       Step step{slot, 0, 0, 0};
+      uint16_t members = 0;
       for (int64_t row = first_row; row <= last_row; ++row) {
         if (!given.sees(row, slot)) continue;
         int64_t& place = places[row - first_row];
         const int64_t before = (row - tile * kRows) * per_row - first;  // its first lane, if it stands in this group
         const int64_t from = std::max<int64_t>(before, 0), to = std::min(before + per_row, count);
         const auto lanes = static_cast<uint16_t>((1u << to) - (1u << from));
-        step.lanes |= lanes;
-        if (place % 2 == 1) step.odd |= lanes;
-        if (place % kChunk == kChunk - 1) step.last |= lanes;
+        members |= lanes;
+        if (place >= begins[row - first_row]) {
+          step.lanes |= lanes;
+          if (place % 2 == 1) step.odd |= lanes;
+          if (place % kChunk == kChunk - 1) step.last |= lanes;
+        }
         ++place;
       }
-      common = common && step.lanes == (1u << count) - 1;
+      common = common && members == (1u << count) - 1;
       if (common) one.prefix = slot + 1;
       if (!common && step.lanes) steps.push_back(step);
     }
     one.steps = static_cast<int64_t>(steps.size()) - one.step;
     one.slots = one.steps ? steps.back().slot + 1 : one.prefix;
-    most_slots = std::max(most_slots, one.slots);
-    most_steps = std::max(most_steps, one.steps);
-    groups.push_back(one);
+    if (sight.window) begin_at_window(one, per_row, begins, steps);
+    sight.base = std::min(sight.base, one.base);
+    sight.reach = std::max(sight.reach, one.base + one.slots);
+    sight.most_slots = std::max(sight.most_slots, one.slots);
+    sight.most_steps = std::max(sight.most_steps, one.steps);
+    sight.groups.push_back(one);
   }
 
-  Buffer<float> states_, qkv_, cosines_, sines_;
+  // Leaves out the chunks that no row sees. begins: the first place of each row's window.
+  static void begin_at_window(Group& group, int64_t per_row, const int64_t* begins, std::vector<Step>& steps) {
+    const int64_t first_row = group.first / per_row, last_row = (group.first + group.count - 1) / per_row;
+    int64_t base = group.prefix;
+    for (int64_t row = 0; row <= last_row - first_row; ++row) base = std::min(base, begins[row]);
+    group.base = base / kChunk * kChunk;
+    group.prefix -= group.base;
+    group.slots -= group.base;
+    for (int64_t i = 0; i < group.steps; ++i) steps[static_cast<size_t>(group.step + i)].slot -= group.base;
+    for (int64_t lane = 0; lane < group.count; ++lane) {
+      const int64_t begin = begins[(group.first + lane) / per_row - first_row] - group.base;
+      group.begins[lane] = static_cast<int32_t>(std::min(begin, group.prefix));
+      group.lead = std::max<int64_t>(group.lead, group.begins[lane]);
+    }
+  }
+
+  std::vector<Sight> sights_;
+  std::vector<Turns> turns_;
+  Buffer<float> states_, qkv_, added_;
 };
 
-// RMSNorm of states, [tiles][channels][16], into an input, and where wanted as float.
-inline void norm_tiles(const Team& team, const Workspace& space, const float* states, const float* weight,
-                       int64_t channels, float eps, const Input& out, float* plain = nullptr) {
-  team.each(space.tiles, 1, [&](Pieces& pieces) {
-    while (pieces.next())
-      for (int64_t t = pieces.first; t < pieces.last; ++t) {
-        const int64_t at = t * channels * kRows;
-        space.kernels.norm(states + at, weight, channels, eps, &out, t, 0, plain ? plain + at : nullptr);
-      }
-  });
+// Multiply numbers in place. One product for each, so that compilers cannot make other bits of it.
+inline void multiply(float* values, int64_t count, float by) {
+  for (int64_t i = 0; i < count; ++i) values[i] *= by;
 }
 
 inline void copy_tiles(const Team& team, const Workspace& space, const float* states, int64_t channels,
@@ -236,6 +316,19 @@ inline void copy_tiles(const Team& team, const Workspace& space, const float* st
     while (pieces.next())
       for (int64_t t = pieces.first; t < pieces.last; ++t)
         space.kernels.copy(states + t * channels * kRows, channels, out, t, 0);
+  });
+}
+
+// RMSNorm of states, [tiles][channels][16], into an input, and where wanted as float. Without weights they are copied.
+inline void norm_tiles(const Team& team, const Workspace& space, const float* states, const float* weight,
+                       int64_t channels, float eps, const Input& out, float* plain = nullptr) {
+  if (!weight) return copy_tiles(team, space, states, channels, out);
+  team.each(space.tiles, 1, [&](Pieces& pieces) {
+    while (pieces.next())
+      for (int64_t t = pieces.first; t < pieces.last; ++t) {
+        const int64_t at = t * channels * kRows;
+        space.kernels.norm(states + at, weight, channels, eps, &out, t, 0, plain ? plain + at : nullptr);
+      }
   });
 }
 
@@ -278,8 +371,8 @@ void products_of(const Team& team, Workspace& space, const std::vector<const Mat
 // the residual stream. `in` is what queries, keys and values are made of.
 class LayerRun {
  public:
-  LayerRun(const Team& team, Workspace& space, const Heads& heads, const Rows& rows, int64_t hidden, float eps)
-      : team_(team), space_(space), heads_(heads), rows_(rows), hidden_(hidden), eps_(eps) {}
+  LayerRun(const Team& team, Workspace& space, const Heads& heads, const Rows& rows, const Form& form)
+      : team_(team), space_(space), heads_(heads), rows_(rows), form_(form) {}
 
   void run(const Layer& layer, const Cache& cache, const Input& in, const Input& attended,
            const Input& normed, const Input& gated) {
@@ -293,15 +386,31 @@ class LayerRun {
                     static_cast<size_t>(live * kRows) * sizeof(float));
     };
     products_of(team_, space_, {&layer.q, &layer.k, &layer.v}, in, keep);
+    if (layer.whole_norms) norm_heads(layer);
     place(layer, cache);
-    attend(cache, attended);
-    add(layer.o, attended);
-    norm_tiles(team_, space_, space_.x, layer.post_norm, hidden_, eps_, normed);
+    attend(layer, cache, attended);
+    add(layer.o, attended, layer.attention_norm);
+    norm_tiles(team_, space_, space_.x, layer.post_norm, form_.hidden, form_.eps, normed);
     feed_forward(layer, normed, gated);
-    add(layer.down, gated);
+    add(layer.down, gated, layer.network_norm);
   }
 
  private:
+  // Norms all heads' queries of a row as one, and all keys.
+  void norm_heads(const Layer& layer) {
+    team_.each(space_.tiles * 2, 1, [&](Pieces& pieces) {
+      while (pieces.next())
+        for (int64_t i = pieces.first; i < pieces.last; ++i) {
+          const bool query = i % 2 == 0;
+          const int64_t from = (i / 2 * heads_.channels() + (query ? 0 : heads_.queries * heads_.size)) * kRows;
+          const int64_t channels = (query ? heads_.queries : heads_.keys) * heads_.size;
+          const float* weight = query ? layer.q_norm : layer.k_norm;
+          float* states = space_.qkv + from;
+          if (weight) space_.kernels.norm(states, weight, channels, form_.eps, nullptr, 0, 0, states);
+        }
+    });
+  }
+
   // Norms and rotates queries and keys, and writes keys and values into the cache.
   void place(const Layer& layer, const Cache& cache) {
     const int64_t all = heads_.queries + 2 * heads_.keys;
@@ -316,12 +425,16 @@ class LayerRun {
     float* states = space_.qkv + (tile * all + head) * heads_.size * kRows;
     const bool query = head < heads_.queries, value = head >= heads_.queries + heads_.keys;
     if (!value) {
-      const float* weight = query ? layer.q_norm : layer.k_norm;
-      if (weight) space_.kernels.norm(states, weight, heads_.size, eps_, nullptr, 0, 0, states);
-      const int64_t at = tile * heads_.size / 2 * kRows;
-      space_.kernels.rotate(states, space_.cosines + at, space_.sines + at, heads_.size);
+      const float* weight = layer.whole_norms ? nullptr : query ? layer.q_norm : layer.k_norm;
+      if (weight) space_.kernels.norm(states, weight, heads_.size, form_.eps, nullptr, 0, 0, states);
+      if (layer.rope != Layer::kNone) rotate(space_.turns(layer.rope), tile, states);
     }
     if (!query) write(cache, value, (head - heads_.queries) % heads_.keys, tile, states);
+  }
+
+  void rotate(const Turns& turns, int64_t tile, float* states) {
+    const int64_t at = tile * turns.half * kRows;
+    space_.kernels.rotate(states, turns.cosines.data() + at, turns.sines.data() + at, 2 * turns.half);
   }
 
   void write(const Cache& cache, bool value, int64_t head, int64_t tile, const float* states) {
@@ -330,52 +443,86 @@ class LayerRun {
     space_.kernels.write(states, heads_.size, std::min<int64_t>(kRows, rows_.count - row), to, heads_.size, cache.half);
   }
 
-  // Tasks stand by head, as what those of a head share is made once by each thread, and the longest of a head first.
-  void attend(const Cache& cache, const Input& attended) {
-    const int64_t count = static_cast<int64_t>(space_.groups.size());
+  // Tasks stand by head, as what those of a head share is made once by each thread, and the longest of a head first; within
+  // windows, which are about as long, those that begin first.
+  void attend(const Layer& layer, const Cache& cache, const Input& attended) {
+    const Sight& sight = space_.sight(layer.window);
+    const int64_t count = static_cast<int64_t>(sight.groups.size());
     team_.each(heads_.keys * count, 1, [&](Pieces& pieces) {
       ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
       const int64_t size = heads_.size;
       AttendTask task;
       task.per_row = heads_.groups();
-      task.scale = 1.0f / std::sqrt(static_cast<float>(size));
+      task.scale = form_.scale_of(heads_);
       task.half = cache.half;
       task.size = size;
-      task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, space_.most_slots, space_.most_steps)));
-      task.chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, space_.most_slots)));
+      task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, sight.most_slots, sight.most_steps)));
+      uint16_t* chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, sight.reach - sight.base)));
       task.out = &attended;
-      int64_t turned = 0, of = -1;
-      task.turned = &turned;
+      int64_t begun = 0, turned = 0, of = -1;  // chunks [begun, turned) of head `of` stand in `chunks`
       while (pieces.next())
         for (int64_t i = pieces.first; i < pieces.last; ++i) {
-          const int64_t head = i / count;
-          if (head != of) turned = 0;
+          const int64_t head = i / count, at = i % count;
+          const Group& group = sight.groups[static_cast<size_t>(layer.window ? at : count - 1 - at)];
+          const int64_t base = (group.base - sight.base) / kChunk;
+          if (head != of || base < begun || base > turned) begun = turned = base;
           of = head;
-          attend_group(task, cache, head, space_.groups[static_cast<size_t>(count - 1 - i % count)]);
+          int64_t own = turned - base;
+          task.turned = &own;
+          task.chunks = chunks + base * kChunk * size;
+          task.step = sight.steps.data() + group.step;
+          attend_group(task, cache, head, group);
+          turned = std::max(turned, base + own);
         }
     });
   }
 
-  void attend_group(AttendTask& task, const Cache& cache, int64_t head, const Workspace::Group& group) {
-    task.keys = cache.plane(0, head, heads_);
-    task.values = cache.plane(1, head, heads_);
+  void attend_group(AttendTask& task, const Cache& cache, int64_t head, const Group& group) {
+    const int64_t before = group.base * heads_.size * (cache.half ? 2 : 4);  // bytes
+    task.keys = static_cast<const char*>(cache.plane(0, head, heads_)) + before;
+    task.values = static_cast<const char*>(cache.plane(1, head, heads_)) + before;
     task.channel = head * task.per_row * heads_.size;
     task.queries = space_.qkv + (group.tile * heads_.channels() + task.channel) * kRows;
     task.tile = group.tile;
     task.first = group.first;
     task.count = group.count;
     task.prefix = group.prefix;
+    task.begins = group.begins;
+    task.lead = group.lead;
     task.slots = group.slots;
-    task.step = space_.steps.data() + group.step;
     task.steps = group.steps;
     space_.kernels.attend(task);
   }
 
-  void add(const Matrix& m, const Input& in) {
-    products_of(team_, space_, {&m}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
+  // Adds the products to the residual stream, normed before where there is a norm for it.
+  void add(const Matrix& m, const Input& in, const float* norm) {
+    const bool scaled = form_.residual != 1.0f;
+    products_of(team_, space_, {&m}, in, [&](size_t, int64_t panel, float* sums, const Pieces&) {
       const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs) * kRows;
-      for (int64_t t = 0; t < space_.tiles; ++t)
-        space_.kernels.add(space_.x + (t * hidden_ + panel * kOutputs) * kRows, sums + t * kOutputs * kRows, live);
+      for (int64_t t = 0; t < space_.tiles; ++t) {
+        const int64_t at = (t * form_.hidden + panel * kOutputs) * kRows;
+        float* from = sums + t * kOutputs * kRows;
+        if (norm) {
+          std::copy_n(from, live, space_.added + at);
+          continue;
+        }
+        if (scaled) multiply(from, live, form_.residual);
+        space_.kernels.add(space_.x + at, from, live);
+      }
+    });
+    if (norm) add_normed(norm, scaled);
+  }
+
+  void add_normed(const float* norm, bool scaled) {
+    const int64_t size = form_.hidden * kRows;
+    team_.each(space_.tiles, 1, [&](Pieces& pieces) {
+      while (pieces.next())
+        for (int64_t t = pieces.first; t < pieces.last; ++t) {
+          float* added = space_.added + t * size;
+          space_.kernels.norm(added, norm, form_.hidden, form_.eps, nullptr, 0, 0, added);
+          if (scaled) multiply(added, size, form_.residual);
+          space_.kernels.add(space_.x + t * size, added, size);
+        }
     });
   }
 
@@ -395,7 +542,7 @@ class LayerRun {
           space_.kernels.products(matrices, panels, 2, in, space_.tiles, space_.rows, to, scratch);
           for (int64_t t = 0; t < space_.tiles; ++t) {
             const int64_t at = t * kOutputs * kRows;
-            space_.kernels.gate(to[0] + at, to[1] + at, gated, t, panel * kOutputs);
+            space_.kernels.gate(to[0] + at, to[1] + at, gated, t, panel * kOutputs, form_.activation);
           }
         }
     });
@@ -405,8 +552,7 @@ class LayerRun {
   Workspace& space_;
   const Heads heads_;
   const Rows& rows_;
-  const int64_t hidden_;
-  const float eps_;
+  const Form form_;
 };
 
 // The largest finite logits among some outputs, largest first, the lowest output first of equals. A thread has two lists,
@@ -426,13 +572,17 @@ struct Leaders {
 };
 
 // A vocabulary head over the workspace's rows: logits [rows - first][outputs], or the largest finite ones of each row.
+// divisor: of all logits.
 class Readout {
  public:
-  Readout(Workspace& space, const Matrix& head, int64_t first) : space_(space), head_(head), first_(first) {}
+  Readout(Workspace& space, const Matrix& head, int64_t first, float divisor = 1.0f)
+      : space_(space), head_(head), first_(first), divisor_(divisor) {}
 
   // logits may be null; leaders are empty.
   void run(const Team& team, const Input& in, float* logits, const Leaders& leaders = {}) const {
-    products_of(team, space_, {&head_}, in, [&](size_t, int64_t panel, const float* sums, const Pieces& pieces) {
+    products_of(team, space_, {&head_}, in, [&](size_t, int64_t panel, float* sums, const Pieces& pieces) {
+      if (divisor_ != 1.0f)
+        for (int64_t i = 0; i < space_.tiles * kOutputs * kRows; ++i) sums[i] /= divisor_;
       const int64_t output = panel * kOutputs, live = std::min<int64_t>(kOutputs, head_.outputs - output);
       for (int64_t t = 0; t < space_.tiles; ++t) {
         const float* from = sums + t * kOutputs * kRows;
@@ -459,6 +609,7 @@ class Readout {
   Workspace& space_;
   const Matrix& head_;
   const int64_t first_;
+  const float divisor_;
 };
 
 }  // namespace cpu

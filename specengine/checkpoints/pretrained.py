@@ -35,7 +35,7 @@ from specengine.checkpoints.embedded import Progress
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
 from specengine.files import read_text, safetensors_files
 from specengine.models import native
-from specengine.models.configs import NO_MEMORY, empty_model, refuse_config, unsupported
+from specengine.models.configs import NO_MEMORY, empty_model, family_of, refuse_config, unsupported
 from specengine.models.extension import NOT_BUILT
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
@@ -422,6 +422,8 @@ class GGUFSource(Source):
     def tensor(self, name: str) -> Tensor:
         stored = self._stored[name]
         numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
+        if family_of(self.config).one_is_zero and numbers.ndim == 1:  # a norm, which the file has as 1 + w
+            numbers = numbers - 1.0
         ordered = numbers if order is None else np.ascontiguousarray(numbers[order])
         return torch.from_numpy(ordered).to(torch.bfloat16).to(self.dtype)
 

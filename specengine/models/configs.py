@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine.errors import UnsupportedModelError
 from specengine.models import families
 from specengine.models.families import Family, Shape
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the length
-LAYER_TYPES = ("full_attention", "sliding_attention")  # within the window, which limits the context, these agree
-ACTIVATION = "silu"
+# Those whose frequencies do not change with the length, which that of longrope limits.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+LAYER_TYPES = ("full_attention", families.SLIDING)
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in transformers
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
@@ -61,28 +63,44 @@ def shape_of(config: PretrainedConfig) -> Shape:
     return shape
 
 
-def rope_of(config: PretrainedConfig) -> tuple[Tensor, float]:
-    """Return the radians per position, float32 [head size / 2], and the factor on cosines and sines."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+def activation_of(config: PretrainedConfig) -> str:
+    """Return the activation of the feed-forward networks by its name in csrc/cpu."""
+    return ACTIVATIONS[getattr(config, family_of(config).fields.activation)]
 
-    with torch.device("cpu"):
-        rotary = LlamaRotaryEmbedding(config=config)
-    return rotary.inv_freq.to(torch.float32), float(rotary.attention_scaling)
+
+def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
+    """Return the radians per position, float32 [turned channels / 2], and the factor on cosines and sines.
+
+    key: of the parameters where layers have several, as in families.Place
+    """
+    given = (config.rope_parameters[key] if key else config.rope_parameters) or {}
+    if (kind := given.get("rope_type", "default")) != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu", **({"layer_type": key} if key else {}))
+        return frequencies.to(torch.float32), float(scale)
+    part = given.get("partial_rotary_factor", 1.0) if family_of(config).layer.attention.partial else 1.0
+    size = int(family_of(config).shape(config).head_dim * part)
+    powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").to(torch.float32) / size
+    return 1.0 / given["rope_theta"] ** powers, 1.0
 
 
 def refuse_config(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError where the config alone says that the native forward would compute something else."""
-    activation = getattr(config, family_of(config).fields.activation, None)
+    family = family_of(config)
+    activation = getattr(config, family.fields.activation, None)
     rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
+    ropes = [given for given in rope.values() if isinstance(given, dict)] or [rope]
+    kind = next((kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES), "")
+    other = [name for name, value in family.neutral.items() if getattr(config, name, None) not in (None, value)]
     reasons: dict[str, Any] = {
         "quantized weights": getattr(config, "quantization_config", None) is not None,
         "code of its own (auto_map)": getattr(config, "auto_map", None) is not None,
-        f"activation {activation}, known is {ACTIVATION}": activation != ACTIVATION,
+        f"activation {activation}, known are {', '.join(ACTIVATIONS)}": activation not in ACTIVATIONS,
         "other layers than full or sliding attention": set(getattr(config, "layer_types", None) or ())
         - set(LAYER_TYPES),
-        f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind not in ROPE_TYPES,
-        "positions on part of a head's channels": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind,
+        "positions on part of a head's channels": not family.layer.attention.partial
+        and any(given.get("partial_rotary_factor", 1.0) != 1.0 for given in ropes),
+        f"{', '.join(other)} in its config": other,
     }
     for reason, holds in reasons.items():
         if holds:

@@ -467,18 +467,19 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
         )
 
 
-def context_limit(config: Any) -> int:
+def context_limit(config: Any, *, windows: bool = False) -> int:
     """Return how many tokens the model can hold: its position limit, or its attention window if that is shorter.
 
-    LongRoPE models turn all positions by other frequencies once a sequence passes their original context, which is
-    the limit here: the cached keys before it would no longer fit. UnsupportedModelError where it leaves no room.
+    windows: whether attention keeps to its window itself, so that it is no limit. LongRoPE models turn all positions
+    by other frequencies once a sequence passes their original context, which is the limit here: the cached keys before
+    it would no longer fit. UnsupportedModelError where it leaves no room.
     """
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         limit = min(limit, rope.get("original_max_position_embeddings") or limit)
     kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
+    window = None if windows else getattr(config, "sliding_window", None)
     if window and (kinds is None or "sliding_attention" in kinds):
         limit = min(limit, window)  # within the window, sliding and full attention are the same
     if limit < 2:

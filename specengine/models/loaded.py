@@ -257,9 +257,11 @@ class ModelSource(Source):
     def changed(self) -> str:
         return self._watch.changed()
 
-    def rope(self) -> tuple[Tensor, float]:
+    def rope(self, key: str = "") -> tuple[Tensor, float]:
         rotary: Any = self._model.get_decoder().rotary_emb  # whose buffer a cast of the model rounds
-        return rotary.inv_freq.detach().to(torch.float32), float(rotary.attention_scaling)
+        prefix = f"{key}_" if key else ""
+        frequencies = getattr(rotary, f"{prefix}original_inv_freq")  # those of longrope change with the length
+        return frequencies.detach().to(torch.float32), float(getattr(rotary, f"{prefix}attention_scaling"))
 
     def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
         del embeddings

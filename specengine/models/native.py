@@ -1,4 +1,4 @@
-"""A causal language model of the Llama family on the C++ forward of csrc/cpu: one call runs all layers over tree rows.
+"""A causal language model of a known family on the C++ forward of csrc/cpu: one call runs all layers over tree rows.
 
 A row's results depend on the row and on what it sees, not on the rows beside it: the same bits in every tree and in
 plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
@@ -23,10 +23,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import Chosen, Successors
-from specengine.models.configs import empty_model, family_of, shape_of
+from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import Shape
+from specengine.models.families import Factors, Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
@@ -163,7 +163,7 @@ class NativeLM:
         self.numerics = numerics_of(numerics, self.dtype, whole=whole)
         self.instruction_set = instruction_set(self.numerics)
         self.shape: Shape = shape_of(self.config)
-        self.max_context = context_limit(self.config)
+        self.max_context = context_limit(self.config, windows=True)
         self.vocab_size = self.shape.vocabulary
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
@@ -171,6 +171,8 @@ class NativeLM:
         self._turn = threading.Lock()  # forwards share one workspace, and engines in several threads may share this
         self._pack()
         self._check(self._checked_in_float32() if self._rounds else self.source)
+        if not self.source.own_modules:
+            self._check_other_layers()
 
     @property
     def name(self) -> str:
@@ -322,33 +324,66 @@ class NativeLM:
         return states
 
     def _pack(self) -> None:
-        state, wanted = self.source.state, self._wanted()
+        state, wanted, family = self.source.state, self._wanted(), family_of(self.config)
+        shape, places, factors = self.shape, family.places(self.config), self._factors
+        ropes = {place.rope: self._rope(place.rope) for place in places if place.rope is not None}
+        turned = next((2 * len(frequencies) for frequencies, _ in ropes.values()), 0)
         parts = _parts_of(self.config, self.shape, wanted)
         self._weights = extension().Weights(thread_count())
         kinds = kinds_of(self.numerics, quantize=self.quantize is not None)
         kept = [
-            add_weight(self._weights, part, kinds)
+            add_weight(self._weights, self._packed(part, turned), kinds)
             for weight in self.source.weights(blocks=kinds)
             if weight.name in wanted
             for part in weight.parts(parts[weight.name])
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
-        shape, (frequencies, scale) = self.shape, self.source.rope()
-        if len(frequencies) != shape.head_dim // 2:
-            raise UnsupportedModelError(
-                f"native: the config gives {len(frequencies)} rotary frequencies for a head_dim of {shape.head_dim}"
-            )
+        keys = list(ropes)
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
         self.decoder = extension().Decoder(
             self.instruction_set,
             _table(self.numerics),
             sizes,
-            shape.eps,
+            activation_of(self.config),
+            [shape.eps, factors.scores, factors.embedding, factors.residual, factors.divisor],
             self._weights,
-            frequencies.tolist(),
-            scale,
+            list(ropes.values()),
+            [(-1 if place.rope is None else keys.index(place.rope), place.window or 0) for place in places],
         )
         self._state = state
+
+    @property
+    def _factors(self) -> Factors:
+        """The family's factors, in the dtype that transformers' modules multiply in."""
+        factors = family_of(self.config).factors(self.config)
+        if not factors.in_module:
+            return factors
+        return factors._replace(embedding=float(torch.tensor(factors.embedding, dtype=self.dtype, device="cpu")))
+
+    def _rope(self, key: str) -> tuple[list[float], float]:
+        """Return the source's frequencies and factor. Raises UnsupportedModelError if a head has other channels."""
+        frequencies, scale = self.source.rope(key)
+        count, whole = len(frequencies), self.shape.head_dim // 2
+        if count != whole and not (family_of(self.config).layer.attention.partial and 0 < count < whole):
+            raise UnsupportedModelError(
+                f"native: the config gives {count} rotary frequencies for a head_dim of {self.shape.head_dim}"
+            )
+        return frequencies.tolist(), scale
+
+    def _packed(self, weight: Weight, turned: int) -> Weight:
+        """Return a weight as csrc/cpu has it.
+
+        Norms multiply by their numbers, and channels that are turned together stand half of the `turned` ones apart.
+        """
+        module, _, kind = weight.name.rpartition(".")
+        if family_of(self.config).one_is_zero and len(weight.shape) == 1 and kind == "weight":
+            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
+        if not (family_of(self.config).layer.attention.neighbours and module.endswith(("attn.q_proj", "attn.k_proj"))):
+            return weight
+        rows = torch.arange(weight.shape[0], dtype=torch.int32, device="cpu") if weight.order is None else weight.order
+        heads = rows.view(-1, self.shape.head_dim)
+        pairs = heads[:, :turned].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
+        return weight._replace(order=torch.cat((pairs, heads[:, turned:]), dim=1).flatten())
 
     def _wanted(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
@@ -374,10 +409,19 @@ class NativeLM:
         Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does. Returns
         what the packed weights are to be compared with.
         """
-        tokens = torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size
-        first = FirstLayer(self.source, self.embed(tokens))
+        first = FirstLayer(self.source, self._few_embeddings())
         NativeLM(first)
         return self.source if self.source.own_modules else first
+
+    def _check_other_layers(self) -> None:
+        """Try one layer of each other kind as `_checked_in_float32` tries the first."""
+        places = family_of(self.config).places(self.config)
+        for place in dict.fromkeys(places):
+            if place != places[0]:
+                NativeLM(FirstLayer(self.source, self._few_embeddings(), places.index(place)))
+
+    def _few_embeddings(self) -> Tensor:
+        return self.embed(torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size)
 
     @torch.inference_mode()
     def _check(self, source: Source) -> None:
@@ -479,6 +523,8 @@ def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
     count = weight.shape[0]
     if len(weight.shape) == 1:
         values = weight.rows(0, count).float().contiguous()
+        if weight.order is not None:
+            values = values[weight.order.long()]
         weights.add_vector(weight.name, values)
         return ""
     kind = kinds[weight.kind]

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.models.configs import empty_model, family_of, rope_of
 
+_BY_LAYER = ("layer_types", "no_rope_layers")  # what configs list by layer
 TINY_VOCABULARY = 8  # of a model whose tokens do not count
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -99,9 +100,9 @@ class Source(ABC):
         """Return the first thing, numbers apart, that is not as it was at loading; empty where there is none."""
         return ""
 
-    def rope(self) -> tuple[Tensor, float]:
-        """Return the radians per position, float32 [head size / 2], and the factor on cosines and sines."""
-        return rope_of(self.config)
+    def rope(self, key: str = "") -> tuple[Tensor, float]:
+        """Return the radians per position and the factor on cosines and sines, as `rope_of`."""
+        return rope_of(self.config, key)
 
     def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
         """Return hidden states of transformers' own modules for tokens of which each sees those before it.
@@ -110,7 +111,9 @@ class Source(ABC):
         those behind the final norm when the first layer alone is run.
         """
         del tokens, ids
-        return states_of(_first_layer(self), positions, (1,), inputs_embeds=embeddings[None])
+        factors = family_of(self.config).factors(self.config)
+        inputs = embeddings * factors.embedding if factors.in_module else embeddings
+        return states_of(_first_layer(self), positions, (1,), inputs_embeds=inputs[None])
 
 
 def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], **inputs: Tensor) -> list[Tensor]:
@@ -138,25 +141,28 @@ def _first_layer(source: Source) -> PreTrainedModel:
     return with_buffers(model).eval()
 
 
-def _of_one_layer(config: PretrainedConfig, vocabulary: int) -> PretrainedConfig:
-    fields, kinds = family_of(config).fields, getattr(config, "layer_types", None)
-    sizes = {fields.layers: 1, fields.vocabulary: vocabulary, "layer_types": kinds and kinds[:1]}
+def _of_one_layer(config: PretrainedConfig, vocabulary: int, number: int = 0) -> PretrainedConfig:
+    fields = family_of(config).fields
+    sizes: dict[str, Any] = {fields.layers: 1, fields.vocabulary: vocabulary}
+    sizes |= {name: kinds[number:] for name in _BY_LAYER if (kinds := getattr(config, name, None))}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"][:1]
     ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     return type(config).from_dict(config.to_dict() | sizes | ids)
 
 
 class FirstLayer(Source):
-    """The embeddings of a few tokens, first layer and final norm of a model, in float32; its head is zero.
+    """The embeddings of a few tokens, first layer or another, and final norm of a model, in float32; its head is zero.
 
     Read once, and run once by transformers' modules: `states` gives those of the first call.
     """
 
     dtype = torch.float32
 
-    def __init__(self, source: Source, embeddings: Tensor) -> None:
-        """embeddings: float32 [tokens, hidden size]."""
+    def __init__(self, source: Source, embeddings: Tensor, number: int = 0) -> None:
+        """embeddings: float32 [tokens, hidden size]; number: of the layer."""
         self.name, self._source, self._embeddings = source.name, source, embeddings
-        self.config = _of_one_layer(source.config, len(embeddings))
+        self.config, self._number = _of_one_layer(source.config, len(embeddings), number), number
         self._tensors: dict[str, Tensor] = {}
         self._states: list[Tensor] | None = None
 
@@ -174,7 +180,9 @@ class FirstLayer(Source):
         if name == f"{family.head.transformers}.weight":
             return torch.zeros_like(self._embeddings)
         if name not in self._tensors:
-            self._tensors[name] = self._source.tensor(name).float()
+            layers = family.layers.transformers
+            stored = name.replace(f"{layers}.0.", f"{layers}.{self._number}.", 1)
+            self._tensors[name] = self._source.tensor(stored).float()
         return self._tensors[name]
 
     def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
@@ -185,17 +193,18 @@ class FirstLayer(Source):
     def model(self) -> PreTrainedModel:
         return _first_layer(self)
 
-    def rope(self) -> tuple[Tensor, float]:
+    def rope(self, key: str = "") -> tuple[Tensor, float]:
         # a loaded model's frequencies may be rounded as its weights are
-        return super().rope() if self._source.own_modules else self._source.rope()
+        return super().rope(key) if self._source.own_modules else self._source.rope(key)
 
 
 def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model with its rotary frequencies, which no checkpoint holds, made outside the meta device."""
+    """Return the model with what no checkpoint holds made outside the meta device: rotary frequencies, factors."""
     for module in model.modules():
         if any(buffer.is_meta for buffer in itertools.chain(module.buffers(recurse=False))):
             with torch.device("cpu"):
-                fresh = type(module)(config=model.config)
+                factor = getattr(module, "scalar_embed_scale", None)  # of embeddings
+                fresh = type(module)(config=model.config) if factor is None else type(module)(1, 1, None, factor)
             for key, buffer in fresh.named_buffers(recurse=False):
                 setattr(module, key, buffer)
     return model
@@ -205,7 +214,7 @@ def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by name, those of all layers included; a tied head has none."""
     family = family_of(config)
     layers = family.shape(config).layers
-    small = type(config).from_dict(config.to_dict() | {family.fields.layers: 1, "layer_types": None})
+    small = _of_one_layer(config, getattr(config, family.fields.vocabulary))
     first, tied = f"{family.layers.transformers}.0.", config.tie_word_embeddings
     shapes: dict[str, tuple[int, ...]] = {}
     for name, weight in empty_model(small, torch.float32).named_parameters():

@@ -315,6 +315,7 @@ def couple(m: Memory) -> Arguments:
 
 HIDDEN, VOCABULARY, GATED, HEADS, LAYERS, SLOTS = 32, 40, 48, (4, 2, 8), 2, 16
 FREQUENCIES = [1.0, 0.5, 0.25, 0.125]
+NUMBERS = [1e-5, 0.0, 1.0, 1.0, 1.0]  # epsilon, scale of scores, factors on embeddings and what is added, divisor
 NUMERICS = "bfloat16"
 
 
@@ -355,10 +356,17 @@ def shapes(eagle: bool) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (HIDDEN,), "model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
 
 
-def decoder(cpu: Any, made: Any = None, sizes: list[int] | None = None, frequencies: list[float] | None = None) -> Any:
-    sizes = [LAYERS, HIDDEN, VOCABULARY, *HEADS] if sizes is None else sizes
-    turned = FREQUENCIES if frequencies is None else frequencies
-    return cpu.Decoder(_set(cpu), NUMERICS, sizes, 1e-5, weights(cpu) if made is None else made, turned, 1.0)
+def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
+    """changes: sizes, activation, numbers, ropes or places."""
+    given = {
+        "sizes": [LAYERS, HIDDEN, VOCABULARY, *HEADS],
+        "activation": "silu",
+        "numbers": NUMBERS,
+        "weights": weights(cpu) if made is None else made,
+        "ropes": [(FREQUENCIES, 1.0)],
+        "places": [(0, 0)] * LAYERS,
+    }
+    return cpu.Decoder(_set(cpu), NUMERICS, *(given | changes).values())
 
 
 def eagle(cpu: Any, made: Any = None, sizes: list[int] | None = None) -> Any:

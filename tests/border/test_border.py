@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch import Tensor
 from tests.border.calls import (
     CPU,
     EXPANDER,
+    FREQUENCIES,
     GATED,
     HEADS,
     HIDDEN,
     LAYERS,
     MEMORY,
+    NUMBERS,
     OPTIONAL,
     VOCABULARY,
     WRONG,
@@ -362,6 +365,9 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
         f"{layer}mlp.down_proj.weight": (HIDDEN, GATED - 16),
         f"{layer}self_attn.q_proj.bias": (3,),
         f"{layer}self_attn.q_norm.weight": (3,),
+        f"{layer}self_attn.k_norm.weight": (HEADS[0] * HEADS[2],),
+        f"{layer}attention_output_norm.weight": (HIDDEN - 1,),
+        f"{layer}mlp_output_norm.weight": (1,),
         f"{layer}input_layernorm.weight": (HIDDEN - 1,),
         norm: (HIDDEN + 1,),
         "lm_head.weight": (VOCABULARY + 960, HIDDEN),
@@ -369,18 +375,19 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
     for name, shape in wrong.items():
         with pytest.raises(ValueError, match=name.removesuffix(".weight").replace(".", r"\.")):
             kind(_cpu, weights(_cpu, eagle=kind is eagle, **{name: shape}))
-    for name in (norm, f"{layer}mlp.gate_proj.weight", f"{layer}post_attention_layernorm.weight"):
+    needed = [norm, f"{layer}mlp.gate_proj.weight"]
+    for name in (*needed, *[f"{layer}post_attention_layernorm.weight"] * (kind is eagle)):  # a decoder may lack it
         with pytest.raises(ValueError, match="no weights"):
             kind(_cpu, weights(_cpu, eagle=kind is eagle, without=name))
 
 
 def test_a_network_without_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="weights: got None"):
-        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], 1e-5, None, [1.0], 1.0)
+        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [])
     with pytest.raises(ValueError, match="weights: got None"):
         _cpu.Eagle("portable", "bfloat16", [8, 8, 1, 1, 2], [True, True, False], 1e-5, None, [1.0], 1.0)
     with pytest.raises(ValueError, match="instruction set: this machine has no abacus"):
-        _cpu.Decoder("abacus", "bfloat16", [0, 8, 8, 1, 1, 2], 1e-5, _cpu.Weights(1), [1.0], 1.0)
+        _cpu.Decoder("abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [])
 
 
 @pytest.mark.parametrize(
@@ -399,8 +406,43 @@ def test_a_network_without_weights_is_refused() -> None:
 def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match=r"got|no weights"):
         decoder(_cpu, sizes=sizes)
-    with pytest.raises(ValueError, match="frequencies: got 3"):
-        decoder(_cpu, frequencies=[1.0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"ropes": [([1.0] * 5, 1.0)]}, "frequencies: got 5, accepted 1 to half the head size"),
+        ({"ropes": [([], 1.0)]}, "frequencies: got 0"),
+        ({"ropes": []}, "positions: got 0, accepted -1 to -1"),
+        ({"places": [(0, 0)] * (LAYERS - 1)}, "places: got 1, accepted one of each layer"),
+        ({"places": [(0, 0), (1, 0)]}, "positions: got 1, accepted -1 to 0"),
+        ({"places": [(0, 0), (-2, 0)]}, "positions: got -2"),
+        ({"places": [(0, 0), (0, -1)]}, "window: got -1"),
+        ({"places": [(0, 0), (0, 1 << 31)]}, "window: got 2147483648"),
+        ({"activation": "relu"}, "activation: got relu, accepted silu or gelu_tanh"),
+        ({"numbers": NUMBERS[:4]}, "numbers: got 4, accepted 5"),
+        ({"numbers": [1e-5, -1.0, 1.0, 1.0, 1.0]}, "attention scale: got -1"),
+        ({"numbers": [1e-5, 0.0, math.inf, 1.0, 1.0]}, "factors: got inf"),
+        ({"numbers": [1e-5, 0.0, 1.0, math.nan, 1.0]}, "factors: got"),
+        ({"numbers": [1e-5, 0.0, 1.0, 1.0, 0.0]}, "divisor: got 0"),
+    ],
+)
+def test_other_blocks_of_a_decoder_are_refused(changes: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        decoder(_cpu, **changes)
+
+
+def test_windows_and_positions_of_part_of_a_head_are_taken() -> None:
+    run, build, _ = function("decoder")
+    for changes in (
+        {"places": [(0, 1), (-1, 0)]},
+        {"ropes": [([1.0], 1.0), (FREQUENCIES, 1.0)], "places": [(1, 2), (0, (1 << 31) - 1)]},
+        {"activation": "gelu_tanh", "numbers": [1e-5, 0.5, 2.0, 0.5, -3.0]},
+    ):
+        memory = Memory()
+        decoder(_cpu, **changes).forward(*build(memory))
+        assert memory.intact()
+        assert run is not None
 
 
 def test_a_head_reads_states_and_embeddings_of_its_own_size() -> None:

@@ -126,7 +126,7 @@ def test_a_model_that_no_configuration_describes_is_refused(tmp_path: Path, key:
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    message = "architecture 'gemma2'; accepted in GGUF files: llama, qwen2, qwen3; load the model from its folder"
+    message = r"architecture 'gemma2'; accepted in GGUF files: .*llama, .*qwen3, .*; load the model from its folder"
     with pytest.raises(UnsupportedModelError, match=message):
         gguf.config(opened(tmp_path, "gemma2"))
     with pytest.raises(CheckpointError, match=r"general\.architecture is missing, or not text"):
@@ -134,10 +134,10 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_architecture_is_refused_before_the_types_of_its_tensors(tmp_path: Path) -> None:
-    architecture = files.entry("general.architecture", 8, files.text("gemma3"))
+    architecture = files.entry("general.architecture", 8, files.text("bloom"))
     path = written(tmp_path, files.encode([architecture], [files.info("blk.0.attn_k.weight", [256, 1], 35)]))
     for load in (lambda: gguf.read(path, gguf.architecture_of), lambda: Engine.from_pretrained(path)):
-        with pytest.raises(UnsupportedModelError, match=r"architecture 'gemma3'; accepted in GGUF files: llama"):
+        with pytest.raises(UnsupportedModelError, match=r"architecture 'bloom'; accepted in GGUF files: .*llama"):
             load()
     known = files.entry("general.architecture", 8, files.text("llama"))
     path = written(tmp_path, files.encode([known], [files.info("blk.0.attn_k.weight", [256, 1], 35)]))

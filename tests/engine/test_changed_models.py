@@ -401,7 +401,7 @@ def test_a_late_position_is_looked_at(backend: str, monkeypatch: pytest.MonkeyPa
     from specengine.models.loaded import ModelSource
 
     own = ModelSource.rope
-    monkeypatch.setattr(ModelSource, "rope", lambda self: (own(self)[0] * 1.003, 1.0))
+    monkeypatch.setattr(ModelSource, "rope", lambda self, key: (own(self, key)[0] * 1.003, 1.0))
     if backend == "native":
         with pytest.raises(UnsupportedModelError, match="other hidden states than its own modules"):
             fresh(model, backend)

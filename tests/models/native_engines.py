@@ -24,6 +24,18 @@ from tests.toy import CPU, head_config, policy_for, random_state
 
 INSTRUCTION_SETS = native.instruction_sets()
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+OTHERS = (  # of blocks that those have not
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma3_text",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "seed_oss",
+    "smollm3",
+)
 DRAFTS = ("ngram", "small_model", "eagle-3", "eagle-1")
 PROMPT = [*range(40, 56), *range(40, 50)]
 

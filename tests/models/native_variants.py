@@ -19,6 +19,14 @@ from tests.toy import random_tree, tiny
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN_SCALED = {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
+PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "long_factor": [4.0, 5.0, 6.0, 7.0],
+    "original_max_position_embeddings": 128,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -40,6 +48,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 tied biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen3 llama3": ("qwen3", {"rope_parameters": LLAMA3}),
+    "mistral windows": ("mistral", {"sliding_window": 8}),
+    "qwen2 windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "qwen3 windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 18, "layer_types": ["sliding_attention"] * 2},
+    ),
+    "gemma": ("gemma", {}),
+    "gemma heads apart": ("gemma", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    "gemma3_text": ("gemma3_text", {}),
+    "gemma3_text windows": ("gemma3_text", {"sliding_window": 7}),
+    "gemma3_text linear": ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR}, "sliding_window": 20}),
+    "phi3": ("phi3", {}),
+    "phi3 windows": ("phi3", {"sliding_window": 9}),
+    "phi3 part of a head": ("phi3", {"hidden_size": 64, "rope_parameters": PART}),
+    "phi3 longrope": ("phi3", {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
+    "granite": ("granite", {}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4 windows": ("exaone4", {"sliding_window": 10}),
+    "seed_oss": ("seed_oss", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5 biases": ("ernie4_5", {"use_bias": True}),
     **{
         f"llama groups of {size}": ("llama", {"hidden_size": 16 * size, "num_attention_heads": 2 * size})
         for size in range(1, 9)

@@ -10,26 +10,29 @@ from torch import Tensor
 
 from specengine.errors import UnsupportedModelError
 from specengine.models import families
-from specengine.models.configs import family_of, shape_of
+from specengine.models.configs import family_of, rope_of, shape_of
 from specengine.models.families import Family, GatedMLP, Layer, Name
 from specengine.models.native import from_model
 from specengine.models.weights import Weight, layer_template
-from tests.models.native_engines import FAMILIES, needs_extension
+from tests.models.native_engines import FAMILIES, OTHERS, needs_extension
 from tests.toy import tiny
 
 
 def test_the_families_are_those_that_are_tested() -> None:
-    assert tuple(families.known()) == FAMILIES
+    assert list(families.known()) == sorted((*FAMILIES, *OTHERS))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_a_familys_blocks_are_transformers_modules(name: str) -> None:
-    config = tiny(name).config
+    config = tiny(name, tie_word_embeddings=False).config
     modules = {tensor.rpartition(".")[0] for tensor in layer_template(config)}
     parts = list(family_of(config).parts(shape_of(config)))
     assert {part.name.transformers for part in parts} == modules
-    assert len({part.native for part in parts}) == len({part.name.gguf for part in parts}) == len(parts)
-    sizes = {part.name.transformers: part.size for part in parts}
+    assert len({part.native for part in parts}) == len(parts)
+    assert len({part.name.gguf for part in parts}) == len({part.name.transformers for part in parts})
+    sizes: dict[str, int] = {}
+    for part in parts:
+        sizes[part.name.transformers] = sizes.get(part.name.transformers, 0) + part.size
     assert all(shape[0] == sizes[name.rpartition(".")[0]] for name, shape in layer_template(config).items())
 
 
@@ -68,8 +71,30 @@ def test_blocks_of_another_order_are_refused(changed: Any) -> None:
 @needs_extension
 def test_a_type_without_a_family_is_named_with_the_known_ones(changed: Any) -> None:
     changed("mistral", None)
-    with pytest.raises(UnsupportedModelError, match="native: model type mistral, known are llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedModelError, match=r"native: model type mistral, known are .*llama, olmo2, .*qwen3"):
         from_model(tiny("mistral"))
+
+
+def test_places_are_those_of_the_modules() -> None:
+    model = tiny("gemma3_text", sliding_window=9, num_hidden_layers=4)
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [9, None, 9, None]
+    assert family_of(model.config).places(model.config) == [("sliding_attention", 9), ("full_attention", None)] * 2
+    model = tiny("smollm3", num_hidden_layers=4)
+    assert [place.rope is not None for place in family_of(model.config).places(model.config)] == [
+        bool(layer.self_attn.use_rope) for layer in model.model.layers
+    ]
+    assert family_of(tiny().config).places(tiny(sliding_window=9).config) == [("", None)] * 2  # which Llama never reads
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+def test_frequencies_of_a_config_are_those_of_the_modules(name: str) -> None:
+    model = tiny(name)
+    rotary = model.get_decoder().rotary_emb
+    for key in {place.rope for place in family_of(model.config).places(model.config)} - {None}:
+        frequencies, scale = rope_of(model.config, key)
+        prefix = f"{key}_" if key else ""
+        assert torch.equal(frequencies, getattr(rotary, f"{prefix}inv_freq"))
+        assert scale == getattr(rotary, f"{prefix}attention_scaling")
 
 
 def test_fused_rows_are_cut_in_their_order() -> None:

@@ -249,10 +249,10 @@ def test_a_file_that_lacks_a_tensor_or_is_none(tmp_path: Path) -> None:
 
 def test_a_file_of_another_architecture_is_refused_by_its_name(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", metadata={"general.architecture": None})
-    data = path.read_bytes().replace(b"llama", b"gemma")
+    data = path.read_bytes().replace(b"llama", b"bloom")
     path.write_bytes(data)
     for backend in BACKENDS:
-        with pytest.raises(UnsupportedModelError, match="has architecture 'gemma'; accepted in GGUF files: llama"):
+        with pytest.raises(UnsupportedModelError, match=r"has architecture 'bloom'; accepted in GGUF files: .*llama"):
             loaded(path, backend=backend)
 
 

@@ -173,11 +173,11 @@ def _mixed() -> PreTrainedModel:
 
 
 LOADED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "another family": (lambda: tiny("gpt2"), "model type gpt2, known are llama, mistral, qwen2, qwen3"),
-    "another activation": (lambda: tiny(hidden_act="gelu"), "activation gelu, known is silu"),
+    "another family": (lambda: tiny("gpt2"), "model type gpt2, known are ernie4_5, exaone4, gemma, "),
+    "another activation": (lambda: tiny(hidden_act="gelu"), "activation gelu, known are silu, gelu_pytorch_tanh"),
     "dynamic positions": (
         lambda: tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
-        "dynamic positions, known are default, linear, llama3, yarn",
+        "dynamic positions, known are default, linear, llama3, yarn, longrope",
     ),
     "part of a head": (
         lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),

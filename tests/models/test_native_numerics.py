@@ -233,8 +233,8 @@ def exact_logits(folder: Path, kind: str, architecture: str) -> Tensor:
 def _other_rope(patch: pytest.MonkeyPatch, factor: float) -> None:
     real = GGUFSource.rope
 
-    def other(self: GGUFSource) -> tuple[Tensor, float]:
-        frequencies, scale = real(self)
+    def other(self: GGUFSource, key: str = "") -> tuple[Tensor, float]:
+        frequencies, scale = real(self, key)
         size = 2 * len(frequencies)
         return frequencies * factor ** (-torch.arange(0, size, 2) / size), scale
 

@@ -144,6 +144,7 @@ CPU_INLINE void score_slots(const AttendTask& task, const float* query, uint32_t
 static void weigh(const AttendTask& task, int64_t query, float* scores) {
   const int64_t all = task.prefix + task.steps;
   const auto is_seen = [&](int64_t i) { return task.step[i - task.prefix].lanes >> query & 1; };
+  for (int64_t i = 0; i < task.begins[query]; ++i) scores[i] = -__builtin_inff();
   for (int64_t i = task.prefix; i < all; ++i)
     if (!is_seen(i)) scores[i] = -__builtin_inff();
   for (int64_t i = all; i % W; ++i) scores[i] = -__builtin_inff();
@@ -152,6 +153,7 @@ static void weigh(const AttendTask& task, int64_t query, float* scores) {
   float peak = peaks[0];
   for (int i = 1; i < W; ++i) peak = peak > peaks[i] ? peak : peaks[i];
   for (int64_t i = 0; i < all; i += W) store(scores + i, exponential(load(scores + i) - peak));
+  for (int64_t i = 0; i < task.begins[query]; ++i) scores[i] = 0.0f;
   for (int64_t i = task.prefix; i < all; ++i)
     if (!is_seen(i)) scores[i] = 0.0f;
 }
@@ -165,8 +167,9 @@ static void add_values(const AttendTask& task, int64_t first, int64_t d, const f
   const Slots<Half> values(task, task.values);
   const int64_t prefix = task.prefix, all = prefix + task.steps, size = task.size;
   const Step* const step = task.step;
+  const int32_t* const begins = task.begins + first;
   vf sums[Queries][Vectors][Of::kEach] = {}, totals[Queries] = {};
-  const auto add = [&](int64_t i, auto masked) __attribute__((always_inline)) {
+  const auto add = [&](int64_t i, const auto& is_seen) __attribute__((always_inline)) {
     const uint8_t* row = values[i];
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
@@ -175,7 +178,7 @@ static void add_values(const AttendTask& task, int64_t first, int64_t d, const f
       const vu words = Of::at(row, d + v * Of::kSpan);
 #pragma GCC unroll 4
       for (int q = 0; q < Queries; ++q) {
-        if (decltype(masked)::value && !(step[i - prefix].lanes >> (first + q) & 1)) continue;
+        if (!is_seen(q)) continue;
         const vf weight = set(weights[q * stride + i]);
         if (Total && v == 0) totals[q] = totals[q] + weight;
 #pragma GCC unroll 2
@@ -183,8 +186,12 @@ static void add_values(const AttendTask& task, int64_t first, int64_t d, const f
       }
     }
   };
-  for (int64_t i = 0; i < prefix; ++i) add(i, std::false_type{});
-  for (int64_t i = prefix; i < all; ++i) add(i, std::true_type{});
+  int64_t i = 0;
+  const auto is_begun = [&](int q) __attribute__((always_inline)) { return i >= begins[q]; };
+  const auto is_member = [&](int q) __attribute__((always_inline)) { return step[i - prefix].lanes >> (first + q) & 1; };
+  for (; i < task.lead; ++i) add(i, is_begun);
+  for (; i < prefix; ++i) add(i, [](int) __attribute__((always_inline)) { return true; });
+  for (; i < all; ++i) add(i, is_member);
   alignas(64) float found[Queries][Vectors][Of::kEach][W];
 #pragma GCC unroll 4
   for (int q = 0; q < Queries; ++q) {

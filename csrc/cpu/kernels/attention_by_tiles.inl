@@ -215,9 +215,14 @@ static void attend_by_tiles(const AttendTask& task) {
   CPU_FENCE();
 
   const auto at = [&](int64_t slot) __attribute__((always_inline)) { return _mm512_loadu_ps(scores + slot * kRows); };
+  const __m512i begins = _mm512_loadu_si512(task.begins);
+  const auto sees = [&](int64_t slot) __attribute__((always_inline)) {  // of the prefix
+    return _mm512_cmple_epi32_mask(begins, _mm512_set1_epi32(static_cast<int>(slot)));
+  };
   __m512 peaks[4];
   for (__m512& peak : peaks) peak = _mm512_set1_ps(-3.0e38f);
   int64_t s = 0;
+  for (; s < task.lead; ++s) peaks[0] = _mm512_mask_max_ps(peaks[0], sees(s), peaks[0], at(s));
   for (; s + 4 <= prefix; s += 4)
     for (int i = 0; i < 4; ++i) peaks[i] = _mm512_max_ps(peaks[i], at(s + i));
   for (; s < prefix; ++s) peaks[0] = _mm512_max_ps(peaks[0], at(s));
@@ -235,13 +240,17 @@ static void attend_by_tiles(const AttendTask& task) {
     _mm512_storeu_si512(pairs + slot / 2 * kRows, pair);
     sum = _mm512_add_ps(_mm512_add_ps(sum, even_of(pair)), odd_of(pair));
   };
+  const auto seen_at = [&](int64_t slot) __attribute__((always_inline)) {  // zero where a lane's window begins later
+    return _mm512_maskz_mov_ps(sees(slot), weight_at(slot));
+  };
+  for (s = 0; s < task.lead && s + 2 <= tiled; s += 2) put(s, seen_at(s), seen_at(s + 1));
 #pragma GCC unroll 2
-  for (s = 0; s + 2 <= tiled; s += 2) put(s, weight_at(s), weight_at(s + 1));
-  if (s < tiled) put(s, weight_at(s), zero), s += 2;
+  for (; s + 2 <= tiled; s += 2) put(s, weight_at(s), weight_at(s + 1));
+  if (s < tiled) put(s, seen_at(s), zero), s += 2;
   for (; s < chunks * kChunk; s += 2) _mm512_storeu_si512(pairs + s / 2 * kRows, _mm512_setzero_si512());
   for (s = tiled; s < prefix + task.steps; ++s) {
     const int64_t slot = s < prefix ? s : task.step[s - prefix].slot;
-    const __mmask16 seen = s < prefix ? 0xFFFF : task.step[s - prefix].lanes;
+    const __mmask16 seen = s < prefix ? sees(s) : task.step[s - prefix].lanes;
     const __m512 weight = even_of(pairs_of((vf)_mm512_maskz_mov_ps(seen, weight_at(slot)), (vf)zero));
     _mm512_storeu_ps(scores + slot * kRows, weight);
     sum = _mm512_add_ps(sum, weight);

@@ -17,4 +17,5 @@ CPU_INLINE void scatter_pair(const Lanes& lanes, const AttendTask& task, int64_t
   lanes.scatter((vu)odd, to + kRows, task.size * kRows);
 }
 
-CPU_INLINE vf gated(vf gate, vf up) { return gate / (1.0f + exponential(-gate)) * up; }
+// gate * sigmoid(of) * up
+CPU_INLINE vf gated(vf gate, vf of, vf up) { return gate / (1.0f + exponential(-of)) * up; }

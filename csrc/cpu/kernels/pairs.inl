@@ -34,10 +34,11 @@ CPU_INLINE void scatter_pair(const Lanes& lanes, const AttendTask& task, int64_t
   lanes.scatter((vu)pairs_of(even, odd), to, task.size / 2 * kRows);
 }
 
-CPU_INLINE vf gated(vf gate, vf up) {
+// gate * sigmoid(of) * up
+CPU_INLINE vf gated(vf gate, vf of, vf up) {
   const __m512 one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f);
   // a denominator of infinity would make NaN below
-  const __m512 t = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps((__m512)gate, _mm512_set1_ps(-1.44269504f)));
+  const __m512 t = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps((__m512)of, _mm512_set1_ps(-1.44269504f)));
   const __m512 below = _mm512_add_ps(one, power_of_two(t)), near = _mm512_rcp14_ps(below);
   return gate * (vf)_mm512_mul_ps(near, _mm512_fnmadd_ps(below, near, two)) * up;
 }

@@ -10,6 +10,7 @@ struct Case {
   int64_t size, prefix, rest;     // channels, slots that all see, and slots behind them
   bool half;                      // keys and values are bfloat16
   int64_t per_row, first, count;  // query heads of a row, and which queries of the tile
+  bool windows;                   // lanes begin at slots of their own
 };
 
 class Attention {
@@ -23,12 +24,15 @@ class Attention {
       if (given.count > 2) seen_.back() &= static_cast<uint16_t>(~4u);  // lane 2 sees none of them
       seen_.back() &= static_cast<uint16_t>((1u << given.count) - 1);
     }
+    for (int64_t lane = 0; lane < given.count && given.windows; ++lane)
+      begins_[lane] = static_cast<int32_t>(lane == 1 ? given.prefix : below(given.prefix + 1));
     set_steps();
   }
 
   int64_t slots() const { return given_.prefix + given_.rest; }
   bool sees(int64_t lane, int64_t slot) const {
-    return slot < given_.prefix || (seen_[static_cast<size_t>(slot - given_.prefix)] >> lane & 1);
+    if (slot < given_.prefix) return slot >= begins_[lane];
+    return (seen_[static_cast<size_t>(slot - given_.prefix)] >> lane & 1) != 0;
   }
 
   // [lane][size]; what the task may not write is looked at too, and the task run a second time.
@@ -42,6 +46,7 @@ class Attention {
     task.queries = queries_.data(), task.scale = scale();
     task.per_row = given_.per_row, task.first = given_.first, task.count = given_.count;
     task.keys = keys_.data(), task.values = values_.data(), task.half = given_.half;
+    task.begins = begins_, task.lead = *std::max_element(begins_, begins_ + kLanes);
     task.size = given_.size, task.prefix = given_.prefix, task.slots = end;
     task.step = steps_.data(), task.steps = steps;
     task.scratch = scratch.data(), task.turned = &turned, task.chunks = chunks.data();
@@ -147,6 +152,7 @@ class Attention {
   Guarded<float> queries_;
   std::vector<uint16_t> seen_;  // by slot behind the prefix: the lanes that see it
   std::vector<cpu::Step> steps_;
+  int32_t begins_[kLanes] = {};
 };
 
 // Results that become bfloat16 are off by a 256th, those of weights that do by as much of what they weigh.
@@ -187,7 +193,8 @@ void test_attend() {
           for (const int64_t rest : {0, 1, 41}) {
             if (prefix + rest == 0) continue;
             const int64_t per_row = 1 + below(20), queries = per_row * kLanes, first = below(queries);
-            test_case(*kernels, {size, prefix, rest, half, per_row, first, std::min(1 + below(16), queries - first)});
+            for (const bool windows : {false, true})
+              test_case(*kernels, {size, prefix, rest, half, per_row, first, std::min(1 + below(16), queries - first), windows});
           }
 }
 

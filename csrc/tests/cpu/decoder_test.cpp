@@ -135,7 +135,8 @@ class DecoderTest {
       if (r < first) continue;
       holds(same_bits(some.logits[static_cast<size_t>(r - first)], wanted), "logits of the last rows", r);
     }
-    const std::vector<float> embedding = network_->embedding(tokens_[static_cast<size_t>(prompt_)]);
+    std::vector<float> embedding = network_->embedding(tokens_[static_cast<size_t>(prompt_)]);
+    for (float& value : embedding) value *= shape_.blocks.embedding;
     holds(distance(embedding.data(), exact_.states[0][static_cast<size_t>(prompt_)]) < 1e-6, "embedding", width);
   }
 
@@ -180,6 +181,37 @@ void test_chosen(const cpu::Kernels& kernels) {
   run("nothing is chosen", 0);
 }
 
+Blocks windows(int64_t first, int64_t second) {
+  Blocks blocks;
+  blocks.windows = {first, second};
+  return blocks;
+}
+
+// Norms before and after, GELU, two tables of positions, windows in one of them.
+Blocks gemma() {
+  Blocks blocks = windows(18, 0);
+  blocks.gelu = blocks.output_norms = true;
+  blocks.turned = 4;
+  blocks.embedding = 2.5f, blocks.scale = 0.3f;
+  return blocks;
+}
+
+// Norms after alone, those of queries and keys over all heads.
+Blocks olmo() {
+  Blocks blocks = windows(0, 12);
+  blocks.output_norms = blocks.whole_norms = true;
+  blocks.input_norms = false;
+  return blocks;
+}
+
+// Factors everywhere, and a layer without positions.
+Blocks granite() {
+  Blocks blocks;
+  blocks.second_turned = false;
+  blocks.scale = 0.125f, blocks.embedding = 3.0f, blocks.residual = 0.22f, blocks.divisor = -4.0f;
+  return blocks;
+}
+
 }  // namespace
 
 void test_decoder() {
@@ -203,6 +235,17 @@ void test_decoder() {
       {{K::q4_1, K::q4_0, 96, 32, 53, {4, 4, 16}, true, false, true, true}, 21, 19},
       {{K::q4_k, K::q6_k, 256, 256, 37, {4, 1, 64}, true, true, false, true}, 18, 7},
       {{K::q6_k, K::q8_0, 256, 256, 37, {8, 4, 32}, false, false, false, false}, 18, 7},
+      {{K::f32, K::f32, 48, 37, 53, {2, 2, 16}, false, false, false, false, windows(7, 0)}, 40, 19},
+      {{K::f32, K::f32, 34, 80, 53, {4, 2, 6}, false, true, true, false, windows(1, 70)}, 100, 70},
+      {{K::bf16, K::bf16, 34, 40, 53, {3, 1, 32}, true, false, false, false, windows(40, 0)}, 107, 40},
+      {{K::bf16, K::bf16, 32, 32, 53, {6, 2, 64}, true, false, false, false, windows(33, 64)}, 130, 70},
+      {{K::bf16, K::bf16, 40, 32, 53, {2, 1, 32}, true, false, true, true, windows(3, 0)}, 64, 33},
+      {{K::f32, K::f32, 48, 37, 53, {4, 2, 16}, false, false, true, false, gemma()}, 21, 19},
+      {{K::bf16, K::bf16, 64, 41, 53, {4, 2, 32}, true, true, true, true, gemma()}, 70, 40},
+      {{K::f32, K::f32, 48, 37, 53, {4, 2, 16}, false, false, true, false, olmo()}, 21, 19},
+      {{K::bf16, K::bf16, 48, 37, 53, {4, 2, 16}, true, true, true, false, olmo()}, 21, 19},
+      {{K::f32, K::f32, 34, 40, 53, {2, 1, 12}, false, true, false, true, granite()}, 21, 19},
+      {{K::q8_0, K::q8_0, 64, 96, 53, {4, 2, 32}, true, false, false, false, granite()}, 33, 33},
   };
   for (const auto& [shape, prompt, nodes] : cases) {
     const ToyDecoder toy(shape);

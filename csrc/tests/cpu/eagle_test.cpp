@@ -87,7 +87,8 @@ class ToyEagle {
       inputs.back().insert(inputs.back().end(), normed.begin(), normed.end());
       x.push_back(flags_.before_residual ? normed : row(hidden_));
     }
-    naive::Layer(toy_, "layers.0.", shape_.heads).run(inputs, tree_.context(), x);
+    const naive::Positions positions(shape_.heads.size);
+    naive::Layer(toy_, "layers.0.", shape_.heads, &positions).run(inputs, tree_.context(), x);
     for (const Row& row : x) {
       const Row normed = naive::norm(row, toy_.vectors.at("norm.weight"));
       states_.push_back(flags_.recurrent ? normed : row);

@@ -52,7 +52,11 @@ void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width)
   matrix(prefix + "mlp.gate_proj", shape.kind, shape.inner, shape.hidden);
   matrix(prefix + "mlp.up_proj", shape.other, shape.inner, shape.hidden);
   matrix(prefix + "mlp.down_proj", shape.other, shape.hidden, shape.inner);
-  vector(prefix + "post_attention_layernorm.weight", shape.hidden, 1.0, 0.2);
+  if (shape.blocks.input_norms) vector(prefix + "post_attention_layernorm.weight", shape.hidden, 1.0, 0.2);
+  if (shape.blocks.output_norms) {
+    vector(prefix + "attention_output_norm.weight", shape.hidden, 0.7, 0.2);
+    vector(prefix + "mlp_output_norm.weight", shape.hidden, 0.7, 0.2);
+  }
   if (shape.biases) {
     bias(attention + "q_proj", queries);
     bias(attention + "k_proj", keys);
@@ -60,8 +64,8 @@ void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width)
     bias(attention + "o_proj", shape.hidden);
   }
   if (shape.head_norms) {
-    vector(attention + "q_norm.weight", size, 1.0, 0.2);
-    vector(attention + "k_norm.weight", size, 1.0, 0.2);
+    vector(attention + "q_norm.weight", shape.blocks.whole_norms ? queries : size, 1.0, 0.2);
+    vector(attention + "k_norm.weight", shape.blocks.whole_norms ? keys : size, 1.0, 0.2);
   }
 }
 
@@ -85,9 +89,9 @@ Row norm(const Row& x, const Row& weight) {
   return out;
 }
 
-Positions::Positions(int64_t head_size) : factor(1.1f) {
-  for (int64_t i = 0; i < head_size / 2; ++i)
-    frequencies.push_back(std::pow(100.0f, -2.0f * static_cast<float>(i) / static_cast<float>(head_size)));
+Positions::Positions(int64_t channels, float base) : factor(1.1f) {
+  for (int64_t i = 0; i < channels / 2; ++i)
+    frequencies.push_back(std::pow(base, -2.0f * static_cast<float>(i) / static_cast<float>(channels)));
 }
 
 void Positions::rotate(double* head, int64_t position) const {
@@ -108,29 +112,44 @@ void Layer::run(const std::vector<Row>& inputs, const Context& context, std::vec
     keys.push_back(heads_of("k", heads_.keys, inputs[r], context.positions[r]));
     values.push_back(dense("self_attn.v_proj")(inputs[r]));
   }
-  const auto add = [](const Row& added, Row& to) {
-    for (size_t i = 0; i < to.size(); ++i) to[i] += added[i];
+  const auto add = [&](const Row& added, Row& to) {
+    for (size_t i = 0; i < to.size(); ++i) to[i] += added[i] * static_cast<double>(blocks_.residual);
   };
   for (size_t r = 0; r < inputs.size(); ++r) {
-    add(dense("self_attn.o_proj")(attend(queries[r], keys, values, context.sees[r])), residual[r]);
-    const Row normed = norm(residual[r], toy_.vectors.at(prefix_ + "post_attention_layernorm.weight"));
-    Row gates = dense("mlp.gate_proj")(normed);
-    const Row ups = dense("mlp.up_proj")(normed);
-    for (size_t i = 0; i < gates.size(); ++i) gates[i] = gates[i] / (1.0 + std::exp(-gates[i])) * ups[i];
-    add(dense("mlp.down_proj")(gates), residual[r]);
+    std::vector<char> sees = context.sees[r];
+    for (size_t other = 0; other < sees.size() && window_; ++other)
+      sees[other] = sees[other] && context.positions[other] > context.positions[r] - window_;
+    const Row attended = dense("self_attn.o_proj")(attend(queries[r], keys, values, sees));
+    add(normed("attention_output_norm.weight", attended), residual[r]);
+    const Row read = normed("post_attention_layernorm.weight", residual[r]);
+    Row gates = dense("mlp.gate_proj")(read);
+    const Row ups = dense("mlp.up_proj")(read);
+    for (size_t i = 0; i < gates.size(); ++i) gates[i] = activated(gates[i]) * ups[i];
+    add(normed("mlp_output_norm.weight", dense("mlp.down_proj")(gates)), residual[r]);
   }
+}
+
+double Layer::activated(double x) const {
+  if (!blocks_.gelu) return x / (1.0 + std::exp(-x));
+  return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / std::acos(-1.0)) * (x + 0.044715 * x * x * x)));
+}
+
+Row Layer::normed(const std::string& name, const Row& x) const {
+  const auto weight = toy_.vectors.find(prefix_ + name);
+  return weight == toy_.vectors.end() ? x : norm(x, weight->second);
 }
 
 Row Layer::heads_of(const std::string& which, int64_t count, const Row& input, int64_t position) const {
   Row all = dense("self_attn." + which + "_proj")(input);
-  const auto weight = toy_.vectors.find(prefix_ + "self_attn." + which + "_norm.weight");
+  const std::string name = "self_attn." + which + "_norm.weight";
+  if (blocks_.whole_norms) all = normed(name, all);
   for (int64_t h = 0; h < count; ++h) {
     double* head = all.data() + h * heads_.size;
-    if (weight != toy_.vectors.end()) {
-      const Row normed = norm(Row(head, head + heads_.size), weight->second);
-      std::copy(normed.begin(), normed.end(), head);
+    if (!blocks_.whole_norms) {
+      const Row one = normed(name, Row(head, head + heads_.size));
+      std::copy(one.begin(), one.end(), head);
     }
-    positions_.rotate(head, position);
+    if (positions_) positions_->rotate(head, position);
   }
   return all;
 }
@@ -146,7 +165,7 @@ Row Layer::attend(const Row& query, const std::vector<Row>& keys, const std::vec
       if (!sees[s]) continue;
       scores[s] = 0.0;
       for (int64_t d = 0; d < heads_.size; ++d) scores[s] += query.data()[to + d] * keys[s].data()[from + d];
-      scores[s] /= std::sqrt(static_cast<double>(heads_.size));
+      scores[s] *= blocks_.scale > 0.0f ? static_cast<double>(blocks_.scale) : 1.0 / std::sqrt(static_cast<double>(heads_.size));
       peak = std::max(peak, scores[s]);
     }
     for (double& score : scores) score = std::exp(score - peak), sum += score;

@@ -1,4 +1,4 @@
-// The Llama family and EAGLE-3's head row by row in double precision, without a cache: what csrc/cpu has to compute.
+// Families of decoders and EAGLE-3's head row by row in double precision, without a cache: what csrc/cpu has to compute.
 #pragma once
 
 #include <map>
@@ -9,12 +9,25 @@ namespace cpu_test {
 
 using Row = std::vector<double>;
 
+// What a family may have beside Llama's blocks.
+struct Blocks {
+  bool gelu = false, output_norms = false, input_norms = true;
+  bool whole_norms = false;          // of queries and keys, where there are any
+  std::vector<int64_t> windows = {};  // of the layers, 0 for none
+  int64_t turned = 0;                // channels of a head that the first layer turns, 0 for all
+  bool second_turned = true;         // the second layer turns all, by other frequencies
+  float scale = 0.0f, embedding = 1.0f, residual = 1.0f, divisor = 1.0f;
+};
+
 struct ToyShape {
   Kind kind, other;  // of the matrices; values, ups and downs are `other`
   int64_t hidden, inner, vocabulary;
   cpu::Heads heads;
   bool half;  // the cache is bfloat16
   bool biases, head_norms, tied;
+  Blocks blocks = {};
+
+  int64_t window(size_t layer) const { return blocks.windows.empty() ? 0 : blocks.windows[layer]; }
 };
 
 constexpr float kEps = 1e-6f;
@@ -51,7 +64,7 @@ struct Positions {
   std::vector<float> frequencies;
   float factor;
 
-  explicit Positions(int64_t head_size);
+  explicit Positions(int64_t channels, float base = 100.0f);
   void rotate(double* head, int64_t position) const;
 };
 
@@ -64,13 +77,17 @@ struct Context {
 // Adds to the rows of `residual` what attention over `inputs` gives, and then the gated network.
 class Layer {
  public:
-  Layer(const Toy& toy, const std::string& prefix, const cpu::Heads& heads)
-      : toy_(toy), prefix_(prefix), heads_(heads), positions_(heads.size) {}
+  // positions: null where they do not count.
+  Layer(const Toy& toy, const std::string& prefix, const cpu::Heads& heads, const Positions* positions,
+        const Blocks& blocks = {}, int64_t window = 0)
+      : toy_(toy), prefix_(prefix), heads_(heads), positions_(positions), blocks_(blocks), window_(window) {}
 
   void run(const std::vector<Row>& inputs, const Context& context, std::vector<Row>& residual) const;
 
  private:
   const Dense& dense(const std::string& name) const { return toy_.dense.at(prefix_ + name); }
+  double activated(double x) const;
+  Row normed(const std::string& name, const Row& x) const;  // where there is a norm of this name
   Row heads_of(const std::string& which, int64_t count, const Row& input, int64_t position) const;
   Row attend(const Row& query, const std::vector<Row>& keys, const std::vector<Row>& values,
              const std::vector<char>& sees) const;
@@ -78,7 +95,9 @@ class Layer {
   const Toy& toy_;
   const std::string prefix_;
   const cpu::Heads heads_;
-  const Positions positions_;
+  const Positions* positions_;
+  const Blocks blocks_;
+  const int64_t window_;
 };
 
 }  // namespace naive

@@ -81,7 +81,7 @@ struct Bits {
 constexpr int64_t kLanes = cpu::kRows;
 
 // Of every machine: an x86-64 and, under qemu, an aarch64 had them. They change where an order or a function does.
-constexpr uint64_t kBits = 0x9a1cb17b731a15a5u, kTurns = 0x483d4fceb92f1a92u;
+constexpr uint64_t kBits = 0x9a1cb17b731a15a5u, kOtherBits = 0xf81df38b053f556au, kTurns = 0x483d4fceb92f1a92u;
 
 Guarded<float> drawn(Draws& draws, int64_t count, int high) {
   Guarded<float> values(count);
@@ -107,7 +107,8 @@ struct States {
   }
 };
 
-void attend(const cpu::Kernels& kernels, Draws& draws, Bits& bits, int64_t size, int64_t slots, int64_t rows, bool half) {
+void attend(const cpu::Kernels& kernels, Draws& draws, Bits& bits, int64_t size, int64_t slots, int64_t rows, bool half,
+            bool windows = false) {
   constexpr int64_t kPerRow = 3;
   const int64_t first = slots - rows;  // the rows' own, of which each sees its ancestors'
   const Guarded<float> queries = drawn(draws, kPerRow * size * kLanes, 1);
@@ -131,6 +132,9 @@ void attend(const cpu::Kernels& kernels, Draws& draws, Bits& bits, int64_t size,
     if (step.lanes) steps.push_back(step);
   }
   const int64_t end = steps.empty() ? first : steps.back().slot + 1;
+  std::vector<int32_t> begins(kLanes, 0);
+  if (windows)
+    for (int64_t lane = 0; lane < count; ++lane) begins[static_cast<size_t>(lane)] = static_cast<int32_t>(lane * first / kLanes);
   const Guarded<float> scratch(cpu::attend_floats(size, end, static_cast<int64_t>(steps.size())));
   const Guarded<uint16_t> chunks(cpu::turned_halves(size, end));
   const States out(kernels, kPerRow * size, rows);
@@ -138,6 +142,7 @@ void attend(const cpu::Kernels& kernels, Draws& draws, Bits& bits, int64_t size,
   cpu::AttendTask task{};
   task.queries = queries.data(), task.per_row = kPerRow, task.count = count, task.scale = 0.125f;
   task.keys = keys.data(), task.values = values.data(), task.half = half, task.size = size;
+  task.begins = begins.data(), task.lead = *std::max_element(begins.begin(), begins.end());
   task.prefix = first, task.slots = end, task.step = steps.data(), task.steps = static_cast<int64_t>(steps.size());
   task.scratch = scratch.data(), task.turned = &turned, task.chunks = chunks.data(), task.out = &out.in;
   kernels.attend(task);
@@ -166,7 +171,7 @@ uint64_t bits_of(const cpu::Kernels& kernels) {
     const Guarded<float> gates = drawn(draws, size, 8), ups = drawn(draws, size, 2);
     for (int64_t i = 0; i < 16; ++i) gates[i * 7] = i % 2 ? -80.0f - static_cast<float>(i) : draws.any(149, -120);
     const States gated(kernels, cpu::kOutputs, rows);
-    kernels.gate(gates.data(), ups.data(), gated.in, 0, 0);
+    kernels.gate(gates.data(), ups.data(), gated.in, 0, 0, cpu::Activation::silu);
     gated.add_to(bits);
     for (const int64_t channels : {6, 64}) {
       const Guarded<float> head = drawn(draws, channels * kLanes, 2), turns = drawn(draws, channels * kLanes, 1);
@@ -187,6 +192,26 @@ uint64_t bits_of(const cpu::Kernels& kernels) {
     for (const bool half : {false, true})
       for (const int64_t channels : {8, 64, 80})
         for (const int64_t slots : {rows, rows + 7, int64_t{130}}) attend(kernels, draws, bits, channels, slots, rows, half);
+  }
+  return bits.hash;
+}
+
+// The same of GELU and of windows.
+uint64_t other_bits_of(const cpu::Kernels& kernels) {
+  Draws draws;
+  Bits bits;
+  Begun begun(kernels);
+  const int64_t size = cpu::kOutputs * kLanes;
+  for (const int64_t rows : {1, 3, 16}) {
+    const Guarded<float> gates = drawn(draws, size, 8), ups = drawn(draws, size, 2);
+    for (int64_t i = 0; i < 16; ++i) gates[i * 7] = i % 2 ? -6.0f - static_cast<float>(i) : draws.any(149, -120);
+    const States gated(kernels, cpu::kOutputs, rows);
+    kernels.gate(gates.data(), ups.data(), gated.in, 0, 0, cpu::Activation::gelu_tanh);
+    gated.add_to(bits);
+    for (const bool half : {false, true})
+      for (const int64_t channels : {8, 64, 80})
+        for (const int64_t slots : {rows + 7, int64_t{130}})
+          attend(kernels, draws, bits, channels, slots, rows, half, true);
   }
   return bits.hash;
 }
@@ -241,6 +266,8 @@ void test_order() {
   for (const cpu::Kernels* kernels : cpu::available_kernels(cpu::kInteger)) {
     const uint64_t bits = bits_of(*kernels);
     expect(bits == kBits, *kernels, "bits of what is no product", static_cast<int64_t>(bits));
+    const uint64_t others = other_bits_of(*kernels);
+    expect(others == kOtherBits, *kernels, "bits of GELU and windows", static_cast<int64_t>(others));
   }
   const cpu::Kernels& portable = *cpu::portable_kernels();
   if (std::string(portable.name) == "portable")  // rounds products and sums one by one

@@ -77,7 +77,13 @@ void test_norm(const cpu::Kernels& kernels) {
     }
 }
 
-void test_gate(const cpu::Kernels& kernels) {
+double exact_of(double x, cpu::Activation activation) {
+  if (activation == cpu::Activation::silu) return x / (1.0 + std::exp(-x));
+  const double u = std::sqrt(2.0 / std::acos(-1.0)) * (x + 0.044715 * x * x * x);
+  return x / (1.0 + std::exp(-2.0 * u));  // as x * (1 + tanh(u)) / 2, of which little is left below -4
+}
+
+void test_gate(const cpu::Kernels& kernels, cpu::Activation activation) {
   const int64_t size = cpu::kOutputs * kLanes;
   const std::vector<float> drawn = normals(size, 4.0), factors = normals(size);
   const Guarded<float> gates(drawn.data(), size), ups(factors.data(), size);
@@ -85,26 +91,27 @@ void test_gate(const cpu::Kernels& kernels) {
   std::copy(std::begin(special), std::end(special), gates.data());
   ups[10] = NAN;
   for (int i = 0; i < 10; ++i) ups[i] = 0.5f;
+  const bool is_silu = activation == cpu::Activation::silu;
   const Output out(kernels, 48, 1);
   Begun begun(kernels);
-  kernels.gate(gates.data(), ups.data(), out.in, 0, 16);
+  kernels.gate(gates.data(), ups.data(), out.in, 0, 16, activation);
   for (int64_t c = 0; c < cpu::kOutputs; ++c)
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const int64_t i = c * kLanes + lane;
       const double gate = static_cast<double>(gates[i]), up = static_cast<double>(ups[i]);
-      const double exact = gate / (1.0 + std::exp(-gate)) * up;
+      const double exact = exact_of(gate, activation) * up;
       const double got = out.at(0, 16 + c, lane);
       if (i == 9 || i == 10)
         expect(std::isnan(got), kernels, "gate of NaN", i);
       else if (gate < -80)  // exp stops short of overflow there; the product is next to nothing all the same
         expect(std::fabs(got) < 1e-7, kernels, "gate of a low number", i);
       else
-        expect(close(got, exact, 1e-6, kernels.pairs), kernels, "gate", i);
+        expect(close(got, exact, is_silu ? 1e-6 : 1e-5, kernels.pairs), kernels, "gate", i);
     }
 }
 
 // What a few rows' lanes hold is what they hold beside others.
-void test_few_rows(const cpu::Kernels& kernels) {
+void test_few_rows(const cpu::Kernels& kernels, cpu::Activation activation) {
   const int64_t channels = 48, size = channels * kLanes;
   const std::vector<float> first = normals(size, 4.0), second = normals(size), scale = normals(channels);
   const Guarded<float> x(first.data(), size), ups(second.data(), size), weight(scale.data(), channels);
@@ -115,7 +122,7 @@ void test_few_rows(const cpu::Kernels& kernels) {
     if (which == 0) kernels.norm(x.data(), weight.data(), channels, 1e-6f, &out.in, 1, 0, nullptr);
     if (which == 1) kernels.copy(x.data(), channels, out.in, 1, 0);
     for (int64_t c = 0; which == 2 && c < channels; c += cpu::kOutputs)
-      kernels.gate(x.data() + c * kLanes, ups.data() + c * kLanes, out.in, 1, c);
+      kernels.gate(x.data() + c * kLanes, ups.data() + c * kLanes, out.in, 1, c, activation);
     std::vector<double> values;
     for (int64_t c = 0; c < channels; ++c)
       for (int64_t lane = 0; lane < rows; ++lane) values.push_back(out.at(1, c, lane));
@@ -219,8 +226,10 @@ void test_states() {
   for (const cpu::Kernels* kernels : every_table()) {
     test_copy(*kernels);
     test_norm(*kernels);
-    test_gate(*kernels);
-    test_few_rows(*kernels);
+    for (const auto activation : {cpu::Activation::silu, cpu::Activation::gelu_tanh}) {
+      test_gate(*kernels, activation);
+      test_few_rows(*kernels, activation);
+    }
     test_rotate(*kernels);
     test_write(*kernels);
     test_add(*kernels);

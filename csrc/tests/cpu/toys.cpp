@@ -63,7 +63,7 @@ ToyDecoder::ToyDecoder(const ToyShape& shape, int threads, int64_t period) : sha
   for (int64_t i = 0; i < kLayers; ++i) {
     const std::string prefix = "model.layers." + std::to_string(i) + ".";
     toy.layer(prefix, shape, shape.hidden);
-    toy.vector(prefix + "input_layernorm.weight", shape.hidden, 1.0, 0.2);
+    if (shape.blocks.input_norms) toy.vector(prefix + "input_layernorm.weight", shape.hidden, 1.0, 0.2);
   }
 }
 
@@ -74,19 +74,26 @@ ToyDecoder::Exact ToyDecoder::exact(const std::vector<int64_t>& tokens, const na
   for (const int64_t token : tokens) {
     const auto row = embedding.weights.begin() + token * shape.hidden;
     x.emplace_back(row, row + shape.hidden);
+    for (double& value : x.back()) value *= static_cast<double>(shape.blocks.embedding);
   }
   const auto normed = [&](const std::string& name) {
     std::vector<Row> rows;
-    for (const Row& row : x) rows.push_back(naive::norm(row, toy.vectors.at(name)));
+    const auto weight = toy.vectors.find(name);
+    for (const Row& row : x) rows.push_back(weight == toy.vectors.end() ? row : naive::norm(row, weight->second));
     return rows;
   };
   for (int64_t i = 0; i < kLayers; ++i) {
     const std::string prefix = "model.layers." + std::to_string(i) + ".";
     found.states.push_back(x);
-    naive::Layer(toy, prefix, shape.heads).run(normed(prefix + "input_layernorm.weight"), context, x);
+    const naive::Positions positions = i ? second_positions(shape) : first_positions(shape);
+    const naive::Positions* turns = i && !shape.blocks.second_turned ? nullptr : &positions;
+    naive::Layer(toy, prefix, shape.heads, turns, shape.blocks, shape.window(static_cast<size_t>(i))).run(normed(prefix + "input_layernorm.weight"), context, x);
   }
   found.states.push_back(normed("model.norm.weight"));
-  for (const Row& row : found.states.back()) found.logits.push_back(head(row));
+  for (const Row& row : found.states.back()) {
+    found.logits.push_back(head(row));
+    for (double& logit : found.logits.back()) logit /= static_cast<double>(shape.blocks.divisor);
+  }
   return found;
 }
 
@@ -95,8 +102,14 @@ struct Network::Decoder : cpu::Decoder {
 };
 
 Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels) : shape_(toy.shape) {
-  const cpu::Shape sizes{kLayers, shape_.hidden, shape_.vocabulary, shape_.heads, kEps};
-  decoder_ = std::make_unique<Decoder>(kernels, sizes, toy.toy.weights, rope_of(shape_));
+  const Blocks& blocks = shape_.blocks;
+  const auto activation = blocks.gelu ? cpu::Activation::gelu_tanh : cpu::Activation::silu;
+  const cpu::Form form{shape_.hidden, kEps, activation, blocks.scale, blocks.residual};
+  const cpu::Shape sizes{kLayers, shape_.hidden, shape_.vocabulary, shape_.heads, form, blocks.embedding, blocks.divisor};
+  const std::vector<cpu::Rope> ropes{rope_of(first_positions(shape_)), rope_of(second_positions(shape_))};
+  const int second = blocks.second_turned ? 1 : cpu::Layer::kNone;
+  const std::vector<cpu::Place> places{{0, shape_.window(0)}, {second, shape_.window(1)}};
+  decoder_ = std::make_unique<Decoder>(kernels, sizes, toy.toy.weights, ropes, places);
 }
 
 Network::~Network() = default;

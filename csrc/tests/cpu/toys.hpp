@@ -17,9 +17,15 @@ inline int64_t slab_bytes(const ToyShape& shape, int64_t layers, int64_t capacit
   return layers * 2 * shape.heads.keys * capacity * shape.heads.size * (shape.half ? 2 : 4);
 }
 
-inline cpu::Rope rope_of(const ToyShape& shape) {
-  const naive::Positions positions(shape.heads.size);
-  return {positions.frequencies, positions.factor};
+inline cpu::Rope rope_of(const naive::Positions& positions) { return {positions.frequencies, positions.factor}; }
+inline cpu::Rope rope_of(const ToyShape& shape) { return rope_of(naive::Positions(shape.heads.size)); }
+
+// Of the first layer, and of the second.
+inline naive::Positions first_positions(const ToyShape& shape) {
+  return naive::Positions(shape.blocks.turned ? shape.blocks.turned : shape.heads.size);
+}
+inline naive::Positions second_positions(const ToyShape& shape) {
+  return shape.blocks.turned ? naive::Positions(shape.heads.size, 30.0f) : naive::Positions(shape.heads.size);
 }
 
 // The largest accepted difference from doubles: values may be rounded to bfloat16 on the way.

@@ -17,6 +17,7 @@ from specengine.models import families
 
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _ROPE_FACTORS = "rope_freqs.weight"  # no weight of the model: it says what rope_parameters says
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # the same of LongRoPE
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # keys that would change the forward, and the values that do not
     "expert_count": (0,),
     "attention.causal": (True,),
@@ -102,13 +103,17 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     metadata = _Fields(file)
     model_type, family, own = _stored()[metadata.architecture]
     for key, values in _WITHOUT_EFFECT.items():
-        if key not in own.keys and metadata.value(key) is not None and metadata.value(key) not in values:
+        longrope = key == "rope.scaling.attn_factor" and _SHORT in file.tensors
+        if longrope or key in own.keys or metadata.value(key) is None:
+            continue
+        if metadata.value(key) not in values:
             raise metadata.unsupported(key, "is not supported")
-    sizes, eps = _sizes(metadata), metadata.positive("attention.layer_norm_rms_epsilon")
+    sizes, eps = _sizes(metadata, family), metadata.positive("attention.layer_norm_rms_epsilon")
     fields: dict[str, Any] = {getattr(family.fields, name): value for name, value in (sizes | {"eps": eps}).items()}
     fields |= {field: f"blk.0.{tensor}" in file.tensors for field, tensor in own.flags.items()}
     fields |= {field: metadata.value(key) for key, field in own.keys.items()}
-    fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"])}
+    fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family)}
+    fields |= own.finish(fields, metadata.value)
     fields |= {"tie_word_embeddings": _OUTPUT not in file.tensors, **_special_ids(file, sizes["vocabulary"])}
     made = CONFIG_MAPPING[model_type]
     try:
@@ -117,7 +122,7 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
         raise CheckpointError(f"{file.path}: no {made.__name__} can be built from its metadata: {error}") from error
 
 
-def _sizes(fields: _Fields) -> dict[str, int]:
+def _sizes(fields: _Fields, family: families.Family) -> dict[str, int]:
     """Return the sizes by their names in families.Fields."""
     hidden, layers, heads = (fields.count(key) for key in ("embedding_length", "block_count", "attention.head_count"))
     embedding = fields.file.tensors.get(_EMBEDDING)
@@ -137,7 +142,7 @@ def _sizes(fields: _Fields) -> dict[str, int]:
         "layers": layers,
         "heads": heads,
         "kv_heads": _key_value_heads(fields, heads),
-        "head_dim": _head_dim(fields, hidden, heads),
+        "head_dim": _head_dim(fields, hidden, heads, partial=family.layer.attention.partial),
         "context": fields.count("context_length"),
     }
 
@@ -149,10 +154,11 @@ def _key_value_heads(fields: _Fields, heads: int) -> int:
     return count
 
 
-def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:
+def _head_dim(fields: _Fields, hidden: int, heads: int, *, partial: bool) -> int:
     size = fields.count("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if fields.count(key, size) != size:
+        count = fields.count(key, size)
+        if count != size and not (partial and key == "rope.dimension_count" and count < size):
             raise fields.unsupported(key, f"is not supported: it must be the size of a head, {size}")
     if size % 2:
         raise CheckpointError(f"{fields.file.path}: heads of {size} elements cannot be rotated: the size must be even")
@@ -167,13 +173,23 @@ def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def _rope_parameters(fields: _Fields, head_dim: int) -> dict[str, Any]:
+def _rope_parameters(fields: _Fields, head_dim: int, family: families.Family) -> dict[str, Any]:
+    if not family.layer.attention.partial:
+        return _scaled(fields, head_dim)
+    turned = fields.count("rope.dimension_count", head_dim)
+    return _scaled(fields, turned) | {"partial_rotary_factor": turned / head_dim}
+
+
+def _scaled(fields: _Fields, turned: int) -> dict[str, Any]:
+    """Return the parameters of rotations of so many channels of a head."""
     theta = fields.positive("rope.freq_base", 10_000.0)
+    if _SHORT in fields.file.tensors:
+        return _longrope(fields, theta, turned)
     kind = fields.value("rope.scaling.type")
     factor = fields.positive("rope.scaling.factor", fields.positive("rope.scale_linear", 1.0))
     if kind == "none" or (kind in (None, "linear") and factor == 1):  # llama.cpp: linear where nothing is said
         plain = {"rope_type": "default", "rope_theta": theta}
-        return _llama3_rope(fields, theta, head_dim) if _ROPE_FACTORS in fields.file.tensors else plain
+        return _llama3_rope(fields, theta, turned) if _ROPE_FACTORS in fields.file.tensors else plain
     if kind not in (None, "linear", "yarn") or _ROPE_FACTORS in fields.file.tensors:
         raise fields.unsupported("rope.scaling.type", f"is not supported, nor is {_ROPE_FACTORS} beside a kind")
     if kind != "yarn":
@@ -185,6 +201,21 @@ def _rope_parameters(fields: _Fields, head_dim: int) -> dict[str, Any]:
         "original_max_position_embeddings": fields.count("rope.scaling.original_context_length"),
         "beta_fast": fields.positive("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.positive("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _longrope(fields: _Fields, theta: float, turned: int) -> dict[str, Any]:
+    """Return the parameters of positions with two lists of factors, of which transformers makes the attention's."""
+    factors = {_SHORT: "short_factor", _LONG: "long_factor"}
+    for name in factors:
+        if name not in fields.file.tensors or fields.file.tensors[name].shape != (turned // 2,):
+            raise CheckpointError(f"{fields.file.path}: {name} must be [{turned // 2}]")
+    return {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "original_max_position_embeddings": fields.count("rope.scaling.original_context_length"),
+        "attention_factor": fields.positive("rope.scaling.attn_factor", 1.0),
+        **{field: fields.file.numbers(name).tolist() for name, field in factors.items()},
     }
 
 
@@ -230,8 +261,10 @@ def require_complete(
     names = tensor_names(config, shapes)
     wanted = {names[name]: shape for name, shape in shapes.items()}
     stored = {name: tensor.shape for name, tensor in file.tensors.items()}
-    if config.rope_parameters.get("rope_type") == "llama3":
-        stored.pop(_ROPE_FACTORS, None)
+    ropes = [config.rope_parameters, *config.rope_parameters.values()]
+    kinds = {given.get("rope_type") for given in ropes if isinstance(given, dict)}
+    for name in (*(_ROPE_FACTORS,) * ("llama3" in kinds), *(_SHORT, _LONG) * ("longrope" in kinds)):
+        stored.pop(name, None)
     differ = [
         f"{name} {list(stored[name])}, not {list(shape)}"
         for name, shape in wanted.items()

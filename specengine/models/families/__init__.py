@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
+
+SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,45 @@ class Part(NamedTuple):
     size: int
 
 
+class Place(NamedTuple):
+    """How the attention of one layer sees positions.
+
+    rope    the key of its parameters in the config's `rope_parameters`; empty if all layers share them, None if the
+            layer turns nothing
+    window  how many places a token sees, its own included; None for all
+    """
+
+    rope: str | None
+    window: int | None
+
+
+class Factors(NamedTuple):
+    """Numbers that a model multiplies by.
+
+    scores     of attention; 0 for one over the root of a head's size
+    embedding  embeddings; in_module: by transformers' module for them, in the model's dtype
+    residual   what attention and the network add
+    divisor    of logits
+    """
+
+    scores: float = 0.0
+    embedding: float = 1.0
+    residual: float = 1.0
+    divisor: float = 1.0
+    in_module: bool = False
+
+
 @dataclass(frozen=True)
 class Attention:
-    """Full attention with rotary positions, which turn the first half of a head's channels with the second half.
+    """Attention with rotary positions, which turn the first half of a head's channels with the second half.
 
-    q_norm, k_norm: RMS norms of each head's queries and keys before the rotation, or None.
+    q_norm, k_norm  RMS norms of queries and keys before the rotation, or None: of each head or, if `whole_norms`, of
+                    the channels of all heads as one
+    windows         the layers whose windows the config's `sliding_window` is: none, all, or those that its
+                    `layer_types` calls sliding_attention
+    turns           whether a layer of a config turns channels by position
+    partial         whether `partial_rotary_factor` counts: then the first channels of a head alone may be turned
+    neighbours      channels 2 i and 2 i + 1 of a head are turned together instead
     """
 
     q: Name = Name("self_attn.q_proj", "attn_q")
@@ -65,6 +101,20 @@ class Attention:
     o: Name = Name("self_attn.o_proj", "attn_output")
     q_norm: Name | None = None
     k_norm: Name | None = None
+    whole_norms: bool = False
+    windows: str = "none"
+    turns: Callable[[Any, int], bool] = lambda config, layer: True
+    partial: bool = False
+    neighbours: bool = False
+
+    def place(self, config: Any, layer: int) -> Place:
+        """Return how a layer of this config sees positions."""
+        kinds, window = getattr(config, "layer_types", None), None
+        if self.windows == "all" or (self.windows == "by type" and kinds and kinds[layer] == SLIDING):
+            window = config.sliding_window
+        ropes = getattr(config, "rope_parameters", None) or {}
+        rope = kinds[layer] if kinds and isinstance(ropes.get(kinds[layer]), dict) else ""
+        return Place(rope if self.turns(config, layer) else None, window)
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -73,14 +123,14 @@ class Attention:
         yield Part("self_attn.v_proj", self.v, keys)
         yield Part("self_attn.o_proj", self.o, shape.hidden)
         if self.q_norm is not None:
-            yield Part("self_attn.q_norm", self.q_norm, shape.head_dim)
+            yield Part("self_attn.q_norm", self.q_norm, queries if self.whole_norms else shape.head_dim)
         if self.k_norm is not None:
-            yield Part("self_attn.k_norm", self.k_norm, shape.head_dim)
+            yield Part("self_attn.k_norm", self.k_norm, keys if self.whole_norms else shape.head_dim)
 
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     gate: Name = Name("mlp.gate_proj", "ffn_gate")
     up: Name = Name("mlp.up_proj", "ffn_up")
@@ -94,17 +144,27 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class Layer:
-    """x += attention(RMS norm(x)), then x += mlp(RMS norm(x)). All linear modules may have biases."""
+    """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
-    attention_norm: Name = Name("input_layernorm", "attn_norm")
+    Norms are RMS norms, or None. Those of outputs are of what is added.
+    """
+
+    attention_norm: Name | None = Name("input_layernorm", "attn_norm")
     attention: Attention = Attention()
-    mlp_norm: Name = Name("post_attention_layernorm", "ffn_norm")
+    attention_output_norm: Name | None = None
+    mlp_norm: Name | None = Name("post_attention_layernorm", "ffn_norm")
     mlp: GatedMLP = GatedMLP()
+    mlp_output_norm: Name | None = None
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        yield Part("input_layernorm", self.attention_norm, shape.hidden)
+        norms = {
+            "input_layernorm": self.attention_norm,
+            "attention_output_norm": self.attention_output_norm,
+            "post_attention_layernorm": self.mlp_norm,
+            "mlp_output_norm": self.mlp_output_norm,
+        }
+        yield from (Part(native, name, shape.hidden) for native, name in norms.items() if name is not None)
         yield from self.attention.parts(shape)
-        yield Part("post_attention_layernorm", self.mlp_norm, shape.hidden)
         yield from self.mlp.parts(shape)
 
 
@@ -133,19 +193,24 @@ class GGUF:
     flags         field of transformers' config -> the tensor of a layer whose presence sets it
     pairs         modules whose rows stand in pairs that a rotation turns together: rows 0, 1, 2, 3 of a head are
                   transformers' rows 0, n / 2, 1, n / 2 + 1
+    finish        from the config's fields so far, and the function of a metadata key's value: fields to add
     """
 
     architecture: str
     keys: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     pairs: tuple[str, ...] = ()
+    finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, value: {}
 
 
 @dataclass(frozen=True)
 class Family:
     """A decoder: embeddings, layers, an RMS norm, and a head that may be tied to the embeddings.
 
-    gguf: None where no GGUF file stores the family under a name of its own.
+    gguf         None where no GGUF file stores the family under a name of its own
+    one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
+    factors      those of a config
+    neutral      fields of transformers' config that change the forward, and the value that does not
     """
 
     layer: Layer = Layer()
@@ -155,6 +220,9 @@ class Family:
     layers: Name = Name("model.layers", "blk")
     norm: Name = Name("model.norm", "output_norm")
     head: Name = Name("lm_head", "output")
+    one_is_zero: bool = False
+    factors: Callable[[Any], Factors] = lambda config: Factors()
+    neutral: Mapping[str, Any] = field(default_factory=dict)
 
     def shape(self, config: Any) -> Shape:
         """Return the sizes that a config states; a head's is hidden size / heads where it states none."""
@@ -162,6 +230,10 @@ class Family:
             size.name: getattr(config, getattr(self.fields, size.name), None) for size in fields(Shape)
         }
         return Shape(**stated | {"head_dim": stated["head_dim"] or stated["hidden"] // stated["heads"]})
+
+    def places(self, config: Any) -> list[Place]:
+        """Return how each layer sees positions."""
+        return [self.layer.attention.place(config, layer) for layer in range(self.shape(config).layers)]
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         """Yield all modules by their whole names."""

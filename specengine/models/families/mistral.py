@@ -1,5 +1,5 @@
-"""Mistral, the blocks of Llama. GGUF files store it as Llama."""
+"""Mistral, the blocks of Llama, with one window for all layers. GGUF files store it as Llama."""
 
-from specengine.models.families import Family
+from specengine.models.families import Attention, Family, Layer
 
-FAMILY = Family()
+FAMILY = Family(layer=Layer(attention=Attention(windows="all")))

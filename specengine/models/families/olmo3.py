@@ -1,0 +1,8 @@
+"""OLMo 3: the blocks of OLMo 2, with windows in three layers of four."""
+
+from dataclasses import replace
+
+from specengine.models.families import Family
+from specengine.models.families.olmo2 import LAYER
+
+FAMILY = Family(layer=replace(LAYER, attention=replace(LAYER.attention, windows="by type")))

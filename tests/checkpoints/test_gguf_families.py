@@ -1,0 +1,176 @@
+"""GGUF files of each architecture, with a random model's numbers: the native forward answers as that model does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf as written
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specengine import Engine
+from specengine.checkpoints import gguf
+from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.models.configs import family_of
+from specengine.models.families import GGUF
+from specengine.models.weights import layer_template
+from tests.checkpoints.gguf_files import finish
+from tests.models.native_engines import needs_extension, plainly
+from tests.models.native_variants import LONGROPE, PART, PROMPT
+from tests.toy import tiny
+
+pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
+Keys = dict[str, Any]
+SWA, FULL = "sliding_attention", "full_attention"
+# Of each: the family, changes of its tiny model, and what the file's metadata says beside the sizes.
+FILES: dict[str, tuple[str, Keys, Keys]] = {
+    "gemma": ("gemma", {}, {"attention.key_length": 16, "attention.value_length": 16}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "layer_types": [*[SWA] * 5, FULL, SWA],
+            "num_hidden_layers": 7,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 8,
+        },
+        {"attention.sliding_window": 9, "rope.freq_base": 1e6},
+    ),
+    "gemma3 linear": (
+        "gemma3_text",
+        {
+            "layer_types": [SWA] * 5 + [FULL],
+            "num_hidden_layers": 6,
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                SWA: {"rope_type": "default", "rope_theta": 5e4},
+            },
+        },
+        {
+            "attention.sliding_window": 24,
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 5e4,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+    "phi3": ("phi3", {}, {"attention.sliding_window": 24}),
+    "phi3 part": (
+        "phi3",
+        {"hidden_size": 64, "rope_parameters": PART, "sliding_window": None},
+        {"rope.dimension_count": 12},
+    ),
+    "phi3 longrope": (
+        "phi3",
+        {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE, "sliding_window": None},
+        {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": (1 + np.log(2) / np.log(128)) ** 0.5},
+    ),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5}, {"rope.freq_base": 2e6}),
+    "olmo2": ("olmo2", {}, {}),
+    "granite": (
+        "granite",
+        {},
+        {"attention.scale": 0.3, "embedding_scale": 3.0, "residual_scale": 0.7, "logit_scale": 2.0},
+    ),
+    "exaone4": (
+        "exaone4",
+        {"sliding_window_pattern": 4, "num_hidden_layers": 5, "sliding_window": 9},
+        {"attention.sliding_window": 9},
+    ),
+    "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": [FULL] * 2}, {}),
+    "seed_oss": ("seed_oss", {}, {}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}, {}),
+}
+
+
+def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
+    """Return the tensors of a file as llama.cpp's converter makes them."""
+    config, found = model.config, {}
+    tensors = {name: tensor.detach() for name, tensor in model.named_parameters() if name in layer_template(config)}
+    for name, stored in gguf.tensor_names(config, tensors).items():
+        numbers = tensors[name].numpy().astype(np.float32)
+        if family_of(config).one_is_zero and numbers.ndim == 1:
+            numbers = numbers + 1
+        order = gguf.row_order(config, stored)
+        found[stored] = numbers if order is None else numbers[np.argsort(order)]
+    if (config.rope_parameters or {}).get("rope_type") == "longrope":
+        for kind in ("short", "long"):
+            found[f"rope_factors_{kind}.weight"] = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
+    return found
+
+
+def write(folder: Path, case: str, changes: Mapping[str, Any] | None = None) -> tuple[PreTrainedModel, Path]:
+    family, model_changes, metadata = FILES[case]
+    model, path = tiny(family, **model_changes), folder / "model.gguf"
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+            weight.copy_(weight.bfloat16())
+    config, own = model.config, family_of(model.config).gguf
+    assert own is not None
+    values = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float((config.rope_parameters or {}).get("rope_theta", 1e4)),
+        **metadata,
+        **(changes or {}),
+    }
+    writer = written.GGUFWriter(path, own.architecture)
+    for key, value in values.items():
+        add = {int: writer.add_uint32, str: writer.add_string}.get(type(value), writer.add_float32)
+        add(f"{own.architecture}.{key}", value)
+    for name, numbers in stored_of(model, own).items():
+        writer.add_tensor(name, numbers)
+    return model, finish(writer, path)
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_answers_as_its_model_does(case: str, tmp_path: Path) -> None:
+    model, path = write(tmp_path, case)
+    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model, PROMPT, 20)
+    theirs = engine.target.model.state_dict()
+    assert all((theirs[name] - tensor).abs().max() < 1e-6 for name, tensor in model.state_dict().items())
+    half = Engine.from_pretrained(str(path), "none", offline=True, backend="native")
+    assert half.target.dtype is torch.bfloat16
+    assert torch.equal(half.target.model.model.norm.weight.float(), model.model.norm.weight)
+
+
+def test_the_largest_gemma_3_divides_scores_by_another_root(tmp_path: Path) -> None:
+    _, path = write(tmp_path, "gemma3", {"attention.key_length": 16})
+    with gguf.read(path) as file:
+        file.metadata["gemma3.attention.key_length"] = 16
+        assert gguf.config(file).query_pre_attn_scalar == 16
+        file.metadata["gemma3.block_count"] = 62
+        file.tensors.update({f"more.{i}": next(iter(file.tensors.values())) for i in range(62)})
+        assert gguf.config(file).query_pre_attn_scalar == 8
+
+
+def test_windows_of_other_architectures_are_refused(tmp_path: Path) -> None:
+    """As of OLMo 3, whose files are called OLMo 2."""
+    _, path = write(tmp_path, "olmo2", {"attention.sliding_window": 9})
+    with pytest.raises(UnsupportedModelError, match=r"olmo2\.attention\.sliding_window = 9 is not supported"):
+        Engine.from_pretrained(str(path), "none", offline=True)
+
+
+@pytest.mark.parametrize(("case", "key"), [("phi3 part", "rope.dimension_count"), ("granite", "rope.dimension_count")])
+def test_rotated_channels_are_of_a_head(case: str, key: str, tmp_path: Path) -> None:
+    _, path = write(tmp_path, case, {key: 20 if case == "phi3 part" else 4})
+    with pytest.raises(UnsupportedModelError, match="must be the size of a head"):
+        Engine.from_pretrained(str(path), "none", offline=True)
+
+
+def test_factors_of_another_length_are_refused(tmp_path: Path) -> None:
+    _, path = write(tmp_path, "phi3 longrope", {"rope.dimension_count": 4})
+    with pytest.raises(CheckpointError, match=r"rope_factors_short\.weight must be \[2\]"):
+        Engine.from_pretrained(str(path), "none", offline=True)
