@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from specengine.errors import UnsupportedModelError
 from specengine.models import families
 from specengine.models.families import Family, Shape
+from specengine.models.windows import window_of
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the length
 LAYER_TYPES = ("full_attention", "sliding_attention")  # within the window, which limits the context, these agree
@@ -23,11 +24,26 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """Return a model without memory for its weights; UnsupportedModelError where its config makes none."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except NO_MEMORY:
+            return auto_class(config).from_config(config, dtype=dtype)
+    except (UnsupportedModelError, *NO_MEMORY):
         raise
     except Exception as error:
         raise unsupported(config._name_or_path, error, "no model can be built from its config.json") from error
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that makes this model: of causal LMs, else of those that read pictures too.
+
+    UnsupportedModelError where it is neither.
+    """
+    own = getattr(config, "auto_map", None) or {}
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if kind.__name__ in own or type(config) in kind._model_mapping:  # noqa: SLF001
+            return kind
+    raise UnsupportedModelError(
+        f"model {config._name_or_path!r}: model type {config.model_type} is no language model of transformers that "
+        "goes on with a text"
+    )
 
 
 def unsupported(name: str | Path, error: Exception, what: str) -> UnsupportedModelError:
@@ -68,6 +84,13 @@ def rope_of(config: PretrainedConfig) -> tuple[Tensor, float]:
     with torch.device("cpu"):
         rotary = LlamaRotaryEmbedding(config=config)
     return rotary.inv_freq.to(torch.float32), float(rotary.attention_scaling)
+
+
+def refuse_window(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError where a text could pass the sliding window, where the native forward ends."""
+    window, context = window_of(config), getattr(config, "max_position_embeddings", None)
+    if window is not None and context is not None and window < context:
+        raise UnsupportedModelError(f"native: a sliding window of {window} tokens, in a context of {context}")
 
 
 def refuse_config(config: PretrainedConfig) -> None:

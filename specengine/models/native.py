@@ -31,6 +31,7 @@ from specengine.models.huggingface import Logits, context_limit, refuse_unsuppor
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
 from specengine.models.weights import KIND_OF, TINY_VOCABULARY, FirstLayer, Source, Weight, layer_template
+from specengine.models.windows import window_of
 from specengine.ops.tree import TokenTree
 
 VARIABLE = "SPECENGINE_CPU"
@@ -163,7 +164,8 @@ class NativeLM:
         self.numerics = numerics_of(numerics, self.dtype, whole=whole)
         self.instruction_set = instruction_set(self.numerics)
         self.shape: Shape = shape_of(self.config)
-        self.max_context = context_limit(self.config)
+        context = context_limit(self.config)
+        self.max_context = min(context, window_of(self.config) or context)  # within it, layers that slide see all
         self.vocab_size = self.shape.vocabulary
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
