@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from specengine.errors import UnsupportedModelError
 from specengine.models import families
 from specengine.models.families import Family, Shape
-from specengine.models.windows import window_of
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the length
 LAYER_TYPES = ("full_attention", "sliding_attention")  # within the window, which limits the context, these agree
 ACTIVATION = "silu"
+SLIDING = "sliding_attention"
+UNMASKED = ("moshi",)  # the cache of transformers drops what masks show: their context ends with the window
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
@@ -84,6 +85,13 @@ def rope_of(config: PretrainedConfig) -> tuple[Tensor, float]:
     with torch.device("cpu"):
         rotary = LlamaRotaryEmbedding(config=config)
     return rotary.inv_freq.to(torch.float32), float(rotary.attention_scaling)
+
+
+def window_of(config: Any) -> int | None:
+    """Return the number of tokens, its own included, that a token sees in the layers that slide; None without any."""
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    slides = kinds is None or SLIDING in kinds
+    return int(window) if window and slides and getattr(config, "model_type", "") not in UNMASKED else None
 
 
 def refuse_window(config: PretrainedConfig) -> None:

@@ -17,11 +17,11 @@ from transformers.cache_utils import Cache
 from specengine import ops
 from specengine.errors import SpecEngineError, UnsupportedModelError
 from specengine.models.attention import ATTENTION, NeedsDenseMask, Prompt, lower_right
-from specengine.models.configs import NO_MEMORY
+from specengine.models.configs import NO_MEMORY, SLIDING, UNMASKED, window_of
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, Shapes, in_own_dtype, of_shape
 from specengine.models.loaded import Watch
 from specengine.models.twins import Packed, compiled, evaluating, set_attention, worth_packing
-from specengine.models.windows import SLIDING, UNMASKED, dense, near_prompt, note_places, window_of
+from specengine.models.windows import dense, near_prompt, note_places
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import Chosen, Successors
-from specengine.models.configs import empty_model, family_of, shape_of
+from specengine.models.configs import empty_model, family_of, shape_of, window_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
 from specengine.models.families import Shape
@@ -31,7 +31,6 @@ from specengine.models.huggingface import Logits, context_limit, refuse_unsuppor
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
 from specengine.models.weights import KIND_OF, TINY_VOCABULARY, FirstLayer, Source, Weight, layer_template
-from specengine.models.windows import window_of
 from specengine.ops.tree import TokenTree
 
 VARIABLE = "SPECENGINE_CPU"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,16 +9,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from specengine import ops
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.ops import WORD_BITS
-
-SLIDING = "sliding_attention"
-UNMASKED = ("moshi",)  # the cache of transformers drops what masks show: their context ends with the window
-
-
-def window_of(config: Any) -> int | None:
-    """Return the number of tokens, its own included, that a token sees in the layers that slide; None without any."""
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    slides = kinds is None or SLIDING in kinds
-    return int(window) if window and slides and getattr(config, "model_type", "") not in UNMASKED else None
 
 
 def note_places(cache: KVCache, rows: Rows) -> None:

@@ -8,9 +8,10 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import UnsupportedModelError
+from specengine.models.configs import window_of
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError
 from specengine.models.kv_cache import Rows
-from specengine.models.windows import attend_near, dense, near_prompt, note_places, window_of
+from specengine.models.windows import attend_near, dense, near_prompt, note_places
 from specengine.ops.tree import TokenTree
 from tests.toy import near_copy, policy_for, random_tree, tiny
 
