@@ -604,6 +604,8 @@ class TextGeneration:
             self.options.streamer.end()
 
     def _finish(self, reason: str) -> str:
+        if reason == "length" and self.options.cut:
+            self.stats.notes += [self.options.cut]
         text = cut_after_stop(self._decode(self._tokens), self.options.stops)
         text = text[: len(text) - self._stopper.overhang]
         logprobs = None if self.options.logprobs is None else self._logprobs

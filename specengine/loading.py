@@ -25,8 +25,10 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, UnsupportedModelError, shown
 from specengine.models import Target
-from specengine.models.huggingface import CausalLM, HuggingFaceTarget
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError, context_limit
+from specengine.models.longrope import LongRopeTarget, switches
 from specengine.models.native import NativeLM, NativeTarget
+from specengine.models.own_cache import OwnCacheTarget
 from specengine.models.tensor_parallel import lead_or_follow, require_launched
 from specengine.policies import TreePolicy
 
@@ -107,12 +109,12 @@ def load(
     loaded = load_model(model, options, load_tokenizer(options))
     resolved = dataclasses.replace(options, graphs=_captures(loaded, options))
     try:
-        target, drafter = _pair(loaded, draft, drafts, resolved)
+        target, drafter = _pair(loaded, draft, policy, drafts, resolved)
     except (InputError, UnsupportedModelError) as error:
         if options.graphs is not None or not resolved.graphs:
             raise
         resolved = dataclasses.replace(options, graphs=False)
-        target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, drafts, resolved)
+        target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, policy, drafts, resolved)
     models = target.lm, *((drafter.lm,) if isinstance(drafter, SmallModel) else ())
     drafter = _mixed(draft, drafter, target, resolved)
     notes = _notes(target, draft, drafter)
@@ -147,10 +149,16 @@ def _captures(loaded: LoadedModel, options: LoadOptions) -> bool:
 
 
 def _pair(
-    loaded: LoadedModel, draft: Any, drafts: bool, options: LoadOptions
+    loaded: LoadedModel, draft: Any, policy: Any, drafts: bool, options: LoadOptions
 ) -> tuple[HuggingFaceTarget | NativeTarget, Drafter | None]:
-    """Return target and draft, both for graphs or neither."""
+    """Return target and draft, both for graphs or neither; no draft where none was asked for and the target has no use
+    for it. UnsupportedModelError where one was."""
     target = _target(loaded, options)
+    if drafts and isinstance(target, OwnCacheTarget) and (options.strict or not target.trees):
+        if options.strict or draft is not None or policy is not None:
+            what = "strict" if options.strict else "draft" if draft is not None else "policy"
+            raise UnsupportedModelError(f"{what}: {target.cause}; this model is served with policy='plain'")
+        drafts = False
     alone = dataclasses.replace(options, tp_plan=None)
     return target, _maker(draft, alone)(target, loaded.tokenizer) if drafts else None
 
@@ -161,14 +169,21 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
         return NativeTarget(model)
     if options.tp_plan is not None:
         return lead_or_follow(model, strict=options.strict, reason=loaded.reason)
-    return HuggingFaceTarget(
-        model,
-        pack=options.pack,
-        strict=options.strict,
-        captured=bool(options.graphs),
-        compile_blocks=options.compile_blocks,
-        reason=loaded.reason,
-    )
+    long = switches(model.config.get_text_config(decoder=True)) and not options.graphs
+    kind: type[HuggingFaceTarget] = LongRopeTarget if long else HuggingFaceTarget
+    try:
+        return kind(
+            model,
+            pack=options.pack,
+            strict=options.strict,
+            captured=bool(options.graphs),
+            compile_blocks=options.compile_blocks,
+            reason=loaded.reason,
+        )
+    except NoTreesError as error:
+        if options.graphs or options.compile_blocks:
+            raise
+        return OwnCacheTarget(model, str(error), pack=options.pack, reason=loaded.reason)
 
 
 def _checked(field: str, name: Any) -> Any:
@@ -220,7 +235,13 @@ def _default(target: str) -> str:
 
 
 def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> list[str]:
-    """Return notes for the user: a better draft is at hand, or this one costs too much."""
+    """Return notes for the user: the context is short, a better draft is at hand, or this one costs too much."""
+    if isinstance(target, NativeTarget) and target.max_context < context_limit(target.lm.config):
+        whole = context_limit(target.lm.config)
+        return [
+            f"native: the context ends with the sliding window of {target.max_context} tokens; "
+            f"backend='huggingface' has all {whole}"
+        ]
     if draft is None and drafter is not None and _default(target.name) == "recycling" and _takes_shipped_head(target):
         return [
             f"draft: the head that ships for {embedded.NAME} fits this model; if it is a fine-tune of that, "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from docs.build import command_line, drawings, head_tables, tables
+from docs.build.models import models
 from docs.build.packages import packages
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,7 @@ DRAWN: dict[str, Callable[..., str]] = {
     **head_tables.TABLES,
     "options": command_line.listing,
     "packages": packages,
+    "models": models,
 }
 
 

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from specengine import checkpoints as models
@@ -35,7 +35,15 @@ from specengine.checkpoints.embedded import Progress
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
 from specengine.files import read_text, safetensors_files
 from specengine.models import native
-from specengine.models.configs import NO_MEMORY, empty_model, family_of, refuse_config, unsupported
+from specengine.models.configs import (
+    NO_MEMORY,
+    auto_class,
+    empty_model,
+    family_of,
+    refuse_config,
+    refuse_short,
+    unsupported,
+)
 from specengine.models.extension import NOT_BUILT
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
@@ -68,7 +76,7 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
     asked = _asking(options)
     if reason is None:
         try:
-            return LoadedModel(*_native(model, options, tokenizer))
+            return LoadedModel(*_native(model, options, tokenizer, short=bool(asked)))
         except UnsupportedModelError as error:
             if asked:
                 raise
@@ -105,12 +113,19 @@ def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> st
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _native(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any) -> tuple[NativeLM, Any]:
+def _native(
+    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any, *, short: bool
+) -> tuple[NativeLM, Any]:
+    """Return the model on the native forward; short: also where it holds less of a text than the model does."""
     if isinstance(model, PreTrainedModel):
+        if not short:
+            refuse_short(model.config)
         name = model.config.name_or_path
         lm = native.from_model(model, quantize=options.quantize, numerics=options.numerics)
         return lm, tokenizer or (_tokenizer(name, options) if name else None)
     opened = open_native(model, dtype=options.dtype, offline=options.offline, progress=options.progress)
+    if not short:
+        refuse_short(opened.source.config)
     lm = NativeLM(opened.source, quantize=options.quantize, numerics=options.numerics)
     return lm, tokenizer or _tokenizer_of(opened)
 
@@ -135,7 +150,7 @@ def _huggingface(
         common["distributed_config"] = splitting(config)
     try:
         with no_loading_bars(), torch.device("cpu"):
-            loaded, report = AutoModelForCausalLM.from_pretrained(
+            loaded, report = auto_class(config).from_pretrained(
                 path,
                 config=config,
                 dtype=options.dtype,
@@ -145,7 +160,7 @@ def _huggingface(
             )
     except SafetensorError as error:
         raise CheckpointError(f"model {path!r}: its weights are damaged, fetch them again ({error})") from error
-    except NO_MEMORY:
+    except (UnsupportedModelError, *NO_MEMORY):
         raise
     except Exception as error:  # a model's class may raise anything over a config of other types than it expects
         if adapter is not None:
@@ -352,7 +367,7 @@ class FolderSource(Source):
 
     def model(self) -> PreTrainedModel:
         with no_loading_bars(), torch.device("cpu"):
-            return AutoModelForCausalLM.from_pretrained(self.folder, config=self.config, dtype=self.dtype)
+            return auto_class(self.config).from_pretrained(self.folder, config=self.config, dtype=self.dtype)
 
     @cached_property
     def generation_config(self) -> GenerationConfig:

@@ -93,7 +93,10 @@ class SmallModel(RowDraft):
                 f"draft: the vocabulary has {vocabulary} entries, the target's {target.vocab_size}; "
                 "both must be equal without two tokenizers to compare"
             )
-        return cls(model, target.vocab_size, pack=options.pack, captured=target.captured)
+        try:
+            return cls(model, target.vocab_size, pack=options.pack, captured=target.captured)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"draft: {error}") from error
 
     @property
     def model_seconds(self) -> float:  # type: ignore[override]

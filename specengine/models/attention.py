@@ -6,7 +6,7 @@ The keyword `tree` given to a model's forward reaches `_tree_attention_forward`:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from specengine import ops
 from specengine.models.kv_cache import Rows
+from specengine.models.windows import attend_near, near_prompt
 
 ATTENTION = "specengine"
 LARGEST_FLASH_HEAD = 256  # channels that flash-attn takes
@@ -25,17 +26,27 @@ LARGEST_FLASH_HEAD = 256  # channels that flash-attn takes
 
 @dataclass(eq=False)
 class Prompt:
-    """Visibility of consecutive tokens: each sees itself, those before it, and the `before` earlier tokens."""
+    """Visibility of consecutive tokens: each sees itself, those before it, and the `before` earlier tokens.
+
+    windows: those that layers ask for, in order; None: a layer that sees everything.
+    """
 
     before: int
-    _mask: Any = None
+    windows: list[int | None] = field(default_factory=list)
+    _masks: dict[int | None, Any] = field(default_factory=dict)
 
-    def packed_mask(self, rows: int, groups: int, query: Tensor) -> Any:
-        """Return the mask in the form that `ops.tree_attention` reads fastest, made once per forward, or None."""
-        if self._mask is None and rows > 1:
-            mask = lower_right(rows, self.before, query.device)
-            self._mask = ops.pack_mask(mask, groups, query.dtype, self.before)
-        return self._mask
+    def packed_mask(self, rows: int, groups: int, query: Tensor, window: int | None = None) -> Any:
+        """Return the mask in the form that `ops.tree_attention` reads fastest, made once per forward, or None.
+
+        window: the number of last positions that each token sees; None: all.
+        """
+        if rows == 1 and window is None:
+            return None
+        if window not in self._masks:
+            near = None if window is None else near_prompt(rows, self.before, window, query.device)
+            mask = lower_right(rows, self.before, query.device) if near is None else near
+            self._masks[window] = ops.pack_mask(mask, groups, query.dtype, self.before if near is None else 0)
+        return self._masks[window]
 
 
 def lower_right(rows: int, before: int, device: torch.device) -> Tensor:
@@ -68,16 +79,21 @@ def _tree_attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    window = kwargs.get("sliding_window")
     if isinstance(tree, Rows):
-        return attend(query[0], key[0], value[0], tree, scaling).transpose(0, 1)[None], None
-    found = prompt_attention(query, key, value, scaling)
+        # contiguous: modules may view it
+        return attend(query[0], key[0], value[0], tree, scaling, window).transpose(0, 1)[None].contiguous(), None
+    tree.windows.append(window)
+    if window is not None and window >= key.shape[2]:
+        window = None
+    found = prompt_attention(query, key, value, scaling, window)
     if found is not None:
         return found, None
-    if tree.before == 0 and query.shape[2] > 1:
+    if tree.before == 0 and query.shape[2] > 1 and window is None:
         return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = tree.packed_mask(query.shape[2], query.shape[1] // key.shape[1], query)
-    return ops.tree_attention(query[0], key[0], value[0], mask, scale).transpose(0, 1)[None], None
+    mask = tree.packed_mask(query.shape[2], query.shape[1] // key.shape[1], query, window)
+    return ops.tree_attention(query[0], key[0], value[0], mask, scale).transpose(0, 1)[None].contiguous(), None
 
 
 @lru_cache(maxsize=1)
@@ -95,17 +111,20 @@ def flash_takes(query: Tensor) -> bool:
     return query.is_cuda and half and query.shape[-1] <= LARGEST_FLASH_HEAD
 
 
-def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
+def prompt_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None = None
+) -> Tensor | None:
     """Attend from the last tokens of a sequence by flash-attn, without a mask in memory.
 
-    query: [1, Hq, rows, D]; key, value: [1, Hkv, slots, D]. Returns [1, rows, Hq, D]; None where flash-attn does not
-    take these, or is not there.
+    query: [1, Hq, rows, D]; key, value: [1, Hkv, slots, D]; window: positions that a token sees, its own
+    included; None: all. Returns [1, rows, Hq, D]; None where flash-attn does not take these, or is not there.
     """
     run = flash_attention() if flash_takes(query) else None
     if run is None:
         return None
     # with fewer queries than keys its causal mask is aligned with the last of both
-    return run(*(states.transpose(1, 2) for states in (query, key, value)), softmax_scale=scale, causal=True)
+    near = {} if window is None else {"window_size": (window - 1, 0)}
+    return run(*(states.transpose(1, 2) for states in (query, key, value)), softmax_scale=scale, causal=True, **near)
 
 
 def last_row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
@@ -121,11 +140,18 @@ def last_row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float |
     return (scores.softmax(dim=-1).to(value.dtype) @ value).reshape(batch, 1, heads, size)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float | None = None) -> Tensor:
-    """Attend from rows, [heads, n, head size], over a cache, [KV heads, slots, head size], that holds theirs too."""
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Attend from rows, [heads, n, head size], over a cache, [KV heads, slots, head size], that holds theirs too.
+
+    window: positions that a row sees, its own included; None: all.
+    """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if rows.paths is not None:
         return ops.strict_cached_attention(query, keys, values, rows.paths, rows.prefix, rows.live, scale)
+    if window is not None and rows.places is not None:
+        return attend_near(query, keys, values, rows, scale, window)
     if ops.is_free(rows.live):
         keys, values = keys[:, : rows.end], values[:, : rows.end]
         mask = rows.packed_mask(query.shape[0] // keys.shape[0], query.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine.errors import UnsupportedModelError
@@ -16,8 +16,10 @@ from specengine.models.families import Family, Shape
 
 # Those whose frequencies do not change with the length, which that of longrope limits.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-LAYER_TYPES = ("full_attention", families.SLIDING)
+SLIDING = families.SLIDING
+LAYER_TYPES = ("full_attention", SLIDING)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in transformers
+UNMASKED = ("moshi",)  # the cache of transformers drops what masks show: their context ends with the window
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
@@ -25,11 +27,26 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """Return a model without memory for its weights; UnsupportedModelError where its config makes none."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except NO_MEMORY:
+            return auto_class(config).from_config(config, dtype=dtype)
+    except (UnsupportedModelError, *NO_MEMORY):
         raise
     except Exception as error:
         raise unsupported(config._name_or_path, error, "no model can be built from its config.json") from error
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that makes this model: of causal LMs, else of those that read pictures too.
+
+    UnsupportedModelError where it is neither.
+    """
+    own = getattr(config, "auto_map", None) or {}
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if kind.__name__ in own or type(config) in kind._model_mapping:  # noqa: SLF001
+            return kind
+    raise UnsupportedModelError(
+        f"model {config._name_or_path!r}: model type {config.model_type} is no language model of transformers that "
+        "goes on with a text"
+    )
 
 
 def unsupported(name: str | Path, error: Exception, what: str) -> UnsupportedModelError:
@@ -81,6 +98,21 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
     size = int(family_of(config).shape(config).head_dim * part)
     powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").to(torch.float32) / size
     return 1.0 / given["rope_theta"] ** powers, 1.0
+
+
+def window_of(config: Any) -> int | None:
+    """Return the number of tokens, its own included, that a token sees in the layers that slide; None without any."""
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    slides = kinds is None or SLIDING in kinds
+    return int(window) if window and slides and getattr(config, "model_type", "") not in UNMASKED else None
+
+
+def refuse_short(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError where a text could pass the original context of LongRoPE, where native ones end."""
+    rope, context = getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", None)
+    original = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    if original and context and original < context:
+        raise UnsupportedModelError(f"native: LongRoPE beyond {original} tokens, in a context of {context}")
 
 
 def refuse_config(config: PretrainedConfig) -> None:

@@ -17,10 +17,11 @@ from transformers.cache_utils import Cache
 from specengine import ops
 from specengine.errors import SpecEngineError, UnsupportedModelError
 from specengine.models.attention import ATTENTION, NeedsDenseMask, Prompt, lower_right
-from specengine.models.configs import NO_MEMORY
-from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
+from specengine.models.configs import NO_MEMORY, SLIDING, UNMASKED, window_of
+from specengine.models.kv_cache import CachedTarget, KVCache, Rows, Shapes, in_own_dtype, of_shape
 from specengine.models.loaded import Watch
 from specengine.models.twins import Packed, compiled, evaluating, set_attention, worth_packing
+from specengine.models.windows import dense, near_prompt, note_places
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 
@@ -33,11 +34,13 @@ class _SlabView(Cache):
 
     def __init__(self, cache: KVCache, start: int, rows: int) -> None:
         super().__init__(layers=[])
-        self.slab, self.start, self.stop = cache.slab, start, start + rows
+        self.slab, self.shapes, self.start, self.stop = cache.slab, cache.shapes, start, start + rows
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         keys_values = self.slab[layer_idx, :, None, :, : self.stop]
         keys, values = keys_values[0], keys_values[1]
+        if self.shapes is not None:
+            keys, values = (of_shape(*pair) for pair in zip((keys, values), self.shapes[layer_idx], strict=True))
         keys[:, :, self.start :] = key_states
         values[:, :, self.start :] = value_states
         return keys, values
@@ -54,13 +57,16 @@ class _PaddedSlabView(Cache):
 
     def __init__(self, cache: KVCache, rows: Rows) -> None:
         super().__init__(layers=[])
-        self.slab = cache.slab
+        self.slab, self.shapes = cache.slab, cache.shapes
         self.slots = rows.slot + torch.arange(len(rows), device=self.slab.device, dtype=torch.int64)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        keys_values = self.slab[layer_idx]
-        write_rows(keys_values, self.slots, key_states[0], value_states[0])
-        return keys_values[0][None], keys_values[1][None]
+        keys, values = self.slab[layer_idx, :, None]
+        if self.shapes is not None:
+            keys, values = (of_shape(*pair) for pair in zip((keys, values), self.shapes[layer_idx], strict=True))
+        keys[0].index_copy_(1, self.slots, key_states[0])
+        values[0].index_copy_(1, self.slots, value_states[0])
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -93,10 +99,8 @@ class _ShapeRecorder(Cache):
         return (query_length if isinstance(query_length, int) else len(query_length)), 0
 
 
-def write_rows(slab: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write keys and values, [KV heads, rows, head size], to slots of a slab, [2, KV heads, capacity, head size]."""
-    slab[0].index_copy_(1, slots, keys)
-    slab[1].index_copy_(1, slots, values)
+class NoTreesError(UnsupportedModelError):
+    """This model cannot run trees in one forward; on its own cache it may answer all the same (own_cache.py)."""
 
 
 class CausalLM:
@@ -114,7 +118,7 @@ class CausalLM:
     """
 
     def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False) -> None:
-        refuse_unsupported(model)
+        self._refuse(model)
         refuse_absent(model)
         self.model = model
         self.version = 0
@@ -128,7 +132,9 @@ class CausalLM:
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._dense_mask = False
         self._accepts = frozenset(inspect.signature(self._twin.forward).parameters)
-        self._keeps_rows = "logits_to_keep" in self._accepts
+        self.window = window_of(self.config)
+        # transformers runs layers that share keys over the rows whose logits are kept alone
+        self._keeps_rows = "logits_to_keep" in self._accepts and not getattr(self.config, "num_kv_shared_layers", 0)
         self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self._packed = Packed(self._twin) if (worth_packing(model) if pack is None else pack) else None
         self._compiles = compile_blocks
@@ -136,6 +142,9 @@ class CausalLM:
         with _errors_named(model):
             refuse_looking_ahead(self._twin)
         self._choose_attention()
+
+    def _refuse(self, model: PreTrainedModel) -> None:
+        refuse_unsupported(model)
 
     def _watched(self) -> Watch | None:
         return Watch(self.model)
@@ -179,7 +188,7 @@ class CausalLM:
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        cache = self._layers, self._heads, self._head_size, self._dtype
+        cache = self._layers, self._heads, self._head_size, self._dtype, self._shapes
         return self.vocab_size, self.max_context, self.dtype, self.device, self._dense_mask, *cache
 
     def _take_twin(self) -> None:
@@ -194,7 +203,8 @@ class CausalLM:
         return "dense mask" if self._dense_mask else "tree"
 
     def new_cache(self, capacity: int) -> KVCache:
-        return KVCache(self._layers, self._heads, self._head_size, capacity, dtype=self._dtype, device=self.device)
+        sizes = self._layers, self._heads, self._head_size, capacity
+        return KVCache(*sizes, dtype=self._dtype, device=self.device, shapes=self._shapes)
 
     @property
     def parameters(self) -> int:
@@ -254,7 +264,7 @@ class CausalLM:
             positions = torch.arange(length, length + rows, device=self.device, dtype=torch.int64)
             arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": Prompt(length)}
             if self._dense_mask:
-                arguments = {"attention_mask": self._additive(lower_right(rows, length, self.device))}
+                arguments = {"attention_mask": self._prompt_masks(rows, length)}
             if logits != "all" and self._keeps_rows:
                 arguments["logits_to_keep"] = 1
             view = _SlabView(cache, length, rows)
@@ -280,10 +290,10 @@ class CausalLM:
         """
         began = time.perf_counter()
         arguments: dict[str, Any] = {"logits_to_keep": one} if one is not None and self._keeps_rows else {}
+        if self.window is not None and rows.paths is None and cache.capacity > self.window:
+            note_places(cache, rows)
         if self._dense_mask:
-            mask = rows.mask()
-            seen = torch.ones(1, rows.end, dtype=torch.bool, device=self.device) if mask is None else mask
-            arguments["attention_mask"] = self._additive(seen)
+            arguments["attention_mask"] = self._row_masks(rows)
         else:
             # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
             arguments |= {"attention_mask": self._dummy_mask, "tree": rows}
@@ -329,44 +339,75 @@ class CausalLM:
             None, None
         ]
 
+    def _row_masks(self, rows: Rows) -> Any:
+        mask = rows.mask()
+        seen = torch.ones(1, rows.end, dtype=torch.bool, device=self.device) if mask is None else mask
+        near = None if self.window is None or rows.places is None else dense(rows, self.window)
+        return self._by_layer(seen, near)
+
+    def _prompt_masks(self, rows: int, before: int) -> Any:
+        near = None if self.window is None else near_prompt(rows, before, self.window, self.device)
+        return self._by_layer(lower_right(rows, before, self.device), near)
+
+    def _by_layer(self, seen: Tensor, near: Tensor | None) -> Any:
+        """Return the mask as the model takes it: one, or one per type of its layers; near: of those that slide."""
+        whole = self._additive(seen)
+        sliding = whole if near is None else self._additive(near)
+        if self._masks_by_type:
+            return {kind: sliding if kind == SLIDING else whole for kind in (SLIDING, *self.config.layer_types)}
+        return sliding
+
     def _choose_attention(self) -> None:
         """Take the tree attention where the model honours it, else a dense mask; raise where that fails too."""
-        if self._twin._can_set_attn_implementation():
-            set_attention(self._twin, ATTENTION)
-        self._dense_mask = self.config._attn_implementation != ATTENTION
-        fault = self._fault()
-        if fault and not self._dense_mask:
-            set_attention(self._twin, "eager")
-            self._dense_mask = True
+        faults = []
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        for dense_mask, by_type in ((False, False), (True, True), (True, False)):
+            if dense_mask is False and not self._twin._can_set_attn_implementation():
+                continue
+            if (by_type and not kinds) or (dense_mask and not by_type and self.window is not None and len(kinds) > 1):
+                continue
+            set_attention(self._twin, "eager" if dense_mask else ATTENTION)
+            if (self.config._attn_implementation == ATTENTION) is dense_mask:
+                continue
+            self._dense_mask, self._masks_by_type = dense_mask, by_type
             fault = self._fault()
-        if fault:
-            raise UnsupportedModelError(f"{_name(self.model)}: its attention does not honour a tree mask ({fault})")
+            if fault is None:
+                return
+            faults.append(fault)
+        raise NoTreesError(f"{_name(self.model)}: its attention does not honour a tree mask ({'; '.join(faults)})")
 
     @torch.inference_mode()
     def _fault(self) -> str | None:
         """Run a small tree; return what went wrong, or None."""
         try:
-            with _errors_named(self.model):
-                self._layers, self._heads, self._head_size, self._dtype = self._record_shapes()
-                return self._tree_fault()
+            self._layers, self._heads, self._head_size, self._dtype, self._shapes = self._record_shapes()
+            return self._tree_fault() or self._window_fault()
+        except (SpecEngineError, *NO_MEMORY):
+            raise
         except NeedsDenseMask as error:
             return str(error)
+        except Exception as error:  # modules of any kind may raise anything
+            return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
-    def _record_shapes(self) -> tuple[int, int, int, torch.dtype]:
+    def _record_shapes(self) -> tuple[int, int, int, torch.dtype, Shapes | None]:
         recorder = _ShapeRecorder()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self._twin(input_ids=token, past_key_values=recorder, use_cache=True)
-        if len(set(recorder.shapes.values())) != 1 or sorted(recorder.shapes) != list(range(len(recorder.shapes))):
-            raise UnsupportedModelError(
-                f"{_name(self.model)}: its layers keep keys and values of different shapes or on different devices "
-                f"({sorted(set(map(str, recorder.shapes.values())))}); one slab for all layers is needed"
+        found = [recorder.shapes[layer] for layer in sorted(recorder.shapes)]
+        if not found:
+            raise NoTreesError(f"{_name(self.model)}: it has no cache of keys and values")
+        stored = {shape[3:] for shape in found}
+        if len(stored) != 1 or sorted(recorder.shapes) != list(range(len(found))):
+            raise NoTreesError(
+                f"{_name(self.model)}: its layers keep keys and values of different kinds or on different devices "
+                f"({sorted(map(str, stored))}); one dtype and device for all layers is needed"
             )
-        heads, key_size, value_size, dtype, _ = next(iter(recorder.shapes.values()))
-        if key_size != value_size:
-            raise UnsupportedModelError(
-                f"{_name(self.model)}: keys have {key_size} channels and values {value_size}; they must agree"
-            )
-        return len(recorder.shapes), heads, key_size, dtype
+        ((dtype, _),) = stored
+        heads, key_size, value_size = found[0][:3]
+        if len(set(found)) == 1 and key_size == value_size:
+            return len(found), heads, key_size, dtype, None
+        shapes = tuple(((heads, size), (heads, value)) for heads, size, value, *_ in found)
+        return len(found), 1, max(heads * size for pair in shapes for heads, size in pair), dtype, shapes
 
     def _tree_fault(self) -> str | None:
         # The tree is 0-(1-3, 2): node 3 must depend on its ancestors and on nothing else.
@@ -382,6 +423,18 @@ class CausalLM:
         if not (path - tree).abs().max() <= tolerance * effect:
             return "a node's logits differ from those of its path alone"
         return None
+
+    def _window_fault(self) -> str | None:
+        """Return what is wrong with the windows: a layer that slides must hand its window to the tree attention."""
+        if self._dense_mask:
+            return None
+        seen = Prompt(0)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        given = {"attention_mask": self._dummy_mask, "tree": seen}
+        self._twin(input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, **given)
+        kinds = getattr(self.config, "layer_types", None) or [SLIDING] * len(seen.windows)
+        wanted = [self.window if kind == SLIDING else None for kind in kinds]
+        return None if seen.windows == wanted else "its layers do not hand their windows to the attention"
 
     def _last_logits(self, tokens: list[int], parents: list[int]) -> Tensor:
         given, above = (torch.tensor(values, device=self.device, dtype=torch.int64) for values in (tokens, parents))
@@ -409,30 +462,50 @@ def _errors_named(model: PreTrainedModel) -> Iterator[None]:
         ) from error
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError where the model's class or config says that it cannot be a target or draft."""
+# Types of layers whose state cannot be taken back, in words.
+_ATTENTION = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
+_STATES = {"linear_attention": "recurrent state", "mamba": "recurrent state", "hybrid": "recurrent state"}
+_STATES |= {"conv": "convolution state", "chunked_attention": "attention in chunks", "recurrent": "recurrent state"}
+
+
+def refuse_others(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError for what is no language model that goes on with a text."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{_name(model)}: encoder-decoder models are not supported, only causal LMs")
-    config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if getattr(model, "_is_stateful", False) or kinds:
-        what = ", ".join(sorted(kinds)) or "recurrent state"
-        raise UnsupportedModelError(
-            f"{_name(model)}: cannot roll back rejected draft tokens ({what}); "
-            "only models whose whole state is a cropable key-value cache are supported"
-        )
-    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModelError(
-            f"{_name(model)}: its positions follow from the order of the cache, so nodes of a tree cannot be placed by "
-            "depth; only models whose forward reads position_ids are supported"
-        )
-    if getattr(config, "attention_layers", None):  # GPT-Neo
-        raise UnsupportedModelError(
-            f"{_name(model)}: its attention masks by cache slot, but the nodes of a tree are not in the slots "
-            "of their positions; only attention that the mask alone decides is supported"
-        )
     if not model.can_generate():
         raise UnsupportedModelError(f"{_name(model)}: has no language-model head, pass a ...ForCausalLM model")
+    if not hasattr(model.get_input_embeddings(), "weight"):
+        raise UnsupportedModelError(f"{_name(model)}: has no single table of token embeddings")
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where the model's class or config says that it cannot be a target or draft.
+
+    NoTreesError where it can answer, but not run a tree in one forward.
+    """
+    refuse_others(model)
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = set(types or ()) - _ATTENTION
+    if kinds or (types is None and getattr(model, "_is_stateful", False)):
+        what = ", ".join(sorted({_STATES.get(kind, kind) for kind in kinds})) or "recurrent state"
+        raise NoTreesError(
+            f"{_name(model)}: cannot roll back rejected draft tokens ({what}); only a key-value cache can be cropped"
+        )
+    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
+        raise NoTreesError(
+            f"{_name(model)}: its positions follow from the order of the cache, so nodes of a tree cannot be placed by "
+            "depth (its forward reads no position_ids)"
+        )
+    reasons = {
+        "attention_layers": "its attention masks by cache slot, and nodes of a tree stand in other slots",  # GPT-Neo
+        "index_topk": "sparse attention: an indexer chooses the keys that a token sees",
+        "keep_window_size": "dynamic mask: its attention chooses the keys that a token sees",  # Doge
+        "attn_temperature_tuning": "its queries are scaled by their place in the cache",  # Llama 4
+    }
+    for field, reason in reasons.items():
+        if getattr(config, field, None):
+            raise NoTreesError(f"{_name(model)}: {reason}")
 
 
 def refuse_absent(model: PreTrainedModel) -> None:
@@ -467,21 +540,23 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
         )
 
 
-def context_limit(config: Any, *, windows: bool = False) -> int:
-    """Return how many tokens the model can hold: its position limit, or its attention window if that is shorter.
+def context_limit(config: Any) -> int:
+    """Return how many tokens the model can hold: its position limit.
 
-    windows: whether attention keeps to its window itself, so that it is no limit. LongRoPE models turn all positions
-    by other frequencies once a sequence passes their original context, which is the limit here: the cached keys before
-    it would no longer fit. UnsupportedModelError where it leaves no room.
+    LongRoPE models turn all positions by other frequencies once a sequence passes their original context, which is
+    the limit here: the cached keys before it would no longer fit. UnsupportedModelError where it leaves no room.
     """
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20
+    if config.model_type == "xlnet":  # whose positions are relative, and its limit -1
+        limit = 1 << 20
+    if config.model_type in UNMASKED:
+        limit = min(limit, config.sliding_window)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         limit = min(limit, rope.get("original_max_position_embeddings") or limit)
-    kinds = getattr(config, "layer_types", None)
-    window = None if windows else getattr(config, "sliding_window", None)
-    if window and (kinds is None or "sliding_attention" in kinds):
-        limit = min(limit, window)  # within the window, sliding and full attention are the same
+    window = window_of(config) or 2
+    if min(limit, window) < 1:
+        raise UnsupportedModelError(f"the sliding window in its config is {window}, 1 or more tokens are needed")
     if limit < 2:
         raise UnsupportedModelError(f"the context in its config is {limit}, 2 or more tokens are needed")
     return int(limit)
@@ -518,11 +593,21 @@ class HuggingFaceTarget(CachedTarget):
         if captured:
             self.lm.require_capture()
         self.strict_rows = strict_rows(self.lm, padded=captured) if strict else 0  # of each forward
+        if strict and self.lm.window is not None:  # strict attention masks by path, not by position
+            self.max_context = min(self.max_context, self.lm.window)
 
     @property
     def notes(self) -> list[str]:
-        uncaptured = self.captured and self.device.type != "cuda"
-        return ["graphs: without a CUDA device the padded forwards run uncaptured"] if uncaptured else []
+        short = self.max_context < self.lm.max_context
+        return [
+            note
+            for note, holds in {
+                "graphs: without a CUDA device the padded forwards run uncaptured": self.captured
+                and self.device.type != "cuda",
+                f"strict: the context ends with the model's sliding window of {self.max_context} tokens": short,
+            }.items()
+            if holds
+        ]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

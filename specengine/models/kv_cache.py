@@ -19,8 +19,14 @@ from specengine.ops.tree import TokenTree
 GRANULE = 256  # capacities are rounded up to a multiple of this many slots
 
 
+Shapes = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+
+
 class KVCache:
     """Keys and values of one sequence: `slab` is [layers, 2, KV heads, capacity, head size].
+
+    shapes: of each layer's keys and values, (KV heads, head size), where they differ: the slab then has one head, which
+    a layer's heads divide among themselves.
 
     Slots below `length` hold the committed tokens in order. Slots from `length` on are scratch: a forward over
     tree nodes writes there and `keep` keeps the rows of the accepted path. `filled`, int32 [1], is the length where
@@ -36,10 +42,13 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        shapes: Shapes | None = None,
     ) -> None:
+        self.shapes = shapes
         shape = (layers, 2, heads, _rounded(capacity), head_size)
         self.slab = torch.empty(shape, dtype=dtype, device=device)
         self.filled = torch.zeros(1, dtype=torch.int32, device=device)
+        self.places: Tensor | None = None  # positions by slot, of scratch, where a model's windows need them
 
     @property
     def length(self) -> int:
@@ -85,6 +94,12 @@ class KVCache:
             self.filled += len(path)
 
 
+def of_shape(rows: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return slots of a layer, [1, 1, slots, width], as those of its heads, [1, KV heads, slots, head size]."""
+    heads, size = shape
+    return rows[0, 0, :, : heads * size].unflatten(-1, shape).transpose(0, 1)[None]
+
+
 def _rounded(capacity: int) -> int:
     return -(-capacity // GRANULE) * GRANULE
 
@@ -98,6 +113,7 @@ class Rows:
     slot               int64 [1], the cache slot of the first row; the others take those behind it
     prefix, live       int32 [1]: slots that every row sees; rows from `live` on are padding
     paths              None unless attention is strict
+    places             int64 [slots or more], the positions of slots; None where no window is shorter than the text
 
     Keys and values of padding go to the slots behind those of the other rows. Its results mean nothing.
     """
@@ -109,6 +125,8 @@ class Rows:
     prefix: Tensor
     live: Tensor
     paths: Paths | None = None
+    places: Tensor | None = field(default=None, init=False, repr=False)
+    near: dict[int, Any] = field(default_factory=dict, init=False, repr=False)  # masks by window, see windows.py
     _seen: Tensor | None = field(default=None, init=False, repr=False)
     _mask: Any = field(default=None, init=False, repr=False)
 

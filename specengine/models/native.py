@@ -163,7 +163,7 @@ class NativeLM:
         self.numerics = numerics_of(numerics, self.dtype, whole=whole)
         self.instruction_set = instruction_set(self.numerics)
         self.shape: Shape = shape_of(self.config)
-        self.max_context = context_limit(self.config, windows=True)
+        self.max_context = context_limit(self.config)
         self.vocab_size = self.shape.vocabulary
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever

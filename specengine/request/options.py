@@ -44,6 +44,7 @@ class GenerationOptions(DeclaredOptions):
 
     def __post_init__(self) -> None:
         self._configured = Configured()
+        self.cut = ""  # a note for an answer that ends before `max_new_tokens`
         self._max_length = 0  # of prompt and answer, as far as the options go
 
     @classmethod
@@ -74,6 +75,8 @@ class GenerationOptions(DeclaredOptions):
         if (self.min_new_tokens or 0) > self.max_new_tokens:
             raise InputError(f"min_new_tokens: got {shown(self.min_new_tokens)}, accepted up to {self.max_new_tokens}")
         self._max_length = prompt_length + self.max_new_tokens
+        if self._max_length > max_context:
+            self.cut = f"max_new_tokens: the answer ends with the context, {max_context} tokens of prompt and answer"
         self.max_new_tokens = min(self.max_new_tokens, max_context - prompt_length)
         configured.check(self._context(prompt_length, "cpu"), samples=self.samples)
         return self

@@ -57,7 +57,7 @@ def token_ids(  # noqa: PLR0913
     if len(ids) >= max_context:
         raise InputError(
             f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
-            f"the model's context is {max_context} and an answer needs room"
+            f"the context here is {max_context} and an answer needs room"
         )
     return ids
 

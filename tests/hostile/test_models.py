@@ -1,6 +1,7 @@
 """Models and vocabularies that do not fit: refused by what they lack, before they are used."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from specengine.drafters.ngram import NGram
 from specengine.errors import CheckpointError, InputError, TokenizerMismatchError, UnsupportedModelError
 from specengine.models.attention import ATTENTION
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
+from specengine.models.own_cache import OwnCacheTarget
 from tests.hostile.engines import PROMPT, check_usable, engine_of, model
 from tests.toy import VOCABULARY, byte_tokenizer, policy_for, tiny
 
@@ -63,7 +65,9 @@ def test_models_that_cannot_roll_back() -> None:
         num_experts=2,
         layer_types=["linear_attention", "full_attention"],
     )
-    refused(hybrid, transformers.Qwen3NextForCausalLM, f"{message} .linear_attention.*only models whose whole state")
+    refused(hybrid, transformers.Qwen3NextForCausalLM, f"{message} .recurrent state.; only a key-value cache")
+    lfm = transformers.Lfm2Config(**common, num_attention_heads=4, layer_types=["conv", "full_attention"])
+    refused(lfm, transformers.Lfm2ForCausalLM, f"{message} .convolution state.")
 
 
 def test_models_of_other_kinds() -> None:
@@ -73,7 +77,7 @@ def test_models_of_other_kinds() -> None:
     bloom = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4)
     refused(bloom, transformers.BloomForCausalLM, "nodes of a tree cannot be placed by depth")
     mpt = transformers.MptConfig(vocab_size=99, d_model=32, n_layers=1, n_heads=4)
-    refused(mpt, transformers.MptForCausalLM, "only models whose forward reads position_ids are supported")
+    refused(mpt, transformers.MptForCausalLM, "its forward reads no position_ids")
     falcon = transformers.FalconConfig(
         vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True
     )
@@ -88,29 +92,26 @@ def test_models_of_other_kinds() -> None:
     refused(bert, transformers.BertForMaskedLM, "has no language-model head")
 
 
-def test_models_whose_keys_and_values_do_not_fit_one_slab() -> None:
-    latent = transformers.DeepseekV3Config(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=8,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        first_k_dense_replace=1,
-        n_routed_experts=2,
-    )
-    refused(latent, transformers.DeepseekV3ForCausalLM, r"keys have \d+ channels and values \d+; they must agree")
+def test_keys_and_values_of_any_shape_fit_one_slab() -> None:
     mixed = tiny("llama", num_key_value_heads=4)
     attention = mixed.model.layers[1].self_attn
     attention.k_proj, attention.v_proj = torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(32, 16, bias=False)
     attention.num_key_value_groups = 2
-    refused(None, lambda _: mixed, "its layers keep keys and values of different shapes or on different devices")
+    lm = CausalLM(mixed)
+    assert lm.new_cache(1).shapes == (((4, 8), (4, 8)), ((2, 8), (2, 8)))
+    assert lm.new_cache(1).slab.shape == (2, 2, 1, 256, 32)
+    ids = torch.tensor([PROMPT])
+    options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    expected = mixed.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(PROMPT) :].tolist()
+    engine = Engine.from_pretrained(mixed, "ngram", policy_for("eagle"), backend="huggingface")
+    assert engine.generate(PROMPT, max_new_tokens=20).token_ids == expected
+
+
+def test_a_refused_draft_is_named_as_the_draft() -> None:
+    common = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1}
+    config = transformers.MambaConfig(**common, state_size=4, expand=1, time_step_rank=4)
+    with pytest.raises(UnsupportedModelError, match=r"^draft: MambaForCausalLM: cannot roll back"):
+        Engine.from_pretrained(model(), transformers.MambaForCausalLM(config).eval())
 
 
 WHOLE = "accepted a whole number, 1 to"
@@ -134,7 +135,7 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10, "original_max_position_embeddings": "x"}},
         "original_max_position_embeddings: got 'x', accepted a whole number",
     ),
-    ({"sliding_window": -1}, "the context in its config is -1, 2 or more"),
+    ({"sliding_window": -1}, "the sliding window in its config is -1, 1 or more"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan, accepted a number above 0"),
     ({"rope_parameters": {"rope_type": "zzz"}}, "no model can be built from its config.json .KeyError: 'zzz'"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta: got 0, accepted a number, 1 to 1e"),
@@ -232,14 +233,16 @@ class IgnoresPositions(transformers.LlamaForCausalLM):
         (IgnoresPositions, "does not honour a tree mask .a node's logits differ from those of its path alone"),
     ],
 )
-def test_a_model_that_does_not_honour_the_tree(kind: type[PreTrainedModel], message: str) -> None:
+def test_a_model_that_does_not_honour_the_tree_runs_its_paths(kind: type[PreTrainedModel], message: str) -> None:
     torch.manual_seed(0)
     bad = kind(model().config).eval()
     bad.set_attn_implementation("sdpa")
-    with pytest.raises(UnsupportedModelError, match=message):
-        Engine.from_pretrained(bad, "ngram")
+    engine = Engine.from_pretrained(bad, "ngram", tokenizer=byte_tokenizer())
+    assert isinstance(engine.target, OwnCacheTarget)
+    assert re.search(f"^trees are verified path by path on its own cache: .*{message}", engine.target.notes[0])
+    check_usable(engine)
     assert bad.config._attn_implementation == "sdpa"  # left as it was
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedModelError, match=f"^draft: .*{message}"):
         Engine.from_pretrained(model(), bad)
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         (torch.empty(1, 0, dtype=torch.int64), "prompt: it is empty"),
         ([1, VOCABULARY], f"prompt: token id {VOCABULARY} is out of range, accepted 0 to {VOCABULARY - 1}"),
         ([1, -1], "prompt: token id -1 is out of range"),
-        ([1] * 256, r"prompt: it has 256 tokens, accepted at most 255: the model's context is 256"),
+        ([1] * 256, r"prompt: it has 256 tokens, accepted at most 255: the context here is 256"),
         ([1] * 1000, r"prompt: it has 1000 tokens, accepted at most 255"),
         ([[1, 2], [3, 4]], "prompt: accepted a string, a list of chat messages .* or a list of token ids"),
         ([1.0, 2.0], "prompt: accepted a string"),

@@ -1,0 +1,310 @@
+"""Models that run no tree in one forward: decoded on their own cache, as transformers' `generate` does.
+
+The cache is what transformers gives the model: recurrent and convolution states, indexers, none at all. Where it can be
+copied, a tree is verified by a copy with a row per path, and the accepted path is run once more on the original, unless
+the copy holds it and nothing else, or can be cropped to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer
+
+from specengine.errors import SpecEngineError, UnsupportedModelError
+from specengine.models.configs import NO_MEMORY
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget, Logits, _errors_named, _name, refuse_others
+from specengine.ops.tree import TokenTree
+
+CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # names of caches in outputs
+_CROPPED = (DynamicLayer, DynamicIndexedLayer)
+# Fields of configs whose models choose a token's keys among those of all tokens that run beside it.
+_UNSURE = dict.fromkeys(("index_topk", "keep_window_size"), "what a token sees depends on the tokens that run with it")
+
+
+class OwnCache:
+    """A model's own cache of one sequence. `tokens` are those that it has taken in."""
+
+    shapes = None
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.held: dict[str, Any] = {}  # caches by the name that the model's forward has for them
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def croppable(self) -> bool:
+        """Return whether its last tokens can be taken back."""
+        caches = list(self.held.values())
+        return bool(caches) and all(
+            type(cache) is DynamicCache and all(type(layer) in _CROPPED for layer in cache.layers) for cache in caches
+        )
+
+    def crop(self, length: int) -> None:
+        """Forget everything from token `length` on, or everything where the cache cannot be cropped."""
+        if length < self.length and (not length or not self.croppable):
+            self.tokens, self.held = [], {}
+        elif length < self.length:
+            for cache in self.held.values():
+                cache.crop(length - self.length)
+            self.tokens = self.tokens[:length]
+
+    def reserve(self, capacity: int) -> None:
+        """Do nothing: the model's cache grows as it is filled."""
+
+    def copies(self, count: int, device: torch.device) -> dict[str, Any]:
+        """Return the caches `count` times side by side."""
+        made = copy.deepcopy(self.held)
+        if count > 1:
+            for cache in made.values():
+                cache.reorder_cache(torch.zeros(count, dtype=torch.int64, device=device))
+        return made
+
+
+class OwnCacheLM(CausalLM):
+    """A model on its own cache, whatever that is.
+
+    fault: why it verifies no trees by paths, as a few tokens show at construction; None where it does.
+    """
+
+    attention = "its own"
+
+    def _refuse(self, model: PreTrainedModel) -> None:
+        refuse_others(model)
+
+    def _choose_attention(self) -> None:
+        self._layers, self._dense_mask = int(getattr(self.config, "num_hidden_layers", 0)), False
+        self.fault: str | None = "untried"
+        with _errors_named(self.model):
+            self.extend(self.new_cache(1), [token % self.vocab_size for token in (1, 2)])
+        unsure = next((reason for field, reason in _UNSURE.items() if getattr(self.config, field, None)), None)
+        self.fault = unsure or self._paths_fault()
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        return self.vocab_size, self.max_context, self.dtype, self.device, self._layers
+
+    def new_cache(self, capacity: int) -> Any:
+        return OwnCache()
+
+    def prepare_features(self, ids: tuple[int, ...]) -> None:
+        raise UnsupportedModelError(
+            f"{_name(self.model)}: gives no hidden states on its own cache, and this draft reads them"
+        )
+
+    def extend(  # type: ignore[override]
+        self, cache: OwnCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: Logits = "last"
+    ) -> tuple[Tensor | None, None]:
+        if not tokens:
+            return None, None
+        began = time.perf_counter()
+        alone = cache.length and self.fault is not None  # its modules may take one token at a time
+        pieces = [[token] for token in tokens] if alone else [tokens]
+        found = [self._run(cache, piece, every=logits == "all") for piece in pieces]
+        self.seconds += time.perf_counter() - began
+        return (None if logits == "none" else torch.cat(found) if logits == "all" else found[-1][-1:]), None
+
+    def _run(self, cache: OwnCache, tokens: list[int], *, every: bool) -> Tensor:
+        """Run tokens, and return their logits, or those of the last one."""
+        given = torch.tensor([[*cache.tokens, *tokens]], dtype=torch.int64, device=self.device)
+        if not cache.length:
+            cache.held = self._empty()
+        logits, cache.held = self._forward(given, len(tokens), cache.held, first=not cache.length, every=every)
+        cache.tokens = [*cache.tokens, *tokens]
+        return logits[0]
+
+    def _empty(self) -> dict[str, Any]:
+        """Return an empty cache as `generate` makes it: the model may make its own."""
+        if not self._twin._supports_default_dynamic_cache():  # noqa: SLF001
+            return {}
+        name = "cache_params" if "mamba" in type(self._twin).__name__.lower() else "past_key_values"
+        return {name: DynamicCache(config=self.config)}
+
+    def _forward(
+        self, given: Tensor, count: int, held: dict[str, Any], *, first: bool = False, every: bool = True
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Run the last `count` of `given`, int64 [rows, tokens]; return logits [rows, count or 1, vocabulary]."""
+        arguments: dict[str, Any] = {**held, "use_cache": True}
+        seen = {"attention_mask": torch.ones_like(given)}
+        if "position_ids" in self._accepts:
+            place = self._twin._prepare_position_ids_for_generation  # noqa: SLF001
+            arguments["position_ids"] = place(given, {**arguments, **seen})
+        if "attention_mask" in self._accepts:
+            arguments |= seen
+        if self._keeps_rows and not every:
+            arguments["logits_to_keep"] = 1
+        prepared = self._runs.prepare_inputs_for_generation(
+            given, next_sequence_length=count if held else None, is_first_iteration=first, **arguments
+        )
+        if every and "logits_to_keep" in prepared:
+            prepared["logits_to_keep"] = 0  # all; some models' configs ask for the last
+        out = self._runs(**prepared, return_dict=True)
+        caches = {name: out[name] for name in CACHES if out.get(name) is not None}
+        return out.logits[:, -count if every else -1 :], {_argument(name): cache for name, cache in caches.items()}
+
+    def verify(self, cache: OwnCache, tree: TokenTree) -> tuple[Tensor, Paths]:
+        """Return the logits of a tree's nodes behind the cached tokens, [nodes, vocabulary], and how they were run."""
+        began = time.perf_counter()
+        paths = Paths.of(tree)
+        rows = [[*cache.tokens, *row] for row in paths.tokens(tree)]
+        given = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        logits, paths.held = self._forward(given, paths.longest, cache.copies(len(rows), self.device))
+        self.seconds += time.perf_counter() - began
+        return logits[paths.row, paths.depth], paths
+
+    def keep(self, cache: OwnCache, paths: Paths, path: list[int], tokens: list[int]) -> None:
+        """Take in the accepted path of the tree verified last."""
+        row = paths.with_path(path)
+        made = OwnCache()
+        made.tokens, made.held = [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))], paths.held
+        if len(path) < paths.longest and not made.croppable:
+            self.extend(cache, tokens, logits="none")
+            return
+        if len(paths.nodes) > 1:
+            for held in made.held.values():
+                held.reorder_cache(torch.tensor([row], dtype=torch.int64, device=self.device))
+        made.crop(cache.length + len(path))
+        cache.tokens, cache.held = made.tokens, made.held
+
+    @torch.inference_mode()
+    def _paths_fault(self) -> str | None:
+        """Verify a tree behind a few tokens; return what went wrong, or None."""
+        ids = [token % self.vocab_size for token in (1, 2, 3, 5, 7, 4)]
+        try:
+            cache, plain = self.new_cache(1), self.new_cache(1)
+            for each in (cache, plain):
+                self.extend(each, ids[:4])
+            if not cache.held or not all(type(held) is DynamicCache for held in cache.held.values()):
+                return "it has no cache of a kind that is known to be copied whole"
+            tree = TokenTree.root(ids[4], 4, self.device)
+            for parent, token in ((0, ids[5]), (0, ids[0]), (1, ids[2])):
+                added = torch.tensor([[parent], [token]], dtype=torch.int64, device=self.device)
+                tree.add(added[0], added[1], torch.zeros(1, device=self.device))
+            logits, paths = self.verify(cache, tree)
+            expected = torch.cat([self._run(plain, [token], every=True) for token in (ids[4], ids[5], ids[2])])
+            if not _close(logits[[0, 1, 3]], expected):
+                return "several tokens at once give other logits than one after the other"
+            self.keep(cache, paths, [0, 1], [ids[4], ids[5]])
+            after, _ = self.extend(cache, [ids[2]])
+            if after is None or not _close(after, expected[-1:]):
+                return "its cache is another one behind an accepted path"
+        except (SpecEngineError, *NO_MEMORY):
+            raise
+        except Exception as error:  # caches of any kind may raise anything
+            return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        return None
+
+
+def _argument(name: str) -> str:
+    return "past_key_values" if name in ("mems", "past_buckets_states") else name
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Return whether logits agree but for rounding."""
+    rounding = 1e-3 if expected.dtype == torch.float32 else 0.1
+    found, expected = (logits.float().nan_to_num(0.0, 0.0, 0.0) for logits in (found, expected))
+    return bool((found - expected).abs().max() <= rounding * expected.std().clamp(min=1e-6))
+
+
+class Paths:
+    """A tree as its root-to-leaf paths, each a row of one length: shorter ones are padded behind.
+
+    nodes: of each path; row, depth: int64 [nodes of the tree], where each node stands; held: caches behind them.
+    """
+
+    def __init__(self, nodes: list[list[int]], size: int) -> None:
+        self.nodes, self.longest = nodes, max(map(len, nodes))
+        self.held: dict[str, Any] = {}
+        places = {node: (row, depth) for row, path in enumerate(nodes) for depth, node in enumerate(path)}
+        self.row, self.depth = ([places[node][part] for node in range(size)] for part in (0, 1))
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> Paths:
+        parents = tree.parents.tolist()
+        inner = set(parents)
+        paths = []
+        for leaf in (node for node in range(len(parents)) if node not in inner):
+            path = [leaf]
+            while (parent := parents[path[-1]]) >= 0:
+                path.append(parent)
+            paths.append(path[::-1])
+        return cls(paths, len(parents))
+
+    def tokens(self, tree: TokenTree) -> list[list[int]]:
+        """Return the tokens of each row."""
+        ids = tree.tokens.tolist()
+        return [[ids[node] for node in path] + [ids[0]] * (self.longest - len(path)) for path in self.nodes]
+
+    def with_path(self, path: list[int]) -> int:
+        """Return the row that begins with these nodes."""
+        return next(row for row, nodes in enumerate(self.nodes) if nodes[: len(path)] == path)
+
+
+class OwnCacheTarget(HuggingFaceTarget):
+    """A model that runs no tree in one forward, for the reason in `cause`, on its own cache.
+
+    trees: whether it takes drafts at all; without, it decodes plainly.
+    """
+
+    makes = OwnCacheLM
+    lm: OwnCacheLM
+
+    def __init__(self, model: PreTrainedModel, cause: str, *, pack: bool | None = None, reason: str = "") -> None:
+        super().__init__(model, pack=pack, reason=reason)
+        self.cause = cause
+        self._paths: Paths | None = None
+        self._waiting: list[int] = []  # of the prompt, run with the first token to verify, as `generate` does
+
+    @property
+    def trees(self) -> bool:
+        return self.lm.fault is None
+
+    @property
+    def notes(self) -> list[str]:
+        how = "trees are verified path by path on" if self.trees else "decoded plainly on"
+        why = self.cause if self.trees else f"{self.cause}; and {self.lm.fault}"
+        return [f"{how} its own cache: {why}"]
+
+    def cached(self, tokens: list[int]) -> int:
+        found = super().cached(tokens)
+        return found if found == self.cache.length or self.cache.croppable else 0  # type: ignore[attr-defined]
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> None:
+        kept = self.cached(tokens) if keep is None else keep
+        self.cache.crop(kept)
+        self.tokens, self._waiting = tokens[: self.cache.length], tokens[self.cache.length :]
+
+    def rate(self, tokens: list[int]) -> Tensor:
+        self._waiting = []
+        return super().rate(tokens)
+
+    def reset(self) -> None:
+        self._waiting = []
+        super().reset()
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
+        tree, cache, waiting = tree.trimmed(), self.cache, self._waiting
+        self.tokens, self._waiting = [*self.tokens, *waiting], []
+        if len(tree) == 1:
+            self._paths = None
+            logits, _ = self.lm.extend(cache, [*waiting, *tree.tokens.tolist()])  # type: ignore[arg-type]
+            assert logits is not None
+            return logits, None
+        self.lm.extend(cache, waiting, logits="none")  # type: ignore[arg-type]
+        logits, self._paths = self.lm.verify(cache, tree)  # type: ignore[arg-type]
+        return logits, None
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        tokens = tree.tokens[path].tolist()
+        if self._paths is not None:
+            self.lm.keep(self.cache, self._paths, path, tokens)  # type: ignore[arg-type]
+            self._paths = None
+        self.tokens.extend(tokens)
