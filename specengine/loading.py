@@ -25,7 +25,7 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, UnsupportedModelError, shown
 from specengine.models import Target
-from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError, context_limit
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError
 from specengine.models.longrope import LongRopeTarget, switches
 from specengine.models.native import NativeLM, NativeTarget
 from specengine.models.own_cache import OwnCacheTarget
@@ -236,10 +236,10 @@ def _default(target: str) -> str:
 
 def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> list[str]:
     """Return notes for the user: the context is short, a better draft is at hand, or this one costs too much."""
-    if isinstance(target, NativeTarget) and target.max_context < context_limit(target.lm.config):
-        whole = context_limit(target.lm.config)
+    whole = getattr(target.lm.config, "max_position_embeddings", None) or 0
+    if isinstance(target, NativeTarget) and target.max_context < whole:
         return [
-            f"native: the context ends with the sliding window of {target.max_context} tokens; "
+            f"native: the context ends with LongRoPE's original {target.max_context} tokens; "
             f"backend='huggingface' has all {whole}"
         ]
     if draft is None and drafter is not None and _default(target.name) == "recycling" and _takes_shipped_head(target):

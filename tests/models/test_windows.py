@@ -110,7 +110,17 @@ def test_the_window_of_a_config() -> None:
 def test_a_native_model_is_not_cut_at_its_window() -> None:
     model = tiny("mistral", sliding_window=WINDOW)
     engine = Engine.from_pretrained(model, policy="plain")
-    assert "native: a sliding window of 16 tokens, in a context of 256" in engine.target.backend
+    assert engine.target.max_context == 256
+    assert engine.generate([1, 2, 3, 4], max_new_tokens=40).token_ids == generated(model, [1, 2, 3, 4], 40)
+
+
+def test_a_native_model_ends_with_the_original_context_of_longrope_where_it_is_asked_for() -> None:
+    factors = {"long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": WINDOW}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    model = tiny("phi3", rope_parameters=rope, original_max_position_embeddings=WINDOW, max_position_embeddings=64)
+    engine = Engine.from_pretrained(model, policy="plain")
+    assert "native: LongRoPE beyond 16 tokens, in a context of 64" in engine.target.backend
+    assert engine.generate([1, 2, 3, 4], max_new_tokens=40).token_ids == generated(model, [1, 2, 3, 4], 40)
     try:
         short = Engine.from_pretrained(model, policy="plain", backend="native")
     except UnsupportedModelError as error:
@@ -118,6 +128,6 @@ def test_a_native_model_is_not_cut_at_its_window() -> None:
     answer = short.generate([1, 2, 3, 4], max_new_tokens=40)
     assert len(answer.token_ids) == 12
     assert answer.stats.notes == [
-        "native: the context ends with the sliding window of 16 tokens; backend='huggingface' has all 256",
+        "native: the context ends with LongRoPE's original 16 tokens; backend='huggingface' has all 64",
         "max_new_tokens: the answer ends with the context, 16 tokens of prompt and answer",
     ]
