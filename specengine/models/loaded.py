@@ -260,7 +260,9 @@ class ModelSource(Source):
     def rope(self, key: str = "") -> tuple[Tensor, float]:
         rotary: Any = self._model.get_decoder().rotary_emb  # whose buffer a cast of the model rounds
         prefix = f"{key}_" if key else ""
-        frequencies = getattr(rotary, f"{prefix}original_inv_freq")  # those of longrope change with the length
+        kind = rotary.rope_type[key] if key else rotary.rope_type
+        begin = "original_" if kind == "longrope" else ""  # the others of longrope are those of the last length
+        frequencies = getattr(rotary, f"{prefix}{begin}inv_freq")
         return frequencies.detach().to(torch.float32), float(getattr(rotary, f"{prefix}attention_scaling"))
 
     def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
