@@ -37,20 +37,21 @@ class Plan(NamedTuple):
     """Numbers of nodes that one round of cycles measures.
 
     The time of a matrix product steps where a block of 16 rows is full. So the plans have counts on both sides of
-    steps, and 96 after the last one: the slope that continues from there covers several blocks.
+    steps, and 96 after the last one: the slope that continues from there covers several blocks. Without such blocks
+    few rows wait for the weights and more for arithmetic, so every plan has 4 and 8.
     """
 
     nodes: tuple[int, ...]
     widths: tuple[int, ...]
 
 
-SMALLEST_PLAN = Plan((1, 64, 16), (1, 16, 4))
+SMALLEST_PLAN = Plan((1, 64, 16, 8, 4), (1, 16, 4))
 SHORT_PLANS = (
-    Plan((1, 64, 16, 17, 32, 33, 48, 49, 96, 8), (1, 16, 4, 8)),
-    Plan((1, 64, 16, 17, 32, 33, 48, 49, 96, 8, 2, 24, 4), (1, 16, 4, 8, 2)),
+    Plan((1, 64, 16, 8, 4, 17, 32, 33, 48, 49, 96), (1, 16, 4, 8)),
+    Plan((1, 64, 16, 8, 4, 17, 32, 33, 48, 49, 96, 2, 24), (1, 16, 4, 8, 2)),
 )
-LONG_PLANS = (Plan((1, 64, 16, 17, 32, 33), (1, 16, 4)),)
-PADDED_PLANS = (Plan((1, 64, 16, 32, 96, 8), (1, 16, 4, 8)),)
+LONG_PLANS = (Plan((1, 64, 16, 8, 4, 17, 32, 33), (1, 16, 4)),)
+PADDED_PLANS = (Plan((1, 64, 16, 8, 4, 32, 96), (1, 16, 4, 8)),)
 
 
 @dataclass
