@@ -19,15 +19,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine import LlamaCpp  # the file beside this one
-
 Answers = Callable[[list[int], int], list[int]]
 
 
 def llama_cpp(file: str, threads: int, context: int) -> dict[str, Answers]:
     """Return plain greedy decoding by llama_decode, prompts in pieces of 512 tokens."""
     numpy: Any = importlib.import_module("numpy")
-    model = LlamaCpp(file, threads, context, filled=False)
+    beside: Any = importlib.import_module("engine")  # the file beside this one
+    model = beside.LlamaCpp(file, threads, context, filled=False)
     api, batch = model.api, model.batch
     size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model.model))
 

@@ -122,6 +122,7 @@ def refuse_config(config: PretrainedConfig) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [given for given in rope.values() if isinstance(given, dict)] or [rope]
     kind = next((kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES), "")
+    pad, vocabulary = getattr(config, "pad_token_id", None) or 0, getattr(config, family.fields.vocabulary, None) or 0
     other = [name for name, value in family.neutral.items() if getattr(config, name, None) not in (None, value)]
     reasons: dict[str, Any] = {
         "quantized weights": getattr(config, "quantization_config", None) is not None,
@@ -132,6 +133,7 @@ def refuse_config(config: PretrainedConfig) -> None:
         f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind,
         "positions on part of a head's channels": not family.layer.attention.partial
         and any(given.get("partial_rotary_factor", 1.0) != 1.0 for given in ropes),
+        f"pad_token_id {pad}, its vocabulary has {vocabulary}": not -vocabulary <= pad < vocabulary,
         f"{', '.join(other)} in its config": other,
     }
     for reason, holds in reasons.items():

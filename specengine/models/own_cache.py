@@ -187,7 +187,7 @@ class OwnCacheLM(CausalLM):
             tree = TokenTree.root(ids[4], 4, self.device)
             for parent, token in ((0, ids[5]), (0, ids[0]), (1, ids[2])):
                 added = torch.tensor([[parent], [token]], dtype=torch.int64, device=self.device)
-                tree.add(added[0], added[1], torch.zeros(1, device=self.device))
+                tree.add(added[0], added[1], torch.zeros(1, dtype=torch.float32, device=self.device))
             logits, paths = self.verify(cache, tree)
             expected = torch.cat([self._run(plain, [token], every=True) for token in (ids[4], ids[5], ids[2])])
             if not _close(logits[[0, 1, 3]], expected):
