@@ -147,7 +147,7 @@ def test_plain_decoding() -> None:
 
 @pytest.mark.parametrize("family", [name for name in toy.FAMILIES if name != "llama"])
 def test_families(family: str) -> None:
-    """Each model's own forward, as it is, with nothing that a capture would freeze or refuse; fresh memory holds NaN."""
+    """Each model's own forward as it is, nothing that a capture would freeze or refuse; fresh memory holds NaN."""
     loaded = toy.tiny(family).to(DEVICE)
     ids = torch.tensor([PROMPT], device=DEVICE)
     expected = loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
