@@ -91,7 +91,7 @@ struct AttendTask {
   int64_t tile, channel;
 };
 
-// Of a gated network, each as x times a sigmoid: of x, or of what stands for the tanh of GELU's approximation.
+// Select the activation of a gated network. Each is x times a sigmoid: of x, or of twice the argument of GELU's tanh.
 enum class Activation : int { silu, gelu_tanh };
 
 struct Kernels {

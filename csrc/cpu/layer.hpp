@@ -32,7 +32,7 @@ struct Heads {
   int64_t channels() const { return (queries + 2 * keys) * size; }
 };
 
-// What a layer is made of. Each norm may be null, and then is none.
+// Hold the parts of a layer. A norm that is null is left out.
 struct Layer {
   Matrix q, k, v, o, gate, up, down;
   const float *input_norm = nullptr, *post_norm = nullptr;        // [hidden]: of what attention and the network read

@@ -14,7 +14,7 @@ from specengine.errors import UnsupportedModelError
 from specengine.models import families
 from specengine.models.families import Family, Shape
 
-# Those whose frequencies do not change with the length, which that of longrope limits.
+# Frequencies do not change with the length; for longrope, up to its original context.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 SLIDING = families.SLIDING
 LAYER_TYPES = ("full_attention", SLIDING)

@@ -131,7 +131,7 @@ def sizes_for(kind: type[PretrainedConfig], own: dict[str, Any]) -> dict[str, An
     return given | own
 
 
-# What a family needs beside them.
+# Set these as well, by model type.
 _LATENT = {"num_key_value_heads": 4}
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _MIXED = {"num_hidden_layers": 4, "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL]}

@@ -9,7 +9,7 @@ namespace cpu_test {
 
 using Row = std::vector<double>;
 
-// What a family may have beside Llama's blocks.
+// Set what a family has beside Llama's blocks.
 struct Blocks {
   bool gelu = false, output_norms = false, input_norms = true;
   bool whole_norms = false;          // of queries and keys, where there are any

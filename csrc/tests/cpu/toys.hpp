@@ -20,7 +20,7 @@ inline int64_t slab_bytes(const ToyShape& shape, int64_t layers, int64_t capacit
 inline cpu::Rope rope_of(const naive::Positions& positions) { return {positions.frequencies, positions.factor}; }
 inline cpu::Rope rope_of(const ToyShape& shape) { return rope_of(naive::Positions(shape.heads.size)); }
 
-// Of the first layer, and of the second.
+// Set the first layer's, then the second layer's.
 inline naive::Positions first_positions(const ToyShape& shape) {
   return naive::Positions(shape.blocks.turned ? shape.blocks.turned : shape.heads.size);
 }
