@@ -12,9 +12,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,6 +24,7 @@ import torch
 from bench import provenance, workloads
 from bench.arguments import add_arguments
 from bench.cpu.answers import fresh
+from bench.cpu.peer import Peer
 from specengine import Engine
 from specengine.checkpoints import embedded
 
@@ -36,33 +35,10 @@ Record = dict[str, Any]
 Way = Callable[[list[int], int], tuple[list[int], float]]
 
 
-class Peer:
-    """Another engine's process. RuntimeError if it ends early."""
-
-    def __init__(self, name: str, python: str, file: Path, threads: int) -> None:
-        command = [python, str(SCRIPT), name, str(file), "--threads", str(threads)]
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would fill up
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._said, text=True)
-        self.name = name
-        self.ways: list[str] = self._read()
-
-    def answer(self, way: str, ids: list[int], tokens: int) -> tuple[list[int], float]:
-        print(json.dumps({"ids": ids, "tokens": tokens, "way": way}), file=self._process.stdin, flush=True)
-        found = self._read()
-        return found["ids"], found["seconds"]
-
-    def stop(self) -> None:
-        self._process.communicate(timeout=60)
-        self._said.close()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        if line := self._process.stdout.readline():
-            return json.loads(line)
-        self._said.seek(0)
-        said = self._said.read().strip().splitlines()
-        raise RuntimeError(f"{self.name}: {said[-1] if said else 'ended'}")
+def answer(peer: Peer, way: str, ids: list[int], tokens: int) -> tuple[list[int], float]:
+    """Return another engine's answer and its seconds."""
+    found = peer.ask(json.dumps({"ids": ids, "tokens": tokens, "way": way}))
+    return found["ids"], found["seconds"]
 
 
 class Own:
@@ -138,12 +114,12 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
     ways, peers = own.ways, []
     for name, python in args.python:
         try:
-            peers.append(peer := Peer(name, python, Path(file), args.threads))
+            peers.append(peer := Peer(name, [python, str(SCRIPT), name, str(file), "--threads", str(args.threads)]))
         except RuntimeError as error:
             yield {"record": "skipped", "engine": name, "reason": str(error)}
             continue
-        for way in peer.ways:
-            ways[f"{name}, {way}"] = partial(peer.answer, way)
+        for way in peer.about:
+            ways[f"{name}, {way}"] = partial(answer, peer, way)
     yield {"record": "settings", "file": Path(file).name, "backend": own.backend, "threads": args.threads}
     read = workloads.read(args.prompts, args.per_set)
     prompts = [(f"{item.set}/{item.id}", _ids(own.tokenizer, item.text)) for item in read]

@@ -12,15 +12,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench import provenance
+from bench.cpu.peer import Peer
 from specengine.checkpoints import embedded
 from specengine.models.native import VARIABLE, instruction_sets
 
@@ -42,32 +41,14 @@ class Process:
 
     def start(self) -> Record:
         """Return what the engine says of itself. RuntimeError if it ends first."""
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would fill up
-        pipe, environment = subprocess.PIPE, {**os.environ, **self.environment}
-        self._process = subprocess.Popen(
-            self.command, env=environment, stdin=pipe, stdout=pipe, stderr=self._said, text=True
-        )
-        return dict(self._answer())
+        self._peer = Peer(self.label, self.command, self.environment)
+        return dict(self._peer.about)
 
     def measure(self, rows: int) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
-        stdin.write(f"{rows}\n")
-        stdin.flush()
-        self.ms.setdefault(rows, []).append(float(self._answer()))
+        self.ms.setdefault(rows, []).append(float(self._peer.ask(str(rows))))
 
     def stop(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        if line := self._process.stdout.readline():
-            return json.loads(line)
-        self._said.seek(0)
-        said = self._said.read().strip().splitlines()
-        raise RuntimeError(f"{self.label}: {said[-1] if said else 'ended'}")
+        self._peer.stop()
 
 
 def processes(args: argparse.Namespace) -> Iterator[Process]:
