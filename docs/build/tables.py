@@ -302,14 +302,6 @@ def start(file: str) -> str:
     return table(header, rows, file)
 
 
-def instructions(file: str) -> str:
-    """Return the speed of a forward under each forced instruction set over transformers' modules, from bench.cpu."""
-    ways = [r for r in records(file) if r["record"] == "isa"]
-    counts = list(ways[0]["speedup_over_huggingface"])
-    rows = [[code(r["isa"]), *(f"{r['speedup_over_huggingface'][n]:.2f}" for n in counts)] for r in ways]
-    return table(("`SPECENGINE_CPU`", *map(_rows, counts)), rows, file)
-
-
 def perplexity(file: str) -> str:
     """Return perplexities, and how far a token's log-likelihood is from float32's, from bench.perplexity."""
     body = []
@@ -480,7 +472,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for function in (
         *(headline, untiled, five, versus, answers),
         *(policies, sets, adversarial, chances, coupling, regret),
-        *(exactness, same, forward, rows, peers, first_tokens, start, instructions, perplexity, perplexity_kinds),
+        *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(replays, published, compared, replicas, split),
         *(load, storm, memory),
     )
