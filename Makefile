@@ -45,7 +45,7 @@ test-sanitized: $(VENV)/.installed-dev  ## all tests, extensions built to watch 
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	git ls-files -z | tar --null --files-from=- -cf - | tar -xf - -C $(SANITIZED)
 	cd $(SANITIZED) && SPECENGINE_SANITIZE=1 $(CURDIR)/$(RUN) setup.py -q build_ext --inplace
-	cd $(SANITIZED) && ls specengine/_expander*.so specengine/_cpu*.so
+	cd $(SANITIZED) && ls specengine/_ops*.so specengine/_cpu*.so
 	cd $(SANITIZED) && LD_PRELOAD="$(WATCHERS)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED) \
 	  $(CURDIR)/$(RUN) -m pytest $(IN_PARALLEL) $(SANITIZED_TESTS)
@@ -114,7 +114,7 @@ ON_KERNELS := SPECENGINE_BACKEND=triton,cpp
 
 clean:  ## remove what was built and cached here; .venv stays, its next use installs again
 	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f specengine/_expander*.so specengine/_cpu*.so specengine/_*.pyd specengine/_cuda.so $(VENV)/.installed-*
+	rm -f specengine/_ops*.so specengine/_cpu*.so specengine/_*.pyd specengine/_cuda.so $(VENV)/.installed-*
 	find specengine kernels tests bench research docs -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # pip is the last thing that a new environment gets, so an interrupted one is made again
@@ -154,5 +154,5 @@ $(VENV)/.installed-gpu: $(INSTALL_FILES) | $(VENV)/bin/pip
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed-run
 
 # pip hides what a successful build printed
-REPORT_EXTENSION = ls specengine/_expander*.so >/dev/null 2>&1 \
+REPORT_EXTENSION = ls specengine/_ops*.so >/dev/null 2>&1 \
   || echo "specengine: the C++ extension was not built ($(RUN) -m pip install -v -e . says why); everything works, tree building is slower" >&2

@@ -18,11 +18,11 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
 
-EXPANDER, CPU, CUDA = "specengine._expander", "specengine._cpu", "specengine._cuda"
+OPS, CPU, CUDA = "specengine._ops", "specengine._cpu", "specengine._cuda"
 
 NOT_BUILT = {
-    EXPANDER: """
-specengine: the C++ extension specengine._expander was not built:
+    OPS: """
+specengine: the C++ extension specengine._ops was not built:
     {error}
 specengine works without it and gives the same results; building draft trees is slower.
 To have it, install a C++17 compiler (Debian, Ubuntu: apt install g++; macOS: xcode-select --install;
@@ -146,12 +146,12 @@ def extensions() -> list[Extension]:
     try:
         from pybind11.setup_helpers import Pybind11Extension  # here, so that tests can read this file without it
     except ImportError as error:  # never under pip, which brings it
-        for name in (EXPANDER, CPU):
+        for name in (OPS, CPU):
             print(NOT_BUILT[name].format(error=error), file=sys.stderr)
         return cuda
-    expander = Pybind11Extension(
-        EXPANDER,
-        ["csrc/expander.cpp", *sorted(glob("csrc/ops/*.cpp"))],
+    ops = Pybind11Extension(
+        OPS,
+        ["csrc/ops_binding.cpp", *sorted(glob("csrc/ops/*.cpp"))],
         include_dirs=["csrc"],
         depends=headers,
         cxx_std=17,
@@ -170,7 +170,7 @@ def extensions() -> list[Extension]:
         extra_link_args=["-pthread", *WATCHED],
         optional=True,
     )
-    return [expander, forward, *cuda]
+    return [ops, forward, *cuda]
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ class Engine:
         sampler: Sampler | None = None,
         reuse_cache: bool = False,
         constraint: Constraint | None = None,
-    ) -> Answering:
+    ) -> PreparedAnswer:
         """Prepare an answer with checked options.
 
         decode: for stop strings; sampler: instead of the one that the options make; constraint: of `asked`, where it is
@@ -257,7 +257,7 @@ class Engine:
         chosen = sampler or asked.sampler(len(prompt), self.target.device, constraint)
         options = CycleOptions(drivers, prediction, reuse_cache, constraint, origins)
         cycles = self.cycles(prompt, chosen, stopper, stats, options)
-        return Answering(cycles, stopper, drivers.policy, origins)
+        return PreparedAnswer(cycles, stopper, drivers.policy, origins)
 
     def constraint(self, asked: GenerationOptions) -> Constraint | None:
         """Return a new constraint made from these options, or None. May be called from any thread."""
@@ -459,8 +459,8 @@ class CycleOptions(NamedTuple):
     origins: Origins | None = None
 
 
-class Answering(NamedTuple):
-    """An answer about to begin.
+class PreparedAnswer(NamedTuple):
+    """Hold an answer that is about to begin.
 
     cycles   its cycles
     stopper  says when it ends and why

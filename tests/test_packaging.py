@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Each module may import its own layer and those above it in this list. A new module goes into one of them.
 LAYERS = (
-    {"errors", "files", "registry", "options", "_expander", "_cpu"},
+    {"errors", "files", "registry", "options", "_ops", "_cpu"},
     {"ops"},
     {"records", "request", "models", "checkpoints", "costs", "cuda_graphs", "policies", "drafters"},
     {"cycle", "captured"},

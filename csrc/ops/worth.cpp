@@ -13,7 +13,7 @@ namespace ops {
 namespace {
 
 constexpr int64_t kMostRounds = 1024;
-constexpr float kMemory = 0.97f;  // of what was earned, per cycle
+constexpr float kMemory = 0.97f;  // of recent tokens and seconds, per cycle
 
 // Outcomes of drafted tokens, and how many cells the tables have.
 struct Outcomes {
@@ -60,36 +60,39 @@ Prices take_prices(handle object) {
   return {std::move(verify), std::move(draft), std::move(widths), search};
 }
 
-// The seconds and prices of a ledger, and what it notes of the present cycle.
-struct LedgerParts {
-  spec::Ledger ledger;
-  float* spent;
+// The seconds and prices of a throughput, and what it notes of the present cycle.
+struct ThroughputParts {
+  spec::Throughput throughput;
+  float* drafting;
   int32_t* noted;  // the verified nodes of the present tree
   int64_t verified;  // the same as an index
-  float beside;
+  float overhead;
 };
 
-LedgerParts take_ledger(handle object) {
-  const Parts parts(object, "ledger", 7), prices(parts[2], "prices", 3);
+ThroughputParts take_throughput(handle object) {
+  const Parts parts(object, "throughput", 7), prices(parts[2], "prices", 3);
   const auto verify = take<float>(parts[0], "verify", {at_least(2)}), draft = take<float>(parts[1], "draft", {at_least(1)});
   take_input<int64_t>(prices[2], "widths", {at_least(1)});
-  const spec::Ledger ledger{verify.at(),
+  const spec::Throughput throughput{verify.at(),
                             draft.at(),
                             take<float>(prices[0], "verify prices", {verify.size(0)}).at(),
                             take<float>(prices[1], "draft prices", {draft.size(0)}).at(),
-                            take<float>(parts[3], "earned", {2}).at(),
+                            take<float>(parts[3], "recent", {2}).at(),
                             verify.size(0),
                             draft.size(0)};
-  return {ledger, &take_one<float>(parts[4], "spent"), &take_one<int32_t>(parts[5], "verified"), take_count(parts[5], "verified", verify.size(0) - 1),
-          take_one<float>(parts[6], "beside")};
+  return {throughput, &take_one<float>(parts[4], "drafting"), &take_one<int32_t>(parts[5], "verified"),
+          take_count(parts[5], "verified", verify.size(0) - 1),
+          take_one<float>(parts[6], "overhead")};
 }
 
-void settle_parts(const LedgerParts& parts, int64_t committed) {
-  const float took = parts.ledger.verify[parts.verified] + *parts.spent + parts.beside;
-  spec::settle(parts.ledger, committed, took, kMemory);
+void update_parts(const ThroughputParts& parts, int64_t committed) {
+  const float took = parts.throughput.verify[parts.verified] + *parts.drafting + parts.overhead;
+  spec::update_throughput(parts.throughput, committed, took, kMemory);
 }
 
-void settle(handle ledger, handle committed) { settle_parts(take_ledger(ledger), take_one<int32_t>(committed, "committed")); }
+void update_throughput(handle throughput, handle committed) {
+  update_parts(take_throughput(throughput), take_one<int32_t>(committed, "committed"));
+}
 
 py::object chances(handle stated, handle cells, handle table) {
   const auto given = take_input<float>(stated, "stated", {kAny});
@@ -224,7 +227,7 @@ void append_likely(const Tree& tree, const Frontier& frontier, const Drafted& dr
 
 // counters: size, passes, overflow; limits: least, budget, rounds, max_passes.
 py::tuple grow_likely(handle tree, handle counters, handle frontier, handle drafted, handle counts, handle notes,
-                      handle ledger, const py::tuple& limits) {
+                      handle throughput, const py::tuple& limits) {
   const Parts numbers(counters, "counters", 3);
   require(limits.size() == 4, "limits", static_cast<int64_t>(limits.size()), "4 parts");
   const auto least = py::cast<double>(limits[0]);
@@ -236,13 +239,13 @@ py::tuple grow_likely(handle tree, handle counters, handle frontier, handle draf
   int32_t& overflow = take_one<int32_t>(numbers[2], "overflow");
   const Outcomes outcomes = take_outcomes(counts);
   const spec::SearchNotes noted = take_notes(notes, grown.capacity);
-  const LedgerParts books = take_ledger(ledger);
-  const Prices prices = take_prices(Parts(ledger, "ledger", 7)[2]);
+  const ThroughputParts books = take_throughput(throughput);
+  const Prices prices = take_prices(Parts(throughput, "throughput", 7)[2]);
   const Frontier nodes = take_nodes(frontier, "frontier", kAny);
   require_below(nodes.ids.at(), nodes.live, *grown.size, "frontier");
-  require(nodes.live < books.ledger.drafted, "live", nodes.live, "as many as a pass may draft from");
+  require(nodes.live < books.throughput.drafted, "live", nodes.live, "as many as a pass may draft from");
   const Drafted given = read_drafted(drafted, grown, nodes);
-  *books.spent += books.ledger.draft[nodes.live];
+  *books.drafting += books.throughput.draft[nodes.live];
   append_likely(grown, nodes, given, outcomes.counts, noted, least, budget, overflow);
   std::vector<int64_t> next;
   if (passes < max_passes)
@@ -251,11 +254,11 @@ py::tuple grow_likely(handle tree, handle counters, handle frontier, handle draf
   return found_of(next, prices.search.width);
 }
 
-void count_outcomes(handle tree, handle size, handle path, handle chosen, handle counts, handle notes, handle ledger) {
+void count_outcomes(handle tree, handle size, handle path, handle chosen, handle counts, handle notes, handle throughput) {
   const Tree grown = take_tree(tree, size);
   const Outcomes outcomes = take_outcomes(counts);
   const spec::SearchNotes noted = take_notes(notes, grown.capacity);
-  const LedgerParts books = take_ledger(ledger);
+  const ThroughputParts books = take_throughput(throughput);
   const Frontier nodes = take_nodes(path, "path", kAny);
   const auto choices = take_input<int64_t>(chosen, "chosen", {nodes.ids.size(0)});
   const int64_t there = *grown.size;
@@ -264,7 +267,7 @@ void count_outcomes(handle tree, handle size, handle path, handle chosen, handle
   require_below(noted.cells, there, outcomes.cells, "cells");
   require_below(noted.places, there, spec::kPlaces, "places");
   spec::count_outcomes(grown.arrays, there, nodes.ids.at(), choices.at(), nodes.live, outcomes.counts, noted);
-  settle_parts(books, nodes.live);
+  update_parts(books, nodes.live);
 }
 
 py::tuple select_worth(handle paths, handle size, handle price, int64_t most) {
@@ -349,17 +352,17 @@ bool is_covered(const spec::FreeNodes& free, const std::vector<Rated>& rated, co
 }
 
 // asked: how many free continuations of the root, and their least log-probability; free may be None.
-py::object start_search(handle tree, handle size, handle counts, handle notes, handle ledger, int64_t rounds, handle free,
+py::object start_search(handle tree, handle size, handle counts, handle notes, handle throughput, int64_t rounds, handle free,
                         const py::tuple& asked) {
   const Tree grown = take_tree(tree, size);
   require(*grown.size == 1, "size", *grown.size, "1");
   require(asked.size() == 2, "asked", static_cast<int64_t>(asked.size()), "2 parts");
   const Outcomes outcomes = take_outcomes(counts);
   const spec::SearchNotes noted = take_notes(notes, grown.capacity);
-  const LedgerParts books = take_ledger(ledger);
-  const Prices prices = take_prices(Parts(ledger, "ledger", 7)[2]);
+  const ThroughputParts books = take_throughput(throughput);
+  const Prices prices = take_prices(Parts(throughput, "throughput", 7)[2]);
   require_rounds(rounds);
-  *books.spent = 0;
+  *books.drafting = 0;
   std::fill(noted.drafted, noted.drafted + grown.capacity, false);
   std::fill(noted.waiting, noted.waiting + grown.capacity, false);
   noted.waiting[0] = true;
@@ -391,14 +394,14 @@ std::vector<int64_t> waiting_nodes(const Tree& tree, const spec::SearchNotes& no
 }
 
 // asked: of how many waiting nodes, how many continuations, and their least log-probability.
-py::tuple keep_likely(handle tree, handle size, handle counts, handle notes, handle ledger, handle free,
+py::tuple keep_likely(handle tree, handle size, handle counts, handle notes, handle throughput, handle free,
                       const py::tuple& asked, int64_t most) {
   const Tree grown = take_tree(tree, size);
   require(*grown.size >= 1, "size", *grown.size, "1 or more");
   require(asked.size() == 3, "asked", static_cast<int64_t>(asked.size()), "3 parts");
   const Outcomes outcomes = take_outcomes(counts);
   const spec::SearchNotes noted = take_notes(notes, grown.capacity);
-  const LedgerParts books = take_ledger(ledger);
+  const ThroughputParts books = take_throughput(throughput);
   require_width(most, 1, "most");
   if (!free.is_none()) {
     const auto leaves = py::cast<int64_t>(asked[0]);
@@ -425,8 +428,8 @@ py::tuple keep_likely(handle tree, handle size, handle counts, handle notes, han
   }
   const auto ids = make<int64_t>({most});
   const int64_t there = *grown.size;
-  const int64_t n = spec::worth_most(grown.arrays.path_log_probs, there, books.ledger.verify_price,
-                                     std::min({most, books.ledger.verified - 1, grown.capacity}));
+  const int64_t n = spec::worth_most(grown.arrays.path_log_probs, there, books.throughput.verify_price,
+                                     std::min({most, books.throughput.verified - 1, grown.capacity}));
   const int64_t kept = spec::select_best(grown.arrays.path_log_probs, there, std::min(n, most), ids.at());
   if (kept < 0) refuse(kHasNaN);
   *books.noted = static_cast<int32_t>(kept);
@@ -434,7 +437,7 @@ py::tuple keep_likely(handle tree, handle size, handle counts, handle notes, han
 }
 
 const Ops kWorth([](py::module_& module) {
-  module.def("settle", settle);
+  module.def("update_throughput", update_throughput);
   module.def("chances", chances);
   module.def("next_pass", next_pass);
   module.def("grow_likely", grow_likely);

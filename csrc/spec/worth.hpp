@@ -153,22 +153,22 @@ inline int64_t worth_most(const float* paths, int64_t size, const float* price, 
   return 1 + (std::find_if(worth.begin(), worth.end(), [&](double value) { return value >= least; }) - worth.begin());
 }
 
-// [verified] and [drafted] seconds and prices; earned: tokens, seconds.
-struct Ledger {
+// [verified] and [drafted] seconds and prices; recent: tokens, seconds.
+struct Throughput {
   const float *verify, *draft;
-  float *verify_price, *draft_price, *earned;
+  float *verify_price, *draft_price, *recent;
   int64_t verified, drafted;
 };
 
-// Enters a cycle, if one token or more was committed, and prices seconds at the rate of what was earned.
-inline void settle(const Ledger& ledger, int64_t committed, float took, float memory) {
+// Enters a cycle, if one token or more was committed, and prices seconds at the rate of recent cycles.
+inline void update_throughput(const Throughput& throughput, int64_t committed, float took, float memory) {
   if (committed > 0) {
-    ledger.earned[0] = ledger.earned[0] * memory + static_cast<float>(committed);
-    ledger.earned[1] = ledger.earned[1] * memory + took;
+    throughput.recent[0] = throughput.recent[0] * memory + static_cast<float>(committed);
+    throughput.recent[1] = throughput.recent[1] * memory + took;
   }
-  const float rate = std::max(ledger.earned[0] / ledger.earned[1], 1 / ledger.verify[1]);
-  for (int64_t n = 0; n < ledger.verified; ++n) ledger.verify_price[n] = ledger.verify[n] * rate;
-  for (int64_t n = 0; n < ledger.drafted; ++n) ledger.draft_price[n] = ledger.draft[n] * rate;
+  const float rate = std::max(throughput.recent[0] / throughput.recent[1], 1 / throughput.verify[1]);
+  for (int64_t n = 0; n < throughput.verified; ++n) throughput.verify_price[n] = throughput.verify[n] * rate;
+  for (int64_t n = 0; n < throughput.drafted; ++n) throughput.draft_price[n] = throughput.draft[n] * rate;
 }
 
 struct SearchPrices {

@@ -149,7 +149,7 @@ def backend() -> Any:
     bits; the classes below are what csrc/spec/copies.hpp means.
     """
     compiled = ops.backends()["mix_rows"].name == "cpp"
-    return importlib.import_module("specengine._expander") if compiled else sys.modules[__name__]
+    return importlib.import_module("specengine._ops") if compiled else sys.modules[__name__]
 
 
 class Suffixes:

@@ -66,10 +66,10 @@ from specengine.ops.tree import (
 )
 from specengine.ops.worth import (
     Counts,
-    Ledger,
     Limits,
     Notes,
     Prices,
+    Throughput,
     cell_of,
     cells_of,
     chances,
@@ -78,8 +78,8 @@ from specengine.ops.worth import (
     keep_likely,
     next_pass,
     select_worth,
-    settle,
     start_search,
+    update_throughput,
 )
 
 load_by({name: partial(importlib.import_module, f"{__name__}.{name}") for name in ("cuda", "triton", "_trial")})
@@ -96,7 +96,6 @@ __all__ = [
     "Drafted",
     "Drawn",
     "Flag",
-    "Ledger",
     "Limits",
     "Nodes",
     "Notes",
@@ -106,6 +105,7 @@ __all__ = [
     "Prices",
     "Queues",
     "Search",
+    "Throughput",
     "Walked",
     "Window",
     "ancestor_words",
@@ -151,7 +151,6 @@ __all__ = [
     "row_of",
     "select_best",
     "select_worth",
-    "settle",
     "start_search",
     "step_queues",
     "strict_cached_attention",
@@ -160,6 +159,7 @@ __all__ = [
     "top_entropy",
     "tree_attention",
     "tree_mask",
+    "update_throughput",
     "walk",
     "where",
 ]

@@ -18,7 +18,7 @@ from specengine.errors import BackendError
 
 VARIABLE = "SPECENGINE_BACKEND"
 REFERENCE = "reference"
-INTERFACE = 16  # as in csrc/expander.cpp
+INTERFACE = 17  # as in csrc/ops_binding.cpp
 OPS: dict[str, Callable[..., Any]] = {}
 
 Implementation = Callable[..., Any]
@@ -247,8 +247,8 @@ def _loaded(name: str) -> dict[str, Implementation]:
 
 
 def _extension() -> dict[str, Implementation]:
-    """Return the functions of specengine._expander. ImportError if it is not built, or from other sources."""
-    module = importlib.import_module("specengine._expander")
+    """Return the functions of specengine._ops. ImportError if it is not built, or from other sources."""
+    module = importlib.import_module("specengine._ops")
     if module.INTERFACE != INTERFACE:
-        raise ImportError("specengine._expander was built from other sources")
+        raise ImportError("specengine._ops was built from other sources")
     return {name: function for name, function in vars(module).items() if callable(function)}

@@ -61,23 +61,23 @@ class Notes(NamedTuple):
     drafted: Tensor
 
 
-class Ledger(NamedTuple):
-    """Costs and gains of cycles.
+class Throughput(NamedTuple):
+    """Seconds and tokens of cycles, and the prices that follow from them.
 
     verify, draft  float32 [nodes + 1], [width + 1]: seconds of verifying so many nodes, of a pass from so many
-    prices         the same in expected tokens, at the rate of `earned`
-    earned         float32 [2]: tokens committed, and the seconds that they took, recent ones weighing more
-    spent          float32 [1], seconds of the present tree's passes; verified: int32 [1], its verified nodes
-    beside         float32 [1], seconds of a cycle beside verification and passes
+    prices         the same in expected tokens, at the rate of `recent`
+    recent         float32 [2]: tokens committed, and the seconds that they took, newer cycles weighing more
+    drafting       float32 [1], seconds of the present tree's passes; verified: int32 [1], its verified nodes
+    overhead       float32 [1], seconds of a cycle outside verification and passes
     """
 
     verify: Tensor
     draft: Tensor
     prices: Prices
-    earned: Tensor
-    spent: Tensor
+    recent: Tensor
+    drafting: Tensor
     verified: Tensor
-    beside: Tensor
+    overhead: Tensor
 
 
 SOURCES, DEPTHS, RANKS, KNOTS = 8, 4, 5, 15  # of Step.marks; 1 to 3 and deeper; of places; of odds
@@ -153,32 +153,33 @@ def grow_likely(
     drafted: Drafted,
     counts: Counts,
     notes: Notes,
-    ledger: Ledger,
+    throughput: Throughput,
     limits: Limits,
 ) -> Nodes:
     """Append the likeliest children of the frontier, and return the nodes to draft from next, as `next_pass`.
 
     tree, counters: of a TokenTree. Children are the PLACES best columns of each row, by `top_children`; of those whose
     path has a log-chance of limits.least or more the limits.budget likeliest are appended, with log-chances for edges.
-    The frontier is noted as drafted, new nodes as waiting, the seconds of the pass in ledger.spent. There is no further
-    pass after limits.max_passes, by counters[1]. Without room nothing is appended, and the overflow, counters[2], is 1.
+    The frontier is noted as drafted, new nodes as waiting; throughput.drafting gains the seconds of the pass. There is
+    no further pass after limits.max_passes, by counters[1]. Without room nothing is appended, and the overflow,
+    counters[2], is 1.
     """
     if run := native.grow_likely[frontier.ids.device]:
-        return Nodes(*run(tree, counters, frontier, drafted, counts, notes, ledger, limits))
+        return Nodes(*run(tree, counters, frontier, drafted, counts, notes, throughput, limits))
     size, passes, overflow = counters
-    _require_books(tree, counts, notes, ledger)
+    _require_books(tree, counts, notes, throughput)
     wanted = "frontier: int64 [rows]; logits: floating [rows, V]; token_ids: int64 [V]; marks: uint8 [rows, V]"
     require(wanted, frontier.ids, drafted.logits, drafted.token_ids, drafted.marks)
     wanted = "live: int32 [1]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]"
     require(wanted, frontier.live, size, passes, overflow)
     drafted = drafted.mixed(tree, frontier)
-    ledger.spent.add_(ledger.draft.index_select(0, frontier.live))
+    throughput.drafting.add_(throughput.draft.index_select(0, frontier.live))
     stated, columns = top_children(drafted.logits, PLACES, drafted.normalized)
     sources = None if drafted.marks is None else drafted.marks.gather(1, columns)
     tokens = columns if drafted.token_ids is None else drafted.token_ids[columns]
     _append_likely(tree, counters, frontier, (tokens, stated, sources), counts, notes, limits)
     waiting = notes.waiting[: tree[0].shape[0]]  # without the spare entry
-    found = next_pass(tree[4], tree[3], waiting, size, counts.profile, ledger.prices, limits.rounds)
+    found = next_pass(tree[4], tree[3], waiting, size, counts.profile, throughput.prices, limits.rounds)
     return Nodes(found.ids, found.live * (passes < limits.max_passes))
 
 
@@ -216,7 +217,7 @@ def _append_likely(
     notes.waiting.index_fill_(0, at, True)
 
 
-def _require_books(tree: Arrays, counts: Counts, notes: Notes, ledger: Ledger) -> None:
+def _require_books(tree: Arrays, counts: Counts, notes: Notes, throughput: Throughput) -> None:
     """Raise InputError where tables are not those of the cells, levels and places above, or too small for the tree."""
     wanted = f"hits: float32 [cells, {KNOTS}]; tries: float32 [cells, {KNOTS}]; table: float32 [cells, {KNOTS}]"
     profile = f"float32 [{LEVELS}, {PLACES}]"
@@ -225,7 +226,7 @@ def _require_books(tree: Arrays, counts: Counts, notes: Notes, ledger: Ledger) -
     require("stated: float32 [n]; cells: int64 [n]; places: int64 [n]; waiting: bool [n]; drafted: bool [n]", *notes)
     if len(notes.stated) <= len(tree[0]):
         raise InputError(f"stated: got {describe(notes.stated)}, accepted {len(tree[0]) + 1} or more")
-    require("draft: float32 [width]; spent: float32 [1]", ledger.draft, ledger.spent)
+    require("draft: float32 [width]; drafting: float32 [1]", throughput.draft, throughput.drafting)
 
 
 def _spared(nodes: Nodes, notes: Notes) -> Tensor:
@@ -235,21 +236,21 @@ def _spared(nodes: Nodes, notes: Notes) -> Tensor:
 
 @op
 def count_outcomes(
-    tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes, ledger: Ledger
+    tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes, throughput: Throughput
 ) -> None:
-    """Take the outcome of a tree into counts and ledger: the target, at the nodes of `path`, chose these tokens.
+    """Take the outcome of a tree into counts and throughput: the target, at the nodes of `path`, chose these tokens.
 
     path: the root first; chosen: int64, its token after each of them. Of a node on the path every child was tried,
     and the one that carries the chosen token was a hit; knots forget beyond WINDOW tries. The chances of the children
-    of all nodes drafted from go into the profile. The path's nodes are committed tokens, as in `settle`.
+    of all nodes drafted from go into the profile. The path's nodes are committed tokens, as in `update_throughput`.
     """
     if run := native.count_outcomes[size.device]:
-        return run(tree, size, path, chosen, counts, notes, ledger)
+        return run(tree, size, path, chosen, counts, notes, throughput)
     wanted = "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]"
     require(wanted, path.ids, chosen, size, path.live)
-    _require_books(tree, counts, notes, ledger)
+    _require_books(tree, counts, notes, throughput)
     _count(tree, size, path, chosen, counts, notes)
-    settle(ledger, path.live)
+    update_throughput(throughput, path.live)
     return None
 
 
@@ -286,21 +287,21 @@ def _count(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Coun
 
 
 @op
-def settle(ledger: Ledger, committed: Tensor) -> None:
-    """Enter a cycle that committed so many tokens, int32 [1], into the ledger, and price seconds anew.
+def update_throughput(throughput: Throughput, committed: Tensor) -> None:
+    """Enter a cycle that committed so many tokens, int32 [1], into the throughput, and price seconds anew.
 
     A second costs what it would bring elsewhere: the tokens of recent cycles by their seconds, at least what decoding
-    one token after the other brings. Of a ledger that no cycle is entered into, `committed` is 0: it is priced alone.
+    one token after the other brings. Without a cycle to enter, `committed` is 0: seconds are priced alone.
     """
-    if run := native.settle[ledger.earned.device]:
-        return run(ledger, committed)
-    require("committed: int32 [1]; verified: int32 [1]", committed, ledger.verified)
-    took = ledger.verify.index_select(0, ledger.verified) + ledger.spent + ledger.beside
+    if run := native.update_throughput[throughput.recent.device]:
+        return run(throughput, committed)
+    require("committed: int32 [1]; verified: int32 [1]", committed, throughput.verified)
+    took = throughput.verify.index_select(0, throughput.verified) + throughput.drafting + throughput.overhead
     entry = torch.cat([committed.float(), took])
-    ledger.earned.copy_(torch.where(committed > 0, ledger.earned * MEMORY + entry, ledger.earned))
-    rate = torch.maximum(ledger.earned[:1] / ledger.earned[1:], 1 / ledger.verify[1:2])
-    torch.mul(ledger.verify, rate, out=ledger.prices.verify)
-    torch.mul(ledger.draft, rate, out=ledger.prices.draft)
+    throughput.recent.copy_(torch.where(committed > 0, throughput.recent * MEMORY + entry, throughput.recent))
+    rate = torch.maximum(throughput.recent[:1] / throughput.recent[1:], 1 / throughput.verify[1:2])
+    torch.mul(throughput.verify, rate, out=throughput.prices.verify)
+    torch.mul(throughput.draft, rate, out=throughput.prices.draft)
     return None
 
 
@@ -395,7 +396,7 @@ def start_search(
     size: Tensor,
     counts: Counts,
     notes: Notes,
-    ledger: Ledger,
+    throughput: Throughput,
     rounds: int,
     free: Source,
     asked: tuple[int, float],
@@ -407,17 +408,17 @@ def start_search(
     none of them is right. With a source of these it reads the tree on the host.
     """
     if run := native.start_search[size.device]:
-        return run(tree, size, counts, notes, ledger, rounds, free, asked)
-    _require_books(tree, counts, notes, ledger)
-    for part in (ledger.spent, notes.drafted, notes.waiting):
+        return run(tree, size, counts, notes, throughput, rounds, free, asked)
+    _require_books(tree, counts, notes, throughput)
+    for part in (throughput.drafting, notes.drafted, notes.waiting):
         part.zero_()
     notes.waiting[:1].fill_(True)
     waiting = notes.waiting[: tree[0].shape[0]]  # without the spare entry
-    pays = (next_pass(tree[4], tree[3], waiting, size, counts.profile, ledger.prices, rounds).live > 0).int()
+    pays = (next_pass(tree[4], tree[3], waiting, size, counts.profile, throughput.prices, rounds).live > 0).int()
     if free is not None and pays:
         root = Nodes.of(torch.zeros(1, dtype=torch.int64, device=size.device))
         found = _free_below(free, tree, size, root, *asked)
-        if found is not None and _is_covered(found, tree, size, counts, ledger):
+        if found is not None and _is_covered(found, tree, size, counts, throughput):
             pays.zero_()
     return pays
 
@@ -429,7 +430,7 @@ def _free_below(free: Source, tree: Arrays, size: Tensor, nodes: Nodes, most: in
     return None if found is None else Free(*found)
 
 
-def _is_covered(free: Free, tree: Arrays, size: Tensor, counts: Counts, ledger: Ledger) -> bool:
+def _is_covered(free: Free, tree: Arrays, size: Tensor, counts: Counts, throughput: Throughput) -> bool:
     edges = chances(*_read(free, tree, size, counts), counts.table).exp().tolist()
     paths, missed, depths = [1.0], [1.0], [0]  # of the root, and the free nodes below it
     for parent, edge in zip(free.parents, edges, strict=True):
@@ -437,7 +438,7 @@ def _is_covered(free: Free, tree: Arrays, size: Tensor, counts: Counts, ledger: 
         paths.append(paths[parent] * edge)
         missed.append(paths[-1])
         depths.append(depths[parent] + 1)
-    share, price, gain = float(counts.profile[0].sum()), float(ledger.prices.draft[1]), 0.0
+    share, price, gain = float(counts.profile[0].sum()), float(throughput.prices.draft[1]), 0.0
     for level in range(max(depths) + 1):
         chances_there = (chance for chance, depth in zip(missed, depths, strict=True) if depth == level)
         gain += share * sum(chances_there) - price
@@ -462,7 +463,7 @@ def keep_likely(
     size: Tensor,
     counts: Counts,
     notes: Notes,
-    ledger: Ledger,
+    throughput: Throughput,
     free: Source,
     asked: tuple[int, int, float],
     most: int,
@@ -470,12 +471,12 @@ def keep_likely(
     """Append free continuations of the likeliest waiting nodes, and select what to verify as `select_worth`.
 
     asked: of how many waiting nodes, how many continuations, and their least log-probability. Their edges are
-    log-chances, and notes has them; the ledger has the number of selected nodes. With a source of these it reads the
-    tree on the host.
+    log-chances, and notes has them; throughput.verified is the number of selected nodes. With a source of these it
+    reads the tree on the host.
     """
     if run := native.keep_likely[size.device]:
-        return Nodes(*run(tree, size, counts, notes, ledger, free, asked, most))
-    _require_books(tree, counts, notes, ledger)
+        return Nodes(*run(tree, size, counts, notes, throughput, free, asked, most))
+    _require_books(tree, counts, notes, throughput)
     if free is not None:
         leaves, more, least = asked
         waiting = notes.waiting[: int(size)].nonzero()[:, 0]
@@ -488,12 +489,12 @@ def keep_likely(
             edges = chances(stated, cells, counts.table).tolist()
             new = graft(tree, size, found.parents, found.tokens, edges).ids
             notes.stated[new], notes.cells[new] = stated, cells
-    kept = select_worth(tree[4], size, ledger.prices.verify, most)
-    ledger.verified.copy_(kept.live)
+    kept = select_worth(tree[4], size, throughput.prices.verify, most)
+    throughput.verified.copy_(kept.live)
     return kept
 
 
-MEMORY = 0.97  # of what was earned, per cycle
+MEMORY = 0.97  # of recent tokens and seconds, per cycle
 WORTH = 1e-9  # tokens: by so little rounding can make equal values differ
 
 

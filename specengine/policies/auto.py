@@ -18,7 +18,7 @@ from torch import Tensor
 from specengine import ops
 from specengine.costs import ASSUMED, CostTable, PassCosts, find_costs
 from specengine.errors import InputError
-from specengine.ops import Counts, Drafted, Ledger, Limits, Nodes, Notes, Prices
+from specengine.ops import Counts, Drafted, Limits, Nodes, Notes, Prices, Throughput
 from specengine.ops.select import Step
 from specengine.ops.tree import Beside, TokenTree
 from specengine.ops.worth import DEPTHS, KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, RANKS, SOURCES, Source
@@ -62,12 +62,12 @@ class _State:
         seconds = CostTable(*(table.to(device, copy=True) for table in tables))
         plain = seconds.verify[1:2]
         prices = Prices(torch.zeros_like(seconds.verify), torch.zeros_like(seconds.draft), widths)
-        earned = torch.cat([torch.ones_like(plain), plain]) * DOUBT
+        recent = torch.cat([torch.ones_like(plain), plain]) * DOUBT
         self.skipped, verified, self.none = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
-        spent = torch.zeros(1, device=device, dtype=torch.float32)
-        self.ledger = Ledger(*seconds, prices, earned, spent, verified, torch.full_like(spent, beside))
-        ops.settle(self.ledger, self.none)
-        self.books = self.counts, self.notes, self.ledger
+        drafting = torch.zeros(1, device=device, dtype=torch.float32)
+        self.throughput = Throughput(*seconds, prices, recent, drafting, verified, torch.full_like(drafting, beside))
+        ops.update_throughput(self.throughput, self.none)
+        self.books = self.counts, self.notes, self.throughput
 
 
 @cache
@@ -154,7 +154,7 @@ class Auto(TreePolicy):
 
     def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
         state = self._state[device]
-        return *state.counts, state.ledger.earned, *state.ledger.prices, state.skipped
+        return *state.counts, state.throughput.recent, *state.throughput.prices, state.skipped
 
     def plan(self) -> Plan:
         plain = self._plain * self._scale[0] if self._costs.measured else None
@@ -207,9 +207,9 @@ class Auto(TreePolicy):
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
         """Correct the measured costs by the time that a cycle took."""
-        seconds, verify = cycle.seconds, state.ledger.verify
+        seconds, verify = cycle.seconds, state.throughput.verify
         self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
-        expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.ledger.spent.item()
+        expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.throughput.drafting.item()
         took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
         for side, (measured, predicted) in enumerate(zip(took, expected, strict=True)):
             if predicted > 0:
@@ -242,10 +242,10 @@ class Auto(TreePolicy):
     def _reprice(self) -> None:
         tables = self._tables()
         for state in self._state.values():
-            state.ledger.verify.copy_(tables.verify)
-            state.ledger.draft.copy_(tables.draft)
-            state.ledger.beside.fill_(self._costs.overhead)
-            ops.settle(state.ledger, state.none)
+            state.throughput.verify.copy_(tables.verify)
+            state.throughput.draft.copy_(tables.draft)
+            state.throughput.overhead.fill_(self._costs.overhead)
+            ops.update_throughput(state.throughput, state.none)
 
 
 def _source(tree: TokenTree) -> Source:

@@ -41,13 +41,13 @@ class Memory:
 
 Arguments = list[Any]
 Builder = Callable[[Memory], Arguments]
-EXPANDER: dict[str, Builder] = {}
+OPS: dict[str, Builder] = {}
 OPTIONAL: dict[str, set[tuple[int, ...]]] = {}  # places of arguments that may be None
 
 
 def call(optional: tuple[int | tuple[int, ...], ...] = ()) -> Callable[[Builder], Builder]:
     def note(build: Builder) -> Builder:
-        EXPANDER[build.__name__] = build
+        OPS[build.__name__] = build
         OPTIONAL[build.__name__] = {(place,) if isinstance(place, int) else place for place in optional}
         return build
 
@@ -225,7 +225,7 @@ def chances(m: Memory) -> Arguments:
     return [real(m, 4), whole(m, 0, 1, 2, 1), m.put(torch.rand(3, KNOTS) + 0.1)]
 
 
-def ledger(m: Memory) -> tuple[Any, ...]:
+def throughput(m: Memory) -> tuple[Any, ...]:
     verify, draft, *priced = (m.put(torch.rand(size) + 0.5) for size in (9, 4, 9, 4))
     real_ones = one(m, 0.3, torch.float32), one(m, 3), one(m, 0.1, torch.float32)
     return verify, draft, (*priced, whole(m, 1, 2, 3)), m.put(torch.rand(2) + 0.5), *real_ones
@@ -236,7 +236,7 @@ def grow_likely(m: Memory) -> Arguments:
     marks = m.put(torch.ones(ROWS, COLUMNS, dtype=torch.uint8))
     drafted = real(m, ROWS, COLUMNS), m.put(torch.arange(COLUMNS)), False, marks, None
     frontier, counters = (whole(m, 1, 2, 4), one(m, ROWS)), (one(m, NODES), one(m, 2), one(m, 0))
-    return [tree(m), counters, frontier, drafted, counts(m), notes(m), ledger(m), (-30.0, MOST, 2, 4)]
+    return [tree(m), counters, frontier, drafted, counts(m), notes(m), throughput(m), (-30.0, MOST, 2, 4)]
 
 
 def chain(nodes: Any, most: int, least: float) -> tuple[list[Any], ...]:
@@ -247,7 +247,7 @@ def chain(nodes: Any, most: int, least: float) -> tuple[list[Any], ...]:
 
 @call(optional=(6,))
 def start_search(m: Memory) -> Arguments:
-    books = counts(m), notes(m), ledger(m)
+    books = counts(m), notes(m), throughput(m)
     return [tree(m), one(m, 1), *books, 2, chain, (6, -2.0)]
 
 
@@ -255,7 +255,7 @@ def start_search(m: Memory) -> Arguments:
 def keep_likely(m: Memory) -> Arguments:
     noted = notes(m)
     noted[3][4] = True  # the last of the chain waits
-    return [tree(m), one(m, NODES), counts(m), noted, ledger(m), chain, (3, 4, -2.0), MOST]
+    return [tree(m), one(m, NODES), counts(m), noted, throughput(m), chain, (3, 4, -2.0), MOST]
 
 
 @call(optional=(6,))
@@ -278,12 +278,12 @@ def extract(m: Memory) -> Arguments:
 @call()
 def count_outcomes(m: Memory) -> Arguments:
     path = whole(m, 0, 1, 2), one(m, 3)
-    return [tree(m), one(m, NODES), path, whole(m, 101, 102, 5), counts(m), notes(m), ledger(m)]
+    return [tree(m), one(m, NODES), path, whole(m, 101, 102, 5), counts(m), notes(m), throughput(m)]
 
 
 @call()
-def settle(m: Memory) -> Arguments:
-    return [ledger(m), one(m, 2)]
+def update_throughput(m: Memory) -> Arguments:
+    return [throughput(m), one(m, 2)]
 
 
 @call()
@@ -418,15 +418,15 @@ CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[int]]] = {
 }
 
 
-def copies(expander: Any) -> Any:
-    made = expander.Copies([0.5, 0.6], 8.0, 0.98, 8)
+def copies(ops: Any) -> Any:
+    made = ops.Copies([0.5, 0.6], 8.0, 0.98, 8)
     made.begin([100, 101, 3, 100, 101, 4], [])
     made.columns(torch.tensor([3, 101]))
     return made
 
 
-def table(expander: Any) -> Any:
-    return expander.SuccessorTable()
+def table(ops: Any) -> Any:
+    return ops.SuccessorTable()
 
 
 def plan_of_copies(m: Memory) -> Arguments:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.border.calls import (
     CPU,
-    EXPANDER,
     FREQUENCIES,
     GATED,
     HEADS,
@@ -22,6 +21,7 @@ from tests.border.calls import (
     LAYERS,
     MEMORY,
     NUMBERS,
+    OPS,
     OPTIONAL,
     VOCABULARY,
     WRONG,
@@ -37,21 +37,21 @@ from tests.border.calls import (
     weights,
 )
 
-_expander = pytest.importorskip("specengine._expander")
+_ops = pytest.importorskip("specengine._ops")
 _cpu = pytest.importorskip("specengine._cpu")
 
-NAMES = [*EXPANDER, *CPU, *MEMORY]
+NAMES = [*OPS, *CPU, *MEMORY]
 REFUSED = (ValueError, TypeError)
 MADE: dict[str, Any] = {}
 
 
 def function(name: str) -> tuple[Callable[..., Any], Callable[[Memory], Arguments], set[tuple[int, ...]]]:
     """The function, what builds right arguments of it, and which of these may be None."""
-    if name in EXPANDER:
-        return getattr(_expander, name), EXPANDER[name], OPTIONAL[name]
+    if name in OPS:
+        return getattr(_ops, name), OPS[name], OPTIONAL[name]
     make, method, build, optional = (CPU | MEMORY)[name]
     if make.__name__ not in MADE:
-        MADE[make.__name__] = make(_cpu if name in CPU else _expander)
+        MADE[make.__name__] = make(_cpu if name in CPU else _ops)
     return getattr(MADE[make.__name__], method), build, {(place,) for place in optional}
 
 
@@ -68,8 +68,8 @@ def outcome(run: Callable[..., Any], memory: Memory, arguments: Arguments) -> An
 
 
 def test_every_function_is_called() -> None:
-    functions = {name for name in dir(_expander) if callable(getattr(_expander, name))}
-    assert functions == {*EXPANDER, "Copies", "SuccessorTable", "Suffixes"}
+    functions = {name for name in dir(_ops) if callable(getattr(_ops, name))}
+    assert functions == {*OPS, "Copies", "SuccessorTable", "Suffixes"}
     methods = {
         f"{kind}.{name}" for kind in ("Decoder", "Eagle") for name in vars(getattr(_cpu, kind)) if name[0] != "_"
     }
@@ -148,7 +148,9 @@ def test_strided_outputs_are_refused(name: str) -> None:
             assert outcome(run, memory, replaced(again, place, spread(at(again, place)))) is not None, place
 
 
-@pytest.mark.parametrize("name", [name for name in (*EXPANDER, *MEMORY) if name != "settle"])  # changes what it reads
+@pytest.mark.parametrize(
+    "name", [name for name in (*OPS, *MEMORY) if name != "update_throughput"]
+)  # changes what it reads
 def test_strided_inputs_give_the_results_of_dense_ones(name: str) -> None:
     run, make, _ = function(name)
 
@@ -250,7 +252,7 @@ def test_what_is_no_plain_tensor_but_has_its_memory_is_taken() -> None:
 
     live = torch.tensor([3], dtype=torch.int32)
     for given_scores in (torch.nn.Parameter(scores), scores.as_subclass(Named), scores.clone().requires_grad_(), made):
-        found, count = _expander.select_best(given_scores, live, 2, None)
+        found, count = _ops.select_best(given_scores, live, 2, None)
         assert found.tolist() == [0, 2]
         assert count.tolist() == [2]
 
@@ -259,7 +261,7 @@ def test_rows_may_stand_at_any_distance() -> None:
     wide = torch.rand(3, 40)
     for given_rows in (wide[:, :20], wide[::2, 5:25], wide[:1].expand(3, -1), wide.to(torch.bfloat16)[:, :30]):
         rows, best = given_rows.shape[0], given_rows.float().argmax(1)
-        columns = _expander.top_children(given_rows, 1, True)[1]
+        columns = _ops.top_children(given_rows, 1, True)[1]
         assert len(columns) == rows
         assert columns[:, 0].tolist() == best.tolist()
 
@@ -268,7 +270,7 @@ def test_rows_may_stand_at_any_distance() -> None:
 
 
 def test_nodes_of_no_tree_are_refused() -> None:
-    made, live = MEMORY["plan"][0](_expander), torch.ones(1, dtype=torch.int32)
+    made, live = MEMORY["plan"][0](_ops), torch.ones(1, dtype=torch.int32)
     tokens, scores = torch.arange(3), torch.zeros(3)
     for parents in ([-1, 2, 1], [-1, -1, 0], [-1, 1, 0], [-1, 3, 0], [-1, 2**40, 0]):
         above, below = torch.tensor(parents), torch.tensor([1])
@@ -281,13 +283,13 @@ def test_nodes_of_no_tree_are_refused() -> None:
         made.free(sized, torch.tensor([2]), live, 4, -9.0, None)
     for path in ([3], [-1], [0, 2**40]):
         with pytest.raises(ValueError, match="path: got"):
-            _expander.SuccessorTable().learn(tokens, path, torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2))
+            _ops.SuccessorTable().learn(tokens, path, torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2))
 
 
 @pytest.mark.parametrize(("arguments", "name"), [(([], 8.0, 0.98, 8), "hits"), (([0.5], 8.0, 0.98, 0), "followers")])
 def test_copies_of_no_length_are_refused(arguments: tuple[Any, ...], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: got 0"):
-        _expander.Copies(*arguments)
+        _ops.Copies(*arguments)
 
 
 # ---------------------------------------------------------------------------------------------------- weights

@@ -15,7 +15,7 @@ from specengine.drafters.lookup import CEILING, FOLLOWERS, PRIOR_HITS, PRIOR_WEI
 from tests.toy import random_tree
 
 COMPILED = ops.backends()["mix_rows"].name == "cpp"
-needs_csrc = pytest.mark.skipif(not COMPILED, reason="the extension specengine._expander is not built")
+needs_csrc = pytest.mark.skipif(not COMPILED, reason="the extension specengine._ops is not built")
 each_backend = pytest.mark.parametrize("module", [lookup, *([lookup.backend()] if COMPILED else [])])
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 LENGTHS = st.tuples(st.integers(1, 3), st.integers(0, 5))
@@ -201,4 +201,4 @@ def test_drafts_do_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(ops.VARIABLE, "reference")
     assert lookup.backend() is lookup
     monkeypatch.delenv(ops.VARIABLE)
-    assert lookup.backend().__name__ == "specengine._expander"
+    assert lookup.backend().__name__ == "specengine._ops"

@@ -35,7 +35,7 @@ def choose(patch, backends):
 @contextmanager
 def running(backend):
     if backend not in BACKENDS:
-        pytest.skip("specengine._expander is not built (pip install -e .)")
+        pytest.skip("specengine._ops is not built (pip install -e .)")
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, backend)
         yield

@@ -226,13 +226,13 @@ def search_of(draw: Draw, tree: tuple, size: int) -> tuple:
     return counts, ops.Notes(*(poisoned(part, room) for part in noted[:3]), *flags)
 
 
-def ledger_of(draw: Draw, nodes: int, width: int) -> ops.Ledger:
+def throughput_of(draw: Draw, nodes: int, width: int) -> ops.Throughput:
     verify, draft, earned, spent = (torch.rand(n, generator=draw.random) + 0.1 for n in (nodes + 1, width + 1, 2, 1))
     widths = torch.tensor(sorted({*(draw.between(1, width) for _ in range(3)), width}))
     scale = draw.one_of([0.0, 0.02, 0.2])
     prices = ops.Prices(verify * scale, draft * scale, widths)
     beside = torch.rand(1, generator=draw.random)
-    return ops.Ledger(verify, draft, prices, 9 * earned, spent, count(draw.between(0, nodes)), beside)
+    return ops.Throughput(verify, draft, prices, 9 * earned, spent, count(draw.between(0, nodes)), beside)
 
 
 def copies_of(draw: Draw, tree: tuple, size: int, ids: Tensor | None) -> Any:
@@ -261,7 +261,7 @@ def grow_likely(draw: Draw) -> tuple:
     nodes = ops.Nodes(torch.cat([frontier, draw.whole(size, padding)]), count(rows))
     limits = ops.Limits(draw.one_of([-1e9, -6.0, -2.0]), draw.between(1, 40), draw.between(1, 3), 4)
     counters = count(size), count(draw.between(1, 5)), count(0)
-    books = *search_of(draw, tree, size), ledger_of(draw, draw.between(1, 20), draw.between(8, 9))
+    books = *search_of(draw, tree, size), throughput_of(draw, draw.between(1, 20), draw.between(8, 9))
     return (tree, counters, nodes, drafted, *books, limits), {}
 
 
@@ -282,7 +282,7 @@ def source_of(draw: Draw, size: int) -> Callable[..., Free | None] | None:
 
 def start_search(draw: Draw) -> tuple:
     tree = tree_of(draw, 1, draw.one_of([40, 80]))
-    books = *search_of(draw, tree, 1), ledger_of(draw, draw.between(1, 20), draw.between(1, 6))
+    books = *search_of(draw, tree, 1), throughput_of(draw, draw.between(1, 20), draw.between(1, 6))
     return (
         tree,
         count(1),
@@ -296,7 +296,7 @@ def start_search(draw: Draw) -> tuple:
 def keep_likely(draw: Draw) -> tuple:
     size = draw.between(1, 40)
     tree = tree_of(draw, size, draw.one_of([80, size + 3]))
-    books = *search_of(draw, tree, size), ledger_of(draw, draw.between(1, 20), draw.between(1, 6))
+    books = *search_of(draw, tree, size), throughput_of(draw, draw.between(1, 20), draw.between(1, 6))
     asked = draw.between(1, 9), draw.between(1, 6), -draw.between(1, 3)
     return (tree, count(size), *books, source_of(draw, size), asked, draw.between(1, 30)), {}
 
@@ -313,13 +313,13 @@ def count_outcomes(draw: Draw) -> tuple:
         path.append(draw.one_of(below))
         chosen.append(int(tree[0][path[-1]]))
     nodes = ops.Nodes(torch.tensor(path + [0] * padding), count(len(path)))
-    books = *search_of(draw, tree, size), ledger_of(draw, draw.between(1, 20), draw.between(1, 6))
+    books = *search_of(draw, tree, size), throughput_of(draw, draw.between(1, 20), draw.between(1, 6))
     return (tree, count(size), nodes, poisoned(torch.tensor(chosen), padding), *books), {}
 
 
-def settle(draw: Draw) -> tuple:
-    ledger = ledger_of(draw, draw.between(1, 20), draw.between(1, 6))
-    return (ledger, count(draw.one_of([0, draw.between(1, 9)]))), {}
+def update_throughput(draw: Draw) -> tuple:
+    throughput = throughput_of(draw, draw.between(1, 20), draw.between(1, 6))
+    return (throughput, count(draw.one_of([0, draw.between(1, 9)]))), {}
 
 
 def select_worth(draw: Draw) -> tuple:
@@ -411,7 +411,7 @@ CASES: dict[str, Callable[[Draw], tuple]] = {
         gather_rows,
         compact_kv,
         count_outcomes,
-        settle,
+        update_throughput,
         grow_likely,
         next_pass,
         select_best,

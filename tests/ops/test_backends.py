@@ -75,7 +75,7 @@ class TestBackends:
     def test_a_backend_that_is_not_built(self):
         """Without the extension: auto carries on and says why, asking for it raises and names the build command."""
         program = (
-            "import sys; sys.modules['specengine._expander'] = None\n"
+            "import sys; sys.modules['specengine._ops'] = None\n"
             "import torch\n"
             "from specengine import ops\n"
             "print(ops.tree_mask(torch.tensor([[1]]), 1), ops.backends('cpu')['walk'])\n"

@@ -29,7 +29,7 @@ def test_fresh_buffers_are_poisoned_and_both_backends_are_compared():
     assert torch.empty(4).isnan().all()
     assert torch.empty(4).resize_(2).isnan().all()
     if "cpp" not in BACKENDS:
-        pytest.skip("specengine._expander is not built (pip install -e .)")
+        pytest.skip("specengine._ops is not built (pip install -e .)")
 
 
 def brute_candidates(logits, scores, most, log_gate, bound):

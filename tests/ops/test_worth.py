@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specengine import ops
 from specengine.errors import InputError
-from specengine.ops import Counts, Drafted, Ledger, Limits, Nodes, Notes, Prices, worth
+from specengine.ops import Counts, Drafted, Limits, Nodes, Notes, Prices, Throughput, worth
 from specengine.ops.worth import KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, PLACES, WINDOW, WORTH
 from tests import toy
 from tests.ops.backends import each_backend, of_each
@@ -265,7 +265,7 @@ class TestCounting:
         notes.places[:4] = torch.tensor([0, 0, 1, 0])
         notes.drafted[:2] = True
         path = Nodes(torch.tensor([0, 1, 0]), count(2))
-        ops.count_outcomes(tree.arrays, count(4), path, torch.tensor([5, 8, 5]), counts, notes, ledger_of())
+        ops.count_outcomes(tree.arrays, count(4), path, torch.tensor([5, 8, 5]), counts, notes, throughput_of())
         middle = KNOTS // 2
         assert counts.tries[:5, middle].tolist() == [2, 3, 3, 3, 2]
         assert counts.hits[:5, middle].tolist() == [1, 2, 1, 1, 1]
@@ -286,7 +286,7 @@ class TestCounting:
         notes.stated[1], path = math.log(0.5), Nodes.of(torch.tensor([0]))
         for token, bound in ((5, MAX_CHANCE), (6, MIN_CHANCE)):
             for _ in range(3000):
-                ops.count_outcomes(tree.arrays, count(2), path, torch.tensor([token]), counts, notes, ledger_of())
+                ops.count_outcomes(tree.arrays, count(2), path, torch.tensor([token]), counts, notes, throughput_of())
             assert math.isclose(float(counts.tries[0, KNOTS // 2]), WINDOW, rel_tol=1e-4)
             assert math.isclose(float(counts.table[0, KNOTS // 2]), bound, rel_tol=1e-4)
 
@@ -301,26 +301,30 @@ class TestCounting:
             (count(1), Nodes(path.ids, torch.tensor([1])), chosen),
         ):
             with pytest.raises(InputError, match=r"^(path|chosen|size|live): got"):
-                ops.count_outcomes(tree.arrays, *wrong, counts, notes, ledger_of())
+                ops.count_outcomes(tree.arrays, *wrong, counts, notes, throughput_of())
 
 
-def ledger_of(nodes=9, width=3, seconds=0.0):
+def throughput_of(nodes=9, width=3, seconds=0.0):
     """Verification that costs nothing, and passes of so many seconds; nothing was earned yet."""
     verify, draft = torch.zeros(nodes + 1), torch.full((width + 1,), seconds)
     prices = Prices(verify.clone(), torch.zeros(width + 1), torch.tensor([width]))
-    return Ledger(verify, draft, prices, torch.ones(2), torch.zeros(1), count(0), torch.zeros(1))
+    return Throughput(verify, draft, prices, torch.ones(2), torch.zeros(1), count(0), torch.zeros(1))
 
 
 class TestGrowLikely:
     def grow(self, tree, frontier, logits, tokens=None, marks=None, **changes):
-        """Grow by log-probabilities as stated; returns the notes and the ledger as well."""
+        """Grow by log-probabilities as stated; returns the notes and the throughput as well."""
         counts, notes = fresh()
         counts.table.copy_(torch.linspace(-ODDS, ODDS, KNOTS).sigmoid())
         limits = Limits(changes.pop("least", -20.0), changes.pop("budget", 4), 1, 9)
-        ledger = changes.pop("ledger", None) or ledger_of()
+        throughput = changes.pop("throughput", None) or throughput_of()
         counters = tuple(changes.get(name, getattr(tree, name)) for name in ("size", "passes", "overflow"))
         drafted = Drafted(logits, tokens, True, marks)
-        return ops.grow_likely(tree.arrays, counters, frontier, drafted, counts, notes, ledger, limits), notes, ledger
+        return (
+            ops.grow_likely(tree.arrays, counters, frontier, drafted, counts, notes, throughput, limits),
+            notes,
+            throughput,
+        )
 
     @each_backend
     def test_the_likeliest_by_path_in_the_order_of_their_rows(self, backend):
@@ -348,16 +352,16 @@ class TestGrowLikely:
     @each_backend
     def test_seconds_are_entered_and_a_tree_has_only_so_many_passes(self, backend):
         for passes, wanted in ((8, [[1]]), (9, [[]])):
-            tree, ledger = toy.TokenTree.root(9, 4), ledger_of(seconds=2.0)
+            tree, throughput = toy.TokenTree.root(9, 4), throughput_of(seconds=2.0)
             tree.passes.fill_(passes)
-            assert alive(self.grow(tree, tree.root_alone(), torch.tensor([[-0.5]]), ledger=ledger)[0]) == wanted
-            assert float(ledger.spent) == 2.0
+            assert alive(self.grow(tree, tree.root_alone(), torch.tensor([[-0.5]]), throughput=throughput)[0]) == wanted
+            assert float(throughput.drafting) == 2.0
 
     @each_backend
     def test_a_pass_that_costs_more_than_it_brings_is_not_drafted(self, backend):
-        tree, ledger = toy.TokenTree.root(9, 4), ledger_of()
-        ledger.prices.draft.fill_(9.0)
-        assert alive(self.grow(tree, tree.root_alone(), torch.tensor([[-0.5]]), ledger=ledger)[0]) == [[]]
+        tree, throughput = toy.TokenTree.root(9, 4), throughput_of()
+        throughput.prices.draft.fill_(9.0)
+        assert alive(self.grow(tree, tree.root_alone(), torch.tensor([[-0.5]]), throughput=throughput)[0]) == [[]]
 
     @each_backend
     def test_refusals(self, backend):

@@ -84,10 +84,10 @@ def left_by(law: Rows, given: PassCosts, **shape: int) -> float:
     for row, chances in zip(profile, law, strict=True):
         row[: len(chances)] = torch.tensor(chances)
     state.counts.profile.copy_(profile)
-    state.ledger.earned.copy_(torch.tensor([best, 1.0]))
-    ops.settle(state.ledger, state.none)
+    state.throughput.recent.copy_(torch.tensor([best, 1.0]))
+    ops.update_throughput(state.throughput, state.none)
     tree = drafted(policy, Lawful(law)).tree
-    time = state.ledger.verify[len(tree)] + state.ledger.spent
+    time = state.throughput.verify[len(tree)] + state.throughput.drafting
     return 1 - float(tree.path_log_probs.exp().sum() / time) / best
 
 
@@ -186,7 +186,7 @@ def test_a_draft_that_becomes_worse_is_noticed() -> None:
         lost = list[float]()
         for _ in range(600):
             draft = world.cycle()
-            time = float(state_of(policy).ledger.verify[len(draft.tree)] + state_of(policy).ledger.spent)
+            time = float(state_of(policy).throughput.verify[len(draft.tree)] + state_of(policy).throughput.drafting)
             lost.append(best * time - world.expected(draft.tree))
         assert min(lost) > -1e-4
         assert np.mean(lost[-60:]) < 0.03 * best < np.mean(lost[:20])
@@ -205,14 +205,14 @@ def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
     drafted_before = thought.table(64, 8, 0)
     for _ in range(12 * REPRICED):
         cycle = world.cycle()
-        ledger = state_of(policy).ledger
-        passes = float(ledger.spent) / float(ledger.draft[1])  # one price at all widths
+        throughput = state_of(policy).throughput
+        passes = float(throughput.drafting) / float(throughput.draft[1])  # one price at all widths
         real = Seconds(
             verify=verify * float(drafted_before.verify[len(cycle.tree)]),
             draft=passes * draft * float(thought.draft[1]),
         )
         policy.learn(Outcome.of(Cycle(cycle.tree, [0], [ELSEWHERE], real, 1)))
-    found = state_of(policy).ledger
+    found = state_of(policy).throughput
     assert math.isclose(float(found.verify[1] / drafted_before.verify[1]), verify, rel_tol=0.05)
     assert math.isclose(float(found.draft[1] / drafted_before.draft[1]), draft, rel_tol=0.05)
     before = found.verify.clone()
@@ -225,10 +225,10 @@ def test_costs_that_stay_are_not_corrected() -> None:
     policy = auto(CHEAP)
     assert not policy.plan().reads_costs
     draft = drafted(policy, Lawful([[0.5]] * LEVELS))
-    before = state_of(policy).ledger.verify.clone()
+    before = state_of(policy).throughput.verify.clone()
     for _ in range(2 * REPRICED):
         policy.learn(Outcome.of(Cycle(draft.tree, [0], [ELSEWHERE], Seconds(verify=50.0, draft=1.0), 1)))
-    assert torch.equal(state_of(policy).ledger.verify, before)
+    assert torch.equal(state_of(policy).throughput.verify, before)
 
 
 @pytest.mark.parametrize("given", [3, "no such file", None])

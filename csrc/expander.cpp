@@ -1,8 +1,0 @@
-// specengine._expander: the ops of csrc/ops, each under its name in specengine/ops.
-#include "ops/ops.hpp"
-
-PYBIND11_MODULE(_expander, module) {
-  border::start();
-  module.attr("INTERFACE") = 16;  // specengine/ops/_registry.py asks for it: an extension may be left from other sources
-  for (const ops::Ops::Define define : ops::Ops::all()) define(module);
-}
