@@ -94,7 +94,7 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
     if (kind := given.get("rope_type", "default")) != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu", **({"layer_type": key} if key else {}))
         return frequencies.to(torch.float32), float(scale)
-    part = given.get("partial_rotary_factor", 1.0) if family_of(config).layer.attention.partial else 1.0
+    part = given.get("partial_rotary_factor", 1.0) if family_of(config).attention.partial else 1.0
     size = int(family_of(config).shape(config).head_dim * part)
     powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").to(torch.float32) / size
     return 1.0 / given["rope_theta"] ** powers, 1.0
@@ -131,7 +131,7 @@ def refuse_config(config: PretrainedConfig) -> None:
         "other layers than full or sliding attention": set(getattr(config, "layer_types", None) or ())
         - set(LAYER_TYPES),
         f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind,
-        "positions on part of a head's channels": not family.layer.attention.partial
+        "positions on part of a head's channels": not family.attention.partial
         and any(given.get("partial_rotary_factor", 1.0) != 1.0 for given in ropes),
         f"pad_token_id {pad}, its vocabulary has {vocabulary}": not -vocabulary <= pad < vocabulary,
         f"{', '.join(other)} in its config": other,

@@ -328,7 +328,7 @@ class NativeLM:
         shape, places, factors = self.shape, family.places(self.config), self._factors
         ropes = {place.rope: self._rope(place.rope) for place in places if place.rope is not None}
         turned = next((2 * len(frequencies) for frequencies, _ in ropes.values()), 0)
-        parts = _parts_of(self.config, self.shape, wanted)
+        parts = _parts_of(self.config, wanted)
         self._weights = extension().Weights(thread_count())
         kinds = kinds_of(self.numerics, quantize=self.quantize is not None)
         kept = [
@@ -364,7 +364,7 @@ class NativeLM:
         """Return the source's frequencies and factor. Raises UnsupportedModelError if a head has other channels."""
         frequencies, scale = self.source.rope(key)
         count, whole = len(frequencies), self.shape.head_dim // 2
-        if count != whole and not (family_of(self.config).layer.attention.partial and 0 < count < whole):
+        if count != whole and not (family_of(self.config).attention.partial and 0 < count < whole):
             raise UnsupportedModelError(
                 f"native: the config gives {count} rotary frequencies for a head_dim of {self.shape.head_dim}"
             )
@@ -378,7 +378,7 @@ class NativeLM:
         module, _, kind = weight.name.rpartition(".")
         if family_of(self.config).one_is_zero and len(weight.shape) == 1 and kind == "weight":
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
-        if not (family_of(self.config).layer.attention.neighbours and module.endswith(("attn.q_proj", "attn.k_proj"))):
+        if not (family_of(self.config).attention.neighbours and module.endswith(("attn.q_proj", "attn.k_proj"))):
             return weight
         rows = torch.arange(weight.shape[0], dtype=torch.int32, device="cpu") if weight.order is None else weight.order
         heads = rows.view(-1, self.shape.head_dim)
@@ -415,10 +415,11 @@ class NativeLM:
 
     def _check_other_layers(self) -> None:
         """Try one layer of each other kind as `_checked_in_float32` tries the first."""
-        places = family_of(self.config).places(self.config)
-        for place in dict.fromkeys(places):
-            if place != places[0]:
-                NativeLM(FirstLayer(self.source, self._few_embeddings(), places.index(place)))
+        family = family_of(self.config)
+        kinds = list(zip(family.layers_of(self.config), family.places(self.config), strict=True))
+        for number, kind in enumerate(kinds):
+            if kinds.index(kind) == number > 0:
+                NativeLM(FirstLayer(self.source, self._few_embeddings(), number))
 
     def _few_embeddings(self) -> Tensor:
         return self.embed(torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size)
@@ -504,10 +505,10 @@ def refuse_own_head(source: Source) -> None:
         raise UnsupportedModelError("native: lm_head has weights of its own, and the config ties it to the embeddings")
 
 
-def _parts_of(config: PretrainedConfig, shape: Shape, names: Iterable[str]) -> dict[str, dict[str, int]]:
+def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[str, int]]:
     """Map each tensor to native parts and their rows. Raises UnsupportedModelError if a tensor belongs to no block."""
     modules: dict[str, dict[str, int]] = {}
-    for part in family_of(config).parts(shape):
+    for part in family_of(config).parts(config):
         modules.setdefault(part.name.transformers, {})[part.native] = part.size
     found: dict[str, dict[str, int]] = {}
     for name in names:

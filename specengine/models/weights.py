@@ -147,6 +147,7 @@ def _of_one_layer(config: PretrainedConfig, vocabulary: int, number: int = 0) ->
     sizes |= {name: kinds[number:] for name in _BY_LAYER if (kinds := getattr(config, name, None))}
     if "layer_types" in sizes:
         sizes["layer_types"] = sizes["layer_types"][:1]
+    sizes |= family_of(config).alone(config, number)
     ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     return type(config).from_dict(config.to_dict() | sizes | ids)
 
@@ -213,15 +214,17 @@ def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
 def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by name, those of all layers included; a tied head has none."""
     family = family_of(config)
-    layers = family.shape(config).layers
-    small = _of_one_layer(config, getattr(config, family.fields.vocabulary))
+    kinds = family.layers_of(config)
     first, tied = f"{family.layers.transformers}.0.", config.tie_word_embeddings
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, weight in empty_model(small, torch.float32).named_parameters():
-        if name.startswith(first):
-            inside = name.removeprefix(first)
-            every = [f"{family.layers.transformers}.{number}.{inside}" for number in range(layers)]
-            shapes |= dict.fromkeys(every, tuple(weight.shape))
-        elif not (tied and name == f"{family.head.transformers}.weight"):
-            shapes[name] = tuple(weight.shape)
+    for kind in dict.fromkeys(kinds):
+        small = _of_one_layer(config, getattr(config, family.fields.vocabulary), kinds.index(kind))
+        numbers = [number for number, other in enumerate(kinds) if other == kind]
+        for name, weight in empty_model(small, torch.float32).named_parameters():
+            if name.startswith(first):
+                inside = name.removeprefix(first)
+                every = [f"{family.layers.transformers}.{number}.{inside}" for number in numbers]
+                shapes |= dict.fromkeys(every, tuple(weight.shape))
+            elif not (tied and name == f"{family.head.transformers}.weight"):
+                shapes[name] = tuple(weight.shape)
     return shapes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specengine.errors import UnsupportedModelError
 from specengine.models import families
-from specengine.models.configs import family_of, rope_of, shape_of
+from specengine.models.configs import family_of, rope_of
 from specengine.models.families import Family, GatedMLP, Layer, Name
 from specengine.models.native import from_model
 from specengine.models.weights import Weight, layer_template
@@ -26,7 +26,7 @@ def test_the_families_are_those_that_are_tested() -> None:
 def test_a_familys_blocks_are_transformers_modules(name: str) -> None:
     config = tiny(name, tie_word_embeddings=False).config
     modules = {tensor.rpartition(".")[0] for tensor in layer_template(config)}
-    parts = list(family_of(config).parts(shape_of(config)))
+    parts = list(family_of(config).parts(config))
     assert {part.name.transformers for part in parts} == modules
     assert len({part.native for part in parts}) == len(parts)
     assert len({part.name.gguf for part in parts}) == len({part.name.transformers for part in parts})

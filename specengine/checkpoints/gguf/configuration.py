@@ -142,7 +142,7 @@ def _sizes(fields: _Fields, family: families.Family) -> dict[str, int]:
         "layers": layers,
         "heads": heads,
         "kv_heads": _key_value_heads(fields, heads),
-        "head_dim": _head_dim(fields, hidden, heads, partial=family.layer.attention.partial),
+        "head_dim": _head_dim(fields, hidden, heads, partial=family.attention.partial),
         "context": fields.count("context_length"),
     }
 
@@ -174,7 +174,7 @@ def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
 
 
 def _rope_parameters(fields: _Fields, head_dim: int, family: families.Family) -> dict[str, Any]:
-    if not family.layer.attention.partial:
+    if not family.attention.partial:
         return _scaled(fields, head_dim)
     turned = fields.count("rope.dimension_count", head_dim)
     return _scaled(fields, turned) | {"partial_rotary_factor": turned / head_dim}
@@ -284,7 +284,7 @@ def require_complete(
 def tensor_names(config: transformers.PretrainedConfig, names: Iterable[str]) -> dict[str, str]:
     """Return the names in GGUF files of tensors of transformers, by the latter."""
     family = families.known()[config.model_type]
-    modules = {part.name.transformers: part.name.gguf for part in family.parts(family.shape(config))}
+    modules = {part.name.transformers: part.name.gguf for part in family.parts(config)}
     split = [name.rpartition(".") for name in names]
     return {f"{module}.{kind}": f"{modules[module]}.{kind}" for module, _, kind in split}
 
@@ -305,7 +305,7 @@ def row_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray | 
     if family.gguf is None or module is None or module[1] not in family.gguf.pairs:
         return None
     shape = family.shape(config)
-    parts = family.layer.attention.parts(shape)
+    parts = family.attention.parts(shape)
     size = next(part.size for part in parts if part.name.gguf == module[1])
     rows = np.arange(size, dtype=np.int32)
     return rows.reshape(-1, shape.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)

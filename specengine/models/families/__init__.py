@@ -207,13 +207,18 @@ class GGUF:
 class Family:
     """A decoder: embeddings, layers, an RMS norm, and a head that may be tied to the embeddings.
 
+    layer        of all layers, or a function of a config and a layer's number
+    attending    a layer with the attention of a family whose layers differ
+    alone        the fields of a config that has one layer alone, by config and number, beside the lists by layer
     gguf         None where no GGUF file stores the family under a name of its own
     one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
     factors      those of a config
     neutral      fields of transformers' config that change the forward, and the value that does not
     """
 
-    layer: Layer = Layer()
+    layer: Layer | Callable[[Any, int], Layer] = Layer()
+    attending: Layer = Layer()
+    alone: Callable[[Any, int], dict[str, Any]] = lambda config, number: {}
     fields: Fields = Fields()
     gguf: GGUF | None = None
     embedding: Name = Name("model.embed_tokens", "token_embd")
@@ -231,19 +236,29 @@ class Family:
         }
         return Shape(**stated | {"head_dim": stated["head_dim"] or stated["hidden"] // stated["heads"]})
 
+    @property
+    def attention(self) -> Attention:
+        """The attention of the layers that have one: it turns channels alike in all of them."""
+        return (self.layer if isinstance(self.layer, Layer) else self.attending).attention
+
+    def layers_of(self, config: Any) -> list[Layer]:
+        """Return the blocks of each layer."""
+        numbers = range(self.shape(config).layers)
+        return [self.layer if isinstance(self.layer, Layer) else self.layer(config, number) for number in numbers]
+
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
-        return [self.layer.attention.place(config, layer) for layer in range(self.shape(config).layers)]
+        return [layer.attention.place(config, number) for number, layer in enumerate(self.layers_of(config))]
 
-    def parts(self, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: Any) -> Iterator[Part]:
         """Yield all modules by their whole names."""
+        shape = self.shape(config)
         yield Part("model.embed_tokens", self.embedding, shape.vocabulary)
         yield Part("model.norm", self.norm, shape.hidden)
         yield Part("lm_head", self.head, shape.vocabulary)
-        inside = list(self.layer.parts(shape))
-        for number in range(shape.layers):
+        for number, layer in enumerate(self.layers_of(config)):
             above = Name(f"{self.layers.transformers}.{number}", f"{self.layers.gguf}.{number}")
-            for part in inside:
+            for part in layer.parts(shape):
                 yield Part(f"model.layers.{number}.{part.native}", part.name.below(above), part.size)
 
 
