@@ -129,9 +129,9 @@ class Engine:
         """Load a target with its draft and policy.
 
         model   a Hugging Face id, a local path or a loaded model; None is the embedded default model
-        draft   `ngram`, `recycling`, `none`, `default-head`, the id or path of a smaller model or an EAGLE head, a
-                loaded model or a Drafter; None is the head that ships for the default model, and `recycling` with
-                lookup for any other
+        draft   `ngram`, `recycling`, `mtp`, `none`, `default-head`, the id or path of a smaller model or an EAGLE
+                head, a loaded model or a Drafter; None is the head that ships for the default model, the MTP head
+                of a checkpoint that has one, and `recycling` with lookup for any other
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
         options dtype, device, tokenizer, draft_options, policy_options, graphs, compile_blocks, lookup, strict,

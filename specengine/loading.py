@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specengine import drafters, policies
-from specengine.checkpoints import checks, eagle, embedded, pretrained
+from specengine.checkpoints import checks, eagle, embedded, mtp, pretrained
 from specengine.checkpoints.checks import model_in
 from specengine.checkpoints.pretrained import LoadedModel, is_gguf, load_model, load_tokenizer
 from specengine.drafters import Drafter, Maker
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from specengine.options import LoadOptions
 
 PLAIN = ("plain", "none")
-CHECKPOINTS = SimpleNamespace(checks=checks, eagle=eagle, embedded=embedded, pretrained=pretrained)
+CHECKPOINTS = SimpleNamespace(checks=checks, eagle=eagle, embedded=embedded, mtp=mtp, pretrained=pretrained)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -224,13 +224,15 @@ def _maker(draft: Any, options: LoadOptions) -> Maker:
     if isinstance(draft, Drafter):
         return lambda target, tokenizer: draft
     if draft is None:
-        return lambda target, tokenizer: drafters.maker(_default(target.name), options, CHECKPOINTS)(target, tokenizer)
+        return lambda target, tokenizer: drafters.maker(_default(target), options, CHECKPOINTS)(target, tokenizer)
     return drafters.maker(draft, options, CHECKPOINTS)
 
 
-def _default(target: str) -> str:
-    """Return the draft for a target of this name: the head that ships for it, else its own tokens, recycled."""
-    folder = embedded.draft_head(target) if target else None
+def _default(target: HuggingFaceTarget | NativeTarget) -> str:
+    """Return the draft for a target: the head that ships for it, or its own MTP head, else its own tokens, recycled."""
+    folder = embedded.draft_head(target.name) if target.name else None
+    if folder is None and mtp.is_stored(target.name, target.lm.config):
+        return "mtp"
     return "recycling" if folder is None else str(folder)
 
 
@@ -242,7 +244,7 @@ def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafte
             f"native: the context ends with LongRoPE's original {target.max_context} tokens; "
             f"backend='huggingface' has all {whole}"
         ]
-    if draft is None and drafter is not None and _default(target.name) == "recycling" and _takes_shipped_head(target):
+    if draft is None and drafter is not None and _default(target) == "recycling" and _takes_shipped_head(target):
         return [
             f"draft: the head that ships for {embedded.NAME} fits this model; if it is a fine-tune of that, "
             f"try draft={embedded.HEAD!r} and compare"

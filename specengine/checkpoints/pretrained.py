@@ -45,6 +45,7 @@ from specengine.models.configs import (
     unsupported,
 )
 from specengine.models.extension import NOT_BUILT
+from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
 from specengine.models.weights import KIND_OF, Source, Weight, layer_template, with_buffers
@@ -199,7 +200,8 @@ def _left_out(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str
     neither are the causal masks of old files.
     """
     has = {_any_layer(name) for name, _ in model.named_modules()} - {""}
-    for name in unexpected:
+    names = set(unexpected)
+    for name in names - parts_in(names, int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)):
         module = _any_layer(name.rpartition(".")[0])
         has_module = module in has or f"{model.base_model_prefix}.{module}" in has
         if has_module and not name.endswith(_MASKS):
@@ -348,7 +350,10 @@ class FolderSource(Source):
 
     def __init__(self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
         self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
-        self._tensors = {key: tensor for file in _require_files(folder) for key, tensor in _tensors_of(file)}
+        layers = int(config.get_text_config(decoder=True).num_hidden_layers)
+        tensors = {key: tensor for file in _require_files(folder) for key, tensor in tensors_of(file)}
+        drafts = parts_in(tensors, layers)  # heads that only a draft reads
+        self._tensors = {key: tensor for key, tensor in tensors.items() if key not in drafts}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: stored.shape for name, stored in self._tensors.items()}
@@ -475,7 +480,7 @@ class _Stored(NamedTuple):
 _STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 
 
-def _tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
+def tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
     """Yield a file's tensors by name; CheckpointError where it is damaged, UnsupportedModelError for other dtypes."""
     try:
         with safe_open(file, framework="pt"):  # which checks the header against the file's size
@@ -500,7 +505,7 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """Return the dtype of the first tensor, as transformers' `auto` does where the config has none."""
-    return next((stored.dtype for _, stored in _tensors_of(_require_files(folder)[0])), torch.float32)
+    return next((stored.dtype for _, stored in tensors_of(_require_files(folder)[0])), torch.float32)
 
 
 def _require_files(folder: Path) -> list[Path]:

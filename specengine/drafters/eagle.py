@@ -17,6 +17,7 @@ from specengine.models.eagle import EagleHead, head_from, require_fit, with_appe
 from specengine.models.eagle_torch import TorchHead
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
+from specengine.models.mtp import MtpHead
 from specengine.models.native import NativeHead, NativeLM
 from specengine.ops import Nodes, PassRows
 
@@ -34,19 +35,25 @@ class Eagle(RowDraft):
     States stand in one buffer: by node those that children are run from, and a spare one for padding. The root pass
     reads the target's features of the tokens that were accepted last, so cycles without a pass do without.
 
-    head: as `models.eagle.head_from` makes it, or a NativeHead; target: the model that the hidden states come
+    head: as `models.eagle.head_from` makes it, or one that runs itself; target: the model that the hidden states come
     from. Raises InputError if head and target do not fit.
     """
 
     about = About(lookup=True)
 
     def __init__(
-        self, head: EagleHead | NativeHead, target: CausalLM | NativeLM, *, name: str = "", pack: bool | None = None
+        self,
+        head: EagleHead | NativeHead | MtpHead,
+        target: CausalLM | NativeLM,
+        *,
+        name: str = "",
+        pack: bool | None = None,
     ) -> None:
         config = head.config
         require_fit(config, target)
-        self.head = head if isinstance(head, NativeHead) else TorchHead(head, target, pack)
-        self.name = f"eagle (EAGLE-{config.version}{', ' + name if name else ''})"
+        self.head = TorchHead(head, target, pack) if isinstance(head, EagleHead) else head
+        own = isinstance(head, MtpHead)
+        self.name = name if own else f"eagle (EAGLE-{config.version}{', ' + name if name else ''})"
         self.target = target
         self._seconds = 0.0
         self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,19 @@ class OwnCache:
         return made
 
 
+class Ran(NamedTuple):
+    """Results of a forward.
+
+    logits  [rows, tokens, vocabulary], of all tokens or of the last one
+    states  the features, [rows, tokens, features * hidden size]; None if there are none
+    held    the caches behind it, by the name that the model's forward has for them
+    """
+
+    logits: Tensor
+    states: Tensor | None
+    held: dict[str, Any]
+
+
 class OwnCacheLM(CausalLM):
     """A model on its own cache, whatever that is.
 
@@ -95,31 +108,40 @@ class OwnCacheLM(CausalLM):
     def new_cache(self, capacity: int) -> Any:
         return OwnCache()
 
+    @torch.inference_mode()
     def prepare_features(self, ids: tuple[int, ...]) -> None:
-        raise UnsupportedModelError(
-            f"{_name(self.model)}: gives no hidden states on its own cache, and this draft reads them"
-        )
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        count = len(getattr(self._twin(input_ids=token, output_hidden_states=True), "hidden_states", None) or ())
+        if count != self._layers + 1 or not all(0 <= i < count for i in ids):
+            raise UnsupportedModelError(
+                f"{_name(self.model)}: gives {count} hidden states on its own cache, and this draft reads "
+                f"{', '.join(map(str, ids))} of {self._layers + 1}"
+            )
 
     def extend(  # type: ignore[override]
         self, cache: OwnCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: Logits = "last"
-    ) -> tuple[Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         if not tokens:
             return None, None
         began = time.perf_counter()
         alone = cache.length and self.fault is not None  # its modules may take one token at a time
         pieces = [[token] for token in tokens] if alone else [tokens]
-        found = [self._run(cache, piece, every=logits == "all") for piece in pieces]
+        ran = [self._run(cache, piece, features, every=logits == "all") for piece in pieces]
         self.seconds += time.perf_counter() - began
-        return (None if logits == "none" else torch.cat(found) if logits == "all" else found[-1][-1:]), None
+        found, seen = [rated for rated, _ in ran], [states for _, states in ran if states is not None]
+        given = None if logits == "none" else torch.cat(found) if logits == "all" else found[-1][-1:]
+        return given, torch.cat(seen) if seen else None
 
-    def _run(self, cache: OwnCache, tokens: list[int], *, every: bool) -> Tensor:
-        """Run tokens, and return their logits, or those of the last one."""
+    def _run(
+        self, cache: OwnCache, tokens: list[int], features: tuple[int, ...] = (), *, every: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run tokens. Return their logits, or those of the last one, and features of all."""
         given = torch.tensor([[*cache.tokens, *tokens]], dtype=torch.int64, device=self.device)
         if not cache.length:
             cache.held = self._empty()
-        logits, cache.held = self._forward(given, len(tokens), cache.held, first=not cache.length, every=every)
-        cache.tokens = [*cache.tokens, *tokens]
-        return logits[0]
+        out = self._forward(given, len(tokens), cache.held, features, first=not cache.length, every=every)
+        cache.held, cache.tokens = out.held, [*cache.tokens, *tokens]
+        return out.logits[0], None if out.states is None else out.states[0]
 
     def _empty(self) -> dict[str, Any]:
         """Return an empty cache as `generate` makes it: the model may make its own."""
@@ -129,9 +151,16 @@ class OwnCacheLM(CausalLM):
         return {name: DynamicCache(config=self.config)}
 
     def _forward(
-        self, given: Tensor, count: int, held: dict[str, Any], *, first: bool = False, every: bool = True
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Run the last `count` of `given`, int64 [rows, tokens]; return logits [rows, count or 1, vocabulary]."""
+        self,
+        given: Tensor,
+        count: int,
+        held: dict[str, Any],
+        features: tuple[int, ...] = (),
+        *,
+        first: bool = False,
+        every: bool = True,
+    ) -> Ran:
+        """Run the last `count` of `given`, int64 [rows, tokens]; without `every`, logits are the last one's."""
         arguments: dict[str, Any] = {**held, "use_cache": True}
         seen = {"attention_mask": torch.ones_like(given)}
         if "position_ids" in self._accepts:
@@ -146,19 +175,29 @@ class OwnCacheLM(CausalLM):
         )
         if every and "logits_to_keep" in prepared:
             prepared["logits_to_keep"] = 0  # all; some models' configs ask for the last
+        if features:
+            prepared["output_hidden_states"] = True
         out = self._runs(**prepared, return_dict=True)
-        caches = {name: out[name] for name in CACHES if out.get(name) is not None}
-        return out.logits[:, -count if every else -1 :], {_argument(name): cache for name, cache in caches.items()}
+        caches = {_argument(name): out[name] for name in CACHES if out.get(name) is not None}
+        states = torch.cat([out.hidden_states[i][:, -count:] for i in features], dim=-1) if features else None
+        return Ran(out.logits[:, -count if every else -1 :], states, caches)
 
-    def verify(self, cache: OwnCache, tree: TokenTree) -> tuple[Tensor, Paths]:
-        """Return the logits of a tree's nodes behind the cached tokens, [nodes, vocabulary], and how they were run."""
+    def verify(
+        self, cache: OwnCache, tree: TokenTree, features: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None, Paths]:
+        """Run a tree's nodes behind the cached tokens.
+
+        Returns logits, [nodes, vocabulary], features, [nodes, features * hidden size], and how the nodes were run.
+        """
         began = time.perf_counter()
         paths = Paths.of(tree)
         rows = [[*cache.tokens, *row] for row in paths.tokens(tree)]
         given = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        logits, paths.held = self._forward(given, paths.longest, cache.copies(len(rows), self.device))
+        out = self._forward(given, paths.longest, cache.copies(len(rows), self.device), features)
+        paths.held = out.held
         self.seconds += time.perf_counter() - began
-        return logits[paths.row, paths.depth], paths
+        states = None if out.states is None else out.states[paths.row, paths.depth]
+        return out.logits[paths.row, paths.depth], states, paths
 
     def keep(self, cache: OwnCache, paths: Paths, path: list[int], tokens: list[int]) -> None:
         """Take in the accepted path of the tree verified last."""
@@ -188,8 +227,8 @@ class OwnCacheLM(CausalLM):
             for parent, token in ((0, ids[5]), (0, ids[0]), (1, ids[2])):
                 added = torch.tensor([[parent], [token]], dtype=torch.int64, device=self.device)
                 tree.add(added[0], added[1], torch.zeros(1, dtype=torch.float32, device=self.device))
-            logits, paths = self.verify(cache, tree)
-            expected = torch.cat([self._run(plain, [token], every=True) for token in (ids[4], ids[5], ids[2])])
+            logits, _, paths = self.verify(cache, tree)
+            expected = torch.cat([self._run(plain, [token], every=True)[0] for token in (ids[4], ids[5], ids[2])])
             if not _close(logits[[0, 1, 3]], expected):
                 return "several tokens at once give other logits than one after the other"
             self.keep(cache, paths, [0, 1], [ids[4], ids[5]])
@@ -277,10 +316,14 @@ class OwnCacheTarget(HuggingFaceTarget):
         found = super().cached(tokens)
         return found if found == self.cache.length or self.cache.croppable else 0  # type: ignore[attr-defined]
 
-    def prefill(self, tokens: list[int], keep: int | None = None) -> None:
+    def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         kept = self.cached(tokens) if keep is None else keep
         self.cache.crop(kept)
         self.tokens, self._waiting = tokens[: self.cache.length], tokens[self.cache.length :]
+        if not self._features:
+            return None
+        waiting, self._waiting, self.tokens = self._waiting, [], list(tokens)
+        return self.lm.extend(self.cache, waiting, self._features, logits="none")[1]  # type: ignore[arg-type]
 
     def rate(self, tokens: list[int]) -> Tensor:
         self._waiting = []
@@ -290,17 +333,18 @@ class OwnCacheTarget(HuggingFaceTarget):
         self._waiting = []
         super().reset()
 
-    def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         tree, cache, waiting = tree.trimmed(), self.cache, self._waiting
         self.tokens, self._waiting = [*self.tokens, *waiting], []
         if len(tree) == 1:
             self._paths = None
-            logits, _ = self.lm.extend(cache, [*waiting, *tree.tokens.tolist()])  # type: ignore[arg-type]
+            given = [*waiting, *tree.tokens.tolist()]
+            logits, states = self.lm.extend(cache, given, self._features)  # type: ignore[arg-type]
             assert logits is not None
-            return logits, None
+            return logits, None if states is None else states[-1:]
         self.lm.extend(cache, waiting, logits="none")  # type: ignore[arg-type]
-        logits, self._paths = self.lm.verify(cache, tree)  # type: ignore[arg-type]
-        return logits, None
+        logits, states, self._paths = self.lm.verify(cache, tree, self._features)  # type: ignore[arg-type]
+        return logits, states
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         tokens = tree.tokens[path].tolist()

@@ -1,0 +1,88 @@
+"""MTP heads of a checkpoint: transformers leaves their tensors unread."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from specengine.checkpoints.pretrained import WEIGHT_FILES, tensors_of
+from specengine.errors import CheckpointError, InputError, SpecEngineError
+from specengine.files import INDEX, read_text, safetensors_files
+from specengine.models.huggingface import CausalLM
+from specengine.models.mtp import MtpHead, MtpLayer, fused_experts, names_in_head, parts_in
+from specengine.models.native import NativeLM
+
+
+def is_stored(name: str, config: Any) -> bool:
+    """Return whether the files of a model bring an MTP head; config: of the model. Fetches nothing.
+
+    name: a folder, or an id whose files the Hub's cache holds.
+    """
+    try:
+        folder = _folder(name)
+        return folder is not None and bool(parts_in(_names(folder), _layers(config)))
+    except (SpecEngineError, OSError, ValueError):
+        return False
+
+
+def load(name: str, target: CausalLM | NativeLM) -> MtpHead:
+    """Return the first MTP head stored with a model, in the target's dtype and on its device.
+
+    InputError where the model's files bring none; CheckpointError, which lists them, for tensors that are missing, not
+    known or of another shape.
+    """
+    folder = _folder(name)
+    tensors = (
+        {} if folder is None else {key: kept for file in safetensors_files(folder) for key, kept in tensors_of(file)}
+    )
+    names = names_in_head(tensors, _layers(target.config))
+    if not names:
+        raise InputError(
+            "draft: got mtp, accepted where the model's safetensors files hold a head for multi-token prediction "
+            f"(mtp.*, or layers beyond the last one); {name or 'this model'} has none"
+        )
+    net = MtpLayer(target.config, target.dtype)
+    state = fused_experts({names[key]: tensors[key].read(0, tensors[key].shape[0]) for key in names})
+    wanted = {key: tuple(tensor.shape) for key, tensor in net.state_dict().items()}
+    problems = {
+        "missing": [key for key in wanted if key not in state],
+        "unknown": [key for key in state if key not in wanted],
+        "of another shape": [
+            f"{key} {list(state[key].shape)}, not {list(shape)}"
+            for key, shape in wanted.items()
+            if key in state and tuple(state[key].shape) != shape
+        ],
+    }
+    listed = [f"{problem}: {', '.join(keys[:4])}" for problem, keys in problems.items() if keys]
+    if listed:
+        raise CheckpointError(f"{folder}: its MTP head does not fit the model's config; {'; '.join(listed)}")
+    buffers = {key for key, _ in net.named_buffers()}
+    made = {key: tensor if key in buffers else tensor.to(target.dtype) for key, tensor in state.items()}
+    net.load_state_dict(made, assign=True)
+    return MtpHead(net.to(target.device), target)
+
+
+def _layers(config: Any) -> int:
+    return int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def _folder(name: str) -> Path | None:
+    """Return the folder of a model's files, or None where they are not on this machine."""
+    if not name or Path(name).is_file():
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(WEIGHT_FILES), local_files_only=True))
+    except Exception:  # the Hub's own errors, of many kinds: it is not there
+        return None
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names of all tensors."""
+    if (folder / INDEX).is_file():
+        return list(json.loads(read_text(folder / INDEX))["weight_map"])
+    return [name for file in safetensors_files(folder) for name, _ in tensors_of(file)]

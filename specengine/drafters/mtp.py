@@ -1,0 +1,33 @@
+"""Drafting by the head for multi-token prediction that a model's checkpoint brings along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specengine import registry
+from specengine.drafters import Maker
+from specengine.drafters.eagle import Eagle
+
+if TYPE_CHECKING:
+    from specengine.options import LoadOptions
+
+
+@dataclass
+class NoOptions:
+    """An MTP head has none."""
+
+
+class Mtp(Eagle):
+    """The first MTP head of the target's own checkpoint (Qwen's `mtp.*`, or DeepSeek's layer beyond the last one).
+
+    Trees grow from it as from an EAGLE-1 head: the root's children are the head's own prediction, and each further
+    level runs the same layer on its parent's state. Sources: DeepSeek-V3, section 2.2; Qwen3-Next.
+    """
+
+    @classmethod
+    def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
+        if draft != "mtp":
+            return None
+        registry.build(NoOptions, options.draft_options, "draft mtp")
+        return lambda target, _: cls(checkpoints.mtp.load(target.name, target.lm), target.lm, name="mtp")

@@ -1,0 +1,231 @@
+"""Heads for multi-token prediction (MTP) that checkpoints bring along: one decoder layer of the model's own kind.
+
+Sources: DeepSeek-V3 (section 2.2), Qwen3-Next; transformers' MtpModel computes the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from specengine import ops
+from specengine.errors import UnsupportedModelError
+from specengine.models.attention import ATTENTION, Prompt, lower_right
+from specengine.models.configs import NO_MEMORY, empty_model
+from specengine.models.eagle import EagleConfig
+from specengine.models.huggingface import PREFILL_ROWS, CausalLM, _PaddedSlabView, _ShapeRecorder, _SlabView
+from specengine.models.kv_cache import KVCache, Rows
+from specengine.models.native import NativeLM
+from specengine.models.weights import with_buffers
+
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
+_NAMES = {  # of both layouts, Qwen's behind `mtp.`, DeepSeek's behind the number of a layer beyond the last one
+    "fc": "fc",
+    "eh_proj": "fc",
+    "pre_fc_norm_embedding": "embedding_norm",
+    "enorm": "embedding_norm",
+    "pre_fc_norm_hidden": "hidden_norm",
+    "hnorm": "hidden_norm",
+    "norm": "norm",
+    "shared_head.norm": "norm",
+}
+_MARKS = (".eh_proj.", ".enorm.", ".hnorm.")  # of a layer that is a head
+_SHARED = ("shared_head.head", "embed_tokens")  # copies of the model's own
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+def parts_in(names: Collection[str], layers: int) -> set[str]:
+    """Return the names of a checkpoint's tensors that belong to MTP heads; layers: of the model itself.
+
+    A layer beyond the last one is a head if it joins a state with an embedding; else it is one that the config lacks.
+    """
+    found, inside = {name for name in names if name.startswith("mtp.")}, dict[int, list[str]]()
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        if match is not None and int(match[1]) >= layers:
+            inside.setdefault(int(match[1]), []).append(name)
+    return found.union(*(own for own in inside.values() if any(mark in name for name in own for mark in _MARKS)))
+
+
+def names_in_head(names: Collection[str], layers: int) -> dict[str, str]:
+    """Map the tensors of the first MTP head to their names in MtpLayer. Deeper heads are left out."""
+    found = {}
+    for name in parts_in(names, layers):
+        inside = _inside(name, layers)
+        module, _, kind = inside.rpartition(".")
+        if not inside or module in _SHARED:
+            continue
+        found[name] = f"{_NAMES[module]}.{kind}" if module in _NAMES else f"block.{inside}"
+    return found
+
+
+def _inside(name: str, layers: int) -> str:
+    """Return the name of a tensor within the first head; empty for one of another part of the model."""
+    if name.startswith("mtp."):
+        rest = name.removeprefix("mtp.")
+        return rest.removeprefix("layers.0.") if rest.startswith("layers.0.") or "layers." not in rest else ""
+    found = _LAYER.fullmatch(name)
+    return found[2] if found is not None and int(found[1]) == layers else ""
+
+
+class MtpLayer(nn.Module):
+    """The network of a head, on the meta device until its weights are loaded."""
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        model = empty_model(_of_head(config), dtype)
+        decoder: Any = with_buffers(model).get_decoder()
+        size, eps, norm = decoder.config.hidden_size, decoder.config.rms_norm_eps, type(decoder.norm)
+        with torch.device("meta"):
+            self.fc = nn.Linear(2 * size, size, bias=False, dtype=dtype)
+            self.embedding_norm, self.hidden_norm, self.norm = (norm(size, eps=eps).to(dtype) for _ in range(3))
+        self.block, self.rotary_emb, self.block_config = decoder.layers[0], decoder.rotary_emb, decoder.config
+
+
+def _of_head(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of a model whose one layer is the head's: full attention, experts if the model has any."""
+    fields: dict[str, Any] = {"num_hidden_layers": 1}
+    if getattr(config, "layer_types", None):
+        fields["layer_types"] = list(getattr(config, "mtp_layer_types", None) or ["full_attention"])[:1]
+    if getattr(config, "mlp_layer_types", None):
+        fields["mlp_layer_types"] = list(getattr(config, "mtp_mlp_layer_types", None) or ["sparse"])[:1]
+    if hasattr(config, "first_k_dense_replace"):
+        fields["first_k_dense_replace"] = 0
+    if hasattr(config, "mlp_only_layers"):
+        fields["mlp_only_layers"] = []
+    return type(config).from_dict(config.to_dict() | fields)
+
+
+def fused_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stack tensors of single experts, as checkpoints store them, to those of transformers' modules."""
+    found, single = dict[str, Tensor](), dict[str, dict[int, dict[str, Tensor]]]()
+    for name, tensor in state.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+        else:
+            single.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensor
+    for name, experts in single.items():
+        if {len(one) for one in experts.values()} != {3} or sorted(experts) != list(range(len(experts))):
+            continue  # listed as missing
+        ordered = [experts[number] for number in sorted(experts)]
+        found[f"{name}.gate_up_proj"] = torch.stack([torch.cat([one["gate_proj"], one["up_proj"]]) for one in ordered])
+        found[f"{name}.down_proj"] = torch.stack([one["down_proj"] for one in ordered])
+    return found
+
+
+class MtpHead:
+    """Run an MTP head over a cache of its own, with the interface of TorchHead.
+
+    Row i pairs the target's state behind its final norm at position i with token i + 1, at that token's position. Its
+    state, behind the head's norm, is read by the target's vocabulary head, and by the rows of its children.
+
+    net: with its weights; target: the model that it was stored with. UnsupportedModelError where the layer does not
+    run over a cache of keys and values.
+    """
+
+    target_ids: Tensor | None = None
+    reads: tuple[Tensor, ...] = ()
+
+    def __init__(self, net: MtpLayer, target: CausalLM | NativeLM) -> None:
+        self.module, self._target, self.dtype = net.eval().requires_grad_(False), target, target.dtype
+        self._dense_mask, device = False, target.device
+        self._last = target.max_context - 1
+        self._dummy = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        heads, key_size, value_size = self._shapes()
+        shapes = None if key_size == value_size else (((heads, key_size), (heads, value_size)),)
+        width = key_size if shapes is None else heads * max(key_size, value_size)
+        self._dense_mask = shapes is not None
+        net.block_config._attn_implementation = "eager" if self._dense_mask else ATTENTION
+        one = 1 if shapes is not None else heads
+        self.cache = KVCache(1, one, width, 1, dtype=self.dtype, device=device, shapes=shapes)
+        size, vocabulary = int(net.fc.out_features), target.vocab_size
+        self.config = EagleConfig(
+            version=1,
+            hidden_size=size,
+            intermediate_size=0,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=key_size,
+            target_hidden_size=size,
+            vocab_size=vocabulary,
+            draft_vocab_size=vocabulary,
+        )
+
+    @property
+    def weights(self) -> tuple[nn.Module, ...]:
+        return (self.module,)
+
+    def refresh(self) -> None:
+        """Do nothing: the head owns its weights."""
+
+    def extend(self, features: Tensor, tokens: list[int]) -> None:
+        """Run consecutive rows behind the cache's, and commit them; features: the target's, [rows, hidden size]."""
+        for first in range(0, len(tokens), PREFILL_ROWS):
+            ids = tokens[first : first + PREFILL_ROWS]
+            piece = torch.tensor(ids, device=self.cache.slab.device, dtype=torch.int64)
+            rows, length = len(piece), self.cache.length
+            self.cache.reserve(length + rows)
+            positions = torch.arange(length, length + rows, device=piece.device, dtype=torch.int64)
+            arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": Prompt(length)}
+            if self._dense_mask:
+                arguments = {"attention_mask": self._additive(lower_right(rows, length, piece.device))}
+            hidden = features[first : first + rows]
+            self._run(hidden, piece, positions, _SlabView(self.cache, length, rows), arguments)
+            self.cache.length = length + rows
+
+    def forward(
+        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits and states of rows, or of the row `one` alone; see TorchHead.forward."""
+        hidden = (states if features is None else features).index_select(0, sources)
+        arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": rows}
+        if self._dense_mask:
+            mask = rows.mask()
+            seen = torch.ones(1, rows.end, dtype=torch.bool, device=hidden.device) if mask is None else mask
+            arguments = {"attention_mask": self._additive(seen)}
+        static = not (self._dense_mask or ops.is_free(rows.slot))
+        view = _PaddedSlabView(self.cache, rows) if static else _SlabView(self.cache, int(rows.slot), len(rows))
+        found = self._run(hidden, rows.tokens, rows.positions, view, arguments)
+        found = found if one is None else found.index_select(0, one)
+        return self._target.head(found), found
+
+    def _run(self, hidden: Tensor, tokens: Tensor, positions: Tensor, view: Any, arguments: dict[str, Any]) -> Tensor:
+        net = self.module
+        embeddings = self._target.embed(tokens).to(self.dtype)
+        normed = net.embedding_norm(embeddings), net.hidden_norm(hidden.to(self.dtype))
+        inputs = net.fc(torch.cat(normed, dim=-1))[None]
+        at = (positions + 1).clamp(max=self._last)[None]
+        turned = net.rotary_emb(inputs, at)
+        out = net.block(inputs, position_embeddings=turned, position_ids=at, past_key_values=view, **arguments)
+        return net.norm(out[0] if isinstance(out, tuple) else out)[0]
+
+    @torch.inference_mode()
+    def _shapes(self) -> tuple[int, int, int]:
+        """Return KV heads and the sizes of keys and values. UnsupportedModelError if the block keeps none."""
+        recorder = _ShapeRecorder()
+        hidden = torch.zeros(1, int(self.module.fc.out_features), dtype=self.dtype, device=self._target.device)
+        token = torch.zeros(1, dtype=torch.int64, device=self._target.device)
+        self.module.block_config._attn_implementation = "eager"
+        try:
+            self._run(hidden, token, token, recorder, {"attention_mask": None})
+        except NO_MEMORY:
+            raise
+        except Exception as error:  # modules of any kind may raise anything
+            text = " ".join(str(error).split())
+            raise UnsupportedModelError(
+                f"draft: the MTP head fails on a token ({type(error).__name__}: {text:.200})"
+            ) from error
+        if list(recorder.shapes) != [0]:
+            raise UnsupportedModelError("draft: the MTP head's layer keeps no keys and values")
+        heads, key_size, value_size = recorder.shapes[0][:3]
+        return heads, key_size, value_size
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        blank = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
+        return blank.masked_fill_(~seen, torch.finfo(self.dtype).min)[None, None]

@@ -1,0 +1,82 @@
+"""Checkpoints of tiny models with a head for multi-token prediction, in the layouts of DeepSeek and of Qwen."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from tests.sweep.small import model_of
+
+NEXT_N = ("glm4_moe", "deepseek_v3")  # models whose head is one more layer, by type
+QWEN = ("qwen3_next", "qwen3_5_text")  # models whose head is stored as mtp.*
+
+
+def checkpoint(name: str, folder: Path) -> tuple[PreTrainedModel, MtpModel]:
+    """Save a tiny model with a random head; return the model and transformers' own head of the same weights."""
+    model = model_of(name)
+    model.save_pretrained(folder)
+    if name in QWEN:  # transformers reads these heads of other models only
+        model.config.num_mtp_layers = 1
+        model.config.mtp_layer_types = ["full_attention"]
+    torch.manual_seed(3)
+    head = MtpModel(model, 1).float().eval()
+    with torch.no_grad():
+        for key, weight in head.layers.named_parameters():
+            weight.copy_(torch.randn(weight.shape) * 0.2 + float(key.endswith("norm.weight") and name not in QWEN))
+    layers = model.config.num_hidden_layers
+    kept = {_stored(key, layers, qwen=name in QWEN): tensor for key, tensor in head.layers.state_dict().items()}
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | _apart(kept), file, metadata={"format": "pt"})
+    return model, head
+
+
+def _stored(key: str, layers: int, *, qwen: bool) -> str:
+    """Return the name in a checkpoint of a tensor of MtpModel.layers."""
+    key = key.removeprefix("0.")
+    if qwen:
+        names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+        module = key.split(".")[0]
+        return "mtp." + (
+            key.replace(module, names[module]) if module in names else key.replace("mtp_block", "layers.0")
+        )
+    key = key.replace("post_norm", "shared_head.norm") if key.startswith("post_norm") else key
+    return f"model.layers.{layers}." + key.removeprefix("mtp_block.")
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with those of all experts taken apart, as the checkpoints of these models hold them."""
+    found: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        match = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", key)
+        for number, one in enumerate(tensor if match else ()):
+            prefix = f"{match[1]}.{number}" if match else ""
+            if match and match[2] == "down_proj":
+                found[f"{prefix}.down_proj.weight"] = one.clone()
+            else:
+                gate, up = one.chunk(2)
+                found |= {f"{prefix}.gate_proj.weight": gate.clone(), f"{prefix}.up_proj.weight": up.clone()}
+        if match is None:
+            found[key] = tensor.clone()
+    return found
+
+
+def edited(folder: Path, change: Any) -> None:
+    """Apply a function to the tensors of a saved model, by name."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def config_edited(folder: Path, **fields: Any) -> None:
+    """Change fields of a saved model's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | fields), encoding="utf-8")

@@ -1,0 +1,127 @@
+"""Heads for multi-token prediction are read from checkpoints, and compute what transformers' MtpModel does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from specengine import Engine
+from specengine.checkpoints import mtp
+from specengine.drafters.mtp import Mtp
+from specengine.errors import CheckpointError, InputError
+from specengine.models.mtp import names_in_head, parts_in
+from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
+from tests.models.mtp_checkpoints import NEXT_N, QWEN, checkpoint, edited
+from tests.sweep.serving import generated, prompt_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", params=[*NEXT_N, *QWEN])
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, MtpModel]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, *checkpoint(request.param, folder)
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, head: MtpModel, tokens: list[int], child: int) -> tuple[Tensor, Tensor]:
+    """Return the logits of transformers' head behind all tokens, and behind a child as well: its state is read then."""
+    ids = torch.tensor([tokens])
+    states = model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+    cache, places = MtpCache(config=head.config), torch.arange(1, len(tokens))[None]
+    own = head.forward_layer(0, states, places, cache, input_ids=ids[:, 1:])
+    after = torch.tensor([[child]]), torch.tensor([[len(tokens)]])
+    below = head.forward_layer(0, own[:, -1:], after[1], cache, input_ids=after[0])
+    return model.lm_head(own[0, -1]), model.lm_head(below[0, -1])
+
+
+def test_logits_are_those_of_transformers(stored: tuple[Path, Any, MtpModel]) -> None:
+    folder, model, head = stored
+    engine = Engine.from_pretrained(str(folder), "mtp", dtype=torch.float32, lookup=False)
+    drafter, target, tokens = engine.drafter, engine.target, prompt_of(19)
+    assert type(drafter) is Mtp
+    target.want(drafter.traits.features)
+    with torch.inference_mode():
+        drafter.begin(tokens[:-1], target.prefill(tokens[:-1]))
+    tree = TokenTree.root(tokens[-1], 4)
+    root = drafter.root(tree).logits[0]
+    other, child = 5, 11
+    for token in (other, child):
+        ids = torch.tensor([token])
+        tree.add(torch.zeros(1, dtype=torch.int64), ids, torch.zeros(1))
+    below = drafter.step(tree, Nodes.of(torch.tensor([1, 2]))).logits
+    expected = reference(model, head, tokens, child)
+    for found, wanted in zip((root, below[1]), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+    assert (below[0] - expected[1]).abs().max() > 1e-3  # of a sibling
+
+
+@pytest.mark.parametrize("policy", ["eagle", "auto", "chain"])
+def test_answers_are_those_of_the_model(stored: tuple[Path, Any, MtpModel], policy: str) -> None:
+    folder, model, _ = stored
+    prompt = prompt_of(30)
+    engine = Engine.from_pretrained(str(folder), "mtp", policy, dtype=torch.float32)
+    answer = engine.generate(prompt, max_new_tokens=24, eos_token_id=[])
+    assert answer.token_ids == generated(model, prompt)
+    assert answer.stats.num_draft_tokens or policy == "auto"
+
+
+def test_a_stored_head_is_the_default_draft(stored: tuple[Path, Any, MtpModel]) -> None:
+    folder, model, _ = stored
+    assert "mtp" in Engine.from_pretrained(str(folder)).drafter.name
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert "mtp" in Engine.from_pretrained(loaded).drafter.name
+    assert "recycling" in Engine.from_pretrained(model).drafter.name  # of no folder
+
+
+def test_a_model_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
+    model, _ = checkpoint("glm4_moe", tmp_path)
+    edited(tmp_path, lambda tensors: [tensors.pop(key) for key in parts_in(list(tensors), 2)])
+    assert not mtp.is_stored(str(tmp_path), model.config)
+    with pytest.raises(InputError, match=r"draft: got mtp, accepted where .* hold a head for multi-token prediction"):
+        Engine.from_pretrained(str(tmp_path), "mtp")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"), "missing: fc.weight"),
+        (lambda tensors: tensors.update({"model.layers.2.gate.weight": torch.ones(2)}), "unknown: block.gate.weight"),
+        (lambda tensors: tensors.update({"model.layers.2.hnorm.weight": torch.ones(3)}), r"hidden_norm.weight \[3\]"),
+        (lambda tensors: tensors.pop("model.layers.2.mlp.experts.1.up_proj.weight"), "missing: .*experts.gate_up_proj"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_by_their_tensors(tmp_path: Path, change: Any, named: str) -> None:
+    checkpoint("glm4_moe", tmp_path)
+    edited(tmp_path, change)
+    with pytest.raises(CheckpointError, match=f"its MTP head does not fit the model's config; .*{named}"):
+        Engine.from_pretrained(str(tmp_path), "mtp")
+
+
+def test_names_of_both_layouts() -> None:
+    names = [
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.2.eh_proj.weight",
+        "model.layers.2.shared_head.norm.weight",
+        "model.layers.2.shared_head.head.weight",
+        "model.layers.2.embed_tokens.weight",
+        "model.layers.2.self_attn.q_proj.bias",
+        "model.layers.3.eh_proj.weight",
+    ]
+    assert parts_in(names, 2) == set(names[1:])
+    assert not parts_in(["model.layers.2.mlp.up_proj.weight"], 2)  # a layer that the config lacks
+    assert names_in_head(names, 2) == {
+        "model.layers.2.eh_proj.weight": "fc.weight",
+        "model.layers.2.shared_head.norm.weight": "norm.weight",
+        "model.layers.2.self_attn.q_proj.bias": "block.self_attn.q_proj.bias",
+    }
+    qwen = ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.layers.1.mlp.gate.weight"]
+    assert set(names_in_head(qwen, 2).values()) == {"fc.weight", "norm.weight", "block.self_attn.q_proj.weight"}
