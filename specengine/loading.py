@@ -237,26 +237,31 @@ def _default(target: HuggingFaceTarget | NativeTarget) -> str:
 
 
 def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> list[str]:
-    """Return notes for the user: the context is short, a better draft is at hand, or this one costs too much."""
+    """Return notes for the user: weights are rounded, the context is short, or another draft may be better."""
+    rounded = target.lm.source.rounded if isinstance(target, NativeTarget) else ""
+    return [note for note in (rounded, _note(target, draft, drafter)) if note]
+
+
+def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> str:
     whole = getattr(target.lm.config, "max_position_embeddings", None) or 0
     if isinstance(target, NativeTarget) and target.max_context < whole:
-        return [
+        return (
             f"native: the context ends with LongRoPE's original {target.max_context} tokens; "
             f"backend='huggingface' has all {whole}"
-        ]
+        )
     if draft is None and drafter is not None and _default(target) == "recycling" and _takes_shipped_head(target):
-        return [
+        return (
             f"draft: the head that ships for {embedded.NAME} fits this model; if it is a fine-tune of that, "
             f"try draft={embedded.HEAD!r} and compare"
-        ]
+        )
     model = drafter.inner if isinstance(drafter, Lookup) else drafter
     if isinstance(model, SmallModel) and _size(model.lm) >= _size(target.lm):
         shipped = f"; the head that ships is draft={embedded.HEAD!r}" if draft == embedded.NAME else ""
-        return [
+        return (
             f"draft: {model.name} is a whole model of no fewer weights than the target, so a draft pass costs as much "
             f"as plain decoding{shipped}"
-        ]
-    return []
+        )
+    return ""
 
 
 def _takes_shipped_head(target: HuggingFaceTarget | NativeTarget) -> bool:

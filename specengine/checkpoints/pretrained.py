@@ -18,7 +18,14 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from specengine import checkpoints as models
@@ -54,6 +61,7 @@ if TYPE_CHECKING:
     from specengine.options import LoadOptions
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_FLOATS = ("f16", "f32")  # of a GGUF file: numbers that bfloat16 does not hold
 _MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 
 
@@ -138,8 +146,7 @@ def _huggingface(
         name = model.config.name_or_path
         return model, tokenizer or (_tokenizer(name, options) if name else None)
     if model is not None and is_gguf(model):
-        opened = open_gguf(model, options.dtype)
-        return opened.source.model().to(options.device or default_device()), tokenizer or _tokenizer_of(opened)
+        return _from_gguf(model, options, tokenizer)
     path = models.resolve(model, offline=options.offline, progress=options.progress)
     common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
     base = path if adapter is None else adapter.base
@@ -171,6 +178,50 @@ def _huggingface(
     if options.tp_plan is None:
         loaded = loaded.to(options.device or default_device())
     return loaded, tokenizer or _tokenizer(path if adapter is None else adapter.tokenizer, options)
+
+
+def _from_gguf(model: str, options: LoadOptions, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
+    try:
+        opened = open_gguf(model, options.dtype)
+    except UnsupportedModelError as error:
+        return _read_by_transformers(Path(model), options, tokenizer, error)
+    return opened.source.model().to(options.device or default_device()), tokenizer or _tokenizer_of(opened)
+
+
+def _read_by_transformers(
+    path: Path, options: LoadOptions, tokenizer: Any, refused: UnsupportedModelError
+) -> tuple[PreTrainedModel, Any]:
+    """Return the model of a GGUF file whose architecture transformers' own reader knows, its blocks unpacked.
+
+    Raises `refused` where that reader does not know it either, or this package does and refuses the file's settings.
+    """
+    try:
+        file = gguf.read(path)
+    except CheckpointError as error:
+        raise refused from error
+    with file:
+        if len(file.parts) > 1 or gguf.is_known(file.metadata):
+            raise refused
+        try:
+            with no_loading_bars(), torch.device("cpu"):
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    path.parent,
+                    gguf_file=path.name,
+                    dtype=torch.bfloat16 if options.dtype == "auto" else options.dtype,
+                    quantization_config=GgufConfig(dequantize=True),
+                    output_loading_info=True,
+                    local_files_only=True,
+                )
+        except NO_MEMORY:
+            raise
+        except Exception as error:  # its reader may raise anything over a file that it does not know
+            raise refused from error
+        _require_weights(path.name, model, report, None)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        model.generation_config.eos_token_id = gguf.end_ids(file, vocabulary)
+        model.generation_config.suppress_tokens = gguf.suppressed_ids(file, vocabulary)
+        model.config.name_or_path = path.name
+        return model.to(options.device or default_device()), tokenizer or gguf.tokenizer(file)
 
 
 def _require_weights(path: str, model: PreTrainedModel, report: dict[str, Any], adapter: Adapter | None) -> None:
@@ -401,7 +452,10 @@ def generation_config_of(folder: Path) -> GenerationConfig:
 
 
 class GGUFSource(Source):
-    """Read a GGUF file, its blocks kept as they are; in float32 each weight is the bfloat16 number of its block."""
+    """Read a GGUF file, its blocks kept as they are.
+
+    In float32 each weight is the bfloat16 number of its block, or the number itself if it is stored as one.
+    """
 
     def __init__(self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
         self.file, self.config, self.dtype, self.name = file, config, dtype, name
@@ -413,6 +467,18 @@ class GGUFSource(Source):
         defaults = GenerationConfig.from_model_config(self.config)
         defaults.suppress_tokens = self._suppressed
         return defaults
+
+    @property
+    def rounded(self) -> str:
+        kinds = [tensor.kind for tensor in self.file.tensors.values() if len(tensor.shape) > 1]
+        found = [kind for kind in _FLOATS if kind in kinds and self.dtype is torch.bfloat16]
+        count = sum(kind in found for kind in kinds)
+        if not found:
+            return ""
+        return (
+            f"{self.name}: {count} matrices stored in {' and '.join(found).upper()} are rounded to bfloat16; "
+            "dtype='float32' keeps their numbers"
+        )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         names = {stored: name for name, stored in self._stored.items()}
@@ -445,7 +511,8 @@ class GGUFSource(Source):
         if family_of(self.config).one_is_zero and numbers.ndim == 1:  # a norm, which the file has as 1 + w
             numbers = numbers - 1.0
         ordered = numbers if order is None else np.ascontiguousarray(numbers[order])
-        return torch.from_numpy(ordered).to(torch.bfloat16).to(self.dtype)
+        exact = self.dtype is torch.float32 and self.file.tensors[stored].kind in _FLOATS
+        return torch.from_numpy(ordered).to(self.dtype if exact else torch.bfloat16).to(self.dtype)
 
     def model(self) -> PreTrainedModel:
         model = empty_model(self.config, self.dtype)

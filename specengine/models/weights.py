@@ -63,6 +63,11 @@ class Source(ABC):
     config: PretrainedConfig
     dtype: torch.dtype  # of the model that these weights are; GGUF blocks stand for bfloat16
 
+    @property
+    def rounded(self) -> str:
+        """Say for people which stored numbers this dtype does not hold; empty for none."""
+        return ""
+
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the stored tensors by name, without reading them."""

@@ -21,6 +21,8 @@ HIDDEN, INNER, HEADS, KEY_HEADS, HEAD, LAYERS, CONTEXT = 64, 96, 4, 2, 16, 2, 12
 def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """Random packed rows: uint8 [rows, bytes of a row], whose numbers are about 1/8."""
     random = np.random.default_rng(seed)
+    if kind == "iq1_m":
+        return _iq1_m(rows * columns // 256, random).reshape(rows, -1)
     if kind in _RANDOM:
         count = rows * columns // Kind[kind.upper()].elements
         return _random_blocks(kind, count, random).reshape(rows, -1)
@@ -40,6 +42,12 @@ _RANDOM = {
     "q6_k": (1e-4, "last", 1),
     "iq4_nl": (1e-3, "first", 1),
     "iq4_xs": (8e-5, "first", 1),
+    "iq1_s": (2e-2, "first", 1),
+    "iq2_xxs": (1e-3, "first", 1),
+    "iq2_xs": (1e-3, "first", 1),
+    "iq2_s": (1e-3, "first", 1),
+    "iq3_xxs": (1e-3, "first", 1),
+    "iq3_s": (1e-3, "first", 1),
 }
 
 
@@ -48,6 +56,15 @@ def _random_blocks(kind: str, count: int, random: np.random.Generator) -> np.nda
     scales = random.uniform(scale, 2 * scale, (count, halves)).astype("<f2").view(np.uint8)
     others = random.integers(0, 256, (count, Kind[kind.upper()].bytes - 2 * halves), np.uint8)
     return np.concatenate([scales, others] if place == "first" else [others, scales], axis=1)
+
+
+def _iq1_m(count: int, random: np.random.Generator) -> np.ndarray:
+    """Blocks whose scale, a half, stands in the upper four bits of the last four 16-bit words."""
+    made = random.integers(0, 256, (count, 56), np.uint8)
+    scales = random.uniform(2e-2, 4e-2, count).astype("<f2").view("<u2")
+    for word in range(4):
+        made[:, 49 + 2 * word] = made[:, 49 + 2 * word] & 15 | (scales >> 4 * word & 15).astype(np.uint8) << 4
+    return made
 
 
 def add(writer: GGUFWriter, name: str, kind: str, shape: tuple[int, ...], seed: int = 0) -> None:

@@ -135,13 +135,13 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
 
 def test_an_architecture_is_refused_before_the_types_of_its_tensors(tmp_path: Path) -> None:
     architecture = files.entry("general.architecture", 8, files.text("bloom"))
-    path = written(tmp_path, files.encode([architecture], [files.info("blk.0.attn_k.weight", [256, 1], 35)]))
+    path = written(tmp_path, files.encode([architecture], [files.info("blk.0.attn_k.weight", [256, 1], 15)]))
     for load in (lambda: gguf.read(path, gguf.architecture_of), lambda: Engine.from_pretrained(path)):
         with pytest.raises(UnsupportedModelError, match=r"architecture 'bloom'; accepted in GGUF files: .*llama"):
             load()
     known = files.entry("general.architecture", 8, files.text("llama"))
-    path = written(tmp_path, files.encode([known], [files.info("blk.0.attn_k.weight", [256, 1], 35)]))
-    with pytest.raises(CheckpointError, match=r"is of type TQ2_0; accepted: F32, .*make one with llama-quantize"):
+    path = written(tmp_path, files.encode([known], [files.info("blk.0.attn_k.weight", [256, 1], 15)]))
+    with pytest.raises(CheckpointError, match=r"is of type Q8_K; accepted: F32, .*make one with llama-quantize"):
         gguf.read(path, gguf.architecture_of)
 
 

@@ -103,14 +103,22 @@ def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
     return found
 
 
-def write(folder: Path, case: str, changes: Mapping[str, Any] | None = None) -> tuple[PreTrainedModel, Path]:
-    family, model_changes, metadata = FILES[case]
-    model, path = tiny(family, **model_changes), folder / "model.gguf"
+def made(case: str) -> PreTrainedModel:
+    """A random model whose weights are bfloat16 numbers."""
+    family, changes, _ = FILES[case]
+    model = tiny(family, **changes)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.uniform_(0.5, 1.5)
             weight.copy_(weight.bfloat16())
+    return model
+
+
+def write(
+    folder: Path, case: str, changes: Mapping[str, Any] | None = None, model: PreTrainedModel | None = None
+) -> tuple[PreTrainedModel, Path]:
+    model, path, metadata = model or made(case), folder / "model.gguf", FILES[case][2]
     config, own = model.config, family_of(model.config).gguf
     assert own is not None
     values = {
@@ -174,3 +182,19 @@ def test_factors_of_another_length_are_refused(tmp_path: Path) -> None:
     _, path = write(tmp_path, "phi3 longrope", {"rope.dimension_count": 4})
     with pytest.raises(CheckpointError, match=r"rope_factors_short\.weight must be \[2\]"):
         Engine.from_pretrained(str(path), "none", offline=True)
+
+
+def test_numbers_are_kept_or_their_rounding_is_said(tmp_path: Path) -> None:
+    model = made("gemma")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 2**-12)  # no bfloat16 number any more
+    _, path = write(tmp_path, "gemma", model=model)
+    kept = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    theirs = kept.target.model.state_dict()
+    assert all((theirs[name] - tensor).abs().max() < 1e-6 for name, tensor in model.state_dict().items())
+    assert kept.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model, PROMPT, 20)
+    assert not kept.generate(PROMPT, max_new_tokens=1).stats.notes
+    rounded = Engine.from_pretrained(str(path), "none", offline=True, backend="native")
+    (note,) = rounded.generate(PROMPT, max_new_tokens=1).stats.notes
+    assert "matrices stored in F32 are rounded to bfloat16; dtype='float32' keeps their numbers" in note

@@ -129,7 +129,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "alignment": (files.encode([files.entry("general.alignment", 4, U32(24))]), "power of two, not 24"),
     "no alignment": (files.encode([files.entry("general.alignment", 4, U32(0))]), "power of two, not 0"),
     "alignment as text": (files.encode([files.entry("general.alignment", 8, files.text("32"))]), "power of two"),
-    "parts": (files.encode([files.entry("split.count", 2, b"\3\0")]), "one of 3 parts"),
+    "parts": (files.encode([files.entry("split.count", 2, b"\3\0")]), "one of 3 parts, and is not named so"),
     "tensor twice": (
         files.encode([], [files.info("t", [4]), files.info("t", [4], offset=32)]),
         "tensor 't' is there twice",
@@ -138,7 +138,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "no dimension": (files.encode([], [files.info("t", [])]), "tensor 't' has 0 dimensions"),
     "empty tensor": (files.encode([], [files.info("t", [4, 0])]), r"tensor 't' is empty: \[0, 4\]"),
     "huge tensor": (files.encode([], [files.info("t", [2**63] * 4)]), "tensor 't' ends at byte"),
-    "type TQ2_0": (files.encode([], [files.info("t", [256], 35)]), "'t' is of type TQ2_0; accepted: F32, .*Q6_K"),
+    "type Q8_K": (files.encode([], [files.info("t", [256], 15)]), "'t' is of type Q8_K; accepted: F32, .*Q6_K"),
     "unknown type": (files.encode([], [files.info("t", [256], 999)]), "'t' is of type number 999"),
     "part of a block": (files.encode([], [files.info("t", [48], 2)]), "rows of 48, not a multiple of the 32"),
     "offset": (
@@ -216,3 +216,70 @@ def test_changed_bytes_lead_to_a_refusal_or_to_another_model(tmp_path: Path, sma
                 assert "model.gguf" in str(error)  # noqa: PT017 (either outcome is right)
             os.pwrite(stream.fileno(), raw[place : place + 1], place)
     assert 0 < read < head
+
+
+# ---- split files
+
+
+def split(folder: Path, shapes: dict[str, tuple[int, ...]], names: list[list[str]], **changes: Any) -> list[Path]:
+    """Write tensors of consecutive numbers to the parts of a split file; changes: of their metadata."""
+    paths = []
+    for part, inside in enumerate(names):
+        path = folder / f"model-{part + 1:05d}-of-{len(names):05d}.gguf"
+        writer = GGUFWriter(path, "llama")
+        keys = {"split.no": part, "split.count": len(names), "split.tensors.count": len(shapes)}
+        for key, value in (keys | changes).items():
+            writer.add_uint16(key, value)
+        if not part:
+            writer.add_uint32("llama.block_count", 7)
+        for name in inside:
+            size = int(np.prod(shapes[name]))
+            writer.add_tensor(name, np.arange(size, dtype=np.float32).reshape(shapes[name]) + len(name))
+        paths.append(files.finish(writer, path))
+    return paths
+
+
+SHAPES = {"a": (4, 2), "bb": (3,), "ccc": (5, 8)}
+NAMES = [["a"], [], ["ccc", "bb"]]
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_the_parts_of_a_split_file_are_one_model(tmp_path: Path, given: int) -> None:
+    paths = split(tmp_path, SHAPES, NAMES)
+    with gguf.read(paths[given]) as file:
+        assert file.path == paths[0]
+        assert file.metadata["llama.block_count"] == 7
+        assert {name: tensor.shape for name, tensor in file.tensors.items()} == SHAPES
+        for name, shape in SHAPES.items():
+            expected = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + len(name)
+            assert np.array_equal(file.numbers(name), expected)
+        assert np.array_equal(file.read_rows("ccc", 1, 3).view(np.float32), np.arange(8, 24) + 3)
+    with pytest.raises(CheckpointError, match="is closed"):
+        file.numbers("ccc")
+
+
+def test_split_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    paths = split(tmp_path, SHAPES, NAMES)
+    (tmp_path / "other").mkdir()
+    renamed = (tmp_path / "other" / "model.gguf", paths[0].read_bytes())
+    renamed[0].write_bytes(renamed[1])
+    with pytest.raises(CheckpointError, match=r"one of 3 parts, and is not named so \(NAME-00001-of-00003\.gguf\)"):
+        gguf.read(renamed[0])
+    paths[1].unlink()
+    with pytest.raises(CheckpointError, match=r"1 of its 3 parts are missing: model-00002-of-00003\.gguf"):
+        gguf.read(paths[0])
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "message"),
+    [
+        ([["a", "bb"], ["ccc", "a"]], {}, "tensor 'a' is in another part as well"),
+        ([["a"], ["ccc"]], {}, "its 2 parts have 2 tensors, not 3"),
+        ([["a", "bb"], ["ccc"]], {"split.no": 0}, "does not say that it is part 2 of 2"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    tmp_path: Path, names: list[list[str]], changes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        gguf.read(split(tmp_path, SHAPES, names, **changes)[0])

@@ -1,7 +1,8 @@
 """All figures of the house, and the table that holds them: budgets.json.
 
 Of each figure the table has `survey`, the number in house.md (119dda4), `start`, as this table began (the commit stands
-beside), `held`, above which a test fails, and `budget`, where architecture.md sets one. Held figures only fall.
+beside), `held`, above which a test fails, and `budget`, where architecture.md sets one. Held figures only fall; the
+lines of the package rise by those of the `features` that are named beside them.
 """
 
 from __future__ import annotations

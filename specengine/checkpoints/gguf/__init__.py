@@ -3,12 +3,14 @@
 from specengine.checkpoints.gguf.configuration import (
     architecture_of,
     config,
+    is_known,
     require_complete,
     row_order,
     suppressed_ids,
     tensor_names,
 )
 from specengine.checkpoints.gguf.file import GGUFFile, Kind, dequantize, read
+from specengine.checkpoints.gguf.tokens import end_ids
 from specengine.checkpoints.gguf.vocabulary import tokenizer
 
 __all__ = [
@@ -17,6 +19,8 @@ __all__ = [
     "architecture_of",
     "config",
     "dequantize",
+    "end_ids",
+    "is_known",
     "read",
     "require_complete",
     "row_order",

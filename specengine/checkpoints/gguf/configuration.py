@@ -57,6 +57,11 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
     return architecture
 
 
+def is_known(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a family has this architecture."""
+    return metadata.get("general.architecture") in _stored()
+
+
 def _stored() -> dict[str, tuple[str, families.Family, families.GGUF]]:
     """Return, by architecture, the families that GGUF files store, each with its model type in transformers."""
     known = families.known().items()

@@ -1,14 +1,16 @@
 """The contents of a GGUF file: its metadata, and its tensors as packed blocks.
 
-Version 2 and 3, little endian, one file. Everything is checked against the file's size before it is believed. Faults
-are CheckpointErrors with the file's path. Source of the format: ggml's docs/gguf.md and ggml/src/gguf.cpp.
+Version 2 and 3, little endian, one file or the parts of a split one. Everything is checked against the file's size
+before it is believed. Faults are CheckpointErrors with the file's path. Source of the format: ggml's docs/gguf.md and
+ggml/src/gguf.cpp.
 """
 
 import math
 import os
+import re
 import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -21,6 +23,7 @@ from specengine.errors import CheckpointError, InputError
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
+_MAX_PARTS = 1000
 _MAX_KEY_LENGTH = 65535  # docs/gguf.md
 _MIN_ENTRY_BYTES = 8 + 4 + 1  # bytes: length of the key, type, value
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # bytes: length of the name, dimensions, one dimension, type, offset
@@ -28,27 +31,36 @@ _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # bytes: length of the name, dimensions, 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """The place of a tensor: `nbytes` from byte `offset` of the file on. `shape` is torch's, outputs before inputs."""
+    """The place of a tensor: `nbytes` from byte `offset` of a file on. `shape` is torch's, outputs before inputs.
+
+    part: the number of its file among those of a split one.
+    """
 
     name: str
     shape: tuple[int, ...]
     kind: str
     offset: int
     nbytes: int
+    part: int = 0
 
 
 class GGUFFile:
     """An open GGUF file: its metadata and list of tensors, and the tensors' blocks on demand.
 
-    `metadata` maps keys to int, float, bool, str or lists of one of them. The descriptor is freed by `close`, by the
-    end of a `with` block, or with the object.
+    `metadata` maps keys to int, float, bool, str or lists of one of them; of a split file it is the first part's. The
+    descriptors are freed by `close`, by the end of a `with` block, or with the object.
     """
 
-    def __init__(self, source: "_Source", metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> None:
-        self.path = source.path
+    def __init__(self, sources: "Sequence[_Source]", metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> None:
+        self.path = sources[0].path
         self.metadata = metadata
         self.tensors = tensors
-        self._source = source
+        self._sources = sources
+
+    @property
+    def parts(self) -> list[Path]:
+        """Return the paths of its files, more than one of a split file."""
+        return [source.path for source in self._sources]
 
     def read(self, name: str, *, out: np.ndarray | None = None) -> np.ndarray:
         """Return a copy of the blocks of one tensor: uint8 [nbytes], in `out` where given (contiguous, of that size).
@@ -62,7 +74,7 @@ class GGUFFile:
             out = np.empty(tensor.nbytes, np.uint8)
         elif out.dtype != np.uint8 or out.shape != (tensor.nbytes,) or not out.flags.c_contiguous:
             raise InputError(f"out must be contiguous uint8 [{tensor.nbytes}] for {name}, not {out.dtype} {out.shape}")
-        self._source.read_into(out.data, tensor.offset)
+        self._sources[tensor.part].read_into(out.data, tensor.offset)
         return out
 
     def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
@@ -70,7 +82,7 @@ class GGUFFile:
         tensor = self.tensors[name]
         each = tensor.nbytes // tensor.shape[0]
         out = np.empty((last - first) * each, np.uint8)
-        self._source.read_into(out.data, tensor.offset + first * each)
+        self._sources[tensor.part].read_into(out.data, tensor.offset + first * each)
         return out
 
     def numbers(self, name: str) -> np.ndarray:
@@ -79,8 +91,9 @@ class GGUFFile:
         return dequantize(self.tensors[name].kind, blocks, self.tensors[name].shape)
 
     def close(self) -> None:
-        """Free the descriptor. Copies stay."""
-        self._source.close()
+        """Free the descriptors. Copies stay."""
+        for source in self._sources:
+            source.close()
 
     def __enter__(self) -> "GGUFFile":
         return self
@@ -92,20 +105,36 @@ class GGUFFile:
 def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None = None) -> GGUFFile:
     """Open a file and read all but its tensors' blocks. Raises CheckpointError for any fault in it.
 
+    path: of a whole file, or of any part of a split one, whose other parts lie beside it
     accept: called with the path and the metadata before the tensors are read; raises to refuse the file.
     """
-    source = _Source(Path(path))
+    sources: list[_Source] = []
     try:
-        cursor = _Cursor(source)
-        tensor_count, entry_count = _read_header(cursor)
-        metadata = _read_metadata(cursor, entry_count)
-        _refuse_parts(source.path, metadata)
+        cursor, metadata, count = _opened(Path(path), sources)
+        paths = _parts(Path(path), metadata)
+        if paths[0] != Path(path):
+            sources.pop().close()
+            cursor, metadata, count = _opened(paths[0], sources)
         if accept is not None:
-            accept(source.path, metadata)
-        infos = _read_tensor_infos(cursor, tensor_count)
-        return GGUFFile(source, metadata, _placed(cursor, infos, _alignment(source.path, metadata)))
+            accept(paths[0], metadata)
+        tensors = _read_tensors(cursor, metadata, count, 0)
+        for part, other in enumerate(paths[1:], 1):
+            cursor, inside, count = _opened(other, sources)
+            if (inside.get("split.no"), inside.get("split.count")) != (part, len(paths)):
+                raise CheckpointError(f"{other} does not say that it is part {part + 1} of {len(paths)}")
+            more = _read_tensors(cursor, inside, count, part)
+            if twice := sorted(tensors.keys() & more.keys()):
+                raise CheckpointError(f"{other}: tensor {twice[0][:80]!r} is in another part as well")
+            tensors |= more
+        wanted = metadata.get("split.tensors.count", len(tensors))
+        if len(paths) > 1 and wanted != len(tensors):
+            raise CheckpointError(
+                f"{paths[0]}: its {len(paths)} parts have {len(tensors)} tensors, not {str(wanted)[:80]}"
+            )
+        return GGUFFile(sources, metadata, tensors)
     except BaseException:
-        source.close()
+        for source in sources:
+            source.close()
         raise
 
 
@@ -228,6 +257,20 @@ class _Cursor:
             self._data += more
 
 
+def _opened(path: Path, sources: list[_Source]) -> tuple[_Cursor, dict[str, Any], int]:
+    """Open a file, which joins `sources`. Returns where its tensors are listed, its metadata, and their count."""
+    sources.append(_Source(path))
+    cursor = _Cursor(sources[-1])
+    tensor_count, entry_count = _read_header(cursor)
+    return cursor, _read_metadata(cursor, entry_count), tensor_count
+
+
+def _read_tensors(cursor: _Cursor, metadata: dict[str, Any], count: int, part: int) -> dict[str, GGUFTensor]:
+    infos = _read_tensor_infos(cursor, count)
+    placed = _placed(cursor, infos, _alignment(cursor.source.path, metadata))
+    return {name: replace(tensor, part=part) for name, tensor in placed.items()}
+
+
 def _read_header(cursor: _Cursor) -> tuple[int, int]:
     """Return the counts of tensors and of metadata entries."""
     magic = bytes(cursor.take(4))
@@ -287,10 +330,26 @@ def _read_numbers(cursor: _Cursor, code: int, count: int) -> list[Any]:
     return np.frombuffer(cursor.take(count * dtype.itemsize), dtype).tolist()
 
 
-def _refuse_parts(path: Path, metadata: Mapping[str, Any]) -> None:
-    parts = metadata.get("split.count", 1)
-    if parts not in (0, 1):
-        raise CheckpointError(f"{path} is one of {str(parts)[:80]} parts: join them with llama-gguf-split --merge")
+def _parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
+    """Return the paths of all parts of a split file, the first one first; the path alone of a whole file.
+
+    Parts are named as llama-gguf-split names them: NAME-00001-of-00003.gguf.
+    """
+    count = metadata.get("split.count", 1)
+    if count in (0, 1):
+        return [path]
+    if type(count) is not int or not 1 < count <= _MAX_PARTS:
+        raise CheckpointError(f"{path}: split.count must be 1 to {_MAX_PARTS}, not {str(count)[:80]}")
+    match = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if match is None or int(match[2]) != count:
+        raise CheckpointError(
+            f"{path} is one of {count} parts, and is not named so (NAME-00001-of-{count:05d}.gguf); rename them, or "
+            "join them with llama-gguf-split --merge"
+        )
+    paths = [path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    if missing := [part.name for part in paths if not part.is_file()]:
+        raise CheckpointError(f"{path}: {len(missing)} of its {count} parts are missing: {', '.join(missing[:4])}")
+    return paths
 
 
 def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
@@ -392,3 +451,12 @@ class Kind(Enum):
     IQ4_NL = 20, 32, 18
     IQ4_XS = 23, 256, 136
     MXFP4 = 39, 32, 17
+    IQ1_S = 19, 256, 50
+    IQ1_M = 29, 256, 56
+    IQ2_XXS = 16, 256, 66
+    IQ2_XS = 17, 256, 74
+    IQ2_S = 22, 256, 82
+    IQ3_XXS = 18, 256, 98
+    IQ3_S = 21, 256, 110
+    TQ1_0 = 34, 256, 54
+    TQ2_0 = 35, 256, 66
