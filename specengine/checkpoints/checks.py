@@ -17,7 +17,7 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_conf
 
 from specengine.errors import CheckpointError, UnsupportedModelError, shown
 from specengine.files import read_object, safetensors_files
-from specengine.models.configs import NO_MEMORY, empty_model, unsupported
+from specengine.models.configs import NO_MEMORY, empty_model, stated, unsupported
 
 CONFIGS = ("config.json", "adapter_config.json")  # of a model, and of an adapter alone
 WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
@@ -96,17 +96,17 @@ def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
     if not isinstance(decoder, PretrainedConfig):
         raise _refused(name, "text_config", decoder, "an object")
     for field, most in MAX_SIZES.items():
-        value = getattr(decoder, field, None)
+        value = stated(decoder, field)
         for size in value if isinstance(value, list | tuple) else [value]:
             if size is not None and (type(size) is not int or not 1 <= size <= most):
                 raise _refused(name, field, size, f"a whole number, 1 to {most}")
     for field in EPSILONS:
-        value = getattr(decoder, field, None)
+        value = stated(decoder, field)
         if value is not None and (type(value) not in (int, float) or not 0 < value <= 1):
             raise _refused(name, field, value, "a number above 0, at most 1")
     if not isinstance(config.dtype, torch.dtype | None):
         raise _refused(name, "dtype", config.dtype, "the name of a torch.dtype")
-    window = getattr(decoder, "sliding_window", None)
+    window = stated(decoder, "sliding_window")
     if not isinstance(window, int | None):
         raise _refused(name, "sliding_window", window, "a whole number")
     _refuse_rotary_nonsense(name, getattr(decoder, "rope_parameters", None) or {})

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ from specengine.models.configs import (
     family_of,
     refuse_config,
     refuse_short,
+    text_config,
     unsupported,
 )
 from specengine.models.extension import NOT_BUILT
@@ -352,7 +353,7 @@ def open_native(
         config = config_of(name, local_files_only=offline)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"native: {error}") from error
-    refuse_config(config)
+    refuse_config(text_config(config))
     return _opened_folder(Path(name) if Path(name).is_dir() else _fetched(name, offline), config, dtype, name)
 
 
@@ -367,7 +368,8 @@ def _opened_gguf(path: Path, dtype: Any, name: str) -> Opened:
 def _opened_folder(folder: Path, config: PretrainedConfig, dtype: Any, name: str) -> Opened:
     if getattr(config, "transformers_weights", None) is not None:
         raise UnsupportedModelError("native: its config names a file of weights (transformers_weights)")
-    source = FolderSource(folder, config, _dtype(folder, config, dtype), name=name)
+    text = text_config(config)
+    source = FolderSource(folder, text, _dtype(folder, text, dtype), name=name, whole=config)
     _ = source.generation_config  # raises over a damaged file before any weights are read
     return Opened(source, lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
@@ -393,16 +395,47 @@ def _has_magic(path: Path) -> bool:
 # ---- weights
 
 
+T = TypeVar("T")
+_LANGUAGE = ("model.language_model.", "language_model.model.", "model.text_model.")  # prefixes of its tensors
+_HEADS = ("lm_head.", "language_model.lm_head.")
+
+
+def _of_language_model(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return the tensors of the language model in a model that reads pictures too, named as in one of its own.
+
+    UnsupportedModelError where they have none of the known names.
+    """
+    prefix = next((prefix for prefix in _LANGUAGE if f"{prefix}embed_tokens.weight" in tensors), None)
+    if prefix is None:
+        raise UnsupportedModelError("native: it names the tensors of its language model in no known way")
+    found = {f"model.{name.removeprefix(prefix)}": kept for name, kept in tensors.items() if name.startswith(prefix)}
+    for head in _HEADS:
+        found |= {f"lm_head.{name.removeprefix(head)}": kept for name, kept in tensors.items() if name.startswith(head)}
+    return found | {name: kept for name, kept in tensors.items() if name.startswith("mtp.")}
+
+
 class FolderSource(Source):
     """Read a folder with config.json and safetensors files.
 
+    Of a model that reads pictures too it is the language model: `config` is that one's, `whole` the folder's.
     UnsupportedModelError where it holds its weights otherwise, CheckpointError where a file is damaged.
     """
 
-    def __init__(self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        *,
+        name: str,
+        whole: PretrainedConfig | None = None,
+    ) -> None:
         self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
+        self._whole = whole or config
         layers = int(config.get_text_config(decoder=True).num_hidden_layers)
         tensors = {key: tensor for file in _require_files(folder) for key, tensor in tensors_of(file)}
+        if self._whole is not config:
+            tensors = _of_language_model(tensors)
         drafts = parts_in(tensors, layers)  # heads that only a draft reads
         self._tensors = {key: tensor for key, tensor in tensors.items() if key not in drafts}
 
@@ -423,7 +456,7 @@ class FolderSource(Source):
 
     def model(self) -> PreTrainedModel:
         with no_loading_bars(), torch.device("cpu"):
-            return auto_class(self.config).from_pretrained(self.folder, config=self.config, dtype=self.dtype)
+            return auto_class(self._whole).from_pretrained(self.folder, config=self._whole, dtype=self.dtype)
 
     @cached_property
     def generation_config(self) -> GenerationConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,29 @@ def family_of(config: PretrainedConfig) -> Family:
     if config.model_type not in known:
         raise UnsupportedModelError(f"native: model type {config.model_type}, known are {', '.join(known)}")
     return known[config.model_type]
+
+
+def stated(config: PretrainedConfig, field: str) -> Any:
+    """Return the value of a field, or None; if it differs by layer, the common one, which transformers hides."""
+    try:
+        return getattr(config, field, None)
+    except Exception:  # of transformers, whose name older versions lack
+        return vars(config).get(field)
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the language model in one that reads pictures too; another config as it is."""
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        return config
+    text = copy.deepcopy(text)
+    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))  # which the whole model decides
+    for field in ("_name_or_path", "auto_map", "quantization_config"):
+        if getattr(config, field, None):
+            setattr(text, field, getattr(config, field))
+    if getattr(text, "dtype", None) is None:
+        text.dtype = getattr(config, "dtype", None)
+    return text
 
 
 def shape_of(config: PretrainedConfig) -> Shape:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from specengine import Engine
 from specengine.errors import CheckpointError, SpecEngineError
 from specengine.files import safetensors_files
+from tests.sweep.serving import generated, prompt_of
+from tests.sweep.small import model_of
 from tests.toy import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -194,3 +196,11 @@ def test_the_files_by_transformers_order(tmp_path: Path) -> None:
     assert safetensors_files(tmp_path) == [tmp_path / "one", tmp_path / "two"]
     (tmp_path / "model.safetensors").touch()
     assert safetensors_files(tmp_path) == [tmp_path / "model.safetensors"]
+
+
+def test_sizes_that_differ_by_layer_are_read(tmp_path: Path) -> None:
+    model = model_of("gemma4_text")
+    model.save_pretrained(tmp_path)
+    engine = Engine.from_pretrained(tmp_path, "none", offline=True)
+    prompt = prompt_of(20)
+    assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(model, prompt)
