@@ -277,8 +277,10 @@ def _tokenizer(path: str, options: LoadOptions) -> Any:
         return AutoTokenizer.from_pretrained(
             path, local_files_only=options.offline, trust_remote_code=options.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        print(f"no tokenizer for {path}: {str(error).splitlines()[0]}", file=sys.stderr)
+    except NO_MEMORY:
+        raise
+    except Exception as error:  # tokenizers' classes may raise anything over files that are missing
+        print(f"no tokenizer for {path}: {' '.join(str(error).split())[:300]}", file=sys.stderr)
         return None
 
 

@@ -204,3 +204,14 @@ def test_sizes_that_differ_by_layer_are_read(tmp_path: Path) -> None:
     engine = Engine.from_pretrained(tmp_path, "none", offline=True)
     prompt = prompt_of(20)
     assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(model, prompt)
+
+
+def test_a_folder_without_a_tokenizers_files_or_package_answers_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of("ctrl")  # whose tokenizer's class raises a TypeError
+    model.save_pretrained(tmp_path)
+    engine = Engine.from_pretrained(tmp_path, "none", offline=True)
+    assert engine.tokenizer is None
+    assert "no tokenizer for " in capsys.readouterr().err
+    assert engine.generate(prompt_of(9), max_new_tokens=24, eos_token_id=[]).token_ids == generated(model, prompt_of(9))
