@@ -77,7 +77,29 @@ def openvino(file: str, threads: int, context: int) -> dict[str, Answers]:
     }
 
 
-ENGINES = {"llama_cpp": llama_cpp, "openvino": openvino}
+def transformers(file: str, threads: int, context: int) -> dict[str, Answers]:
+    """Return greedy `generate` of transformers and its prompt lookup, on the file's weights made bfloat16."""
+    torch: Any = importlib.import_module("torch")
+    package: Any = importlib.import_module("transformers")
+    torch.set_num_threads(threads)
+    folder, name = os.path.split(os.path.abspath(file))
+    unpacked = package.GgufConfig(dequantize=True)
+    kind = package.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16, quantization_config=unpacked).eval()
+
+    def way(**settings: Any) -> Answers:
+        def answer(ids: list[int], tokens: int) -> list[int]:
+            given = torch.tensor([ids], dtype=torch.int64)
+            exact = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+            found = model.generate(given, attention_mask=torch.ones_like(given), **exact, **settings)
+            return list(found[0, len(ids) :].tolist())
+
+        return answer
+
+    return {"generate": way(), "prompt lookup": way(prompt_lookup_num_tokens=10)}
+
+
+ENGINES = {"llama_cpp": llama_cpp, "openvino": openvino, "transformers": transformers}
 
 
 def main() -> None:

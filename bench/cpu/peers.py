@@ -29,7 +29,7 @@ from specengine import Engine
 from specengine.checkpoints import embedded
 
 SCRIPT = Path(__file__).with_name("peer_answers.py")
-PEERS = ("llama_cpp", "openvino")
+PEERS = ("llama_cpp", "openvino", "transformers")
 PLAIN, AUTO = "specengine, plain", "specengine, auto"
 Record = dict[str, Any]
 Way = Callable[[list[int], int], tuple[list[int], float]]
@@ -141,6 +141,9 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a user's message, or of a text to go on with if the file has no chat template."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer(text)["input_ids"])
     messages = [{"role": "user", "content": text}]
     found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return list(tokenizer(found, add_special_tokens=False)["input_ids"])
