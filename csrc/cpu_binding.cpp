@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -103,6 +104,23 @@ cpu::Shape shape_of(const std::vector<int64_t>& sizes, const std::string& activa
   require_finite(numbers[4], numbers[4] != 0.0f, "divisor", "a number other than 0");
   const cpu::Form form{sizes[1], numbers[0], activation_of(activation), numbers[1], numbers[3]};
   return {sizes[0], sizes[1], sizes[2], heads_of(&sizes[3]), form, numbers[2], numbers[4]};
+}
+
+// How layers with experts choose them: by softmax or sigmoid, either behind `normalised ` or not; how many a row uses, in how
+// many groups they are and how many of these are kept; the least sum of their weights, and the factor on these.
+using Choice = std::tuple<std::string, std::vector<int64_t>, std::vector<float>>;
+
+cpu::Routing routing_of(const Choice& given) {
+  const auto& [scores, counts, numbers] = given;
+  const bool normalised = scores.rfind("normalised ", 0) == 0;
+  const std::string kind = normalised ? scores.substr(11) : scores;
+  if (kind != "softmax" && kind != "sigmoid")
+    throw std::invalid_argument("scores: got " + scores + ", accepted softmax or sigmoid, with or without normalised");
+  require(counts.size() == 3, "routing", static_cast<int64_t>(counts.size()), "3 counts");
+  require(numbers.size() == 2, "routing", static_cast<int64_t>(numbers.size()), "2 numbers");
+  require_finite(numbers[0], numbers[0] >= 0.0f, "least weight", "0 or more");
+  require_finite(numbers[1], true, "factor of experts", "a finite number");
+  return {counts[0], kind == "sigmoid", normalised, numbers[0], numbers[1], counts[1], counts[2]};
 }
 
 // Of each layer the table of positions, -1 for none, and its window, 0 for none.
@@ -252,7 +270,7 @@ void run_head(Draft& draft, const Model& target, handle positions, int64_t prefi
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 9;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 10;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
@@ -293,12 +311,14 @@ PYBIND11_MODULE(_cpu, module) {
         weights.add_vector(name, vector.at(), vector.size(0));
       });
   py::class_<Model>(module, "Decoder")
-      // sizes: layers, hidden, vocabulary, query heads, key-value heads, head size; ropes: frequencies and a factor each
+      // sizes: layers, hidden, vocabulary, query heads, key-value heads, head size; ropes: frequencies and a factor each;
+      // routing: as routing_of
       .def(py::init([](const std::string& kernels, const std::string& numerics, const std::vector<int64_t>& sizes,
                        const std::string& activation, const std::vector<float>& numbers, std::shared_ptr<cpu::Weights> weights,
                        const std::vector<std::pair<std::vector<float>, float>>& ropes,
-                       const std::vector<std::pair<int64_t, int64_t>>& places) {
-        const cpu::Shape shape = shape_of(sizes, activation, numbers);
+                       const std::vector<std::pair<int64_t, int64_t>>& places, const Choice& routing) {
+        cpu::Shape shape = shape_of(sizes, activation, numbers);
+        shape.form.routing = routing_of(routing);
         std::vector<cpu::Rope> tables;
         for (const auto& [frequencies, factor] : ropes) {
           require_frequencies(frequencies, 1, shape.heads);

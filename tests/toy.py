@@ -344,9 +344,22 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
     "olmo3": ("Olmo3", {"num_key_value_heads": 2, "sliding_window": 24}),
+    "olmoe": ("Olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "phi3": ("Phi3", {"num_key_value_heads": 2, "sliding_window": 24}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **_GROUPED,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
     "seed_oss": ("SeedOss", {**_GROUPED, "attention_bias": True}),
     "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "no_rope_layer_interval": 2}),
 }

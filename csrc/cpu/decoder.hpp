@@ -109,9 +109,11 @@ class Weights {
     one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
     one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
     one.o = matrix(prefix + "self_attn.o_proj", hidden, heads.queries * heads.size);
-    one.gate = matrix(prefix + "mlp.gate_proj", 0, hidden);
-    one.up = matrix(prefix + "mlp.up_proj", one.gate.outputs, hidden);
-    one.down = matrix(prefix + "mlp.down_proj", hidden, one.gate.outputs);
+    one.experts = experts(prefix + "mlp.", hidden);
+    if (!one.experts.any()) {
+      const GatedNetwork network = gated(prefix + "mlp.", hidden);
+      one.gate = network.gate, one.up = network.up, one.down = network.down;
+    }
     one.input_norm = vector(prefix + "input_layernorm.weight", hidden);
     one.post_norm = vector(prefix + "post_attention_layernorm.weight", hidden);
     one.attention_norm = vector(prefix + "attention_output_norm.weight", hidden);
@@ -120,6 +122,28 @@ class Weights {
     one.q_norm = vector(prefix + "self_attn.q_norm.weight", one.whole_norms ? heads.queries * heads.size : heads.size);
     one.k_norm = vector(prefix + "self_attn.k_norm.weight", one.whole_norms ? heads.keys * heads.size : heads.size);
     return one;
+  }
+
+  GatedNetwork gated(const std::string& prefix, int64_t hidden) const {
+    GatedNetwork found;
+    found.gate = matrix(prefix + "gate_proj", 0, hidden);
+    found.up = matrix(prefix + "up_proj", found.gate.outputs, hidden);
+    found.down = matrix(prefix + "down_proj", hidden, found.gate.outputs);
+    return found;
+  }
+
+  // Return the experts of a network that has a router.
+  Experts experts(const std::string& prefix, int64_t hidden) const {
+    Experts found;
+    if (!has(prefix + "router")) return found;
+    found.router = matrix(prefix + "router", 0, hidden);
+    found.choice = vector(prefix + "router.choice", found.router.outputs);
+    for (int64_t e = 0; e < found.router.outputs; ++e)
+      found.each.push_back(gated(prefix + "experts." + std::to_string(e) + ".", hidden));
+    found.shared = has(prefix + "shared.gate_proj");
+    if (found.shared) found.each.push_back(gated(prefix + "shared.", hidden));
+    if (found.shared && has(prefix + "shared.gate")) found.shared_gate = matrix(prefix + "shared.gate", 1, hidden);
+    return found;
   }
 
   size_t bytes() const { return arena_.taken(); }
@@ -191,6 +215,8 @@ class Decoder {
       layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden));
       layers_.back().rope = places[static_cast<size_t>(i)].rope;
       layers_.back().window = places[static_cast<size_t>(i)].window;
+      require_routing(layers_.back().experts, shape.form.routing);
+      widest_ = std::max(widest_, layers_.back().gate.panels);
     }
   }
 
@@ -246,12 +272,23 @@ class Decoder {
     return found;
   }
 
+  static void require_routing(const Experts& experts, const Routing& routing) {
+    if (!experts.any()) return;
+    const int64_t count = experts.count(), groups = routing.groups, kept = routing.kept;
+    if (groups < 1 || groups > 64 || count % groups || kept < 1 || kept > groups)
+      throw std::invalid_argument("groups of experts: got " + std::to_string(kept) + " of " + std::to_string(groups) +
+                                  " for " + std::to_string(count) + " experts, accepted up to 64 of one size");
+    if (routing.chosen < 1 || routing.chosen > count / groups * kept)
+      throw std::invalid_argument("chosen experts: got " + std::to_string(routing.chosen) + ", accepted 1 to " +
+                                  std::to_string(count / groups * kept));
+  }
+
   void run(const Call& call, int threads) {
     const int64_t hidden = shape_.hidden;
     space_.prepare(call.rows, hidden, shape_.heads, ropes_, threads);
     const Input in = space_.input(space_.first, hidden);
     const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
-    const Input gated = space_.input(space_.third, layers_.empty() ? 1 : layers_[0].gate.panels * kOutputs);
+    const Input gated = space_.input(space_.third, widest_ * kOutputs);
     Leaders leaders{call.count};
     leaders.most = most_.reserve(static_cast<size_t>(leaders.lists(threads) * leaders.size(space_.tiles)));
     leaders.at = at_.reserve(static_cast<size_t>(leaders.lists(threads) * leaders.size(space_.tiles)));
@@ -335,6 +372,7 @@ class Decoder {
   const Matrix embedding_, head_;
   const float* norm_;
   std::vector<Layer> layers_;
+  int64_t widest_ = 1;  // panels of gates
   Buffer<float> most_, normed_;
   Buffer<int32_t> at_;
 };

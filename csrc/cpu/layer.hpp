@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu/angles.hpp"
+#include "cpu/experts.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/memory.hpp"
 #include "cpu/packing.hpp"
@@ -35,6 +36,7 @@ struct Heads {
 // Hold the parts of a layer. A norm that is null is left out.
 struct Layer {
   Matrix q, k, v, o, gate, up, down;
+  Experts experts;  // where there are any: instead of gate, up and down
   const float *input_norm = nullptr, *post_norm = nullptr;        // [hidden]: of what attention and the network read
   const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: of what they add
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head size], or of all heads' channels where they are `whole`
@@ -52,6 +54,7 @@ struct Form {
   Activation activation = Activation::silu;
   float scale = 0.0f;     // of attention's scores; 0: one over the root of a head's size
   float residual = 1.0f;  // what attention and the network give is multiplied by before it is added
+  Routing routing = {};   // of the layers that have experts
 
   float scale_of(const Heads& heads) const {
     return scale > 0.0f ? scale : 1.0f / std::sqrt(static_cast<float>(heads.size));
@@ -201,6 +204,7 @@ class Workspace {
   Pool::Around around() const { return {kernels.begin, kernels.end}; }
 
   Buffer<uint32_t> first, second, third;
+  ExpertSpace experts;
 
  private:
   bool is_known(int64_t window) const { return sight(window).window == window; }
@@ -391,6 +395,7 @@ class LayerRun {
     attend(layer, cache, attended);
     add(layer.o, attended, layer.attention_norm);
     norm_tiles(team_, space_, space_.x, layer.post_norm, form_.hidden, form_.eps, normed);
+    if (layer.experts.any()) return mix(layer, normed);
     feed_forward(layer, normed, gated);
     add(layer.down, gated, layer.network_norm);
   }
@@ -524,6 +529,20 @@ class LayerRun {
           space_.kernels.add(space_.x + t * size, added, size);
         }
     });
+  }
+
+  // Adds what the experts give to the residual stream, as `add` does.
+  void mix(const Layer& layer, const Input& in) {
+    const Experts& experts = layer.experts;
+    ExpertsRun run(team_, space_.kernels, space_.experts, experts, form_.routing, form_.activation, space_.rows);
+    run.begin();
+    std::vector<const Matrix*> routers{&experts.router};
+    if (experts.shared_gate.panels) routers.push_back(&experts.shared_gate);
+    products_of(team_, space_, routers, in,
+                [&](size_t part, int64_t panel, const float* sums, const Pieces&) { run.rate(part == 1, panel, sums); });
+    const bool normed = layer.network_norm;
+    run.run(in, normed ? space_.added : space_.x, form_.hidden, !normed, normed ? 1.0f : form_.residual);
+    if (normed) add_normed(layer.network_norm, form_.residual != 1.0f);
   }
 
   void feed_forward(const Layer& layer, const Input& in, const Input& gated) {

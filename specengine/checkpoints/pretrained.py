@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -39,6 +40,7 @@ from specengine.checkpoints.checks import (
     why_absent,
 )
 from specengine.checkpoints.embedded import Progress
+from specengine.checkpoints.stacks import Stack, stacked
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
 from specengine.files import read_text, safetensors_files
 from specengine.models import native
@@ -439,7 +441,8 @@ class FolderSource(Source):
         if self._whole is not config:
             tensors = _of_language_model(tensors)
         drafts = parts_in(tensors, layers)  # heads that only a draft reads
-        self._tensors = {key: tensor for key, tensor in tensors.items() if key not in drafts}
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in drafts}
+        self._tensors = stacked(tensors, family_of(config).renamed)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: stored.shape for name, stored in self._tensors.items()}
@@ -447,10 +450,10 @@ class FolderSource(Source):
     def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         for name, stored in self._tensors.items():
 
-            def rows(first: int, last: int, stored: _Stored = stored) -> Tensor:
-                return stored.read(first, last).to(self.dtype)
+            def rows(first: int, last: int, stored: _Stored | Stack = stored) -> Tensor:
+                return stored.flat().read(first, last).to(self.dtype)
 
-            yield Weight(name, KIND_OF[self.dtype], stored.shape, rows)
+            yield Weight(name, KIND_OF[self.dtype], stored.flat().shape, rows)
 
     def tensor(self, name: str) -> Tensor:
         stored = self._tensors[name]
@@ -516,32 +519,53 @@ class GGUFSource(Source):
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        names = {stored: name for name, stored in self._stored.items()}
-        return {names[stored]: tensor.shape for stored, tensor in self.file.tensors.items() if stored in names}
+        names = {stored[0]: name for name, stored in self._stored.items()}
+        return {names[stored]: self._shape(names[stored]) for stored in self.file.tensors if stored in names}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shapes = [self.file.tensors[stored].shape for stored in self._stored[name]]
+        return shapes[0] if len(shapes) == 1 else (shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:])
 
     @cached_property
     def blocks(self) -> frozenset[str]:
         if self.dtype is not torch.bfloat16:
             return frozenset()
-        tensors = [self.file.tensors[stored] for stored in self._stored.values()]
-        matrices = {tensor.kind for tensor in tensors if len(tensor.shape) == 2}
+        tensors = [self.file.tensors[stored] for names in self._stored.values() for stored in names]
+        matrices = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
         return frozenset(kind.name.lower() for kind in gguf.Kind if kind.elements > 1) & matrices
 
     def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
-        for name in self.shapes():
-            stored = self.file.tensors[self._stored[name]]
-            if stored.kind in self.blocks and stored.kind in blocks and len(stored.shape) == 2:
-                order = gguf.row_order(self.config, stored.name)
-
-                def rows(first: int, last: int, name: str = stored.name) -> Tensor:
-                    return torch.from_numpy(self.file.read_rows(name, first, last))
-
-                yield Weight(name, stored.kind, stored.shape, rows, None if order is None else torch.from_numpy(order))
+        for name, shape in self.shapes().items():
+            stored = [self.file.tensors[stored] for stored in self._stored[name]]
+            kind = stored[0].kind
+            packed = kind in self.blocks and kind in blocks and len(shape) > 1
+            if packed and all(other.kind == kind for other in stored):
+                order = gguf.row_order(self.config, stored[0].name)
+                yield Weight(
+                    name,
+                    kind,
+                    (math.prod(shape[:-1]), shape[-1]),
+                    partial(self._rows, stored),
+                    None if order is None else torch.from_numpy(order),
+                )
             else:
                 yield Weight.of(name, self.tensor(name))
 
+    def _rows(self, stored: list[gguf.GGUFTensor], first: int, last: int) -> Tensor:
+        """Return the blocks of rows of a matrix, or of matrices in stacks, which take turns."""
+        name, each = stored[0].name, 0
+        if len(stored) > 1:  # rows are asked for of one matrix at a time
+            each = stored[0].shape[1]
+            place = first // each
+            name = stored[place % len(stored)].name
+            first, last = (row - (place - place // len(stored)) * each for row in (first, last))
+        return torch.from_numpy(self.file.read_rows(name, first, last))
+
     def tensor(self, name: str) -> Tensor:
-        stored = self._stored[name]
+        parts = [self._tensor(stored) for stored in self._stored[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _tensor(self, stored: str) -> Tensor:
         numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
         if family_of(self.config).one_is_zero and numbers.ndim == 1:  # a norm, which the file has as 1 + w
             numbers = numbers - 1.0
@@ -567,6 +591,10 @@ class _Stored(NamedTuple):
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    def flat(self) -> _Stored:
+        """Return a stack of matrices as one, of all their rows."""
+        return self._replace(shape=(math.prod(self.shape[:-1]), self.shape[-1])) if len(self.shape) > 2 else self
 
     def read(self, first: int, last: int) -> Tensor:
         """Return rows [first, last). They are read: the pages of a mapped file would count as memory."""

@@ -34,6 +34,7 @@ from specengine.models.weights import KIND_OF, TINY_VOCABULARY, FirstLayer, Sour
 from specengine.ops.tree import TokenTree
 
 VARIABLE = "SPECENGINE_CPU"
+_UNROUNDED = (".router.weight", ".shared.gate.weight")  # matrices that are few numbers, on which much hangs
 PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 PACKED_ROWS = 1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
 WITH_PAIRS = ("amx", "avx512bf16")  # these multiply bfloat16; for float32 weights the plain vectors serve
@@ -170,7 +171,7 @@ class NativeLM:
         self._model: PreTrainedModel | None = None
         self._turn = threading.Lock()  # forwards share one workspace, and engines in several threads may share this
         self._pack()
-        self._check(self._checked_in_float32() if self._rounds else self.source)
+        self._check(self._checked_in_float32() if self._rounds or self._chooses else self.source)
         if not self.source.own_modules:
             self._check_other_layers()
 
@@ -335,7 +336,7 @@ class NativeLM:
             add_weight(self._weights, self._packed(part, turned), kinds)
             for weight in self.source.weights(blocks=kinds)
             if weight.name in wanted
-            for part in weight.parts(parts[weight.name])
+            for part in self._as_it_is_read(weight, parts[weight.name]).parts(parts[weight.name])
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
         keys = list(ropes)
@@ -349,8 +350,20 @@ class NativeLM:
             self._weights,
             list(ropes.values()),
             [(-1 if place.rope is None else keys.index(place.rope), place.window or 0) for place in places],
+            self._routing(),
         )
         self._state = state
+
+    def _routing(self) -> tuple[str, list[int], list[float]]:
+        routing = family_of(self.config).routing(self.config)
+        counts = [routing.chosen, routing.groups, routing.kept]
+        return routing.scores, counts, [routing.least, routing.factor]
+
+    def _as_it_is_read(self, weight: Weight, parts: Iterable[str]) -> Weight:
+        """Return a weight as numbers where it stays unrounded."""
+        if weight.kind in KIND_OF.values() or not any(part.endswith(_UNROUNDED) for part in parts):
+            return weight
+        return Weight.of(weight.name, self.source.tensor(weight.name))
 
     @property
     def _factors(self) -> Factors:
@@ -440,12 +453,22 @@ class NativeLM:
         self.seconds = spent
         for layer, own, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
             limit = self._tolerance(last=whole and layer == layers > 1)
-            distance = float((own - other).norm() / other.norm())
+            distance = self._distance(own, other)
             if not distance <= limit:
                 raise UnsupportedModelError(
                     f"native: {self.name} gives other hidden states than its own modules (distance {distance:.3g} of "
                     f"their length after {min(layer, layers)} layers, at most {limit:g} is rounding)"
                 )
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether rounding may change which experts a token goes to; that is tried in float32 as well."""
+        return family_of(self.config).routing(self.config).chosen > 0 and self.numerics != "float32"
+
+    def _distance(self, own: Tensor, other: Tensor) -> float:
+        """Return the distance of hidden states as a share of their length; where tokens choose, that of most tokens."""
+        dim = -1 if self._chooses else None
+        return float(((own - other).norm(dim=dim) / other.norm(dim=dim)).median())
 
     def _tolerance(self, *, last: bool) -> float:
         if self._rounds and last:
@@ -513,6 +536,9 @@ def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[
     found: dict[str, dict[str, int]] = {}
     for name in names:
         module, _, kind = name.rpartition(".")
+        if name in modules:
+            found[name] = modules[name]
+            continue
         if module not in modules:
             raise UnsupportedModelError(f"native: {name} is in none of the blocks that {config.model_type} has")
         found[name] = {f"{native}.{kind}": size for native, size in modules[module].items()}
@@ -528,7 +554,7 @@ def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
             values = values[weight.order.long()]
         weights.add_vector(weight.name, values)
         return ""
-    kind = kinds[weight.kind]
+    kind = weight.kind if weight.name.endswith(_UNROUNDED) else kinds[weight.kind]
     data = weight.kind if weight.kind in ("f32", "bf16") else kind
     weights.add_matrix(weight.name, kind, *weight.shape)
     step = count if weight.order is not None else PACKED_ROWS

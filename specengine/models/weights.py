@@ -16,6 +16,7 @@ from specengine.models.configs import empty_model, family_of, rope_of
 
 _BY_LAYER = ("layer_types", "no_rope_layers")  # what configs list by layer
 TINY_VOCABULARY = 8  # of a model whose tokens do not count
+VECTORS = (".bias", ".choice")  # the ends of names of vectors in csrc/cpu
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
@@ -35,13 +36,17 @@ class Weight(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Weight:
-        """Return the weight of a tensor in float32 or bfloat16 that is in memory."""
+        """Return the weight of a tensor in float32 or bfloat16 that is in memory; of a stack of matrices, all rows."""
+        tensor = tensor.flatten(0, -2) if tensor.ndim > 2 else tensor
         return cls(
             name, KIND_OF[tensor.dtype], tuple(tensor.shape), lambda first, last: tensor[first:last].contiguous()
         )
 
     def parts(self, sizes: Mapping[str, int]) -> Iterator[Weight]:
         """Yield the weights that this one is made of: so many rows for each name, in their order."""
+        if len(self.shape) > 1 and all(name.endswith(VECTORS) for name in sizes):  # a stack of vectors
+            yield from Weight.of(self.name, self.rows(0, self.shape[0]).flatten()).parts(sizes)
+            return
         if len(sizes) == 1:  # whatever its size is: the shapes have been compared
             yield self._replace(name=next(iter(sizes)))
             return
@@ -123,7 +128,7 @@ class Source(ABC):
 
 def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], **inputs: Tensor) -> list[Tensor]:
     """Return hidden states `ids`, float32 [tokens, hidden size] each, of tokens that see those before them."""
-    model.config._attn_implementation = "eager"
+    model.config._attn_implementation = model.config._experts_implementation = "eager"  # noqa: SLF001
     size = (len(positions),) * 2
     mask = torch.full(size, torch.finfo(model.dtype).min, dtype=model.dtype, device=positions.device).triu(1)
     out = model.get_decoder()(

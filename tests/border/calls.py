@@ -316,6 +316,7 @@ def couple(m: Memory) -> Arguments:
 HIDDEN, VOCABULARY, GATED, HEADS, LAYERS, SLOTS = 32, 40, 48, (4, 2, 8), 2, 16
 FREQUENCIES = [1.0, 0.5, 0.25, 0.125]
 NUMBERS = [1e-5, 0.0, 1.0, 1.0, 1.0]  # epsilon, scale of scores, factors on embeddings and what is added, divisor
+NO_ROUTING = ("softmax", [0, 1, 1], [0.0, 1.0])
 NUMERICS = "bfloat16"
 
 
@@ -357,7 +358,7 @@ def shapes(eagle: bool) -> dict[str, tuple[int, ...]]:
 
 
 def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
-    """changes: sizes, activation, numbers, ropes or places."""
+    """changes: sizes, activation, numbers, ropes, places or routing."""
     given = {
         "sizes": [LAYERS, HIDDEN, VOCABULARY, *HEADS],
         "activation": "silu",
@@ -365,6 +366,7 @@ def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
         "weights": weights(cpu) if made is None else made,
         "ropes": [(FREQUENCIES, 1.0)],
         "places": [(0, 0)] * LAYERS,
+        "routing": NO_ROUTING,
     }
     return cpu.Decoder(_set(cpu), NUMERICS, *(given | changes).values())
 

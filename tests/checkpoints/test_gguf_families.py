@@ -84,6 +84,13 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
     "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": [FULL] * 2}, {}),
     "seed_oss": ("seed_oss", {}, {}),
     "ernie4_5": ("ernie4_5", {"use_bias": True}, {}),
+    "mixtral": ("mixtral", {"sliding_window": None}, {"expert_count": 5, "expert_used_count": 2}),
+    "olmoe": ("olmoe", {}, {"expert_count": 6, "expert_used_count": 3}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"mlp_only_layers": []},
+        {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 40, "attention.key_length": 8},
+    ),
 }
 
 
@@ -91,12 +98,13 @@ def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
     """Return the tensors of a file as llama.cpp's converter makes them."""
     config, found = model.config, {}
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters() if name in layer_template(config)}
-    for name, stored in gguf.tensor_names(config, tensors).items():
+    for name, names in gguf.tensor_names(config, tensors).items():
         numbers = tensors[name].numpy().astype(np.float32)
         if family_of(config).one_is_zero and numbers.ndim == 1:
             numbers = numbers + 1
-        order = gguf.row_order(config, stored)
-        found[stored] = numbers if order is None else numbers[np.argsort(order)]
+        for stored, part in zip(names, np.split(numbers, len(names), axis=int(len(names) > 1)), strict=True):
+            order = gguf.row_order(config, stored)
+            found[stored] = part if order is None else part[np.argsort(order)]
     if (config.rope_parameters or {}).get("rope_type") == "longrope":
         for kind in ("short", "long"):
             found[f"rope_factors_{kind}.weight"] = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)

@@ -76,8 +76,8 @@ def test_names_and_shapes_are_those_of_the_model(tmp_path: Path, architecture: s
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert layer_template(config) == expected
     names = gguf.require_complete(file, config, expected)
-    assert {name: file.tensors[stored].shape for name, stored in names.items()} == expected
-    assert set(names.values()) == set(file.tensors)
+    assert {name: file.tensors[stored].shape for name, (stored,) in names.items()} == expected
+    assert {stored for (stored,) in names.values()} == set(file.tensors)
 
 
 def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_weights_are_those_that_transformers_loads(models: dict[str, Path], arch
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, config=config, **unpacking()
     ).state_dict()
-    for name, stored in gguf.tensor_names(config, layer_template(config)).items():
+    for name, (stored,) in gguf.tensor_names(config, layer_template(config)).items():
         order = gguf.row_order(config, stored)
         numbers = file.numbers(stored) if order is None else file.numbers(stored)[order]
         assert np.array_equal(loaded[name].numpy(), numbers), name

@@ -59,7 +59,14 @@ class Tiny:
             weights.add_vector(name, ones)
         frequencies = (10000.0 ** -(torch.arange(0, size, 2) / size)).tolist()
         sizes = [LAYERS, HIDDEN, VOCABULARY, *self.heads]
-        form = "silu", [1e-5, 0.0, 1.0, 1.0, 1.0], weights, [(frequencies, 1.0)], [(0, 0)] * LAYERS
+        form = (
+            "silu",
+            [1e-5, 0.0, 1.0, 1.0, 1.0],
+            weights,
+            [(frequencies, 1.0)],
+            [(0, 0)] * LAYERS,
+            ("softmax", [0, 1, 1], [0.0, 1.0]),
+        )
         self.decoder = _cpu.Decoder(self.instruction_set, self.numerics, sizes, *form)
 
     def slab(self, context: int) -> Tensor:

@@ -30,9 +30,12 @@ OTHERS = (  # of blocks that those have not
     "gemma",
     "gemma3_text",
     "granite",
+    "mixtral",
     "olmo2",
     "olmo3",
+    "olmoe",
     "phi3",
+    "qwen3_moe",
     "seed_oss",
     "smollm3",
 )

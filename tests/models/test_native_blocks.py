@@ -61,7 +61,7 @@ def test_answers_past_the_window_are_those_of_transformers(name: str) -> None:
         assert engine.generate(PROMPT, max_new_tokens=40).token_ids == plainly(model, PROMPT, 40)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "ernie4_5", "olmo3"])
+@pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "ernie4_5", "olmo3", "mixtral", "qwen3_moe", "olmoe"])
 def test_folders_answer_so_too(name: str, tmp_path: Path) -> None:
     model_of(name).save_pretrained(tmp_path)
     engine = Engine.from_pretrained(str(tmp_path), "none", offline=True, backend="native")
@@ -98,7 +98,7 @@ def alone(lm: NativeLM, tree: TokenTree) -> Tensor:
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
-@pytest.mark.parametrize("name", [*WINDOWS, "olmo2", "granite"])
+@pytest.mark.parametrize("name", [*WINDOWS, "olmo2", "granite", "mixtral", "qwen3_moe"])
 def test_a_row_alone_has_the_bits_that_it_has_in_a_tree(name: str, instructions: str) -> None:
     lm = lm_of(name, instructions)
     for nodes in (2, 17, 64):
@@ -115,7 +115,7 @@ def test_the_control_a_window_changes_bits() -> None:
     assert torch.equal(found[2], found[3])
 
 
-@pytest.mark.parametrize("name", [*WINDOWS, "gemma", "olmo2", "granite", "ernie4_5"])
+@pytest.mark.parametrize("name", [*WINDOWS, "gemma", "olmo2", "granite", "ernie4_5", "mixtral", "qwen3_moe"])
 def test_integer_rows_have_the_same_bits_on_every_instruction_set(name: str) -> None:
     tree = random_tree(17, 17, VOCABULARY, root=3)
     options = {"quantize": "int8", "numerics": "integer"}

@@ -49,9 +49,9 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path}: general.architecture is missing, or not text")
-    if architecture not in (known := _stored()):
+    if architecture not in (known := {name for name, _ in _stored()}):
         raise UnsupportedModelError(
-            f"{path} has architecture {architecture[:80]!r}; accepted in GGUF files: {', '.join(known)}; "
+            f"{path} has architecture {architecture[:80]!r}; accepted in GGUF files: {', '.join(sorted(known))}; "
             "load the model from its folder or Hub id of safetensors instead, which transformers runs"
         )
     return architecture
@@ -59,13 +59,16 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
 
 def is_known(metadata: Mapping[str, Any]) -> bool:
     """Return whether a family has this architecture."""
-    return metadata.get("general.architecture") in _stored()
+    return metadata.get("general.architecture") in {name for name, _ in _stored()}
 
 
-def _stored() -> dict[str, tuple[str, families.Family, families.GGUF]]:
-    """Return, by architecture, the families that GGUF files store, each with its model type in transformers."""
+def _stored() -> dict[tuple[str, bool], tuple[str, families.Family, families.GGUF]]:
+    """Return the families that GGUF files store, each with its model type in transformers.
+
+    By architecture, and whether it is the one of two with experts.
+    """
     known = families.known().items()
-    return {family.gguf.architecture: (name, family, family.gguf) for name, family in known if family.gguf}
+    return {(own.architecture, own.experts): (name, family, own) for name, family in known if (own := family.gguf)}
 
 
 class _Fields:
@@ -106,7 +109,9 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     CheckpointError for values that are missing or contradict the tensors. `require_complete` checks the tensors.
     """
     metadata = _Fields(file)
-    model_type, family, own = _stored()[metadata.architecture]
+    stored, experts = _stored(), bool(metadata.value("expert_count"))
+    architecture = metadata.architecture
+    model_type, family, own = stored.get((architecture, experts)) or stored[architecture, False]
     for key, values in _WITHOUT_EFFECT.items():
         longrope = key == "rope.scaling.attn_factor" and _SHORT in file.tensors
         if longrope or key in own.keys or metadata.value(key) is None:
@@ -257,14 +262,14 @@ def suppressed_ids(file: GGUFFile, vocabulary: int) -> list[int] | None:
 
 def require_complete(
     file: GGUFFile, config: transformers.PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, str]:
+) -> dict[str, tuple[str, ...]]:
     """Return the names in the file of the model's tensors, by those in transformers.
 
     shapes: of the tensors that the model has in transformers. CheckpointError, which lists them, where some are
     missing in the file, of another shape, or not used by the model.
     """
     names = tensor_names(config, shapes)
-    wanted = {names[name]: shape for name, shape in shapes.items()}
+    wanted = {name: one for key, shape in shapes.items() for name, one in _split(names[key], shape).items()}
     stored = {name: tensor.shape for name, tensor in file.tensors.items()}
     ropes = [config.rope_parameters, *config.rope_parameters.values()]
     kinds = {given.get("rope_type") for given in ropes if isinstance(given, dict)}
@@ -286,12 +291,28 @@ def require_complete(
     return names
 
 
-def tensor_names(config: transformers.PretrainedConfig, names: Iterable[str]) -> dict[str, str]:
-    """Return the names in GGUF files of tensors of transformers, by the latter."""
+def _split(names: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a file that one of transformers is made of, [experts, rows, inputs] each."""
+    if len(names) == 1:
+        return {names[0]: shape}
+    return dict.fromkeys(names, (shape[0], shape[1] // len(names), *shape[2:]))
+
+
+def tensor_names(config: transformers.PretrainedConfig, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the names in GGUF files of tensors of transformers, by the latter.
+
+    Mostly one; several where a stack of matrices is stored as several, whose rows alternate in transformers'.
+    """
     family = families.known()[config.model_type]
-    modules = {part.name.transformers: part.name.gguf for part in family.parts(config)}
-    split = [name.rpartition(".") for name in names]
-    return {f"{module}.{kind}": f"{modules[module]}.{kind}" for module, _, kind in split}
+    modules: dict[str, dict[str, None]] = {}
+    for part in family.parts(config):
+        modules.setdefault(part.name.transformers, {})[part.name.gguf] = None
+    found = {}
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        whole = name in modules
+        found[name] = tuple(modules[name]) if whole else tuple(f"{stored}.{kind}" for stored in modules[module])
+    return found
 
 
 def _some(names: list[str], limit: int = 6) -> str:

@@ -78,9 +78,12 @@ class GGUFFile:
         return out
 
     def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
-        """Return a copy of the blocks of rows [first, last) of one tensor: uint8 [bytes]. Raises as `read`."""
+        """Return a copy of the blocks of rows [first, last) of one tensor: uint8 [bytes]. Raises as `read`.
+
+        The rows of a stack of matrices are those of one behind those of the other.
+        """
         tensor = self.tensors[name]
-        each = tensor.nbytes // tensor.shape[0]
+        each = tensor.nbytes // math.prod(tensor.shape[:-1])
         out = np.empty((last - first) * each, np.uint8)
         self._sources[tensor.part].read_into(out.data, tensor.offset + first * each)
         return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
@@ -17,7 +17,7 @@ SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs
 
 @dataclass(frozen=True)
 class Name:
-    """The name of a module in transformers' state dict, and in GGUF files."""
+    """The name of a module in transformers' state dict, and in GGUF files; or of a tensor that is no module's."""
 
     transformers: str
     gguf: str
@@ -142,6 +142,65 @@ class GatedMLP:
         yield Part("mlp.down_proj", self.down, shape.hidden)
 
 
+class Routing(NamedTuple):
+    """How a router chooses experts for a token, and their weights.
+
+    chosen      experts of a token
+    scores      softmax or sigmoid, of the router's logits; behind `normalised ` those chosen are divided by their sum
+    least       of that sum
+    factor      that weights are multiplied by
+    groups      of experts of which `kept` are left to choose from, by the sum of their two best scores
+    """
+
+    chosen: int
+    scores: str = "normalised softmax"
+    least: float = 0.0
+    factor: float = 1.0
+    groups: int = 1
+    kept: int = 1
+
+
+NO_ROUTING = Routing(0)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The sum of some of `count` gated networks, each of `inner` channels, that a router chooses for a token.
+
+    gate, up, down  tensors that have all experts' matrices, [count, outputs, inputs]
+    choice          numbers that are added to scores where experts are chosen, or None
+    shared          a gated network for all tokens, of `shared_inner` channels, or None; shared_gate: a module whose
+                    sigmoid is its weight
+    """
+
+    count: int
+    inner: int
+    routing: Routing
+    router: Name = Name("mlp.gate", "ffn_gate_inp")
+    gate: Name = Name("mlp.experts.gate_up_proj", "ffn_gate_exps.weight")
+    up: Name = Name("mlp.experts.gate_up_proj", "ffn_up_exps.weight")
+    down: Name = Name("mlp.experts.down_proj", "ffn_down_exps.weight")
+    choice: Name | None = None
+    shared: GatedMLP | None = None
+    shared_inner: int = 0
+    shared_gate: Name | None = None
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        yield Part("mlp.router", self.router, self.count)
+        if self.choice is not None:
+            yield Part("mlp.router.choice", self.choice, self.count)
+        for number in range(self.count):
+            above = f"mlp.experts.{number}"
+            yield Part(f"{above}.gate_proj.weight", self.gate, self.inner)
+            yield Part(f"{above}.up_proj.weight", self.up, self.inner)
+            yield Part(f"{above}.down_proj.weight", self.down, shape.hidden)
+        if self.shared is not None:
+            for part in self.shared.parts(replace(shape, inner=self.shared_inner)):
+                yield part._replace(native=part.native.replace("mlp.", "mlp.shared."))
+        if self.shared_gate is not None:
+            yield Part("mlp.shared.gate", self.shared_gate, 1)
+
+
 @dataclass(frozen=True)
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
@@ -153,7 +212,7 @@ class Layer:
     attention: Attention = Attention()
     attention_output_norm: Name | None = None
     mlp_norm: Name | None = Name("post_attention_layernorm", "ffn_norm")
-    mlp: GatedMLP = GatedMLP()
+    mlp: GatedMLP | Experts = GatedMLP()
     mlp_output_norm: Name | None = None
 
     def parts(self, shape: Shape) -> Iterator[Part]:
@@ -194,6 +253,7 @@ class GGUF:
     pairs         modules whose rows stand in pairs that a rotation turns together: rows 0, 1, 2, 3 of a head are
                   transformers' rows 0, n / 2, 1, n / 2 + 1
     finish        from the config's fields so far, and the function of a metadata key's value: fields to add
+    experts       whether these are the files of this architecture that have experts, where others have none
     """
 
     architecture: str
@@ -201,6 +261,7 @@ class GGUF:
     flags: Mapping[str, str] = field(default_factory=dict)
     pairs: tuple[str, ...] = ()
     finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, value: {}
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,6 +275,7 @@ class Family:
     one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
     factors      those of a config
     neutral      fields of transformers' config that change the forward, and the value that does not
+    renamed      what names in files of safetensors have, and what transformers calls it
     """
 
     layer: Layer | Callable[[Any, int], Layer] = Layer()
@@ -228,6 +290,7 @@ class Family:
     one_is_zero: bool = False
     factors: Callable[[Any], Factors] = lambda config: Factors()
     neutral: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def shape(self, config: Any) -> Shape:
         """Return the sizes that a config states; a head's is hidden size / heads where it states none."""
@@ -245,6 +308,12 @@ class Family:
         """Return the blocks of each layer."""
         numbers = range(self.shape(config).layers)
         return [self.layer if isinstance(self.layer, Layer) else self.layer(config, number) for number in numbers]
+
+    def routing(self, config: Any) -> Routing:
+        """Return how all layers that have experts choose them."""
+        return next(
+            (layer.mlp.routing for layer in self.layers_of(config) if isinstance(layer.mlp, Experts)), NO_ROUTING
+        )
 
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
