@@ -329,10 +329,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # More that the native forward knows; the tests of tests/models have them, others do with those above.
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", {**_GROUPED, "tie_word_embeddings": False}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 2,
+        },
+    ),
     "exaone4": ("Exaone4", {"num_key_value_heads": 2, "sliding_window": 24, "sliding_window_pattern": 2}),
     "gemma3_text": (
         "Gemma3Text",
         {**_GROUPED, "sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **_GROUPED,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+        },
     ),
     "granite": (
         "Granite",
@@ -344,11 +368,32 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "num_key_value_heads": 2,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.0,
+            "num_local_experts": 5,
+        },
+    ),
     "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
     "olmo3": ("Olmo3", {"num_key_value_heads": 2, "sliding_window": 24}),
     "olmoe": ("Olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "phi3": ("Phi3", {"num_key_value_heads": 2, "sliding_window": 24}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_key_value_heads": 2,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {
@@ -379,6 +424,9 @@ def tiny(family: str = "llama", seed: int = 0, *, name: str | None = None, **cha
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1 and parameter_name.endswith("bias"):
                 parameter.normal_(std=0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     return model
 
 

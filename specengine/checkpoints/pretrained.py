@@ -449,15 +449,19 @@ class FolderSource(Source):
 
     def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         for name, stored in self._tensors.items():
+            dtype = self._dtype_of(name)
 
-            def rows(first: int, last: int, stored: _Stored | Stack = stored) -> Tensor:
-                return stored.flat().read(first, last).to(self.dtype)
+            def rows(first: int, last: int, stored: _Stored | Stack = stored, dtype: torch.dtype = dtype) -> Tensor:
+                return stored.flat().read(first, last).to(dtype)
 
-            yield Weight(name, KIND_OF[self.dtype], stored.flat().shape, rows)
+            yield Weight(name, KIND_OF[dtype], stored.flat().shape, rows)
 
     def tensor(self, name: str) -> Tensor:
         stored = self._tensors[name]
-        return stored.read(0, stored.shape[0]).to(self.dtype)
+        return stored.read(0, stored.shape[0]).to(self._dtype_of(name))
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if self.is_exact(name) else self.dtype
 
     def model(self) -> PreTrainedModel:
         with no_loading_bars(), torch.device("cpu"):
@@ -562,16 +566,17 @@ class GGUFSource(Source):
         return torch.from_numpy(self.file.read_rows(name, first, last))
 
     def tensor(self, name: str) -> Tensor:
-        parts = [self._tensor(stored) for stored in self._stored[name]]
+        parts = [self._tensor(stored, exact=self.is_exact(name)) for stored in self._stored[name]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _tensor(self, stored: str) -> Tensor:
+    def _tensor(self, stored: str, *, exact: bool) -> Tensor:
         numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
         if family_of(self.config).one_is_zero and numbers.ndim == 1:  # a norm, which the file has as 1 + w
             numbers = numbers - 1.0
         ordered = numbers if order is None else np.ascontiguousarray(numbers[order])
-        exact = self.dtype is torch.float32 and self.file.tensors[stored].kind in _FLOATS
-        return torch.from_numpy(ordered).to(self.dtype if exact else torch.bfloat16).to(self.dtype)
+        exact = exact or (self.dtype is torch.float32 and self.file.tensors[stored].kind in _FLOATS)
+        found = torch.from_numpy(ordered)
+        return found if exact else found.to(torch.bfloat16).to(self.dtype)
 
     def model(self) -> PreTrainedModel:
         model = empty_model(self.config, self.dtype)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.models.extension import extension, is_built, is_plain, thread_count
 from specengine.models.twins import evaluating
-from specengine.models.weights import Source, Weight, states_of
+from specengine.models.weights import Source, Weight, states_of, stored_tensors
 
 RECORDING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for, and idle else
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -234,14 +234,15 @@ class ModelSource(Source):
         self._watch = Watch(model)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(weight.shape) for name, weight in self._model.named_parameters()}
+        return {name: tuple(weight.shape) for name, weight in stored_tensors(self._model)}
 
     def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
-        for name, weight in self._model.named_parameters():
+        for name, weight in stored_tensors(self._model):
             yield Weight.of(name, weight.detach())
 
     def tensor(self, name: str) -> Tensor:
-        return self._model.get_parameter(name).detach()
+        module, _, own = name.rpartition(".")
+        return getattr(self._model.get_submodule(module), own).detach()
 
     def model(self) -> PreTrainedModel:
         return self._model

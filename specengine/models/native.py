@@ -360,10 +360,11 @@ class NativeLM:
         return routing.scores, counts, [routing.least, routing.factor]
 
     def _as_it_is_read(self, weight: Weight, parts: Iterable[str]) -> Weight:
-        """Return a weight as numbers where it stays unrounded."""
-        if weight.kind in KIND_OF.values() or not any(part.endswith(_UNROUNDED) for part in parts):
+        """Return a weight as numbers where it stays unrounded, in a dtype that is multiplied."""
+        if not any(part.endswith(_UNROUNDED) for part in parts):
             return weight
-        return Weight.of(weight.name, self.source.tensor(weight.name))
+        numbers = self.source.tensor(weight.name)
+        return Weight.of(weight.name, numbers.bfloat16() if self.instruction_set in WITH_PAIRS else numbers)
 
     @property
     def _factors(self) -> Factors:
@@ -485,7 +486,8 @@ def refuse_loaded(model: PreTrainedModel) -> None:
         if not is_plain(tensor):
             kind = f"{type(tensor).__name__} on {tensor.device.type}, {str(tensor.layout).removeprefix('torch.')}"
             raise UnsupportedModelError(f"native: {name} is a {kind}, known are dense tensors of the CPU")
-    if {weight.dtype for weight in model.parameters()} != {model.dtype}:
+    exact = family_of(model.config).exact
+    if {weight.dtype for name, weight in model.named_parameters() if not name.endswith(exact)} != {model.dtype}:
         raise UnsupportedModelError("native: the weights have more than one dtype")
     refuse_hooks(model)
     plain = dict(empty_model(copy.deepcopy(model.config), torch.float32).named_modules())

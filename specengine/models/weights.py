@@ -90,6 +90,10 @@ class Source(ABC):
     def tensor(self, name: str) -> Tensor:
         """Return one tensor in `dtype`."""
 
+    def is_exact(self, name: str) -> bool:
+        """Return whether a tensor is float32 in models of any dtype."""
+        return name.endswith(family_of(self.config).exact)
+
     @abstractmethod
     def model(self) -> PreTrainedModel:
         """Return the whole model as transformers runs it, in `dtype`."""
@@ -146,7 +150,7 @@ def _first_layer(source: Source) -> PreTrainedModel:
     config, family = source.config, family_of(source.config)
     model = empty_model(_of_one_layer(config, TINY_VOCABULARY), torch.float32)
     outside = (f"{family.embedding.transformers}.", f"{family.head.transformers}.")
-    wanted = [name for name, _ in model.named_parameters() if not name.startswith(outside)]
+    wanted = [name for name, _ in stored_tensors(model) if not name.startswith(outside)]
     model.load_state_dict({name: source.tensor(name).float() for name in wanted}, strict=False, assign=True)
     return with_buffers(model).eval()
 
@@ -188,8 +192,8 @@ class FirstLayer(Source):
         family = family_of(self.config)
         if name == f"{family.embedding.transformers}.weight":
             return self._embeddings
-        if name == f"{family.head.transformers}.weight":
-            return torch.zeros_like(self._embeddings)
+        if name.startswith(f"{family.head.transformers}."):
+            return torch.zeros_like(self._embeddings if name.endswith(".weight") else self._embeddings[:, 0])
         if name not in self._tensors:
             layers = family.layers.transformers
             stored = name.replace(f"{layers}.0.", f"{layers}.{self._number}.", 1)
@@ -207,6 +211,15 @@ class FirstLayer(Source):
     def rope(self, key: str = "") -> tuple[Tensor, float]:
         # a loaded model's frequencies may be rounded as its weights are
         return super().rope(key) if self._source.own_modules else self._source.rope(key)
+
+
+def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield what checkpoints hold of a model: parameters, and the buffers that are kept with them."""
+    yield from model.named_parameters()
+    for above, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:  # noqa: SLF001
+                yield f"{above}.{name}" if above else name, buffer
 
 
 def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
@@ -230,7 +243,7 @@ def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     for kind in dict.fromkeys(kinds):
         small = _of_one_layer(config, getattr(config, family.fields.vocabulary), kinds.index(kind))
         numbers = [number for number, other in enumerate(kinds) if other == kind]
-        for name, weight in empty_model(small, torch.float32).named_parameters():
+        for name, weight in stored_tensors(empty_model(small, torch.float32)):
             if name.startswith(first):
                 inside = name.removeprefix(first)
                 every = [f"{family.layers.transformers}.{number}.{inside}" for number in numbers]

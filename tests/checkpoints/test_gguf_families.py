@@ -85,6 +85,40 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
     "seed_oss": ("seed_oss", {}, {}),
     "ernie4_5": ("ernie4_5", {"use_bias": True}, {}),
     "mixtral": ("mixtral", {"sliding_window": None}, {"expert_count": 5, "expert_used_count": 2}),
+    "granitemoe": (
+        "granitemoe",
+        {},
+        {
+            "attention.scale": 0.3,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.7,
+            "logit_scale": 2.0,
+            "expert_count": 5,
+            "expert_used_count": 2,
+        },
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {},
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 40,
+            "expert_shared_count": 2,
+            "leading_dense_block_count": 1,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {},
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 24,
+            "expert_shared_feed_forward_length": 40,
+        },
+    ),
     "olmoe": ("olmoe", {}, {"expert_count": 6, "expert_used_count": 3}),
     "qwen3_moe": (
         "qwen3_moe",

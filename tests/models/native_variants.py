@@ -75,6 +75,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral windows": ("mixtral", {"sliding_window": 8}),
     "mixtral of one expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
     "mixtral of all experts": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe normed": ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "granitemoe": ("granitemoe", {}),
+    "granitemoe biases": ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe plain": ("glm4_moe", {"use_qk_norm": False, "norm_topk_prob": False, "attention_bias": True}),
+    "glm4_moe of one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "ernie4_5_moe alone": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "use_bias": True}),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe tied": ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False, "attention_bias": True}),
     "qwen3_moe sizes": ("qwen3_moe", {"moe_intermediate_size": 24, "decoder_sparse_step": 2, "mlp_only_layers": []}),
@@ -104,6 +113,9 @@ def model_of(variant: str) -> PreTrainedModel:
             if "norm" in name:
                 weight.uniform_(0.5, 1.5)
             weight.copy_(weight.bfloat16())
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     return model
 
 

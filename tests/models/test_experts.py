@@ -27,7 +27,7 @@ from tests.models.native_variants import PROMPT, VARIANTS, native_logits, own_lo
 from tests.toy import VOCABULARY, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
-SPARSE = ("mixtral", "olmoe", "qwen3_moe")
+SPARSE = ("ernie4_5_moe", "glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 KINDS = ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k")
 
 
@@ -60,14 +60,14 @@ def assert_rows_are_alone(lm: NativeLM, sizes: tuple[int, ...] = (1, 2, 3, 17, 6
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8", "numerics": "bfloat16"}])
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe sizes", "olmoe"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe sizes", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe"])
 def test_a_row_alone_has_the_bits_that_it_has_in_a_tree(
     variant: str, options: dict[str, Any], instructions: str
 ) -> None:
     assert_rows_are_alone(lm_on(model_of(variant, torch.bfloat16), instructions, **options))
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe"])
 def test_so_it_has_in_float32(variant: str) -> None:
     assert_rows_are_alone(from_model(model_of(variant)))
 
@@ -91,7 +91,7 @@ def as_stored(model: PreTrainedModel, folder: Path, form: str) -> None:
     """As published, each expert alone; or as transformers holds them."""
     model.save_pretrained(folder)
     names = load_file(folder / "model.safetensors")
-    assert any(".experts.0." in name for name in names)
+    assert any(".experts.0." in name or "input_linear" in name for name in names)
     if form == "stacks":
         save_file(
             {name: weight.detach().clone() for name, weight in model.state_dict().items()}, folder / "model.safetensors"

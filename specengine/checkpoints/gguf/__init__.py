@@ -9,12 +9,13 @@ from specengine.checkpoints.gguf.configuration import (
     suppressed_ids,
     tensor_names,
 )
-from specengine.checkpoints.gguf.file import GGUFFile, Kind, dequantize, read
+from specengine.checkpoints.gguf.file import GGUFFile, GGUFTensor, Kind, dequantize, read
 from specengine.checkpoints.gguf.tokens import end_ids
 from specengine.checkpoints.gguf.vocabulary import tokenizer
 
 __all__ = [
     "GGUFFile",
+    "GGUFTensor",
     "Kind",
     "architecture_of",
     "config",

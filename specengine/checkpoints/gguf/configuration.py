@@ -20,6 +20,12 @@ _ROPE_FACTORS = "rope_freqs.weight"  # no weight of the model: it says what rope
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # the same of LongRoPE
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # keys that would change the forward, and the values that do not
     "expert_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_gating_func": (0, 1),  # softmax
+    "expert_weights_scale": (0.0, 1.0),
+    "leading_dense_block_count": (0,),
+    "interleave_moe_layer_step": (0, 1),
     "attention.causal": (True,),
     "attention.scale": (0.0,),
     "attention.sliding_window": (0,),

@@ -142,6 +142,15 @@ class GatedMLP:
         yield Part("mlp.down_proj", self.down, shape.hidden)
 
 
+def shared_experts(above: str) -> GatedMLP:
+    """Return a gated network for all tokens, of the module `above` of a network of experts."""
+    return GatedMLP(
+        Name(f"mlp.{above}.gate_proj", "ffn_gate_shexp"),
+        Name(f"mlp.{above}.up_proj", "ffn_up_shexp"),
+        Name(f"mlp.{above}.down_proj", "ffn_down_shexp"),
+    )
+
+
 class Routing(NamedTuple):
     """How a router chooses experts for a token, and their weights.
 
@@ -276,6 +285,7 @@ class Family:
     factors      those of a config
     neutral      fields of transformers' config that change the forward, and the value that does not
     renamed      what names in files of safetensors have, and what transformers calls it
+    exact        the ends of the names of tensors that are float32 in models of any dtype
     """
 
     layer: Layer | Callable[[Any, int], Layer] = Layer()
@@ -291,6 +301,7 @@ class Family:
     factors: Callable[[Any], Factors] = lambda config: Factors()
     neutral: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    exact: tuple[str, ...] = ()
 
     def shape(self, config: Any) -> Shape:
         """Return the sizes that a config states; a head's is hidden size / heads where it states none."""

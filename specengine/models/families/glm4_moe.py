@@ -1,0 +1,42 @@
+"""GLM-4.5 and 4.6: experts behind the first layers, and one for all tokens; half of a head turned."""
+
+from typing import Any
+
+from specengine.models.families import Attention, Experts, Family, Layer, Name, Routing, shared_experts
+
+PLAIN = Attention(partial=True)
+NORMED = Attention(
+    q_norm=Name("self_attn.q_norm", "attn_q_norm"), k_norm=Name("self_attn.k_norm", "attn_k_norm"), partial=True
+)
+CHOICE = "mlp.gate.e_score_correction_bias"
+
+
+def layer(config: Any, number: int) -> Layer:
+    attention = NORMED if config.use_qk_norm else PLAIN
+    if number < config.first_k_dense_replace:
+        return Layer(attention=attention)
+    routing = Routing(
+        config.num_experts_per_tok,
+        "normalised sigmoid" if config.norm_topk_prob else "sigmoid",
+        1e-20,
+        config.routed_scaling_factor,
+        config.n_group,
+        config.topk_group,
+    )
+    experts = Experts(
+        config.n_routed_experts,
+        config.moe_intermediate_size,
+        routing,
+        choice=Name(CHOICE, "exp_probs_b.bias"),
+        shared=shared_experts("shared_experts"),
+        shared_inner=config.moe_intermediate_size * config.n_shared_experts,
+    )
+    return Layer(attention=attention, mlp=experts)
+
+
+FAMILY = Family(
+    layer=layer,
+    attending=Layer(attention=PLAIN),
+    alone=lambda config, number: {"first_k_dense_replace": int(number < config.first_k_dense_replace)},
+    exact=(CHOICE,),
+)
