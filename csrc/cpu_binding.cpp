@@ -47,7 +47,8 @@ const char* numerics_of(const std::string& name) {
 cpu::Activation activation_of(const std::string& name) {
   if (name == "silu") return cpu::Activation::silu;
   if (name == "gelu_tanh") return cpu::Activation::gelu_tanh;
-  throw std::invalid_argument("activation: got " + name + ", accepted silu or gelu_tanh");
+  if (name == "clamped") return cpu::Activation::clamped;
+  throw std::invalid_argument("activation: got " + name + ", accepted silu, gelu_tanh or clamped");
 }
 
 cpu::Rope rope(std::vector<float> frequencies, float factor, const std::string& numerics) {

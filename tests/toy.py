@@ -358,6 +358,16 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_GROUPED,
+            "sliding_window": 24,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -422,7 +432,7 @@ def tiny(family: str = "llama", seed: int = 0, *, name: str | None = None, **cha
     model = getattr(transformers, _HEADS.get(stem, f"{stem}ForCausalLM"))(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.ndim == 1 and parameter_name.endswith("bias"):
+            if parameter.ndim < 3 and parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.1)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):

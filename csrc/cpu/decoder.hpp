@@ -118,6 +118,7 @@ class Weights {
     one.post_norm = vector(prefix + "post_attention_layernorm.weight", hidden);
     one.attention_norm = vector(prefix + "attention_output_norm.weight", hidden);
     one.network_norm = vector(prefix + "mlp_output_norm.weight", hidden);
+    one.sinks = vector(prefix + "self_attn.sinks", heads.queries);
     one.whole_norms = count(prefix + "self_attn.q_norm.weight") > heads.size;
     one.q_norm = vector(prefix + "self_attn.q_norm.weight", one.whole_norms ? heads.queries * heads.size : heads.size);
     one.k_norm = vector(prefix + "self_attn.k_norm.weight", one.whole_norms ? heads.keys * heads.size : heads.size);

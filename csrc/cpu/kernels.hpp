@@ -74,6 +74,7 @@ struct AttendTask {
   const float* queries;  // [per_row][size][16 rows], of the tile
   int64_t per_row, first, count;
   float scale;           // of the scores
+  const float* sinks;    // [per_row], or null: of each head a score beside those of slots, of no value
   const void* keys;      // [slots][size], float or bfloat16
   const void* values;
   bool half;             // they are bfloat16
@@ -91,8 +92,9 @@ struct AttendTask {
   int64_t tile, channel;
 };
 
-// Select the activation of a gated network. Each is x times a sigmoid: of x, or of twice the argument of GELU's tanh.
-enum class Activation : int { silu, gelu_tanh };
+// Select the activation of a gated network. Each is x times a sigmoid: of x, of twice the argument of GELU's tanh, or of
+// 1.702 x; this one is of at most 7, and times one more than what is within 7 of zero.
+enum class Activation : int { silu, gelu_tanh, clamped };
 
 struct Kernels {
   const char* name;

@@ -40,6 +40,7 @@ struct Layer {
   const float *input_norm = nullptr, *post_norm = nullptr;        // [hidden]: of what attention and the network read
   const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: of what they add
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head size], or of all heads' channels where they are `whole`
+  const float* sinks = nullptr;  // [query heads]: scores beside those of slots
   bool whole_norms = false;
   int rope = 0;        // of the network's tables; none: positions do not count
   int64_t window = 0;  // of attention: places that a row sees, its own included; 0: all
@@ -476,17 +477,18 @@ class LayerRun {
           task.turned = &own;
           task.chunks = chunks + base * kChunk * size;
           task.step = sight.steps.data() + group.step;
-          attend_group(task, cache, head, group);
+          attend_group(task, cache, head, group, layer.sinks);
           turned = std::max(turned, base + own);
         }
     });
   }
 
-  void attend_group(AttendTask& task, const Cache& cache, int64_t head, const Group& group) {
+  void attend_group(AttendTask& task, const Cache& cache, int64_t head, const Group& group, const float* sinks) {
     const int64_t before = group.base * heads_.size * (cache.half ? 2 : 4);  // bytes
     task.keys = static_cast<const char*>(cache.plane(0, head, heads_)) + before;
     task.values = static_cast<const char*>(cache.plane(1, head, heads_)) + before;
     task.channel = head * task.per_row * heads_.size;
+    task.sinks = sinks ? sinks + head * task.per_row : nullptr;
     task.queries = space_.qkv + (group.tile * heads_.channels() + task.channel) * kRows;
     task.tile = group.tile;
     task.first = group.first;

@@ -58,7 +58,7 @@ from specengine.models.extension import NOT_BUILT
 from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
-from specengine.models.weights import KIND_OF, Source, Weight, layer_template, with_buffers
+from specengine.models.weights import KIND_OF, Source, Weight, layer_template, upright, with_buffers
 
 if TYPE_CHECKING:
     from specengine.options import LoadOptions
@@ -454,7 +454,7 @@ class FolderSource(Source):
             def rows(first: int, last: int, stored: _Stored | Stack = stored, dtype: torch.dtype = dtype) -> Tensor:
                 return stored.flat().read(first, last).to(dtype)
 
-            yield Weight(name, KIND_OF[dtype], stored.flat().shape, rows)
+            yield upright(self.config, Weight(name, KIND_OF[dtype], stored.flat().shape, rows))
 
     def tensor(self, name: str) -> Tensor:
         stored = self._tensors[name]
@@ -528,7 +528,8 @@ class GGUFSource(Source):
 
     def _shape(self, name: str) -> tuple[int, ...]:
         shapes = [self.file.tensors[stored].shape for stored in self._stored[name]]
-        return shapes[0] if len(shapes) == 1 else (shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:])
+        shape = (shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:]) if len(shapes) > 1 else shapes[0]
+        return gguf.turned(self.config, shape)
 
     @cached_property
     def blocks(self) -> frozenset[str]:
@@ -545,6 +546,7 @@ class GGUFSource(Source):
             packed = kind in self.blocks and kind in blocks and len(shape) > 1
             if packed and all(other.kind == kind for other in stored):
                 order = gguf.row_order(self.config, stored[0].name)
+                shape = gguf.turned(self.config, shape)
                 yield Weight(
                     name,
                     kind,
@@ -553,7 +555,7 @@ class GGUFSource(Source):
                     None if order is None else torch.from_numpy(order),
                 )
             else:
-                yield Weight.of(name, self.tensor(name))
+                yield upright(self.config, Weight.of(name, self.tensor(name)))
 
     def _rows(self, stored: list[gguf.GGUFTensor], first: int, last: int) -> Tensor:
         """Return the blocks of rows of a matrix, or of matrices in stacks, which take turns."""
@@ -567,7 +569,16 @@ class GGUFSource(Source):
 
     def tensor(self, name: str) -> Tensor:
         parts = [self._tensor(stored, exact=self.is_exact(name)) for stored in self._stored[name]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if len(parts) == 1:
+            found = parts[0]
+        elif family_of(self.config).alternating:
+            found = torch.stack(parts, dim=2).flatten(1, 2)
+        else:
+            found = torch.cat(parts, dim=1)
+        return found.transpose(1, 2).contiguous() if self._is_turned(found) else found
+
+    def _is_turned(self, tensor: Tensor) -> bool:
+        return tensor.ndim > 2 and family_of(self.config).alternating
 
     def _tensor(self, stored: str, *, exact: bool) -> Tensor:
         numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)

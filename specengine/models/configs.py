@@ -106,7 +106,8 @@ def shape_of(config: PretrainedConfig) -> Shape:
 
 def activation_of(config: PretrainedConfig) -> str:
     """Return the activation of the feed-forward networks by its name in csrc/cpu."""
-    return ACTIVATIONS[getattr(config, family_of(config).fields.activation)]
+    family = family_of(config)
+    return family.activation or ACTIVATIONS[getattr(config, family.fields.activation)]
 
 
 def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.models.extension import extension, is_built, is_plain, thread_count
 from specengine.models.twins import evaluating
-from specengine.models.weights import Source, Weight, states_of, stored_tensors
+from specengine.models.weights import Source, Weight, states_of, stored_tensors, upright
 
 RECORDING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for, and idle else
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -238,7 +238,7 @@ class ModelSource(Source):
 
     def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         for name, weight in stored_tensors(self._model):
-            yield Weight.of(name, weight.detach())
+            yield upright(self.config, Weight.of(name, weight.detach()))
 
     def tensor(self, name: str) -> Tensor:
         module, _, own = name.rpartition(".")

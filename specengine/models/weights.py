@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.models.configs import empty_model, family_of, rope_of
+from specengine.models.families import Experts
 
 _BY_LAYER = ("layer_types", "no_rope_layers")  # what configs list by layer
 TINY_VOCABULARY = 8  # of a model whose tokens do not count
@@ -59,6 +60,35 @@ class Weight(NamedTuple):
 
             yield Weight(name, self.kind, (size, *self.shape[1:]), rows, order)
             begin += size
+
+
+def upright(config: PretrainedConfig, weight: Weight) -> Weight:
+    """Return a weight of transformers' with its outputs as rows, those of gates before those of ups."""
+    name, experts = weight.name.rpartition(".")[2], weight.name.rpartition(".")[0].endswith(".experts")
+    if not (family_of(config).alternating and experts):
+        return weight
+    halves = name.startswith("gate_up")
+    if name.endswith("_bias"):
+        numbers = weight.rows(0, weight.shape[0])
+        return Weight.of(weight.name, torch.cat((numbers[:, 0::2], numbers[:, 1::2]), dim=1) if halves else numbers)
+    count, outputs = next(iter(stacks_of(config))).count, weight.shape[1]
+    inputs = weight.shape[0] // count
+    last: dict[int, Tensor] = {}  # the expert that was read last
+
+    def rows(first: int, last_row: int) -> Tensor:
+        number = first // outputs
+        if number not in last:
+            last.clear()
+            read = weight.rows(number * inputs, (number + 1) * inputs).T
+            last[number] = (torch.cat((read[0::2], read[1::2])) if halves else read).contiguous()
+        return last[number][first - number * outputs : last_row - number * outputs]
+
+    return Weight(weight.name, weight.kind, (count * outputs, inputs), rows)
+
+
+def stacks_of(config: PretrainedConfig) -> Iterator[Experts]:
+    """Yield the experts of each layer that has some."""
+    yield from (layer.mlp for layer in family_of(config).layers_of(config) if isinstance(layer.mlp, Experts))
 
 
 class Source(ABC):
@@ -186,7 +216,7 @@ class FirstLayer(Source):
 
     def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         for name in self.shapes():
-            yield Weight.of(name, self.tensor(name))
+            yield upright(self.config, Weight.of(name, self.tensor(name)))
 
     def tensor(self, name: str) -> Tensor:
         family = family_of(self.config)

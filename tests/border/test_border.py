@@ -422,7 +422,7 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"places": [(0, 0), (-2, 0)]}, "positions: got -2"),
         ({"places": [(0, 0), (0, -1)]}, "window: got -1"),
         ({"places": [(0, 0), (0, 1 << 31)]}, "window: got 2147483648"),
-        ({"activation": "relu"}, "activation: got relu, accepted silu or gelu_tanh"),
+        ({"activation": "relu"}, "activation: got relu, accepted silu, gelu_tanh or clamped"),
         ({"numbers": NUMBERS[:4]}, "numbers: got 4, accepted 5"),
         ({"numbers": [1e-5, -1.0, 1.0, 1.0, 1.0]}, "attention scale: got -1"),
         ({"numbers": [1e-5, 0.0, math.inf, 1.0, 1.0]}, "factors: got inf"),

@@ -85,6 +85,18 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
     "seed_oss": ("seed_oss", {}, {}),
     "ernie4_5": ("ernie4_5", {"use_bias": True}, {}),
     "mixtral": ("mixtral", {"sliding_window": None}, {"expert_count": 5, "expert_used_count": 2}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"sliding_window": 9},
+        {
+            "attention.sliding_window": 9,
+            "attention.key_length": 8,
+            "attention.value_length": 8,
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 48,
+        },
+    ),
     "granitemoe": (
         "granitemoe",
         {},
@@ -136,7 +148,11 @@ def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
         numbers = tensors[name].numpy().astype(np.float32)
         if family_of(config).one_is_zero and numbers.ndim == 1:
             numbers = numbers + 1
-        for stored, part in zip(names, np.split(numbers, len(names), axis=int(len(names) > 1)), strict=True):
+        parts = np.split(numbers, len(names), axis=int(len(names) > 1))
+        if family_of(config).alternating:
+            numbers = numbers.swapaxes(1, 2) if numbers.ndim > 2 else numbers
+            parts = [np.ascontiguousarray(numbers[:, i::2]) for i in range(2)] if len(names) > 1 else [numbers.copy()]
+        for stored, part in zip(names, parts, strict=True):
             order = gguf.row_order(config, stored)
             found[stored] = part if order is None else part[np.argsort(order)]
     if (config.rope_parameters or {}).get("rope_type") == "longrope":

@@ -31,6 +31,7 @@ OTHERS = (  # of blocks that those have not
     "gemma",
     "gemma3_text",
     "glm4_moe",
+    "gpt_oss",
     "granite",
     "granitemoe",
     "mixtral",

@@ -84,6 +84,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe of one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "ernie4_5_moe alone": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "use_bias": True}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss windows": ("gpt_oss", {"sliding_window": 8, "head_dim": 32}),
+    "gpt_oss yarn": (
+        "gpt_oss",
+        {"rope_parameters": {**YARN, "truncate": False}, "num_local_experts": 1, "num_experts_per_tok": 1},
+    ),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe tied": ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False, "attention_bias": True}),
     "qwen3_moe sizes": ("qwen3_moe", {"moe_intermediate_size": 24, "decoder_sparse_step": 2, "mlp_only_layers": []}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.models.native_variants import PROMPT, VARIANTS, native_logits, own_lo
 from tests.toy import VOCABULARY, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
-SPARSE = ("ernie4_5_moe", "glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+SPARSE = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 KINDS = ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k")
 
 
@@ -60,14 +61,18 @@ def assert_rows_are_alone(lm: NativeLM, sizes: tuple[int, ...] = (1, 2, 3, 17, 6
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8", "numerics": "bfloat16"}])
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe sizes", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    "variant", ["mixtral", "qwen3_moe sizes", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "gpt_oss windows"]
+)
 def test_a_row_alone_has_the_bits_that_it_has_in_a_tree(
     variant: str, options: dict[str, Any], instructions: str
 ) -> None:
     assert_rows_are_alone(lm_on(model_of(variant, torch.bfloat16), instructions, **options))
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    "variant", ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss windows"]
+)
 def test_so_it_has_in_float32(variant: str) -> None:
     assert_rows_are_alone(from_model(model_of(variant)))
 
@@ -91,7 +96,7 @@ def as_stored(model: PreTrainedModel, folder: Path, form: str) -> None:
     """As published, each expert alone; or as transformers holds them."""
     model.save_pretrained(folder)
     names = load_file(folder / "model.safetensors")
-    assert any(".experts.0." in name or "input_linear" in name for name in names)
+    assert any(".experts.0." in name or "input_linear" in name or "sinks" in name for name in names)
     if form == "stacks":
         save_file(
             {name: weight.detach().clone() for name, weight in model.state_dict().items()}, folder / "model.safetensors"
@@ -190,6 +195,60 @@ def test_packed_experts_as_integers_have_the_same_bits_on_every_instruction_set(
     assert_rows_are_alone(found[0], (2, 17))
 
 
+def write_gpt_oss(path: Path, experts: int = 4) -> Path:
+    """Write GPT-OSS as published: experts as MXFP4, all else as Q8_0."""
+    hidden, inner, heads, key_heads, head = 64, 96, 4, 2, 16
+    words = gguf_files.byte_level_vocabulary()
+    tensors: dict[str, Any] = {
+        "token_embd.weight": ("q8_0", (len(words["tokenizer.ggml.tokens"]), hidden)),
+        "output.weight": ("q8_0", (len(words["tokenizer.ggml.tokens"]), hidden)),
+        "output_norm.weight": ("f32", (hidden,)),
+    }
+    for layer in range(gguf_files.LAYERS):
+        prefix = f"blk.{layer}."
+        stacks = {"gate": (experts, inner, hidden), "up": (experts, inner, hidden), "down": (experts, hidden, inner)}
+        matrices = {"q": (heads * head, hidden), "k": (key_heads * head, hidden), "v": (key_heads * head, hidden)}
+        matrices["output"] = (hidden, heads * head)
+        tensors |= {f"{prefix}ffn_norm.weight": None, f"{prefix}attn_sinks.weight": ("f32", (heads,))}
+        tensors |= {f"{prefix}{name}_norm.weight": ("f32", (hidden,)) for name in ("attn", "post_attention")}
+        tensors |= {f"{prefix}attn_{name}.weight": ("q8_0", shape) for name, shape in matrices.items()}
+        tensors |= {f"{prefix}attn_{name}.bias": ("f32", shape[:1]) for name, shape in matrices.items()}
+        tensors |= {f"{prefix}ffn_gate_inp.weight": ("f32", (experts, hidden))}
+        tensors |= {f"{prefix}ffn_gate_inp.bias": ("f32", (experts,))}
+        for name, shape in stacks.items():
+            tensors[f"{prefix}ffn_{name}.weight"] = None
+            tensors[f"{prefix}ffn_{name}_exps.weight"] = ("mxfp4", shape)
+            tensors[f"{prefix}ffn_{name}_exps.bias"] = ("f32", shape[:2])
+    sizes = {
+        "expert_count": experts,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": inner,
+        "attention.sliding_window": 16,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 16,
+    }
+    metadata = {f"gpt-oss.{key}": value for key, value in sizes.items()}
+    return gguf_files.write_model(path, "gpt-oss", vocabulary=words, metadata=metadata, tensors=tensors)
+
+
+def test_the_published_form_of_gpt_oss(tmp_path: Path) -> None:
+    path = write_gpt_oss(tmp_path / "model.gguf")
+    converted = open_native(str(path), dtype=torch.float32).source.model()
+    assert converted.config.rope_parameters["truncate"] is False
+    tree = random_tree(33, 33, 200, root=3)
+    wanted = own_logits(converted, PROMPT, tree)
+    exact = native_logits(from_model(converted), PROMPT, tree)
+    assert (exact - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    found = [packed(path, one, "integer") for one in instruction_sets("integer")]
+    assert set(found[0].stored.split(", ")) == {"q8_0", "mxfp4", "bf16"}
+    logits = [native_logits(lm, PROMPT, tree) for lm in found]
+    assert all(torch.equal(one, logits[0]) for one in logits)
+    apart = ((logits[0] - wanted).norm(dim=1) / wanted.norm(dim=1)).median()
+    assert apart < 0.1, apart
+    assert_rows_are_alone(found[0], (2, 17))
+
+
 def test_a_file_of_llama_with_experts_is_mixtral(tmp_path: Path) -> None:
     path = gguf_files.write_model(
         tmp_path / "model.gguf", metadata={"llama.expert_count": 4, "llama.expert_used_count": 2}
@@ -210,7 +269,7 @@ def test_a_file_of_llama_with_experts_is_mixtral(tmp_path: Path) -> None:
 def test_other_routing_than_the_models_is_noticed(routing: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny("mixtral").config
     layer = Layer(mlp=Experts(config.num_local_experts, config.intermediate_size, routing))
-    known = families.known() | {"mixtral": families.replace(FAMILY, layer=layer)}
+    known = families.known() | {"mixtral": dataclasses.replace(FAMILY, layer=layer)}
     monkeypatch.setattr(families, "known", lambda: known)
     for options in ({}, {"quantize": "int8"}):
         with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):

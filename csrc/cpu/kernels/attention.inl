@@ -140,8 +140,8 @@ CPU_INLINE void score_slots(const AttendTask& task, const float* query, uint32_t
   }
 }
 
-// A query's scores to its weights.
-static void weigh(const AttendTask& task, int64_t query, float* scores) {
+// A query's scores to its weights. Returns its sink's, which is 0 where there is none.
+static float weigh(const AttendTask& task, int64_t query, float* scores) {
   const int64_t all = task.prefix + task.steps;
   const auto is_seen = [&](int64_t i) { return task.step[i - task.prefix].lanes >> query & 1; };
   for (int64_t i = 0; i < task.begins[query]; ++i) scores[i] = -__builtin_inff();
@@ -152,10 +152,13 @@ static void weigh(const AttendTask& task, int64_t query, float* scores) {
   for (int64_t i = 0; i < all; i += W) peaks = greater(peaks, load(scores + i));
   float peak = peaks[0];
   for (int i = 1; i < W; ++i) peak = peak > peaks[i] ? peak : peaks[i];
+  const float sink = task.sinks ? task.sinks[(task.first + query) % task.per_row] : 0.0f;
+  if (task.sinks) peak = peak > sink ? peak : sink;
   for (int64_t i = 0; i < all; i += W) store(scores + i, exponential(load(scores + i) - peak));
   for (int64_t i = 0; i < task.begins[query]; ++i) scores[i] = 0.0f;
   for (int64_t i = task.prefix; i < all; ++i)
     if (!is_seen(i)) scores[i] = 0.0f;
+  return task.sinks ? exponential(set(sink - peak))[0] : 0.0f;
 }
 
 // Sums of Vectors spans of the values' channels from `d` on, to out[channel][16 queries], slot after slot; and in `total`,
@@ -216,7 +219,8 @@ CPU_INLINE void attend_slots(const AttendTask& task) {
   auto* turned = reinterpret_cast<uint32_t*>(scores + kRows * stride);
   gather(task, query);
   score_slots<Half>(task, query, turned, scores, stride);
-  for (int64_t q = 0; q < task.count; ++q) weigh(task, q, scores + q * stride);
+  alignas(64) float sinks[kRows] = {};
+  for (int64_t q = 0; q < task.count; ++q) sinks[q] = weigh(task, q, scores + q * stride);
   __builtin_memset(sums, 0, static_cast<size_t>(size * kRows) * sizeof(float));
   alignas(64) float share[kRows] = {};
   by_queries(task.count, [&](int64_t q, auto some) __attribute__((always_inline)) {
@@ -235,7 +239,7 @@ CPU_INLINE void attend_slots(const AttendTask& task) {
     while (d + kChannels <= size) d = add(d, kMany, std::false_type{});
     while (d < size) d = add(Of::begin(d, size), kOne, std::false_type{});
   });
-  for (int v = 0; v < V; ++v) store(share + v * W, share_of(load(share + v * W)));
+  for (int v = 0; v < V; ++v) store(share + v * W, share_of(load(share + v * W) + load(sinks + v * W)));
   scatter(task, sums, share);
 }
 

@@ -230,7 +230,15 @@ static void attend_by_tiles(const AttendTask& task) {
     peaks[0] = _mm512_mask_max_ps(peaks[0], task.step[i].lanes, peaks[0], at(task.step[i].slot));
   const __m512 scale = _mm512_set1_ps(task.scale * 1.44269504f);
   const __m512 peak = _mm512_max_ps(_mm512_max_ps(peaks[0], peaks[1]), _mm512_max_ps(peaks[2], peaks[3]));
-  const __m512 shift = _mm512_mul_ps(peak, scale), zero = _mm512_setzero_ps();
+  const __m512 zero = _mm512_setzero_ps();
+  __m512 shift = _mm512_mul_ps(peak, scale), sink = zero;
+  if (task.sinks) {
+    alignas(64) float sinks[kRows] = {};
+    for (int64_t i = 0; i < task.count; ++i) sinks[i] = task.sinks[(task.first + i) % task.per_row];
+    const __m512 score = _mm512_mul_ps(_mm512_load_ps(sinks), _mm512_set1_ps(1.44269504f));
+    shift = _mm512_max_ps(shift, score);
+    sink = power_of_two(_mm512_sub_ps(score, shift));
+  }
   __m512 sum = zero;
   const auto weight_at = [&](int64_t slot) __attribute__((always_inline)) {
     return power_of_two(_mm512_fmsub_ps(at(slot), scale, shift));
@@ -256,7 +264,7 @@ static void attend_by_tiles(const AttendTask& task) {
     sum = _mm512_add_ps(sum, weight);
   }
   alignas(64) float share[kRows];
-  store(share, share_of((vf)sum));
+  store(share, share_of((vf)_mm512_add_ps(sum, sink)));
 
   // chunk c of the values, [size / 16][16 channels][32 slots], is at task.chunks + c * kChunk * size
   const auto make = [&](int64_t c) {

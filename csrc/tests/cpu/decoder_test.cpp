@@ -212,6 +212,30 @@ Blocks granite() {
   return blocks;
 }
 
+// Networks of experts. Where rows are rounded all experts are chosen: which of two comes first may be a matter of rounding.
+Blocks experts(int64_t count, const cpu::Routing& routing) {
+  Blocks blocks;
+  blocks.experts = count;
+  blocks.routing = routing;
+  return blocks;
+}
+
+// Sigmoids, groups, numbers added to them, and an expert for all rows.
+Blocks deepseek() {
+  Blocks blocks = experts(8, {3, true, true, 0.0f, 1.7f, 4, 2});
+  blocks.choice = blocks.shared = blocks.output_norms = true;
+  blocks.residual = 0.7f;
+  return blocks;
+}
+
+// Sinks, and experts with biases.
+Blocks gpt_oss(int64_t chosen) {
+  Blocks blocks = experts(3, {chosen, false, true, 0.0f, 1.0f, 1, 1});
+  blocks.windows = {0, 12};
+  blocks.clamped = true;
+  return blocks;
+}
+
 }  // namespace
 
 void test_decoder() {
@@ -246,6 +270,13 @@ void test_decoder() {
       {{K::bf16, K::bf16, 48, 37, 53, {4, 2, 16}, true, true, true, false, olmo()}, 21, 19},
       {{K::f32, K::f32, 34, 40, 53, {2, 1, 12}, false, true, false, true, granite()}, 21, 19},
       {{K::q8_0, K::q8_0, 64, 96, 53, {4, 2, 32}, true, false, false, false, granite()}, 33, 33},
+      {{K::f32, K::f32, 48, 37, 53, {2, 2, 16}, false, false, false, false, experts(5, {2, false, true})}, 21, 19},
+      {{K::f32, K::f32, 34, 80, 53, {4, 2, 6}, false, true, true, false, experts(17, {8})}, 33, 70},
+      {{K::f32, K::f32, 40, 24, 53, {2, 1, 12}, false, true, false, true, deepseek()}, 21, 40},
+      {{K::f32, K::f32, 40, 24, 53, {4, 2, 12}, false, true, false, true, gpt_oss(2)}, 21, 40},
+      {{K::bf16, K::bf16, 64, 41, 53, {4, 2, 32}, true, true, true, true, gpt_oss(3)}, 70, 40},
+      {{K::i8, K::i8, 48, 64, 53, {6, 1, 8}, true, true, false, true, experts(3, {3})}, 21, 19},
+      {{K::q4_0, K::q4_1, 64, 64, 53, {16, 2, 4}, false, true, true, false, experts(3, {3, true, false})}, 21, 19},
   };
   for (const auto& [shape, prompt, nodes] : cases) {
     const ToyDecoder toy(shape);

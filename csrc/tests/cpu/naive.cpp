@@ -42,6 +42,28 @@ void Toy::bias(const std::string& name, int64_t count) {
   dense[name].bias = vectors[name + ".bias"];
 }
 
+void Toy::network(const std::string& prefix, const ToyShape& shape) {
+  matrix(prefix + "gate_proj", shape.kind, shape.inner, shape.hidden);
+  matrix(prefix + "up_proj", shape.other, shape.inner, shape.hidden);
+  matrix(prefix + "down_proj", shape.other, shape.hidden, shape.inner);
+  if (!shape.blocks.clamped) return;
+  bias(prefix + "gate_proj", shape.inner);
+  bias(prefix + "up_proj", shape.inner);
+  bias(prefix + "down_proj", shape.hidden);
+}
+
+void Toy::experts(const std::string& prefix, const ToyShape& shape) {
+  const int64_t count = shape.blocks.experts;
+  const Kind kind = shape.kind == Kind::f32 ? Kind::f32 : Kind::bf16;
+  matrix(prefix + "router", kind, count, shape.hidden);
+  if (shape.blocks.clamped) bias(prefix + "router", count);
+  if (shape.blocks.choice) vector(prefix + "router.choice", count, 0.0, 0.3);
+  for (int64_t e = 0; e < count; ++e) network(prefix + "experts." + std::to_string(e) + ".", shape);
+  if (!shape.blocks.shared) return;
+  network(prefix + "shared.", shape);
+  matrix(prefix + "shared.gate", kind, 1, shape.hidden);
+}
+
 void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width) {
   const std::string attention = prefix + "self_attn.";
   const int64_t size = shape.heads.size, queries = shape.heads.queries * size, keys = shape.heads.keys * size;
@@ -49,9 +71,11 @@ void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width)
   matrix(attention + "k_proj", shape.kind, keys, width);
   matrix(attention + "v_proj", shape.other, keys, width);
   matrix(attention + "o_proj", shape.kind, shape.hidden, queries);
-  matrix(prefix + "mlp.gate_proj", shape.kind, shape.inner, shape.hidden);
-  matrix(prefix + "mlp.up_proj", shape.other, shape.inner, shape.hidden);
-  matrix(prefix + "mlp.down_proj", shape.other, shape.hidden, shape.inner);
+  if (shape.blocks.experts)
+    experts(prefix + "mlp.", shape);
+  else
+    network(prefix + "mlp.", shape);
+  if (shape.blocks.clamped) vector(attention + "sinks", shape.heads.queries, 0.5, 1.0);
   if (shape.blocks.input_norms) vector(prefix + "post_attention_layernorm.weight", shape.hidden, 1.0, 0.2);
   if (shape.blocks.output_norms) {
     vector(prefix + "attention_output_norm.weight", shape.hidden, 0.7, 0.2);
@@ -122,16 +146,68 @@ void Layer::run(const std::vector<Row>& inputs, const Context& context, std::vec
     const Row attended = dense("self_attn.o_proj")(attend(queries[r], keys, values, sees));
     add(normed("attention_output_norm.weight", attended), residual[r]);
     const Row read = normed("post_attention_layernorm.weight", residual[r]);
-    Row gates = dense("mlp.gate_proj")(read);
-    const Row ups = dense("mlp.up_proj")(read);
-    for (size_t i = 0; i < gates.size(); ++i) gates[i] = activated(gates[i]) * ups[i];
-    add(normed("mlp_output_norm.weight", dense("mlp.down_proj")(gates)), residual[r]);
+    add(normed("mlp_output_norm.weight", blocks_.experts ? mixed(read) : gated("mlp.", read)), residual[r]);
   }
 }
 
-double Layer::activated(double x) const {
-  if (!blocks_.gelu) return x / (1.0 + std::exp(-x));
-  return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / std::acos(-1.0)) * (x + 0.044715 * x * x * x)));
+double Layer::activated(double gate, double up) const {
+  if (blocks_.clamped) {
+    const double x = std::min(gate, 7.0), other = std::max(-7.0, std::min(up, 7.0));
+    return x / (1.0 + std::exp(-1.702 * x)) * (other + 1.0);
+  }
+  if (!blocks_.gelu) return gate / (1.0 + std::exp(-gate)) * up;
+  return 0.5 * gate * (1.0 + std::tanh(std::sqrt(2.0 / std::acos(-1.0)) * (gate + 0.044715 * gate * gate * gate))) * up;
+}
+
+Row Layer::gated(const std::string& prefix, const Row& x) const {
+  Row gates = dense(prefix + "gate_proj")(x);
+  const Row ups = dense(prefix + "up_proj")(x);
+  for (size_t i = 0; i < gates.size(); ++i) gates[i] = activated(gates[i], ups[i]);
+  return dense(prefix + "down_proj")(gates);
+}
+
+// The numbers of the experts that a row uses: those of the best scores, in the groups of the best two.
+std::vector<size_t> Layer::chosen(const Row& scores) const {
+  Row ranks = scores;
+  const auto choice = toy_.vectors.find(prefix_ + "mlp.router.choice");
+  for (size_t e = 0; e < ranks.size(); ++e)
+    if (choice != toy_.vectors.end()) ranks[e] += choice->second[e];
+  const auto groups = static_cast<size_t>(blocks_.routing.groups), kept = static_cast<size_t>(blocks_.routing.kept);
+  const size_t size = ranks.size() / groups;
+  std::vector<std::pair<double, size_t>> of_groups, found;
+  for (size_t g = 0; g < groups; ++g) {
+    Row own(ranks.begin() + static_cast<int64_t>(g * size), ranks.begin() + static_cast<int64_t>((g + 1) * size));
+    std::sort(own.begin(), own.end(), [](double a, double b) { return a > b; });
+    of_groups.emplace_back(-(own[0] + (size > 1 ? own[1] : 0.0)), g);
+  }
+  std::sort(of_groups.begin(), of_groups.end());
+  for (size_t i = 0; i < kept; ++i)
+    for (size_t e = of_groups[i].second * size; e < (of_groups[i].second + 1) * size; ++e) found.emplace_back(-ranks[e], e);
+  std::sort(found.begin(), found.end());
+  std::vector<size_t> best;
+  for (int64_t i = 0; i < blocks_.routing.chosen; ++i) best.push_back(found[static_cast<size_t>(i)].second);
+  return best;
+}
+
+Row Layer::mixed(const Row& x) const {
+  const cpu::Routing& routing = blocks_.routing;
+  Row scores = dense("mlp.router")(x);
+  double total = 0.0, sum = 0.0;
+  for (double& score : scores) total += score = routing.sigmoid ? 1.0 / (1.0 + std::exp(-score)) : std::exp(score);
+  if (!routing.sigmoid)
+    for (double& score : scores) score /= total;
+  const std::vector<size_t> best = chosen(scores);
+  for (const size_t e : best) sum += scores[e];
+  Row found(x.size(), 0.0);
+  const auto add = [&](const std::string& prefix, double weight) {
+    const Row given = gated(prefix, x);
+    for (size_t i = 0; i < found.size(); ++i) found[i] += weight * given[i];
+  };
+  for (const size_t e : best)
+    add("mlp.experts." + std::to_string(e) + ".",
+        scores[e] / (routing.normalised ? sum : 1.0) * static_cast<double>(routing.factor));
+  if (blocks_.shared) add("mlp.shared.", 1.0 / (1.0 + std::exp(-dense("mlp.shared.gate")(x)[0])));
+  return found;
 }
 
 Row Layer::normed(const std::string& name, const Row& x) const {
@@ -167,6 +243,11 @@ Row Layer::attend(const Row& query, const std::vector<Row>& keys, const std::vec
       for (int64_t d = 0; d < heads_.size; ++d) scores[s] += query.data()[to + d] * keys[s].data()[from + d];
       scores[s] *= blocks_.scale > 0.0f ? static_cast<double>(blocks_.scale) : 1.0 / std::sqrt(static_cast<double>(heads_.size));
       peak = std::max(peak, scores[s]);
+    }
+    if (blocks_.clamped) {
+      const double sink = toy_.vectors.at(prefix_ + "self_attn.sinks")[static_cast<size_t>(h)];
+      peak = std::max(peak, sink);
+      sum = std::exp(sink - peak);
     }
     for (double& score : scores) score = std::exp(score - peak), sum += score;
     for (size_t s = 0; s < keys.size(); ++s)

@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include "cpu/experts.hpp"
 #include "tests/cpu/packed.hpp"
 
 namespace cpu_test {
@@ -16,6 +17,10 @@ struct Blocks {
   std::vector<int64_t> windows = {};  // of the layers, 0 for none
   int64_t turned = 0;                // channels of a head that the first layer turns, 0 for all
   bool second_turned = true;         // the second layer turns all, by other frequencies
+  bool clamped = false;              // the activation of experts with biases, and attention with sinks
+  int64_t experts = 0;               // of each layer, instead of one network
+  cpu::Routing routing = {};
+  bool choice = false, shared = false;
   float scale = 0.0f, embedding = 1.0f, residual = 1.0f, divisor = 1.0f;
 };
 
@@ -48,7 +53,10 @@ class Toy {
   void add(const std::string& name, Kind kind, const FileMatrix& file);
   void vector(const std::string& name, int64_t count, double mean, double deviation);
   void bias(const std::string& name, int64_t count);
-  // Attention and gated network of a layer, whose queries, keys and values are made of `width` inputs.
+  // A router and its experts, or one gated network.
+  void experts(const std::string& prefix, const ToyShape& shape);
+  void network(const std::string& prefix, const ToyShape& shape);
+  // Attention and network of a layer, whose queries, keys and values are made of `width` inputs.
   void layer(const std::string& prefix, const ToyShape& shape, int64_t width);
 
   cpu::Weights weights;
@@ -86,7 +94,10 @@ class Layer {
 
  private:
   const Dense& dense(const std::string& name) const { return toy_.dense.at(prefix_ + name); }
-  double activated(double x) const;
+  double activated(double gate, double up) const;
+  Row gated(const std::string& prefix, const Row& x) const;
+  Row mixed(const Row& x) const;  // what the experts give
+  std::vector<size_t> chosen(const Row& scores) const;
   Row normed(const std::string& name, const Row& x) const;  // where there is a norm of this name
   Row heads_of(const std::string& which, int64_t count, const Row& input, int64_t position) const;
   Row attend(const Row& query, const std::vector<Row>& keys, const std::vector<Row>& values,

@@ -103,8 +103,10 @@ struct Network::Decoder : cpu::Decoder {
 
 Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels) : shape_(toy.shape) {
   const Blocks& blocks = shape_.blocks;
-  const auto activation = blocks.gelu ? cpu::Activation::gelu_tanh : cpu::Activation::silu;
-  const cpu::Form form{shape_.hidden, kEps, activation, blocks.scale, blocks.residual};
+  const auto activation = blocks.clamped ? cpu::Activation::clamped
+                          : blocks.gelu  ? cpu::Activation::gelu_tanh
+                                         : cpu::Activation::silu;
+  const cpu::Form form{shape_.hidden, kEps, activation, blocks.scale, blocks.residual, blocks.routing};
   const cpu::Shape sizes{kLayers, shape_.hidden, shape_.vocabulary, shape_.heads, form, blocks.embedding, blocks.divisor};
   const std::vector<cpu::Rope> ropes{rope_of(first_positions(shape_)), rope_of(second_positions(shape_))};
   const int second = blocks.second_turned ? 1 : cpu::Layer::kNone;

@@ -8,6 +8,7 @@ from specengine.checkpoints.gguf.configuration import (
     row_order,
     suppressed_ids,
     tensor_names,
+    turned,
 )
 from specengine.checkpoints.gguf.file import GGUFFile, GGUFTensor, Kind, dequantize, read
 from specengine.checkpoints.gguf.tokens import end_ids
@@ -28,4 +29,5 @@ __all__ = [
     "suppressed_ids",
     "tensor_names",
     "tokenizer",
+    "turned",
 ]

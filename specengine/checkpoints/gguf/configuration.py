@@ -275,7 +275,9 @@ def require_complete(
     missing in the file, of another shape, or not used by the model.
     """
     names = tensor_names(config, shapes)
-    wanted = {name: one for key, shape in shapes.items() for name, one in _split(names[key], shape).items()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for key, shape in shapes.items():
+        wanted |= _split(names[key], turned(config, shape))
     stored = {name: tensor.shape for name, tensor in file.tensors.items()}
     ropes = [config.rope_parameters, *config.rope_parameters.values()]
     kinds = {given.get("rope_type") for given in ropes if isinstance(given, dict)}
@@ -295,6 +297,12 @@ def require_complete(
     if listed:
         raise CheckpointError(f"{file.path} does not fit a {config.model_type} of its size; {'; '.join(listed)}")
     return names
+
+
+def turned(config: transformers.PretrainedConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in files of a tensor of transformers, or the other way round: outputs before inputs."""
+    other = len(shape) > 2 and families.known()[config.model_type].alternating
+    return (shape[0], shape[2], shape[1]) if other else shape
 
 
 def _split(names: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

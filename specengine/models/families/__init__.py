@@ -93,6 +93,7 @@ class Attention:
     turns           whether a layer of a config turns channels by position
     partial         whether `partial_rotary_factor` counts: then the first channels of a head alone may be turned
     neighbours      channels 2 i and 2 i + 1 of a head are turned together instead
+    sinks           scores of each head beside those of places, of no value; or None
     """
 
     q: Name = Name("self_attn.q_proj", "attn_q")
@@ -106,6 +107,7 @@ class Attention:
     turns: Callable[[Any, int], bool] = lambda config, layer: True
     partial: bool = False
     neighbours: bool = False
+    sinks: Name | None = None
 
     def place(self, config: Any, layer: int) -> Place:
         """Return how a layer of this config sees positions."""
@@ -126,6 +128,8 @@ class Attention:
             yield Part("self_attn.q_norm", self.q_norm, queries if self.whole_norms else shape.head_dim)
         if self.k_norm is not None:
             yield Part("self_attn.k_norm", self.k_norm, keys if self.whole_norms else shape.head_dim)
+        if self.sinks is not None:
+            yield Part("self_attn.sinks", self.sinks, shape.heads)
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,7 @@ class Experts:
     choice          numbers that are added to scores where experts are chosen, or None
     shared          a gated network for all tokens, of `shared_inner` channels, or None; shared_gate: a module whose
                     sigmoid is its weight
+    biases          whether there are stacks of biases too
     """
 
     count: int
@@ -193,16 +198,20 @@ class Experts:
     shared: GatedMLP | None = None
     shared_inner: int = 0
     shared_gate: Name | None = None
+    biases: bool = False
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         yield Part("mlp.router", self.router, self.count)
         if self.choice is not None:
             yield Part("mlp.router.choice", self.choice, self.count)
+        stacks = (("gate", self.gate, self.inner), ("up", self.up, self.inner), ("down", self.down, shape.hidden))
         for number in range(self.count):
-            above = f"mlp.experts.{number}"
-            yield Part(f"{above}.gate_proj.weight", self.gate, self.inner)
-            yield Part(f"{above}.up_proj.weight", self.up, self.inner)
-            yield Part(f"{above}.down_proj.weight", self.down, shape.hidden)
+            for part, name, size in stacks:
+                native = f"mlp.experts.{number}.{part}_proj"
+                yield Part(f"{native}.weight", name, size)
+                if self.biases:
+                    own = Name(f"{name.transformers}_bias", name.gguf.replace(".weight", ".bias"))
+                    yield Part(f"{native}.bias", own, size)
         if self.shared is not None:
             for part in self.shared.parts(replace(shape, inner=self.shared_inner)):
                 yield part._replace(native=part.native.replace("mlp.", "mlp.shared."))
@@ -286,6 +295,8 @@ class Family:
     neutral      fields of transformers' config that change the forward, and the value that does not
     renamed      what names in files of safetensors have, and what transformers calls it
     exact        the ends of the names of tensors that are float32 in models of any dtype
+    alternating  stacks of experts are [experts, inputs, outputs], and gates and ups take turns
+    activation   by its name in csrc/cpu, whatever the config's is called; empty: the config's
     """
 
     layer: Layer | Callable[[Any, int], Layer] = Layer()
@@ -302,6 +313,8 @@ class Family:
     neutral: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()
+    alternating: bool = False
+    activation: str = ""
 
     def shape(self, config: Any) -> Shape:
         """Return the sizes that a config states; a head's is hidden size / heads where it states none."""
