@@ -428,11 +428,69 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"numbers": [1e-5, 0.0, math.inf, 1.0, 1.0]}, "factors: got inf"),
         ({"numbers": [1e-5, 0.0, 1.0, math.nan, 1.0]}, "factors: got"),
         ({"numbers": [1e-5, 0.0, 1.0, 1.0, 0.0]}, "divisor: got 0"),
+        ({"routing": ("argmax", [1, 1, 1], [0.0, 1.0])}, "scores: got argmax, accepted softmax or sigmoid"),
+        ({"routing": ("softmax", [1, 1], [0.0, 1.0])}, "routing: got 2, accepted 3 counts"),
+        ({"routing": ("softmax", [1, 1, 1], [0.0])}, "routing: got 1, accepted 2 numbers"),
+        ({"routing": ("softmax", [1, 1, 1], [-1.0, 1.0])}, "least weight: got -1"),
+        ({"routing": ("softmax", [1, 1, 1], [0.0, math.nan])}, "factor of experts: got nan"),
     ],
 )
 def test_other_blocks_of_a_decoder_are_refused(changes: dict[str, Any], refusal: str) -> None:
     with pytest.raises(ValueError, match=refusal):
         decoder(_cpu, **changes)
+
+
+def sparse(count: int = 6, **wrong: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors that make the first layer's network one of experts."""
+    prefix = "model.layers.0.mlp."
+    found: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (count, HIDDEN)}
+    for above in (*(f"experts.{expert}" for expert in range(count)), "shared"):
+        found |= {f"{prefix}{above}.{part}_proj.weight": (GATED, HIDDEN) for part in ("gate", "up")}
+        found |= {f"{prefix}{above}.down_proj.weight": (HIDDEN, GATED)}
+    return found | {f"{prefix}{name}": shape for name, shape in wrong.items()}
+
+
+@pytest.mark.parametrize(
+    ("counts", "refusal"),
+    [
+        ([0, 1, 1], "chosen experts: got 0, accepted 1 to 6"),
+        ([7, 1, 1], "chosen experts: got 7, accepted 1 to 6"),
+        ([3, 3, 1], "chosen experts: got 3, accepted 1 to 2"),
+        ([-1, 1, 1], "chosen experts: got -1"),
+        ([1, 4, 1], "groups of experts: got 1 of 4 for 6 experts"),
+        ([1, 0, 0], "groups of experts: got 0 of 0"),
+        ([1, 3, 4], "groups of experts: got 4 of 3"),
+        ([1, 3, 0], "groups of experts: got 0 of 3"),
+    ],
+)
+def test_experts_that_are_not_there_are_not_chosen(counts: list[int], refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        decoder(_cpu, weights(_cpu, **sparse()), routing=("softmax", counts, [0.0, 1.0]))
+
+
+def test_experts_of_other_sizes_are_refused() -> None:
+    routing = ("softmax", [2, 1, 1], [0.0, 1.0])
+    wrong = {
+        "router.weight": (6, HIDDEN + 1),
+        "router.choice": (5,),
+        "experts.5.up_proj.weight": (GATED + 1, HIDDEN),
+        "experts.2.down_proj.weight": (HIDDEN, GATED - 1),
+        "shared.gate.weight": (2, HIDDEN),
+    }
+    for name, shape in wrong.items():
+        with pytest.raises(ValueError, match=name.removesuffix(".weight").replace(".", r"\.")):
+            decoder(_cpu, weights(_cpu, **sparse(**{name: shape})), routing=routing)
+    with pytest.raises(ValueError, match=r"no weights model\.layers\.0\.mlp\.experts\.6\.gate_proj"):
+        decoder(_cpu, weights(_cpu, **sparse(**{"router.weight": (7, HIDDEN)})), routing=routing)
+
+
+def test_experts_read_and_write_in_bounds() -> None:
+    _, build, _ = function("decoder")
+    for count, counts in ((6, [2, 1, 1]), (6, [2, 3, 1]), (1, [1, 1, 1]), (6, [6, 1, 1])):
+        memory = Memory()
+        made = weights(_cpu, **sparse(count))
+        decoder(_cpu, made, routing=("normalised sigmoid", counts, [0.0, 1.0])).forward(*build(memory))
+        assert memory.intact()
 
 
 def test_windows_and_positions_of_part_of_a_head_are_taken() -> None:
