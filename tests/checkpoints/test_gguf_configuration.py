@@ -108,7 +108,7 @@ def test_other_rotary_factors_are_refused(tmp_path: Path, stored: np.ndarray) ->
 
 
 UNSUPPORTED = {
-    "expert_count": 8,
+    "expert_group_count": 8,
     "attention.sliding_window": 4096,
     "attention.causal": False,
     "logit_scale": 0.5,

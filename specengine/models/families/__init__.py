@@ -6,6 +6,7 @@ csrc/cpu has the blocks. Models of other types run through transformers' modules
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -206,8 +207,8 @@ class Experts:
             yield Part("mlp.router.choice", self.choice, self.count)
         stacks = (("gate", self.gate, self.inner), ("up", self.up, self.inner), ("down", self.down, shape.hidden))
         for number in range(self.count):
-            for part, name, size in stacks:
-                native = f"mlp.experts.{number}.{part}_proj"
+            for kind, name, size in stacks:
+                native = f"mlp.experts.{number}.{kind}_proj"
                 yield Part(f"{native}.weight", name, size)
                 if self.biases:
                     own = Name(f"{name.transformers}_bias", name.gguf.replace(".weight", ".bias"))
@@ -355,6 +356,7 @@ class Family:
                 yield Part(f"model.layers.{number}.{part.native}", part.name.below(above), part.size)
 
 
+@functools.cache
 def known() -> dict[str, Family]:
     """Return all families by model type."""
     return {
