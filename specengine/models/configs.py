@@ -106,7 +106,13 @@ def shape_of(config: PretrainedConfig) -> Shape:
 
 def activation_of(config: PretrainedConfig) -> str:
     """Return the activation of the feed-forward networks by its name in csrc/cpu."""
-    return ACTIVATIONS[getattr(config, family_of(config).fields.activation)]
+    return ACTIVATIONS[_activation(config)]
+
+
+def _activation(config: PretrainedConfig) -> Any:
+    """Return the activation of the feed-forward networks by its name in transformers."""
+    field = family_of(config).fields.activation
+    return getattr(config, field, None) if field else "silu"
 
 
 def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
@@ -142,7 +148,7 @@ def refuse_short(config: PretrainedConfig) -> None:
 def refuse_config(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError where the config alone says that the native forward would compute something else."""
     family = family_of(config)
-    activation = getattr(config, family.fields.activation, None)
+    activation = _activation(config)
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [given for given in rope.values() if isinstance(given, dict)] or [rope]
     kind = next((kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES), "")
@@ -152,8 +158,8 @@ def refuse_config(config: PretrainedConfig) -> None:
         "quantized weights": getattr(config, "quantization_config", None) is not None,
         "code of its own (auto_map)": getattr(config, "auto_map", None) is not None,
         f"activation {activation}, known are {', '.join(ACTIVATIONS)}": activation not in ACTIVATIONS,
-        "other layers than full or sliding attention": set(getattr(config, "layer_types", None) or ())
-        - set(LAYER_TYPES),
+        f"other layers than {', '.join((*LAYER_TYPES, *family.kinds))}": set(getattr(config, "layer_types", None) or ())
+        - {*LAYER_TYPES, *family.kinds},
         f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind,
         "positions on part of a head's channels": not family.attention.partial
         and any(given.get("partial_rotary_factor", 1.0) != 1.0 for given in ropes),

@@ -33,6 +33,8 @@ class KVCache:
     the cache is.
     """
 
+    memory: Any = None  # states of recurrent layers, where there are any
+
     def __init__(
         self,
         layers: int,
@@ -62,6 +64,18 @@ class KVCache:
     @property
     def capacity(self) -> int:
         return self.slab.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory that it takes."""
+        return self.slab.nbytes
+
+    def reach(self, length: int) -> int:
+        """Return how many slots are left behind `crop(length)`, where fewer than that may be kept."""
+        return length
+
+    def mark(self) -> None:
+        """Make the committed slots ones that a later `crop` can go back to."""
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` slots; committed slots are kept, scratch is dropped."""
@@ -235,15 +249,19 @@ class CachedTarget(Target):
         if self.lm.version != self._version:
             self.reset()
             self._version = self.lm.version
-        return super().cached(tokens)
+        return self.cache.reach(super().cached(tokens))
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         kept = self.cached(tokens) if keep is None else keep
         self.cache.crop(kept)
-        self.tokens = tokens[:kept]
-        _, features = self.lm.extend(self.cache, tokens[kept:], self._features, logits="none")
+        self.tokens = tokens[: self.cache.length]
+        features = self._extend(tokens[self.cache.length :])
         self.tokens = list(tokens)
         return features
+
+    def _extend(self, tokens: list[int]) -> Tensor | None:
+        """Run the rest of a prompt; return its features."""
+        return self.lm.extend(self.cache, tokens, self._features, logits="none")[1]
 
     def rate(self, tokens: list[int]) -> Tensor:
         if not self.tokens:

@@ -6,6 +6,7 @@ constexpr int kByChannels = W == 16 ? 2 : 1;  // rows whose channels fill lanes 
 template <Activation Of>
 CPU_INLINE vf activated(vf gate, vf up) {
   if (Of == Activation::silu) return gated(gate, gate, up);
+  if (Of == Activation::sigmoid) return gated(set(1.0f), gate, up);
   return gated(gate, gate * mac(gate * gate, 0.0713548163f, 1.59576912f), up);
 }
 
@@ -39,5 +40,6 @@ static void gate_by(const float* gates, const float* ups, const Input& out, int6
 static void gate(const float* gates, const float* ups, const Input& out, int64_t tile, int64_t first_channel,
                  Activation activation) {
   if (activation == Activation::silu) return gate_by<Activation::silu>(gates, ups, out, tile, first_channel);
+  if (activation == Activation::sigmoid) return gate_by<Activation::sigmoid>(gates, ups, out, tile, first_channel);
   gate_by<Activation::gelu_tanh>(gates, ups, out, tile, first_channel);
 }

@@ -9,8 +9,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from specengine.models.mixers import Mixer
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
 
@@ -93,6 +96,7 @@ class Attention:
     turns           whether a layer of a config turns channels by position
     partial         whether `partial_rotary_factor` counts: then the first channels of a head alone may be turned
     neighbours      channels 2 i and 2 i + 1 of a head are turned together instead
+    gated           what a head gives is multiplied by the sigmoid of a gate, whose rows stand behind the head's queries
     """
 
     q: Name = Name("self_attn.q_proj", "attn_q")
@@ -106,6 +110,7 @@ class Attention:
     turns: Callable[[Any, int], bool] = lambda config, layer: True
     partial: bool = False
     neighbours: bool = False
+    gated: bool = False
 
     def place(self, config: Any, layer: int) -> Place:
         """Return how a layer of this config sees positions."""
@@ -119,6 +124,8 @@ class Attention:
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         yield Part("self_attn.q_proj", self.q, queries)
+        if self.gated:
+            yield Part("self_attn.gate_proj", self.q, queries)
         yield Part("self_attn.k_proj", self.k, keys)
         yield Part("self_attn.v_proj", self.v, keys)
         yield Part("self_attn.o_proj", self.o, shape.hidden)
@@ -146,15 +153,20 @@ class GatedMLP:
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
-    Norms are RMS norms, or None. Those of outputs are of what is added.
+    Norms are RMS norms, or None. Those of outputs are of what is added. A recurrent mixer may stand in the place of
+    attention.
     """
 
     attention_norm: Name | None = Name("input_layernorm", "attn_norm")
-    attention: Attention = Attention()
+    attention: Attention | Mixer = Attention()
     attention_output_norm: Name | None = None
     mlp_norm: Name | None = Name("post_attention_layernorm", "ffn_norm")
     mlp: GatedMLP = GatedMLP()
     mlp_output_norm: Name | None = None
+
+    def with_mixer(self, mixer: Mixer) -> Layer:
+        """Return the same layer with a mixer in the place of its attention."""
+        return replace(self, attention=mixer)
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         norms = {
@@ -170,7 +182,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Fields:
-    """The names of sizes and settings in transformers' config."""
+    """The names of sizes and settings in transformers' config; no activation is silu."""
 
     layers: str = "num_hidden_layers"
     hidden: str = "hidden_size"
@@ -209,6 +221,8 @@ class Family:
 
     layer        of all layers, or a function of a config and a layer's number
     attending    a layer with the attention of a family whose layers differ
+    kinds        the config's `layer_types` beside those of attention
+    sizes        from a config: those that no single field states
     alone        the fields of a config that has one layer alone, by config and number, beside the lists by layer
     gguf         None where no GGUF file stores the family under a name of its own
     one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
@@ -218,6 +232,8 @@ class Family:
 
     layer: Layer | Callable[[Any, int], Layer] = Layer()
     attending: Layer = Layer()
+    kinds: tuple[str, ...] = ()
+    sizes: Callable[[Any], dict[str, Any]] = lambda config: {}
     alone: Callable[[Any, int], dict[str, Any]] = lambda config, number: {}
     fields: Fields = Fields()
     gguf: GGUF | None = None
@@ -234,12 +250,24 @@ class Family:
         stated: dict[str, Any] = {
             size.name: getattr(config, getattr(self.fields, size.name), None) for size in fields(Shape)
         }
-        return Shape(**stated | {"head_dim": stated["head_dim"] or stated["hidden"] // stated["heads"]})
+        head_dim = stated["head_dim"] or stated["hidden"] // stated["heads"]
+        return Shape(**stated | {"head_dim": head_dim} | self.sizes(config))
 
     @property
     def attention(self) -> Attention:
         """The attention of the layers that have one: it turns channels alike in all of them."""
-        return (self.layer if isinstance(self.layer, Layer) else self.attending).attention
+        found = (self.layer if isinstance(self.layer, Layer) else self.attending).attention
+        assert isinstance(found, Attention)
+        return found
+
+    def recurrence(self, config: Any) -> list[int]:
+        """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""
+        mixers = [layer.attention for layer in self.layers_of(config) if not isinstance(layer.attention, Attention)]
+        return mixers[0].recurrence(self.shape(config)) if mixers else []
+
+    def attends(self, config: Any) -> int:
+        """Return how many layers have attention."""
+        return sum(isinstance(layer.attention, Attention) for layer in self.layers_of(config))
 
     def layers_of(self, config: Any) -> list[Layer]:
         """Return the blocks of each layer."""
