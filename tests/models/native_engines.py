@@ -30,9 +30,11 @@ OTHERS = (  # of blocks that those have not
     "gemma",
     "gemma3_text",
     "granite",
+    "lfm2",
     "olmo2",
     "olmo3",
     "phi3",
+    "qwen3_5_text",
     "seed_oss",
     "smollm3",
 )
