@@ -77,14 +77,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5 biases": ("ernie4_5", {"use_bias": True}),
     "lfm2": ("lfm2", {}),
-    "lfm2 biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "hidden_size": 44}),
-    "lfm2 without attention": ("lfm2", {"layer_types": ["conv"] * 3}),
+    "lfm2 biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "hidden_size": 40}),
     "lfm2 not adjusted": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "qwen3_5_text": ("qwen3_5_text", {}),
-    "qwen3_5_text without attention": ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}),
     "qwen3_5_text wide": (
         "qwen3_5_text",
-        {"linear_key_head_dim": 32, "linear_value_head_dim": 48, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 3},
+        {
+            "initializer_range": 0.2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 48,
+            "linear_num_key_heads": 1,
+            "linear_conv_kernel_dim": 3,
+        },
     ),
     **{
         f"llama groups of {size}": ("llama", {"hidden_size": 16 * size, "num_attention_heads": 2 * size})
