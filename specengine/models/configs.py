@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specengine.errors import UnsupportedModelError
 from specengine.models import families
 from specengine.models.families import Family, Shape
+from specengine.models.mixers import Mixer
 
 # Frequencies do not change with the length; for longrope, up to its original context.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -154,6 +155,8 @@ def refuse_config(config: PretrainedConfig) -> None:
     kind = next((kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES), "")
     pad, vocabulary = getattr(config, "pad_token_id", None) or 0, getattr(config, family.fields.vocabulary, None) or 0
     other = [name for name, value in family.neutral.items() if getattr(config, name, None) not in (None, value)]
+    mixers = [layer.attention for layer in family.layers_of(config) if isinstance(layer.attention, Mixer)]
+    refused = next((mixer.refused for mixer in mixers if mixer.refused), "")
     reasons: dict[str, Any] = {
         "quantized weights": getattr(config, "quantization_config", None) is not None,
         "code of its own (auto_map)": getattr(config, "auto_map", None) is not None,
@@ -165,6 +168,7 @@ def refuse_config(config: PretrainedConfig) -> None:
         and any(given.get("partial_rotary_factor", 1.0) != 1.0 for given in ropes),
         f"pad_token_id {pad}, its vocabulary has {vocabulary}": not -vocabulary <= pad < vocabulary,
         f"{', '.join(other)} in its config": other,
+        refused: refused,
     }
     for reason, holds in reasons.items():
         if holds:

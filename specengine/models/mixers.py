@@ -27,6 +27,11 @@ class Mixer:
         """Return how a layer of this config sees positions: not at all."""
         return Place(None, None)
 
+    @property
+    def refused(self) -> str:
+        """Return why csrc/cpu has no mixer of these sizes; empty where it has."""
+        return ""
+
     def parts(self, shape: Shape) -> Iterator[Part]:
         """Yield its modules."""
         raise NotImplementedError
@@ -65,6 +70,15 @@ class GatedDelta(Mixer):
     heads: int
     key_size: int
     value_size: int
+
+    @property
+    def refused(self) -> str:
+        if self.key_size % 16 == self.value_size % 16 == 0 == self.heads % self.key_heads:
+            return ""
+        return (
+            f"{self.key_heads} and {self.heads} heads of {self.key_size} and {self.value_size} channels in its states, "
+            "known are multiples of the former, and of 16"
+        )
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         values = self.heads * self.value_size

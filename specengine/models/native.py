@@ -722,13 +722,14 @@ class NativeTarget(CachedTarget):
         return in_own_dtype(one_torch_thread(), "cpu")
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
-        """Run the rest of a prompt, and mark it a few tokens before its end: the next turn may begin otherwise there."""
-        if self.cache.memory is None or len(tokens) < LONG_PROMPT:
-            return super()._extend(tokens)
-        before = super()._extend(tokens[:-MARKED_BEFORE])
+        """Run the rest of a prompt, and mark it; a long one before its end, where the next turn may begin otherwise."""
+        left = MARKED_BEFORE if self.cache.memory is not None and len(tokens) >= LONG_PROMPT else 0
+        before = super()._extend(tokens[: len(tokens) - left])
         self.cache.mark()
-        behind = super()._extend(tokens[-MARKED_BEFORE:])
-        return behind if before is None or behind is None else torch.cat([before, behind])
+        if not left:
+            return before
+        last = super()._extend(tokens[-left:])
+        return None if before is None or last is None else torch.cat([before, last])
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         logits = torch.empty(int(tree.size), self.vocab_size, dtype=torch.float32, device="cpu")

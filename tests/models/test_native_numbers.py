@@ -42,7 +42,9 @@ def exact(variant: str) -> Tensor:
     That other way of the gated delta rule is further from float64 than both.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", modeling_qwen3_5.torch_recurrent_gated_delta_rule)
+        patch.setattr(
+            modeling_qwen3_5, "torch_chunk_gated_delta_rule", modeling_qwen3_5.torch_recurrent_gated_delta_rule
+        )
         return own_logits(model_of(variant), PROMPT, TREE)
 
 
