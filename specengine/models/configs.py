@@ -14,7 +14,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specengine.errors import UnsupportedModelError
 from specengine.models import families
 from specengine.models.families import Family, Shape
-from specengine.models.mixers import Mixer
 
 # Frequencies do not change with the length; for longrope, up to its original context.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -155,7 +154,7 @@ def refuse_config(config: PretrainedConfig) -> None:
     kind = next((kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES), "")
     pad, vocabulary = getattr(config, "pad_token_id", None) or 0, getattr(config, family.fields.vocabulary, None) or 0
     other = [name for name, value in family.neutral.items() if getattr(config, name, None) not in (None, value)]
-    mixers = [layer.attention for layer in family.layers_of(config) if isinstance(layer.attention, Mixer)]
+    mixers = [layer.mixer for layer in family.layers_of(config) if layer.mixer is not None]
     refused = next((mixer.refused for mixer in mixers if mixer.refused), "")
     reasons: dict[str, Any] = {
         "quantized weights": getattr(config, "quantization_config", None) is not None,

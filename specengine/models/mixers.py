@@ -1,4 +1,4 @@
-"""Recurrent mixers, which stand in the place of attention in some layers of a family, and the cache that goes with them.
+"""Recurrent mixers, which stand in the place of attention in layers of a family, and the cache that goes with them.
 
 csrc/cpu/recurrent.hpp says what is kept of a text.
 """

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.border.calls import (
     CPU,
-    DELTA,
     FREQUENCIES,
     GATED,
     HEADS,
@@ -479,12 +478,12 @@ def test_a_memory_is_one_of_its_decoder() -> None:
         decoder(_cpu).memory()
     right = build(Memory())
     for memory in (None, object(), 3):
-        with pytest.raises((ValueError, TypeError), match="memory: got None|incompatible"):
+        with pytest.raises((ValueError, TypeError), match=r"memory: got None|incompatible"):
             network.forward(*right[:-2], memory, 2)
     with pytest.raises(ValueError, match="memory: got 1, accepted one of this decoder"):
         decoder(_cpu).forward(*CPU["decoder"][2](Memory())[:-2], right[-2], 2)
     for committed in (-1, 1, 3, 1 << 40):
-        with pytest.raises(ValueError, match="committed|memory: holds slots 2 to 2"):
+        with pytest.raises(ValueError, match=r"committed|memory: holds slots 2 to 2"):
             network.forward(*right[:-1], committed)
     assert network.forward(*right) is None
     assert (right[-2].folded, right[-2].marked) == (2, 0)
@@ -496,7 +495,7 @@ def test_paths_of_a_memory_are_of_slots_that_were_run() -> None:
     network.forward(*arguments)
     memory = arguments[-2]
     for length, path, count in ((2, [0, 3], 2), (2, [1, 0], 2), (2, [-1], 1), (1, [0], 1), (3, [2], 1), (-1, [0], 1)):
-        with pytest.raises(ValueError, match="path: |length: "):
+        with pytest.raises(ValueError, match=r"path: |length: "):
             memory.keep(length, torch.tensor(path), count)
     for wrong in (torch.tensor([0.0]), torch.tensor([[0]]), None, torch.tensor([0], dtype=torch.int32)):
         with pytest.raises((ValueError, TypeError)):

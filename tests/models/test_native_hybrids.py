@@ -1,4 +1,4 @@
-"""Hybrid models on the native forward: trees answer as plain decoding does, and states go back only to where they can."""
+"""Hybrid models on the native forward: trees answer as plain decoding does, and states go back to where they can."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.engine import TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.models.native import LONG_PROMPT, MARKED_BEFORE, WITH_PAIRS, NativeLM, NativeTarget, from_model
-from specengine.models.native import instruction_sets
+from specengine.models.native import (
+    LONG_PROMPT,
+    MARKED_BEFORE,
+    WITH_PAIRS,
+    NativeLM,
+    NativeTarget,
+    from_model,
+    instruction_sets,
+)
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension, plainly
 from tests.models.native_variants import native_logits

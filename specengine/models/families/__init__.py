@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -153,20 +153,16 @@ class GatedMLP:
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
-    Norms are RMS norms, or None. Those of outputs are of what is added. A recurrent mixer may stand in the place of
-    attention.
+    Norms are RMS norms, or None. Those of outputs are of what is added. A mixer stands in the place of attention.
     """
 
     attention_norm: Name | None = Name("input_layernorm", "attn_norm")
-    attention: Attention | Mixer = Attention()
+    attention: Attention = Attention()
     attention_output_norm: Name | None = None
     mlp_norm: Name | None = Name("post_attention_layernorm", "ffn_norm")
     mlp: GatedMLP = GatedMLP()
     mlp_output_norm: Name | None = None
-
-    def with_mixer(self, mixer: Mixer) -> Layer:
-        """Return the same layer with a mixer in the place of its attention."""
-        return replace(self, attention=mixer)
+    mixer: Mixer | None = None
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         norms = {
@@ -176,7 +172,7 @@ class Layer:
             "mlp_output_norm": self.mlp_output_norm,
         }
         yield from (Part(native, name, shape.hidden) for native, name in norms.items() if name is not None)
-        yield from self.attention.parts(shape)
+        yield from (self.mixer or self.attention).parts(shape)
         yield from self.mlp.parts(shape)
 
 
@@ -256,18 +252,16 @@ class Family:
     @property
     def attention(self) -> Attention:
         """The attention of the layers that have one: it turns channels alike in all of them."""
-        found = (self.layer if isinstance(self.layer, Layer) else self.attending).attention
-        assert isinstance(found, Attention)
-        return found
+        return (self.layer if isinstance(self.layer, Layer) else self.attending).attention
 
     def recurrence(self, config: Any) -> list[int]:
         """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""
-        mixers = [layer.attention for layer in self.layers_of(config) if not isinstance(layer.attention, Attention)]
-        return mixers[0].recurrence(self.shape(config)) if mixers else []
+        mixer = next((layer.mixer for layer in self.layers_of(config) if layer.mixer is not None), None)
+        return [] if mixer is None else mixer.recurrence(self.shape(config))
 
     def attends(self, config: Any) -> int:
         """Return how many layers have attention."""
-        return sum(isinstance(layer.attention, Attention) for layer in self.layers_of(config))
+        return sum(layer.mixer is None for layer in self.layers_of(config))
 
     def layers_of(self, config: Any) -> list[Layer]:
         """Return the blocks of each layer."""
@@ -276,7 +270,10 @@ class Family:
 
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
-        return [layer.attention.place(config, number) for number, layer in enumerate(self.layers_of(config))]
+        return [
+            (layer.mixer or layer.attention).place(config, number)
+            for number, layer in enumerate(self.layers_of(config))
+        ]
 
     def parts(self, config: Any) -> Iterator[Part]:
         """Yield all modules by their whole names."""

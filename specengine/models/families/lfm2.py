@@ -1,5 +1,6 @@
 """LFM2: short convolutions in most layers, attention with normed queries and keys in the others."""
 
+from dataclasses import replace
 from typing import Any
 
 from specengine.models.families import Attention, Family, Fields, GatedMLP, Layer, Name
@@ -26,7 +27,7 @@ def layer(config: Any, number: int) -> Layer:
     """Return the blocks of a layer."""
     if config.layer_types[number] != CONVOLUTION:
         return ATTENTION
-    return ATTENTION.with_mixer(ShortConvolution(config.conv_L_cache))
+    return replace(ATTENTION, mixer=ShortConvolution(config.conv_L_cache))
 
 
 def inner(config: Any) -> dict[str, int]:

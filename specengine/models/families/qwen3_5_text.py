@@ -1,5 +1,6 @@
 """Qwen3.5, its text, dense: the gated delta rule in three layers of four, gated attention in the others."""
 
+from dataclasses import replace
 from typing import Any
 
 from specengine.models.families import Attention, Family, Layer, Name
@@ -21,14 +22,15 @@ def layer(config: Any, number: int) -> Layer:
     """Return the blocks of a layer."""
     if config.layer_types[number] != RECURRENT:
         return ATTENTION
-    return ATTENTION.with_mixer(
-        GatedDelta(
+    return replace(
+        ATTENTION,
+        mixer=GatedDelta(
             taps=config.linear_conv_kernel_dim,
             key_heads=config.linear_num_key_heads,
             heads=config.linear_num_value_heads,
             key_size=config.linear_key_head_dim,
             value_size=config.linear_value_head_dim,
-        )
+        ),
     )
 
 
