@@ -9,6 +9,8 @@ namespace cpu_test {
 
 using Row = std::vector<double>;
 
+enum class Mixes { none, convolution, delta };
+
 // Set what a family has beside Llama's blocks.
 struct Blocks {
   bool gelu = false, output_norms = false, input_norms = true;
@@ -17,6 +19,9 @@ struct Blocks {
   int64_t turned = 0;                // channels of a head that the first layer turns, 0 for all
   bool second_turned = true;         // the second layer turns all, by other frequencies
   float scale = 0.0f, embedding = 1.0f, residual = 1.0f, divisor = 1.0f;
+  std::vector<Mixes> mixers = {};    // of the layers, in attention's place
+  cpu::Recurrence recurrence = {};   // of all mixers
+  bool gated = false;                // attention, by heads' gates
 };
 
 struct ToyShape {
@@ -27,6 +32,7 @@ struct ToyShape {
   bool biases, head_norms, tied;
   Blocks blocks = {};
 
+  Mixes mixer(size_t layer) const { return blocks.mixers.empty() ? Mixes::none : blocks.mixers[layer]; }
   int64_t window(size_t layer) const { return blocks.windows.empty() ? 0 : blocks.windows[layer]; }
 };
 
@@ -48,12 +54,16 @@ class Toy {
   void add(const std::string& name, Kind kind, const FileMatrix& file);
   void vector(const std::string& name, int64_t count, double mean, double deviation);
   void bias(const std::string& name, int64_t count);
-  // Attention and gated network of a layer, whose queries, keys and values are made of `width` inputs.
-  void layer(const std::string& prefix, const ToyShape& shape, int64_t width);
+  // Attention, or the mixer in its place, and gated network of a layer, whose queries, keys and values are made of `width`
+  // inputs.
+  void layer(const std::string& prefix, const ToyShape& shape, int64_t width, Mixes mixer = Mixes::none);
 
   cpu::Weights weights;
   std::map<std::string, Dense> dense;
   std::map<std::string, Row> vectors;
+
+ private:
+  void mix(const std::string& prefix, const ToyShape& shape, Mixes mixer);
 };
 
 namespace naive {
@@ -74,19 +84,25 @@ struct Context {
   std::vector<std::vector<char>> sees;  // [row][row]
 };
 
-// Adds to the rows of `residual` what attention over `inputs` gives, and then the gated network.
+// What a mixer gives for rows of inputs, before its last product: along the path that a row sees, from its first token on.
+std::vector<Row> mix(const Toy& toy, const std::string& prefix, Mixes mixer, const cpu::Recurrence& of,
+                     const std::vector<Row>& inputs, const Context& context);
+
+// Adds to the rows of `residual` what attention over `inputs` gives, or a mixer, and then the gated network.
 class Layer {
  public:
   // positions: null where they do not count.
   Layer(const Toy& toy, const std::string& prefix, const cpu::Heads& heads, const Positions* positions,
-        const Blocks& blocks = {}, int64_t window = 0)
-      : toy_(toy), prefix_(prefix), heads_(heads), positions_(positions), blocks_(blocks), window_(window) {}
+        const Blocks& blocks = {}, int64_t window = 0, Mixes mixer = Mixes::none)
+      : toy_(toy), prefix_(prefix), heads_(heads), positions_(positions), blocks_(blocks), window_(window), mixer_(mixer) {}
 
   void run(const std::vector<Row>& inputs, const Context& context, std::vector<Row>& residual) const;
 
  private:
   const Dense& dense(const std::string& name) const { return toy_.dense.at(prefix_ + name); }
   double activated(double x) const;
+  // What the product behind attention, or behind a mixer, gives.
+  std::vector<Row> mixed(const std::vector<Row>& inputs, const Context& context) const;
   Row normed(const std::string& name, const Row& x) const;  // where there is a norm of this name
   Row heads_of(const std::string& which, int64_t count, const Row& input, int64_t position) const;
   Row attend(const Row& query, const std::vector<Row>& keys, const std::vector<Row>& values,
@@ -98,6 +114,7 @@ class Layer {
   const Positions* positions_;
   const Blocks blocks_;
   const int64_t window_;
+  const Mixes mixer_;
 };
 
 }  // namespace naive
