@@ -108,6 +108,42 @@ class KVCache:
             self.filled += len(path)
 
 
+class HybridCache(KVCache):
+    """Keys and values of the layers that have attention, and `memory`, the states of the others.
+
+    A state cannot be taken back by a token. So a crop keeps what it can, which `reach` tells: slots behind the last
+    forward's root, or those up to the last `mark`, or none.
+    """
+
+    def __init__(
+        self, layers: int, heads: int, head_size: int, capacity: int, *, dtype: torch.dtype, memory: Any
+    ) -> None:
+        """layers: those with attention; memory: of the decoder that runs over this cache."""
+        super().__init__(layers, heads, head_size, capacity, dtype=dtype)
+        self.memory = memory
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + int(self.memory.bytes)
+
+    def reach(self, length: int) -> int:
+        return int(self.memory.reach(length))
+
+    def mark(self) -> None:
+        self.memory.mark()
+
+    def crop(self, length: int) -> None:
+        """Forget everything from slot `reach(length)` on."""
+        kept = self.reach(length)
+        super().crop(length)
+        self.memory.crop(length)
+        self.length = kept
+
+    def keep(self, path: Nodes) -> None:
+        self.memory.keep(self.length, path.ids, int(path.live))
+        super().keep(path)
+
+
 def of_shape(rows: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return slots of a layer, [1, 1, slots, width], as those of its heads, [1, KV heads, slots, head size]."""
     heads, size = shape

@@ -26,11 +26,10 @@ from specengine.models import Chosen, Successors, families
 from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import Factors, Shape
+from specengine.models.families import GATED_NORM, Factors, Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
-from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
+from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
-from specengine.models.mixers import GATED_NORM, HybridCache
 from specengine.models.weights import KIND_OF, TINY_VOCABULARY, FirstLayer, Source, Weight, layer_template
 from specengine.ops.tree import TokenTree
 

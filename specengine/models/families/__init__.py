@@ -10,12 +10,10 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from specengine.models.mixers import Mixer
+from typing import Any, NamedTuple
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
+GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
 
 @dataclass(frozen=True)
@@ -133,6 +131,84 @@ class Attention:
             yield Part("self_attn.q_norm", self.q_norm, queries if self.whole_norms else shape.head_dim)
         if self.k_norm is not None:
             yield Part("self_attn.k_norm", self.k_norm, keys if self.whole_norms else shape.head_dim)
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """Stand in the place of attention, with a state of all tokens before; csrc/cpu/recurrent.hpp says how trees run."""
+
+    def place(self, config: Any, layer: int) -> Place:
+        """Return how a layer of this config sees positions: not at all."""
+        return Place(None, None)
+
+    @property
+    def refused(self) -> str:
+        """Return why csrc/cpu has no mixer of these sizes; empty where it has."""
+        return ""
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        """Yield its modules."""
+        raise NotImplementedError
+
+    def recurrence(self, shape: Shape) -> list[int]:
+        """Return its sizes in the order of csrc/cpu_binding.cpp."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ShortConvolution(Mixer):
+    """out(c * convolution(b * x)) of three projections b, c and x; taps: tokens that it reads, a row's own included."""
+
+    taps: int
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        for native in ("b_proj", "c_proj", "x_proj"):
+            yield Part(f"short_conv.{native}", Name("conv.in_proj", "shortconv.in_proj"), shape.hidden)
+        yield Part("short_conv.conv", Name("conv.conv", "shortconv.conv"), shape.hidden)
+        yield Part("short_conv.out_proj", Name("conv.out_proj", "shortconv.out_proj"), shape.hidden)
+
+    def recurrence(self, shape: Shape) -> list[int]:
+        return [shape.hidden, self.taps, 0, 0, 0, 0]
+
+
+@dataclass(frozen=True)
+class GatedDelta(Mixer):
+    """The gated delta rule over convolved queries, keys and values.
+
+    key_heads, heads      of queries and keys, and of values; the first divide the others among themselves
+    key_size, value_size  channels of each, multiples of 16
+    """
+
+    taps: int
+    key_heads: int
+    heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def refused(self) -> str:
+        if self.key_size % 16 == self.value_size % 16 == 0 == self.heads % self.key_heads:
+            return ""
+        return (
+            f"{self.key_heads} and {self.heads} heads of {self.key_size} and {self.value_size} channels in its states, "
+            "known are multiples of the former, and of 16"
+        )
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        values = self.heads * self.value_size
+        channels = self.recurrence(shape)[0]
+        yield Part("linear_attn", Name("linear_attn", "ssm"), self.heads)
+        yield Part("linear_attn.in_proj_qkv", Name("linear_attn.in_proj_qkv", "attn_qkv"), channels)
+        yield Part("linear_attn.in_proj_z", Name("linear_attn.in_proj_z", "attn_gate"), values)
+        yield Part("linear_attn.in_proj_b", Name("linear_attn.in_proj_b", "ssm_beta"), self.heads)
+        yield Part("linear_attn.in_proj_a", Name("linear_attn.in_proj_a", "ssm_alpha"), self.heads)
+        yield Part("linear_attn.conv1d", Name("linear_attn.conv1d", "ssm_conv1d"), channels)
+        yield Part(GATED_NORM, Name("linear_attn.norm", "ssm_norm"), self.value_size)
+        yield Part("linear_attn.out_proj", Name("linear_attn.out_proj", "ssm_out"), shape.hidden)
+
+    def recurrence(self, shape: Shape) -> list[int]:
+        channels = 2 * self.key_heads * self.key_size + self.heads * self.value_size
+        return [channels, self.taps, self.key_heads, self.heads, self.key_size, self.value_size]
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Attention, Family, Fields, GatedMLP, Layer, Name
-from specengine.models.mixers import ShortConvolution
+from specengine.models.families import Attention, Family, Fields, GatedMLP, Layer, Name, ShortConvolution
 
 CONVOLUTION = "conv"
 ATTENTION = Layer(

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Attention, Family, Layer, Name
-from specengine.models.mixers import GatedDelta
+from specengine.models.families import Attention, Family, GatedDelta, Layer, Name
 
 RECURRENT = "linear_attention"
 ATTENTION = Layer(
