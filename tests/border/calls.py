@@ -450,7 +450,6 @@ def later_forward_of_eagle(m: Memory) -> Arguments:
 CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[int]]] = {
     "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13}),
     "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9}),
-    "memory": (hybrid, "memory", lambda m: [], set()),
     "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
     "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),
     "eagle": (eagle, "forward", forward_of_eagle, {4, 6, 7, 8, 11}),
