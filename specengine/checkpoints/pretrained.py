@@ -494,7 +494,8 @@ class GGUFSource(Source):
 
     def __init__(self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
         self.file, self.config, self.dtype, self.name = file, config, dtype, name
-        self._stored = gguf.require_complete(file, config, layer_template(config))
+        self._shapes = layer_template(config)
+        self._stored = gguf.require_complete(file, config, self._shapes)
         self._suppressed = gguf.suppressed_ids(file, config.vocab_size)
 
     @cached_property
@@ -517,7 +518,7 @@ class GGUFSource(Source):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         names = {stored: name for name, stored in self._stored.items()}
-        return {names[stored]: tensor.shape for stored, tensor in self.file.tensors.items() if stored in names}
+        return {names[stored]: self._shapes[names[stored]] for stored in self.file.tensors if stored in names}
 
     @cached_property
     def blocks(self) -> frozenset[str]:
@@ -545,7 +546,7 @@ class GGUFSource(Source):
         numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
         if family_of(self.config).one_is_zero and numbers.ndim == 1:  # a norm, which the file has as 1 + w
             numbers = numbers - 1.0
-        ordered = numbers if order is None else np.ascontiguousarray(numbers[order])
+        ordered = (numbers if order is None else np.ascontiguousarray(numbers[order])).reshape(self._shapes[name])
         exact = self.dtype is torch.float32 and self.file.tensors[stored].kind in _FLOATS
         return torch.from_numpy(ordered).to(self.dtype if exact else torch.bfloat16).to(self.dtype)
 

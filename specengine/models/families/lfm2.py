@@ -1,9 +1,10 @@
 """LFM2: short convolutions in most layers, attention with normed queries and keys in the others."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Attention, Family, Fields, GatedMLP, Layer, Name, ShortConvolution
+from specengine.models.families import GGUF, Attention, Family, Fields, GatedMLP, Layer, Name, ShortConvolution
 
 CONVOLUTION = "conv"
 ATTENTION = Layer(
@@ -29,6 +30,14 @@ def layer(config: Any, number: int) -> Layer:
     return replace(ATTENTION, mixer=ShortConvolution(config.conv_L_cache))
 
 
+def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
+    """Layers without keys have convolutions; the width of the network is what it is."""
+    heads = value("attention.head_count_kv")
+    heads = heads if isinstance(heads, list) else [heads] * fields["num_hidden_layers"]
+    kinds = ["full_attention" if count else CONVOLUTION for count in heads]
+    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+
+
 def inner(config: Any) -> dict[str, int]:
     """Return the width of the network, which some configs state before it is cut to two thirds."""
     size = int(config.intermediate_size)
@@ -46,5 +55,6 @@ FAMILY = Family(
     kinds=(CONVOLUTION,),
     fields=Fields(eps="norm_eps", activation=""),
     sizes=inner,
+    gguf=GGUF("lfm2", keys={"shortconv.l_cache": "conv_L_cache"}, finish=finish),
     norm=Name("model.embedding_norm", "token_embd_norm"),
 )
