@@ -353,6 +353,16 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "conv", "full_attention"],
         },
     ),
+    "lfm3": (
+        "Lfm3",
+        {
+            **_GROUPED,
+            "conv_L_cache": 5,
+            "sliding_window": 12,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+        },
+    ),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
     "olmo3": ("Olmo3", {"num_key_value_heads": 2, "sliding_window": 24}),
     "phi3": ("Phi3", {"num_key_value_heads": 2, "sliding_window": 24}),

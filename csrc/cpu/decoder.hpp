@@ -113,7 +113,8 @@ class Weights {
       one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
       one.o = matrix(prefix + "self_attn.o_proj", hidden, heads.queries * heads.size);
       const std::string gate = prefix + "self_attn.gate_proj";
-      if (has(gate)) one.head_gate = matrix(gate, heads.queries * heads.size, inputs);
+      const bool by_head = has(gate) && stored(gate + ".weight").outputs == heads.queries;
+      if (has(gate)) one.head_gate = matrix(gate, heads.queries * (by_head ? 1 : heads.size), inputs);
     }
     one.gate = matrix(prefix + "mlp.gate_proj", 0, hidden);
     one.up = matrix(prefix + "mlp.up_proj", one.gate.outputs, hidden);

@@ -35,7 +35,7 @@ struct Heads {
 // Hold the parts of a layer. A norm that is null is left out. Where a mixer stands in attention's place, o is behind it.
 struct Layer {
   Matrix q, k, v, o, gate, up, down;
-  Matrix head_gate;  // of what attention gives, by the sigmoid of its outputs; none where it has no panels
+  Matrix head_gate;  // of what attention gives, by the sigmoid of an output for each channel or head; or without panels
   const float *input_norm = nullptr, *post_norm = nullptr;        // [hidden]: of what attention and the network read
   const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: of what they add
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head size], or of all heads' channels where they are `whole`
@@ -399,7 +399,7 @@ class LayerRun {
     place(layer, cache);
     if (layer.head_gate.panels) keep_gates(layer.head_gate, in);
     attend(layer, cache, attended);
-    if (layer.head_gate.panels) gate_heads(layer.head_gate.panels, attended);
+    if (layer.head_gate.panels) gate_heads(gate_panels(), attended);
   }
 
   // Adds what stands in the place of attention, and then the gated network.
@@ -411,11 +411,19 @@ class LayerRun {
   }
 
  private:
+  int64_t gate_panels() const { return (heads_.queries * heads_.size + kOutputs - 1) / kOutputs; }
+
+  // Of each head one for all channels, or one for each.
   void keep_gates(const Matrix& m, const Input& in) {
+    const int64_t tile_floats = gate_panels() * kOutputs * kRows;
+    const int64_t copies = m.outputs == heads_.queries ? heads_.size : 1;
     products_of(team_, space_, {&m}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
+      const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs);
       for (int64_t t = 0; t < space_.tiles; ++t)
-        std::memcpy(space_.gates + (t * m.panels + panel) * kOutputs * kRows, sums + t * kOutputs * kRows,
-                    kOutputs * kRows * sizeof(float));
+        for (int64_t o = 0; o < live; ++o)
+          for (int64_t i = 0; i < copies; ++i)
+            std::copy_n(sums + (t * kOutputs + o) * kRows, kRows,
+                        space_.gates + t * tile_floats + ((panel * kOutputs + o) * copies + i) * kRows);
     });
   }
 

@@ -16,7 +16,7 @@ from specengine.models import families
 from specengine.models.families import Family, Shape
 
 # Frequencies do not change with the length; for longrope, up to its original context.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 SLIDING = families.SLIDING
 LAYER_TYPES = ("full_attention", SLIDING)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in transformers
@@ -130,6 +130,11 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
     return 1.0 / given["rope_theta"] ** powers, 1.0
 
 
+def _turns_part(rope: dict[str, Any]) -> bool:
+    """Return whether its partial_rotary_factor leaves channels out; proportional positions turn them by nothing."""
+    return rope.get("rope_type") != "proportional"
+
+
 def window_of(config: Any) -> int | None:
     """Return the number of tokens, its own included, that a token sees in the layers that slide; None without any."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
@@ -164,7 +169,7 @@ def refuse_config(config: PretrainedConfig) -> None:
         - {*LAYER_TYPES, *family.kinds},
         f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind,
         "positions on part of a head's channels": not family.attention.partial
-        and any(given.get("partial_rotary_factor", 1.0) != 1.0 for given in ropes),
+        and any(given.get("partial_rotary_factor", 1.0) != 1.0 for given in ropes if _turns_part(given)),
         f"pad_token_id {pad}, its vocabulary has {vocabulary}": not -vocabulary <= pad < vocabulary,
         f"{', '.join(other)} in its config": other,
         refused: refused,

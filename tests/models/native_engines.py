@@ -31,6 +31,7 @@ OTHERS = (  # of blocks that those have not
     "gemma3_text",
     "granite",
     "lfm2",
+    "lfm3",
     "olmo2",
     "olmo3",
     "phi3",

@@ -79,6 +79,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {}),
     "lfm2 biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "hidden_size": 40}),
     "lfm2 not adjusted": ("lfm2", {"block_auto_adjust_ff_dim": False}),
+    "lfm3": ("lfm3", {}),
+    "lfm3 plainer": ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False}),
+    "lfm3 wide heads": ("lfm3", {"head_dim": 18, "num_attention_heads": 6}),
     "qwen3_5_text": ("qwen3_5_text", {}),
     "qwen3_5_text wide": (
         "qwen3_5_text",

@@ -187,6 +187,7 @@ Blocks convolutions(int64_t hidden, int64_t taps, Mixes second) {
   Blocks blocks;
   blocks.mixers = {Mixes::convolution, second};
   blocks.recurrence.channels = hidden, blocks.recurrence.taps = taps;
+  blocks.gated = blocks.by_head = taps % 2 == 1;
   return blocks;
 }
 

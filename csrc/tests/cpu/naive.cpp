@@ -74,7 +74,8 @@ void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width,
     matrix(attention + "k_proj", shape.kind, keys, width);
     matrix(attention + "v_proj", shape.other, keys, width);
     matrix(attention + "o_proj", shape.kind, shape.hidden, queries);
-    if (shape.blocks.gated) matrix(attention + "gate_proj", shape.other, queries, width);
+    const int64_t gates = shape.blocks.by_head ? shape.heads.queries : queries;
+    if (shape.blocks.gated) matrix(attention + "gate_proj", shape.other, gates, width);
   }
   matrix(prefix + "mlp.gate_proj", shape.kind, shape.inner, shape.hidden);
   matrix(prefix + "mlp.up_proj", shape.other, shape.inner, shape.hidden);
@@ -264,7 +265,8 @@ std::vector<Row> Layer::mixed(const std::vector<Row>& inputs, const Context& con
       sees[other] = sees[other] && context.positions[other] > context.positions[r] - window_;
     Row attended = attend(queries[r], keys, values, sees);
     const Row gates = blocks_.gated ? dense("self_attn.gate_proj")(inputs[r]) : Row();
-    for (size_t i = 0; i < gates.size(); ++i) attended[i] *= sigmoid(gates[i]);
+    const size_t channels = blocks_.by_head ? static_cast<size_t>(heads_.size) : 1;  // of a gate
+    for (size_t i = 0; i < gates.size() * channels; ++i) attended[i] *= sigmoid(gates[i / channels]);
     found.push_back(dense("self_attn.o_proj")(attended));
   }
   return found;

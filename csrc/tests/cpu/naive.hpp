@@ -21,7 +21,8 @@ struct Blocks {
   float scale = 0.0f, embedding = 1.0f, residual = 1.0f, divisor = 1.0f;
   std::vector<Mixes> mixers = {};    // of the layers, in attention's place
   cpu::Recurrence recurrence = {};   // of all mixers
-  bool gated = false;                // attention, by heads' gates
+  bool gated = false;                // attention, by gates of all channels
+  bool by_head = false;              // by one of each head instead
 };
 
 struct ToyShape {

@@ -95,6 +95,7 @@ class Attention:
     partial         whether `partial_rotary_factor` counts: then the first channels of a head alone may be turned
     neighbours      channels 2 i and 2 i + 1 of a head are turned together instead
     gated           what a head gives is multiplied by the sigmoid of a gate, whose rows stand behind the head's queries
+    head_gates      a gate for each head instead, which multiplies all that it gives
     """
 
     q: Name = Name("self_attn.q_proj", "attn_q")
@@ -109,6 +110,7 @@ class Attention:
     partial: bool = False
     neighbours: bool = False
     gated: bool = False
+    head_gates: Name | None = None
 
     def place(self, config: Any, layer: int) -> Place:
         """Return how a layer of this config sees positions."""
@@ -124,6 +126,8 @@ class Attention:
         yield Part("self_attn.q_proj", self.q, queries)
         if self.gated:
             yield Part("self_attn.gate_proj", self.q, queries)
+        if self.head_gates is not None:
+            yield Part("self_attn.gate_proj", self.head_gates, shape.heads)
         yield Part("self_attn.k_proj", self.k, keys)
         yield Part("self_attn.v_proj", self.v, keys)
         yield Part("self_attn.o_proj", self.o, shape.hidden)
