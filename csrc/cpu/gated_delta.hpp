@@ -68,12 +68,16 @@ class GatedDelta : public Mixer {
       while (pieces.next())
         for (int64_t i = pieces.first; i < pieces.last; ++i) {
           const int64_t item = i / all, head = i % all;
-          if (item == lineage.count())
+          if (item == lineage.count()) {
             rows.move_tail();
-          else if (const bool own = lineage.items()[static_cast<size_t>(item)].row != Lineage::kEarlier; head == heads)
-            own ? find_scalars(rows.scalars(item)) : void();
-          else if (own || head >= of_.key_heads)
+            continue;
+          }
+          const bool own = lineage.items()[static_cast<size_t>(item)].row != Lineage::kEarlier;
+          if (head == heads) {
+            if (own) find_scalars(rows.scalars(item));
+          } else if (own || head >= of_.key_heads) {  // nobody asks for an earlier row's queries
             convolve_head(space, rows, item, head, convolved + item * of_.width(), read);
+          }
         }
     });
   }

@@ -165,7 +165,9 @@ def refuse_config(config: PretrainedConfig) -> None:
         "quantized weights": getattr(config, "quantization_config", None) is not None,
         "code of its own (auto_map)": getattr(config, "auto_map", None) is not None,
         f"activation {activation}, known are {', '.join(ACTIVATIONS)}": activation not in ACTIVATIONS,
-        f"other layers than {', '.join((*LAYER_TYPES, *family.kinds))}": set(getattr(config, "layer_types", None) or ())
+        " or ".join(("other layers than full or sliding attention", *family.kinds)): set(
+            getattr(config, "layer_types", None) or ()
+        )
         - {*LAYER_TYPES, *family.kinds},
         f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind,
         "positions on part of a head's channels": not family.attention.partial

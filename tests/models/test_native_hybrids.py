@@ -252,6 +252,22 @@ def test_a_memory_refuses_slots_that_were_not_run() -> None:
         lm.extend(cache, PROMPT[:2])
 
 
+def test_a_forward_that_was_broken_off_is_noticed() -> None:
+    """As one of a part of the layers is."""
+    lm = lm_of("qwen3_5_text")
+    cache, tokens = lm.new_cache(100), torch.tensor(PROMPT[20:23])
+    lm.extend(cache, PROMPT[:20])
+    cache.mark()
+    expected = lm.extend(cache, PROMPT[20:23], logits="all")[0]
+    cache.crop(20)
+    lm.run(tokens, torch.arange(20, 23), cache, (20, 20, None), layers=1)
+    with pytest.raises(InputError, match="memory: a forward was broken off"):
+        lm.extend(cache, PROMPT[20:23])
+    assert [cache.reach(length) for length in (20, 19)] == [20, 0]
+    cache.crop(20)
+    assert torch.equal(lm.extend(cache, PROMPT[20:23], logits="all")[0], expected)
+
+
 def test_a_memory_does_not_grow_with_the_text() -> None:
     for name in HYBRIDS:
         lm, sizes = lm_of(name), []
