@@ -438,6 +438,8 @@ class FolderSource(Source):
         tensors = {key: tensor for file in _require_files(folder) for key, tensor in tensors_of(file)}
         if self._whole is not config:
             tensors = _of_language_model(tensors)
+        for stored, own in family_of(config).stored.items():
+            tensors = {key.replace(stored, own): tensor for key, tensor in tensors.items()}
         drafts = parts_in(tensors, layers)  # heads that only a draft reads
         self._tensors = {key: tensor for key, tensor in tensors.items() if key not in drafts}
 

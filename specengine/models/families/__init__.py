@@ -303,6 +303,7 @@ class Family:
     gguf         None where no GGUF file stores the family under a name of its own
     one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
     factors      those of a config
+    stored       what folders have in names of tensors, and what transformers makes of it
     neutral      fields of transformers' config that change the forward, and the value that does not
     """
 
@@ -319,6 +320,7 @@ class Family:
     head: Name = Name("lm_head", "output")
     one_is_zero: bool = False
     factors: Callable[[Any], Factors] = lambda config: Factors()
+    stored: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
 
     def shape(self, config: Any) -> Shape:

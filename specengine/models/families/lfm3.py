@@ -36,4 +36,5 @@ FAMILY = Family(
     kinds=(CONVOLUTION,),
     fields=Fields(eps="norm_eps", activation=""),
     norm=Name("model.embedding_norm", "token_embd_norm"),
+    stored={".self_attn.gate_proj.": ".self_attn.g_proj."},
 )
