@@ -204,21 +204,76 @@ struct Model {
   std::mutex turn;
 };
 
+// The memory of one sequence, whose calls wait for one another.
+struct Kept {
+  explicit Kept(const cpu::Recurrence& of) : memory(of) {}
+  cpu::Memory memory;
+  std::mutex turn;
+
+  template <typename Body>
+  auto locked(const Body& body) {
+    const std::lock_guard<std::mutex> mine(turn);
+    return body();
+  }
+  int64_t reach(int64_t length) { return locked([&] { return memory.reach(length); }); }
+};
+
 struct Draft {
   std::shared_ptr<cpu::Weights> weights;
   cpu::Eagle head;
   std::mutex turn;
 };
 
+// sizes: channels and taps of convolutions, heads of keys and of values, and the sizes of both; empty where all layers attend.
+cpu::Recurrence recurrence_of(const std::vector<int64_t>& sizes) {
+  cpu::Recurrence of;
+  if (sizes.empty()) return of;
+  require_sizes(sizes, 6);
+  of.channels = sizes[0], of.taps = sizes[1], of.key_heads = sizes[2], of.heads = sizes[3];
+  of.key_size = sizes[4], of.value_size = sizes[5];
+  require(of.channels >= 1, "channels", of.channels, "1 or more");
+  require(of.taps >= 1 && of.taps <= kMostCount, "taps", of.taps, "1 to " + std::to_string(kMostCount));
+  if (!of.heads) return of;
+  require(of.key_heads >= 1 && of.heads % of.key_heads == 0, "value heads", of.heads, "a multiple of the key heads");
+  for (const int64_t size : {of.key_size, of.value_size})
+    require(size >= 1 && size % cpu::kRows == 0, "head size", size, "a multiple of 16");
+  const int64_t channels = 2 * of.key_heads * of.key_size + of.heads * of.value_size;
+  require(of.channels == channels, "channels", of.channels, std::to_string(channels));
+  return of;
+}
+
+Kept* memory_of(const Model& model) {
+  const cpu::Recurrence& of = model.decoder.shape().recurrence;
+  require(of.layers > 0, "recurrent layers", of.layers, "1 or more");
+  return new Kept(of);
+}
+
+void require_memory(const Model& model, const Kept* memory, int64_t committed) {
+  const cpu::Recurrence& of = model.decoder.shape().recurrence;
+  if (of.layers && !memory) border::refuse("memory", "None", "one of this decoder");
+  if (!memory) return;
+  require(of.layers && memory->memory.of() == of, "memory", memory->memory.of().layers, "one of this decoder");
+  require(committed >= 0 && committed < kMostSize, "committed", committed, "0 or more");
+}
+
+// path: int64 [count or more], ascending: which slots behind `length` become those right behind it.
+void keep(Kept& kept, int64_t length, handle path, int64_t count) {
+  const auto places = take<int64_t>(path, "path", {at_least(count)});
+  require(length >= 0 && length < kMostSize, "length", length, "0 or more");
+  border::require_below(places.at(), count, kMostSize, "path");
+  kept.locked([&] { kept.memory.keep(length, places.at(), count); });
+}
+
 void run(Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle tokens, handle slab,
          const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
-         int64_t layers, int64_t threads) {
+         int64_t layers, int64_t threads, Kept* memory, int64_t committed) {
   const cpu::Shape& shape = model.decoder.shape();
   require(layers >= 0 && layers <= shape.layers, "layers", layers, "0 to " + std::to_string(shape.layers));
   const cpu::Rows rows = rows_of(positions, prefix, start, seen);
   const auto ids = take<int64_t>(tokens, "tokens", {rows.count});
   border::require_below(ids.at(), rows.count, shape.vocabulary, "tokens");
-  const border::Tensor cache = take_slab(slab, layers, shape.heads, rows);
+  const border::Tensor cache = take_slab(slab, model.decoder.attending(layers), shape.heads, rows);
+  require_memory(model, memory, committed);
   border::require_below(features.data(), static_cast<int64_t>(features.size()), shape.layers + 1, "features");
   const auto width = static_cast<int64_t>(features.size()) * shape.hidden;
   const auto read = features.empty() ? border::Array<float>{} : take<float>(states, "states", {rows.count, width});
@@ -231,11 +286,13 @@ void run(Model& model, handle positions, int64_t prefix, int64_t start, handle s
                                 cache.size(3), is_half(cache), features,
                                 read.at(),  rated.at(),  logits.is_none() ? rows.count : rows.count - rated.size(0),
                                 count,      best.at(),   largest.at(),
-                                layers};
+                                layers,     memory ? &memory->memory : nullptr,
+                                committed};
   const int team = threads_of(threads);
   py::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(model.turn);
-  model.decoder.forward(call, team);
+  if (!memory) return model.decoder.forward(call, team);
+  memory->locked([&] { model.decoder.forward(call, team); });
 }
 
 // features, or rows `sources` of `states`: the hidden states that the rows are run from.
@@ -271,7 +328,7 @@ void run_head(Draft& draft, const Model& target, handle positions, int64_t prefi
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 10;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 12;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
@@ -311,15 +368,26 @@ PYBIND11_MODULE(_cpu, module) {
         const auto vector = take<float>(values, "values", {at_least(1)});
         weights.add_vector(name, vector.at(), vector.size(0));
       });
+  // counts of slots, as in the cache beside it
+  py::class_<Kept>(module, "Memory")
+      .def_property_readonly("folded", [](Kept& kept) { return kept.locked([&] { return kept.memory.folded(); }); })
+      .def_property_readonly("marked", [](Kept& kept) { return kept.locked([&] { return kept.memory.marked(); }); })
+      .def_property_readonly("bytes", [](Kept& kept) { return kept.locked([&] { return kept.memory.bytes(); }); })
+      .def("reach", &Kept::reach)
+      .def("crop", [](Kept& kept, int64_t length) { kept.locked([&] { kept.memory.crop(length); }); })
+      .def("mark", [](Kept& kept) { kept.locked([&] { kept.memory.mark(); }); })
+      .def("keep", keep);
   py::class_<Model>(module, "Decoder")
       // sizes: layers, hidden, vocabulary, query heads, key-value heads, head size; ropes: frequencies and a factor each;
-      // routing: as routing_of
+      // routing: as in routing_of; recurrence: as in recurrence_of
       .def(py::init([](const std::string& kernels, const std::string& numerics, const std::vector<int64_t>& sizes,
                        const std::string& activation, const std::vector<float>& numbers, std::shared_ptr<cpu::Weights> weights,
                        const std::vector<std::pair<std::vector<float>, float>>& ropes,
-                       const std::vector<std::pair<int64_t, int64_t>>& places, const Choice& routing) {
+                       const std::vector<std::pair<int64_t, int64_t>>& places, const Choice& routing,
+                       const std::vector<int64_t>& recurrence) {
         cpu::Shape shape = shape_of(sizes, activation, numbers);
         shape.form.routing = routing_of(routing);
+        shape.recurrence = recurrence_of(recurrence);
         std::vector<cpu::Rope> tables;
         for (const auto& [frequencies, factor] : ropes) {
           require_frequencies(frequencies, 1, shape.heads);
@@ -333,6 +401,7 @@ PYBIND11_MODULE(_cpu, module) {
                          {}};
       }))
       .def("forward", run)
+      .def("memory", memory_of)
       .def("read",
            [](Model& model, handle states, handle logits, int64_t threads) {
              const cpu::Shape& shape = model.decoder.shape();

@@ -66,7 +66,7 @@ class WarmUp:
     @classmethod
     def of(cls, graphs: Graphs, caches: list[KVCache]) -> WarmUp:
         names = tuple(str(name) for name in graphs.captures)
-        return cls(names, graphs.seconds, graphs.bytes, sum(cache.slab.nbytes for cache in caches))
+        return cls(names, graphs.seconds, graphs.bytes, sum(cache.nbytes for cache in caches))
 
     def __str__(self) -> str:
         graphs, caches = self.graph_bytes / 2**20, self.cache_bytes / 2**20

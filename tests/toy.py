@@ -390,6 +390,25 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_key_value_heads": 2,
+            "block_multiple_of": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "conv", "full_attention"],
+        },
+    ),
+    "lfm3": (
+        "Lfm3",
+        {
+            **_GROUPED,
+            "conv_L_cache": 5,
+            "sliding_window": 12,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+        },
+    ),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
     "olmo3": ("Olmo3", {"num_key_value_heads": 2, "sliding_window": 24}),
     "olmoe": ("Olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
@@ -415,10 +434,23 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_5_text": (
+        "Qwen3_5Text",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
     "seed_oss": ("SeedOss", {**_GROUPED, "attention_bias": True}),
     "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "no_rope_layer_interval": 2}),
 }
-_HEADS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+_HEADS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
 
 
 def tiny(family: str = "llama", seed: int = 0, *, name: str | None = None, **changes: Any) -> PreTrainedModel:

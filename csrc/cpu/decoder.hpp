@@ -8,8 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/gated_delta.hpp"
 #include "cpu/layer.hpp"
 #include "cpu/pace.hpp"
+#include "cpu/short_convolution.hpp"
 
 namespace cpu {
 
@@ -102,13 +104,18 @@ class Weights {
     return found;
   }
 
-  // inputs: of queries, keys and values.
-  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs) const {
+  // inputs: of queries, keys and values; attends: whether there are such.
+  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool attends = true) const {
     Layer one;
-    one.q = matrix(prefix + "self_attn.q_proj", heads.queries * heads.size, inputs);
-    one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
-    one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
-    one.o = matrix(prefix + "self_attn.o_proj", hidden, heads.queries * heads.size);
+    if (attends) {
+      one.q = matrix(prefix + "self_attn.q_proj", heads.queries * heads.size, inputs);
+      one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
+      one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
+      one.o = matrix(prefix + "self_attn.o_proj", hidden, heads.queries * heads.size);
+      const std::string gate = prefix + "self_attn.gate_proj";
+      const bool by_head = has(gate) && stored(gate + ".weight").outputs == heads.queries;
+      if (has(gate)) one.head_gate = matrix(gate, heads.queries * (by_head ? 1 : heads.size), inputs);
+    }
     one.experts = experts(prefix + "mlp.", hidden);
     if (!one.experts.any()) {
       const GatedNetwork network = gated(prefix + "mlp.", hidden);
@@ -145,6 +152,31 @@ class Weights {
     if (found.shared) found.each.push_back(gated(prefix + "shared.", hidden));
     if (found.shared && has(prefix + "shared.gate")) found.shared_gate = matrix(prefix + "shared.gate", 1, hidden);
     return found;
+  }
+
+  // The recurrent mixer of a layer; null where it has none.
+  std::unique_ptr<Mixer> mixer(const std::string& prefix, const Recurrence& of, int64_t hidden, float eps) const {
+    const std::string convolution = prefix + "short_conv.", delta = prefix + "linear_attn.";
+    if (has(convolution + "x_proj")) {
+      const auto in = [&](const char* name) { return matrix(convolution + name, of.channels, hidden); };
+      return std::make_unique<ShortConvolution>(
+          of, in("b_proj"), in("c_proj"), in("x_proj"), matrix(convolution + "out_proj", hidden, of.channels),
+          needed(convolution + "conv.weight", of.taps * of.channels), vector(convolution + "conv.bias", of.channels));
+    }
+    if (!has(delta + "in_proj_qkv")) return nullptr;
+    if (!of.heads) throw std::invalid_argument(delta + "in_proj_qkv: the recurrence has no heads");
+    GatedDelta::Parts parts;
+    const int64_t values = of.heads * of.value_size;
+    parts.qkv = matrix(delta + "in_proj_qkv", of.channels, hidden);
+    parts.z = matrix(delta + "in_proj_z", values, hidden);
+    parts.b = matrix(delta + "in_proj_b", of.heads, hidden);
+    parts.a = matrix(delta + "in_proj_a", of.heads, hidden);
+    parts.out = matrix(delta + "out_proj", hidden, values);
+    parts.taps = needed(delta + "conv1d.weight", of.taps * of.channels);
+    parts.a_log = needed(delta + "A_log", of.heads);
+    parts.dt_bias = needed(delta + "dt_bias", of.heads);
+    parts.norm = needed(delta + "norm.weight", of.value_size);
+    return std::make_unique<GatedDelta>(of, parts, eps);
   }
 
   size_t bytes() const { return arena_.taken(); }
@@ -194,6 +226,7 @@ struct Shape {
   Form form;
   float embedding = 1.0f;  // what embeddings are multiplied by
   float divisor = 1.0f;    // of logits
+  Recurrence recurrence = {};  // of the layers without attention; their number is found
 };
 
 // Where the layers of a network differ.
@@ -213,7 +246,10 @@ class Decoder {
         norm_(weights.needed("model.norm.weight", shape.hidden)) {
     for (int64_t i = 0; i < shape.layers; ++i) {
       const std::string prefix = "model.layers." + std::to_string(i) + ".";
-      layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden));
+      mixers_.push_back(shape.recurrence.taps ? weights.mixer(prefix, shape.recurrence, shape.hidden, shape.form.eps) : nullptr);
+      const Mixer* mixer = mixers_.back().get();
+      layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden, !mixer));
+      if (mixer) layers_.back().o = mixer->out(), ++shape_.recurrence.layers;
       layers_.back().rope = places[static_cast<size_t>(i)].rope;
       layers_.back().window = places[static_cast<size_t>(i)].window;
       require_routing(layers_.back().experts, shape.form.routing);
@@ -224,7 +260,7 @@ class Decoder {
   struct Call {
     Rows rows;
     const int64_t* tokens;  // [rows]
-    void* slab;             // [layers][2][key-value heads][capacity][head size]
+    void* slab;             // [layers with attention][2][key-value heads][capacity][head size]
     int64_t capacity;
     bool half;                      // the slab holds bfloat16
     std::vector<int64_t> features;  // of which layers' inputs; `layers`: behind the final norm
@@ -235,6 +271,8 @@ class Decoder {
     int64_t* chosen;       // [rows][count]: their tokens, largest first, the lowest first of equals; -1 where there are fewer
     float* chosen_logits;  // [rows][count], -inf where there are fewer
     int64_t layers;        // that are run
+    Memory* memory = nullptr;  // of layers without attention
+    int64_t committed = 0;     // slots that hold tokens for good, where there is a memory
   };
 
   // On so many threads, or on fewer where those are faster.
@@ -264,6 +302,11 @@ class Decoder {
   }
 
   const Shape& shape() const { return shape_; }
+
+  // Return how many of the first so many layers have keys and values.
+  int64_t attending(int64_t layers) const {
+    return layers - std::count_if(mixers_.begin(), mixers_.begin() + layers, [](const auto& mixer) { return mixer != nullptr; });
+  }
   const Kernels& kernels() const { return space_.kernels; }
 
  private:
@@ -295,6 +338,11 @@ class Decoder {
     leaders.at = at_.reserve(static_cast<size_t>(leaders.lists(threads) * leaders.size(space_.tiles)));
     if (call.count) leaders.clear(threads, space_.tiles);
     float* normed = normed_.reserve(static_cast<size_t>(space_.tiles * hidden * kRows));
+    Input mixed{};
+    if (call.memory) {
+      lineage_.begin(*call.memory, call.rows, call.committed);
+      mixed = space_.input(scratch_.mixed, mixers_width());
+    }
     const auto run_all = [&](const Team& team) {
       embed(team, call.tokens);
       LayerRun run(team, space_, shape_.heads, call.rows, shape_.form);
@@ -303,7 +351,13 @@ class Decoder {
         const Layer& layer = layers_[static_cast<size_t>(i)];
         norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
         const int64_t layer_bytes = 2 * shape_.heads.keys * call.capacity * shape_.heads.size * (call.half ? 2 : 4);
-        const Cache cache{static_cast<char*>(call.slab) + i * layer_bytes, call.capacity, call.half};
+        const int64_t place = attending(i);
+        if (const Mixer* mixer = mixers_[static_cast<size_t>(i)].get()) {
+          mixer->run(team, space_, lineage_, i - place, in, scratch_, mixed);
+          run.add_rows(layer, mixed, in, gated);
+          continue;
+        }
+        const Cache cache{static_cast<char*>(call.slab) + place * layer_bytes, call.capacity, call.half};
         run.run(layer, cache, in, attended, in, gated);
       }
       norm_tiles(team, space_, space_.x, norm_, hidden, shape_.form.eps, in, normed);
@@ -312,7 +366,15 @@ class Decoder {
         Readout(space_, head_, call.first_logits, shape_.divisor).run(team, in, call.logits, leaders);
     };
     Pool::shared().run(threads, run_all, space_.around());
+    if (call.memory && call.layers == shape_.layers) lineage_.end();  // else it is of no further use
     if (call.count) choose(threads, leaders, call);
+  }
+
+  int64_t mixers_width() const {
+    int64_t width = 0;
+    for (const auto& mixer : mixers_)
+      if (mixer) width = std::max(width, mixer->out().inputs);
+    return width;
   }
 
   void begin_rows(const float* states, int64_t rows, int threads) {
@@ -366,7 +428,7 @@ class Decoder {
     }
   }
 
-  const Shape shape_;
+  Shape shape_;
   std::vector<Rope> ropes_;
   mutable Workspace space_;
   Paces paces_;
@@ -374,6 +436,9 @@ class Decoder {
   const float* norm_;
   std::vector<Layer> layers_;
   int64_t widest_ = 1;  // panels of gates
+  std::vector<std::unique_ptr<Mixer>> mixers_;  // of each layer, null where it has attention
+  Lineage lineage_;
+  MixerScratch scratch_;
   Buffer<float> most_, normed_;
   Buffer<int32_t> at_;
 };

@@ -93,8 +93,31 @@ struct AttendTask {
 };
 
 // Select the activation of a gated network. Each is x times a sigmoid: of x, of twice the argument of GELU's tanh, or of
-// 1.702 x; this one is of at most 7, and times one more than what is within 7 of zero.
-enum class Activation : int { silu, gelu_tanh, clamped };
+// 1.702 x; this one is of at most 7, and times one more than what is within 7 of zero. Or it is a sigmoid alone.
+enum class Activation : int { silu, gelu_tanh, clamped, sigmoid };
+
+// A causal convolution of one row: of each channel, its last inputs by weights of its own.
+struct ConvolveTask {
+  const float* const* rows;  // [taps], the oldest first: [channels]
+  const float* weights;      // [taps][stride]
+  const float* bias;         // [channels] or null
+  int64_t taps, stride;
+  int64_t channels;  // a multiple of 16
+  bool silu;         // of the sums
+  float* out;        // [channels]
+};
+
+// The gated delta rule of one row, in 16 columns of a head's state, [size][16]: the state decays, moves what it gives for
+// the key towards the value, and is read by the query.
+struct UpdateTask {
+  const float* before;
+  float* after;  // may be `before`
+  int64_t size;  // a multiple of 16
+  const float *key, *query;  // [size]
+  const float* value;        // [16]
+  float decay, rate;         // of the state, and of the movement
+  float* out;                // [16]; null: not read
+};
 
 struct Kernels {
   const char* name;
@@ -125,6 +148,10 @@ struct Kernels {
   // rows of states [size][16], to where each stands `stride` values behind the one before, as float or bfloat16
   void (*write)(const float* states, int64_t size, int64_t rows, void* to, int64_t stride, bool half);
   void (*add)(float* to, const float* from, int64_t count);
+  void (*convolve)(const ConvolveTask& task);
+  // divides a row's channels, a multiple of 16, by the root of 1e-6 and the sum of their squares, and multiplies by `factor`
+  void (*unit)(float* x, int64_t size, float factor);
+  void (*update)(const UpdateTask& task);
 };
 
 // The bytes of `products`' scratch for a matrix of so many blocks: weights that it makes, then what `prepare` makes, as floats

@@ -33,10 +33,11 @@ struct Heads {
   int64_t channels() const { return (queries + 2 * keys) * size; }
 };
 
-// Hold the parts of a layer. A norm that is null is left out.
+// Hold the parts of a layer. A norm that is null is left out. Where a mixer stands in attention's place, o is behind it.
 struct Layer {
   Matrix q, k, v, o, gate, up, down;
   Experts experts;  // where there are any: instead of gate, up and down
+  Matrix head_gate;  // of what attention gives, by the sigmoid of an output for each channel or head; or without panels
   const float *input_norm = nullptr, *post_norm = nullptr;        // [hidden]: of what attention and the network read
   const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: of what they add
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head size], or of all heads' channels where they are `whole`
@@ -168,6 +169,7 @@ class Workspace {
   float* x = nullptr;       // [tiles][hidden][16], the residual stream
   float* qkv = nullptr;     // [tiles][channels][16]
   float* added = nullptr;   // [tiles][hidden][16]: what is normed before it is added
+  float* gates = nullptr;   // [tiles][query channels][16], where attention is gated
   std::vector<ThreadScratch> threads;
 
   void prepare(const Rows& given, int64_t hidden, const Heads& heads, std::vector<Rope>& ropes, int team) {
@@ -177,6 +179,7 @@ class Workspace {
     std::memset(x + (tiles - 1) * hidden * kRows, 0, static_cast<size_t>(hidden * kRows) * sizeof(float));
     qkv = qkv_.reserve(static_cast<size_t>(tiles * heads.channels() * kRows));
     added = added_.reserve(static_cast<size_t>(tiles * hidden * kRows));
+    gates = gates_.reserve(static_cast<size_t>(tiles * rounded_up(heads.queries * heads.size, kOutputs) * kRows));
     turns_.resize(ropes.size());
     for (size_t i = 0; i < ropes.size(); ++i) place_rotations(given, ropes[i], turns_[i]);
     for (Sight& sight : sights_) group(given, heads, sight);
@@ -307,7 +310,7 @@ class Workspace {
 
   std::vector<Sight> sights_;
   std::vector<Turns> turns_;
-  Buffer<float> states_, qkv_, added_;
+  Buffer<float> states_, qkv_, added_, gates_;
 };
 
 // Multiply numbers in place. One product for each, so that compilers cannot make other bits of it.
@@ -381,6 +384,12 @@ class LayerRun {
 
   void run(const Layer& layer, const Cache& cache, const Input& in, const Input& attended,
            const Input& normed, const Input& gated) {
+    attend_rows(layer, cache, in, attended);
+    add_rows(layer, attended, normed, gated);
+  }
+
+  // Attention's heads, side by side.
+  void attend_rows(const Layer& layer, const Cache& cache, const Input& in, const Input& attended) {
     const int64_t tiles = space_.tiles, channels = heads_.channels();
     const int64_t offsets[3] = {0, heads_.queries * heads_.size, (heads_.queries + heads_.keys) * heads_.size};
     const auto keep = [&](size_t part, int64_t panel, const float* sums, const Pieces&) {
@@ -393,7 +402,13 @@ class LayerRun {
     products_of(team_, space_, {&layer.q, &layer.k, &layer.v}, in, keep);
     if (layer.whole_norms) norm_heads(layer);
     place(layer, cache);
+    if (layer.head_gate.panels) keep_gates(layer.head_gate, in);
     attend(layer, cache, attended);
+    if (layer.head_gate.panels) gate_heads(gate_panels(), attended);
+  }
+
+  // Adds what stands in the place of attention, and then the gated network.
+  void add_rows(const Layer& layer, const Input& attended, const Input& normed, const Input& gated) {
     add(layer.o, attended, layer.attention_norm);
     norm_tiles(team_, space_, space_.x, layer.post_norm, form_.hidden, form_.eps, normed);
     if (layer.experts.any()) return mix(layer, normed);
@@ -402,6 +417,49 @@ class LayerRun {
   }
 
  private:
+  int64_t gate_panels() const { return (heads_.queries * heads_.size + kOutputs - 1) / kOutputs; }
+
+  // Of each head one for all channels, or one for each.
+  void keep_gates(const Matrix& m, const Input& in) {
+    const int64_t tile_floats = gate_panels() * kOutputs * kRows;
+    const int64_t copies = m.outputs == heads_.queries ? heads_.size : 1;
+    products_of(team_, space_, {&m}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
+      const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs);
+      for (int64_t t = 0; t < space_.tiles; ++t)
+        for (int64_t o = 0; o < live; ++o)
+          for (int64_t i = 0; i < copies; ++i)
+            std::copy_n(sums + (t * kOutputs + o) * kRows, kRows,
+                        space_.gates + t * tile_floats + ((panel * kOutputs + o) * copies + i) * kRows);
+    });
+  }
+
+  // Multiplies what attention gave, as it stands in the input of the product behind it.
+  void gate_heads(int64_t panels, const Input& attended) {
+    team_.each(space_.tiles * panels, 1, [&](Pieces& pieces) {
+      float values[kOutputs * kRows];
+      while (pieces.next())
+        for (int64_t i = pieces.first; i < pieces.last; ++i) {
+          const int64_t tile = i / panels, channel = i % panels * kOutputs;
+          unpacked(attended, tile, channel, values);
+          space_.kernels.gate(space_.gates + i * kOutputs * kRows, values, attended, tile, channel, Activation::sigmoid);
+        }
+    });
+  }
+
+  // 16 channels of an input as floats.
+  void unpacked(const Input& in, int64_t tile, int64_t channel, float* values) const {
+    if (!space_.kernels.pairs) {
+      std::copy_n(in.floats(tile) + channel * kRows, kOutputs * kRows, values);
+      return;
+    }
+    const uint32_t* pairs = in.pairs(tile) + channel / 2 * kRows;
+    for (int64_t c = 0; c < kOutputs; ++c)
+      for (int64_t lane = 0; lane < kRows; ++lane) {
+        const uint32_t pair = pairs[c / 2 * kRows + lane], bits = c % 2 ? pair & 0xFFFF0000u : pair << 16;
+        std::memcpy(values + c * kRows + lane, &bits, 4);
+      }
+  }
+
   // Norms all heads' queries of a row as one, and all keys.
   void norm_heads(const Layer& layer) {
     team_.each(space_.tiles * 2, 1, [&](Pieces& pieces) {

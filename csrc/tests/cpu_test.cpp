@@ -18,6 +18,7 @@ int main(int count, char** arguments) {
   cpu_test::test_angles();
   cpu_test::test_order();
   cpu_test::test_decoder();
+  cpu_test::test_mixers();
   cpu_test::test_eagle();
   for (const char* numerics : {cpu::kBfloat16, cpu::kInteger}) {
     std::printf("instruction sets of %s:", numerics);

@@ -440,6 +440,8 @@ class FolderSource(Source):
         tensors = {key: tensor for file in _require_files(folder) for key, tensor in tensors_of(file)}
         if self._whole is not config:
             tensors = _of_language_model(tensors)
+        for stored, own in family_of(config).stored.items():
+            tensors = {key.replace(stored, own): tensor for key, tensor in tensors.items()}
         drafts = parts_in(tensors, layers)  # heads that only a draft reads
         tensors = {key: tensor for key, tensor in tensors.items() if key not in drafts}
         self._tensors = stacked(tensors, family_of(config).renamed)
@@ -501,7 +503,8 @@ class GGUFSource(Source):
 
     def __init__(self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
         self.file, self.config, self.dtype, self.name = file, config, dtype, name
-        self._stored = gguf.require_complete(file, config, layer_template(config))
+        self._shapes = layer_template(config)
+        self._stored = gguf.require_complete(file, config, self._shapes)
         self._suppressed = gguf.suppressed_ids(file, config.vocab_size)
 
     @cached_property
@@ -524,12 +527,7 @@ class GGUFSource(Source):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         names = {stored[0]: name for name, stored in self._stored.items()}
-        return {names[stored]: self._shape(names[stored]) for stored in self.file.tensors if stored in names}
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        shapes = [self.file.tensors[stored].shape for stored in self._stored[name]]
-        shape = (shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:]) if len(shapes) > 1 else shapes[0]
-        return gguf.turned(self.config, shape)
+        return {names[stored]: self._shapes[names[stored]] for stored in self.file.tensors if stored in names}
 
     @cached_property
     def blocks(self) -> frozenset[str]:
@@ -575,7 +573,8 @@ class GGUFSource(Source):
             found = torch.stack(parts, dim=2).flatten(1, 2)
         else:
             found = torch.cat(parts, dim=1)
-        return found.transpose(1, 2).contiguous() if self._is_turned(found) else found
+        found = found.transpose(1, 2).contiguous() if self._is_turned(found) else found
+        return found.reshape(self._shapes[name])
 
     def _is_turned(self, tensor: Tensor) -> bool:
         return tensor.ndim > 2 and family_of(self.config).alternating

@@ -113,7 +113,7 @@ class SmallModel(RowDraft):
             self._version = self.lm.version
         kept = min(common_prefix(self._tokens, prompt), self.cache.length)
         self.cache.crop(kept)
-        self.lm.extend(self.cache, self._known(prompt[kept:]), logits="none")
+        self.lm.extend(self.cache, self._known(prompt[self.cache.length :]), logits="none")
         self._tokens = list(prompt)
         self.taken.fill_(1)  # the root
 

@@ -16,7 +16,7 @@ from specengine.models import families
 from specengine.models.families import Family, Shape
 
 # Frequencies do not change with the length; for longrope, up to its original context.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 SLIDING = families.SLIDING
 LAYER_TYPES = ("full_attention", SLIDING)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in transformers
@@ -106,8 +106,13 @@ def shape_of(config: PretrainedConfig) -> Shape:
 
 def activation_of(config: PretrainedConfig) -> str:
     """Return the activation of the feed-forward networks by its name in csrc/cpu."""
-    family = family_of(config)
-    return family.activation or ACTIVATIONS[getattr(config, family.fields.activation)]
+    return family_of(config).activation or ACTIVATIONS[_activation(config)]
+
+
+def _activation(config: PretrainedConfig) -> Any:
+    """Return the activation of the feed-forward networks by its name in transformers."""
+    field = family_of(config).fields.activation
+    return getattr(config, field, None) if field else "silu"
 
 
 def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
@@ -123,6 +128,11 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
     size = int(family_of(config).shape(config).head_dim * part)
     powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").to(torch.float32) / size
     return 1.0 / given["rope_theta"] ** powers, 1.0
+
+
+def _turns_part(rope: dict[str, Any]) -> bool:
+    """Return whether its partial_rotary_factor leaves channels out; proportional positions turn them by nothing."""
+    return rope.get("rope_type") != "proportional"
 
 
 def window_of(config: Any) -> int | None:
@@ -143,23 +153,28 @@ def refuse_short(config: PretrainedConfig) -> None:
 def refuse_config(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError where the config alone says that the native forward would compute something else."""
     family = family_of(config)
-    activation = getattr(config, family.fields.activation, None)
+    activation = _activation(config)
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [given for given in rope.values() if isinstance(given, dict)] or [rope]
     kind = next((kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES), "")
     pad, vocabulary = getattr(config, "pad_token_id", None) or 0, getattr(config, family.fields.vocabulary, None) or 0
     other = [name for name, value in family.neutral.items() if getattr(config, name, None) not in (None, value)]
+    mixers = [layer.mixer for layer in family.layers_of(config) if layer.mixer is not None]
+    refused = next((mixer.refused for mixer in mixers if mixer.refused), "")
     reasons: dict[str, Any] = {
         "quantized weights": getattr(config, "quantization_config", None) is not None,
         "code of its own (auto_map)": getattr(config, "auto_map", None) is not None,
         f"activation {activation}, known are {', '.join(ACTIVATIONS)}": activation not in ACTIVATIONS,
-        "other layers than full or sliding attention": set(getattr(config, "layer_types", None) or ())
-        - set(LAYER_TYPES),
+        " or ".join(("other layers than full or sliding attention", *family.kinds)): set(
+            getattr(config, "layer_types", None) or ()
+        )
+        - {*LAYER_TYPES, *family.kinds},
         f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind,
         "positions on part of a head's channels": not family.attention.partial
-        and any(given.get("partial_rotary_factor", 1.0) != 1.0 for given in ropes),
+        and any(given.get("partial_rotary_factor", 1.0) != 1.0 for given in ropes if _turns_part(given)),
         f"pad_token_id {pad}, its vocabulary has {vocabulary}": not -vocabulary <= pad < vocabulary,
         f"{', '.join(other)} in its config": other,
+        refused: refused,
     }
     for reason, holds in reasons.items():
         if holds:

@@ -33,6 +33,8 @@ class KVCache:
     the cache is.
     """
 
+    memory: Any = None  # states of recurrent layers, where there are any
+
     def __init__(
         self,
         layers: int,
@@ -63,6 +65,18 @@ class KVCache:
     def capacity(self) -> int:
         return self.slab.shape[3]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory that it takes."""
+        return self.slab.nbytes
+
+    def reach(self, length: int) -> int:
+        """Return how many slots are left behind `crop(length)`, where fewer than that may be kept."""
+        return length
+
+    def mark(self) -> None:
+        """Make the committed slots ones that a later `crop` can go back to."""
+
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` slots; committed slots are kept, scratch is dropped."""
         if capacity <= self.slab.shape[3]:  # not by the property: several calls per cycle
@@ -92,6 +106,42 @@ class KVCache:
             self.keep(Nodes.of(torch.tensor(path, device=self.slab.device, dtype=torch.int64)))
         else:  # all of them are in place
             self.filled += len(path)
+
+
+class HybridCache(KVCache):
+    """Keys and values of the layers that have attention, and `memory`, the states of the others.
+
+    A state cannot be taken back by a token. So a crop keeps what it can, which `reach` tells: slots behind the last
+    forward's root, or those up to the last `mark`, or none.
+    """
+
+    def __init__(
+        self, layers: int, heads: int, head_size: int, capacity: int, *, dtype: torch.dtype, memory: Any
+    ) -> None:
+        """layers: those with attention; memory: of the decoder that runs over this cache."""
+        super().__init__(layers, heads, head_size, capacity, dtype=dtype)
+        self.memory = memory
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + int(self.memory.bytes)
+
+    def reach(self, length: int) -> int:
+        return int(self.memory.reach(length))
+
+    def mark(self) -> None:
+        self.memory.mark()
+
+    def crop(self, length: int) -> None:
+        """Forget everything from slot `reach(length)` on."""
+        kept = self.reach(length)
+        super().crop(length)
+        self.memory.crop(length)
+        self.length = kept
+
+    def keep(self, path: Nodes) -> None:
+        self.memory.keep(self.length, path.ids, int(path.live))
+        super().keep(path)
 
 
 def of_shape(rows: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -235,15 +285,19 @@ class CachedTarget(Target):
         if self.lm.version != self._version:
             self.reset()
             self._version = self.lm.version
-        return super().cached(tokens)
+        return self.cache.reach(super().cached(tokens))
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         kept = self.cached(tokens) if keep is None else keep
         self.cache.crop(kept)
-        self.tokens = tokens[:kept]
-        _, features = self.lm.extend(self.cache, tokens[kept:], self._features, logits="none")
+        self.tokens = tokens[: self.cache.length]
+        features = self._extend(tokens[self.cache.length :])
         self.tokens = list(tokens)
         return features
+
+    def _extend(self, tokens: list[int]) -> Tensor | None:
+        """Run the rest of a prompt; return its features."""
+        return self.lm.extend(self.cache, tokens, self._features, logits="none")[1]
 
     def rate(self, tokens: list[int]) -> Tensor:
         if not self.tokens:

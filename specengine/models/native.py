@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError
-from specengine.models import Chosen, Successors
+from specengine.models import Chosen, Successors, families
 from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import Factors, Shape
-from specengine.models.huggingface import Logits, context_limit, refuse_unsupported
-from specengine.models.kv_cache import CachedTarget, KVCache, Rows, in_own_dtype
+from specengine.models.families import GATED_NORM, Factors, Shape
+from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
+from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
 from specengine.models.weights import KIND_OF, TINY_VOCABULARY, FirstLayer, Source, Weight, layer_template
 from specengine.ops.tree import TokenTree
@@ -36,6 +36,7 @@ from specengine.ops.tree import TokenTree
 VARIABLE = "SPECENGINE_CPU"
 _UNROUNDED = (".router.weight", ".shared.gate.weight")  # matrices that are few numbers, on which much hangs
 PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+LONG_PROMPT, MARKED_BEFORE = 64, 8  # tokens of a prompt that is marked, and how far before its end
 PACKED_ROWS = 1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
 WITH_PAIRS = ("amx", "avx512bf16")  # these multiply bfloat16; for float32 weights the plain vectors serve
 _INTEGER = "int_"  # of kinds that are multiplied as integers; the rest of the name is a file's kind
@@ -199,8 +200,11 @@ class NativeLM:
         return int(self._weights.bytes)
 
     def new_cache(self, capacity: int) -> KVCache:
-        shape = self.shape
-        return KVCache(shape.layers, shape.kv_heads, shape.head_dim, capacity, dtype=self.dtype)
+        layers = family_of(self.config).attends(self.config)
+        sizes = layers, self.shape.kv_heads, self.shape.head_dim, capacity
+        if layers == self.layers:
+            return KVCache(*sizes, dtype=self.dtype)
+        return HybridCache(*sizes, dtype=self.dtype, memory=self.decoder.memory())
 
     def require_same(self) -> None:
         """Raise UnsupportedModelError if a loaded model has changed in more than the values of its weights."""
@@ -320,6 +324,8 @@ class NativeLM:
                 None if best is None else best.logits,
                 self.shape.layers if layers is None else layers,
                 team.get() or torch.get_num_threads(),
+                cache.memory,
+                0 if cache.memory is None else cache.length,
             )
         self.seconds += time.perf_counter() - began
         return states
@@ -336,7 +342,7 @@ class NativeLM:
             add_weight(self._weights, self._packed(part, turned), kinds)
             for weight in self.source.weights(blocks=kinds)
             if weight.name in wanted
-            for part in self._as_it_is_read(weight, parts[weight.name]).parts(parts[weight.name])
+            for part in self._as_it_is_read(self._whole_heads(weight), parts[weight.name]).parts(parts[weight.name])
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
         keys = list(ropes)
@@ -351,6 +357,7 @@ class NativeLM:
             list(ropes.values()),
             [(-1 if place.rope is None else keys.index(place.rope), place.window or 0) for place in places],
             self._routing(),
+            family.recurrence(self.config),
         )
         self._state = state
 
@@ -390,7 +397,10 @@ class NativeLM:
         Norms multiply by their numbers, and channels that are turned together stand half of the `turned` ones apart.
         """
         module, _, kind = weight.name.rpartition(".")
-        if family_of(self.config).one_is_zero and len(weight.shape) == 1 and kind == "weight":
+        if len(weight.shape) == 3:  # a convolution's: by taps
+            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float()[:, 0].T.flatten())
+        norm = len(weight.shape) == 1 and kind == "weight" and not module.endswith(GATED_NORM)
+        if family_of(self.config).one_is_zero and norm:
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
         if not (family_of(self.config).attention.neighbours and module.endswith(("attn.q_proj", "attn.k_proj"))):
             return weight
@@ -398,6 +408,16 @@ class NativeLM:
         heads = rows.view(-1, self.shape.head_dim)
         pairs = heads[:, :turned].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
         return weight._replace(order=torch.cat((pairs, heads[:, turned:]), dim=1).flatten())
+
+    def _whole_heads(self, weight: Weight) -> Weight:
+        """Return queries with all heads' gates behind them, which a file has behind each head's queries."""
+        attention = family_of(self.config).attention
+        if not (attention.gated and weight.name.rpartition(".")[0].endswith(attention.q.transformers)):
+            return weight
+        count = weight.shape[0]
+        rows = torch.arange(count, dtype=torch.int64, device="cpu") if weight.order is None else weight.order.long()
+        rows = rows.view(self.shape.heads, 2, -1).transpose(0, 1).flatten()
+        return weight._replace(rows=lambda first, last: weight.rows(0, count)[rows[first:last]], order=None)
 
     def _wanted(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
@@ -481,7 +501,8 @@ class NativeLM:
 
 def refuse_loaded(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if a loaded model computes more than its weights and config say."""
-    refuse_unsupported(model)
+    family = families.known().get(model.config.model_type)
+    (refuse_others if family is not None and family.kinds else refuse_unsupported)(model)  # its states take trees here
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if not is_plain(tensor):
             kind = f"{type(tensor).__name__} on {tensor.device.type}, {str(tensor.layout).removeprefix('torch.')}"
@@ -726,6 +747,16 @@ class NativeTarget(CachedTarget):
 
     def running(self) -> AbstractContextManager[None]:
         return in_own_dtype(one_torch_thread(), "cpu")
+
+    def _extend(self, tokens: list[int]) -> Tensor | None:
+        """Run the rest of a prompt, and mark it; a long one before its end, where the next turn may begin otherwise."""
+        left = MARKED_BEFORE if self.cache.memory is not None and len(tokens) >= LONG_PROMPT else 0
+        before = super()._extend(tokens[: len(tokens) - left])
+        self.cache.mark()
+        if not left:
+            return before
+        last = super()._extend(tokens[-left:])
+        return None if before is None or last is None else torch.cat([before, last])
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         logits = torch.empty(int(tree.size), self.vocab_size, dtype=torch.float32, device="cpu")

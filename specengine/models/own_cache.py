@@ -48,6 +48,10 @@ class OwnCache:
             type(cache) is DynamicCache and all(type(layer) in _CROPPED for layer in cache.layers) for cache in caches
         )
 
+    def reach(self, length: int) -> int:
+        """Return how many tokens are left behind `crop(length)`."""
+        return length if length == self.length or self.croppable else 0
+
     def crop(self, length: int) -> None:
         """Forget everything from token `length` on, or everything where the cache cannot be cropped."""
         if length < self.length and (not length or not self.croppable):
@@ -311,10 +315,6 @@ class OwnCacheTarget(HuggingFaceTarget):
         how = "trees are verified path by path on" if self.trees else "decoded plainly on"
         why = self.cause if self.trees else f"{self.cause}; and {self.lm.fault}"
         return [f"{how} its own cache: {why}"]
-
-    def cached(self, tokens: list[int]) -> int:
-        found = super().cached(tokens)
-        return found if found == self.cache.length or self.cache.croppable else 0  # type: ignore[attr-defined]
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         kept = self.cached(tokens) if keep is None else keep

@@ -358,7 +358,7 @@ def shapes(eagle: bool) -> dict[str, tuple[int, ...]]:
 
 
 def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
-    """changes: sizes, activation, numbers, ropes, places or routing."""
+    """changes: sizes, activation, numbers, ropes, places, routing or recurrence."""
     given = {
         "sizes": [LAYERS, HIDDEN, VOCABULARY, *HEADS],
         "activation": "silu",
@@ -367,6 +367,7 @@ def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
         "ropes": [(FREQUENCIES, 1.0)],
         "places": [(0, 0)] * LAYERS,
         "routing": NO_ROUTING,
+        "recurrence": [],
     }
     return cpu.Decoder(_set(cpu), NUMERICS, *(given | changes).values())
 
@@ -389,7 +390,44 @@ def forward_of_decoder(m: Memory) -> Arguments:
     best = m.put(torch.zeros(ROWS, 2, dtype=torch.int64)), real(m, ROWS, 2)
     out = real(m, ROWS, 2 * HIDDEN), real(m, 2, VOCABULARY), *best
     given = whole(m, 4, 5, 5), 4, 4, m.put(torch.tensor([[1], [3], [5]])), whole(m, 1, 2, 3), slab(m)
-    return [*given, [0, LAYERS], *out, LAYERS, 1]
+    return [*given, [0, LAYERS], *out, LAYERS, 1, None, 0]
+
+
+DELTA = [96, 4, 1, 1, 32, 32]  # channels and taps of a convolution, heads of keys and values, sizes of both
+
+
+def hybrid(cpu: Any, recurrence: list[int] = DELTA, **changes: tuple[int, ...]) -> Any:
+    """Return a decoder whose second layer has the gated delta rule, with other shapes of its tensors."""
+    prefix, channels, taps, values = "model.layers.1.linear_attn.", DELTA[0], DELTA[1], DELTA[3] * DELTA[5]
+    own: dict[str, tuple[int, ...]] = {
+        "in_proj_qkv.weight": (channels, HIDDEN),
+        "in_proj_z.weight": (values, HIDDEN),
+        "in_proj_b.weight": (DELTA[3], HIDDEN),
+        "in_proj_a.weight": (DELTA[3], HIDDEN),
+        "out_proj.weight": (HIDDEN, values),
+        "conv1d.weight": (taps * channels,),
+        "A_log": (DELTA[3],),
+        "dt_bias": (DELTA[3],),
+        "norm.weight": (DELTA[5],),
+    }
+    shapes = {prefix + name: shape for name, shape in (own | changes).items()}
+    return decoder(cpu, weights(cpu, **shapes), recurrence=recurrence)
+
+
+def forward_of_hybrid(m: Memory) -> Arguments:
+    network = made_hybrid()
+    memory = network.memory()
+    network.forward(
+        whole(m, 0, 1), 0, 0, None, whole(m, 3, 4), slab(m), [], None, None, None, None, LAYERS, 1, memory, 0
+    )
+    arguments = forward_of_decoder(m)
+    arguments[1:3], arguments[-2:] = [2, 2], [memory, 2]
+    return arguments
+
+
+@cache
+def made_hybrid() -> Any:
+    return hybrid(importlib.import_module("specengine._cpu"))
 
 
 @cache
@@ -412,7 +450,8 @@ def later_forward_of_eagle(m: Memory) -> Arguments:
 
 
 CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[int]]] = {
-    "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9}),
+    "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13}),
+    "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9}),
     "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
     "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),
     "eagle": (eagle, "forward", forward_of_eagle, {4, 6, 7, 8, 11}),

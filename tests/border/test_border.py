@@ -31,6 +31,7 @@ from tests.border.calls import (
     at,
     decoder,
     eagle,
+    hybrid,
     misaligned,
     replaced,
     spread,
@@ -74,7 +75,8 @@ def test_every_function_is_called() -> None:
     methods = {
         f"{kind}.{name}" for kind in ("Decoder", "Eagle") for name in vars(getattr(_cpu, kind)) if name[0] != "_"
     }
-    assert methods == {f"{make.__name__.capitalize()}.{method}" for make, method, _, _ in CPU.values()}
+    kinds = {make: "Decoder" if make is hybrid else make.__name__.capitalize() for make, *_ in CPU.values()}
+    assert methods == {"Decoder.memory", *(f"{kinds[make]}.{method}" for make, method, _, _ in CPU.values())}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -386,11 +388,11 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
 
 def test_a_network_without_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="weights: got None"):
-        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [], NO_ROUTING)
+        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [], NO_ROUTING, [])
     with pytest.raises(ValueError, match="weights: got None"):
         _cpu.Eagle("portable", "bfloat16", [8, 8, 1, 1, 2], [True, True, False], 1e-5, None, [1.0], 1.0)
     with pytest.raises(ValueError, match="instruction set: this machine has no abacus"):
-        _cpu.Decoder("abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [], NO_ROUTING)
+        _cpu.Decoder("abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [], NO_ROUTING, [])
 
 
 @pytest.mark.parametrize(
@@ -504,6 +506,65 @@ def test_windows_and_positions_of_part_of_a_head_are_taken() -> None:
         decoder(_cpu, **changes).forward(*build(memory))
         assert memory.intact()
         assert run is not None
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "refusal"),
+    [
+        ([96, 4, 1, 1, 32], "sizes: got 5, accepted 6 numbers"),
+        ([97, 4, 1, 1, 32, 32], "channels: got 97, accepted 96"),
+        ([0, 4, 0, 0, 0, 0], "channels: got 0"),
+        ([96, 0, 1, 1, 32, 32], "taps: got 0"),
+        ([96, 5, 1, 1, 32, 32], "accepted .480."),
+        ([96, 1 << 20, 1, 1, 32, 32], "taps: got 1048576"),
+        ([96, 4, 0, 1, 32, 32], "value heads: got 1"),
+        ([96, 4, 2, 1, 16, 32], "value heads: got 1, accepted a multiple of the key heads"),
+        ([96, 4, 1, 1, 40, 16], "head size: got 40, accepted a multiple of 16"),
+        ([96, 4, 1, 1, 1 << 33, 32], "sizes: got 8589934592"),
+        ([96, 4, 0, 0, 0, 0], "the recurrence has no heads"),
+        ([128, 4, 1, 2, 32, 32], "accepted"),
+    ],
+)
+def test_recurrences_of_other_sizes_are_refused(recurrence: list[int], refusal: str) -> None:
+    assert hybrid(_cpu).memory().bytes > 0
+    with pytest.raises(ValueError, match=refusal):
+        hybrid(_cpu, recurrence)
+
+
+def test_a_memory_is_one_of_its_decoder() -> None:
+    network, build = hybrid(_cpu), CPU["hybrid"][2]
+    with pytest.raises(ValueError, match="recurrent layers: got 0"):
+        decoder(_cpu).memory()
+    right = build(Memory())
+    for memory in (None, object(), 3):
+        with pytest.raises((ValueError, TypeError), match=r"memory: got None|incompatible"):
+            network.forward(*right[:-2], memory, 2)
+    with pytest.raises(ValueError, match="memory: got 1, accepted one of this decoder"):
+        decoder(_cpu).forward(*CPU["decoder"][2](Memory())[:-2], right[-2], 2)
+    for committed in (-1, 1, 3, 1 << 40):
+        with pytest.raises(ValueError, match=r"committed|memory: holds slots 2 to 2"):
+            network.forward(*right[:-1], committed)
+    assert network.forward(*right) is None
+    assert (right[-2].folded, right[-2].marked) == (2, 0)
+
+
+def test_paths_of_a_memory_are_of_slots_that_were_run() -> None:
+    network = hybrid(_cpu)
+    arguments = CPU["hybrid"][2](Memory())
+    network.forward(*arguments)
+    memory = arguments[-2]
+    for length, path, count in ((2, [0, 3], 2), (2, [1, 0], 2), (2, [-1], 1), (1, [0], 1), (3, [2], 1), (-1, [0], 1)):
+        with pytest.raises(ValueError, match=r"path: |length: "):
+            memory.keep(length, torch.tensor(path), count)
+    for wrong in (torch.tensor([0.0]), torch.tensor([[0]]), None, torch.tensor([0], dtype=torch.int32)):
+        with pytest.raises((ValueError, TypeError)):
+            memory.keep(2, wrong, 1)
+    with pytest.raises(ValueError, match="path: "):
+        memory.keep(2, torch.tensor([0]), 2)
+    memory.keep(2, torch.tensor([0, 2]), 2)
+    assert [memory.reach(length) for length in (5, 2, 1, -3)] == [5, 2, 0, 0]
+    memory.crop(-3)
+    assert memory.folded == 0
 
 
 def test_a_head_reads_states_and_embeddings_of_its_own_size() -> None:

@@ -82,6 +82,11 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
         {"attention.sliding_window": 9},
     ),
     "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": [FULL] * 2}, {}),
+    "lfm2": (
+        "lfm2",
+        {"block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
+        {"attention.head_count_kv": [0, 0, 2], "shortconv.l_cache": 4, "rope.freq_base": 1e6},
+    ),
     "seed_oss": ("seed_oss", {}, {}),
     "ernie4_5": ("ernie4_5", {"use_bias": True}, {}),
     "mixtral": ("mixtral", {"sliding_window": None}, {"expert_count": 5, "expert_used_count": 2}),
@@ -146,6 +151,8 @@ def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters() if name in layer_template(config)}
     for name, names in gguf.tensor_names(config, tensors).items():
         numbers = tensors[name].numpy().astype(np.float32)
+        if numbers.ndim == 3:  # a convolution of single channels
+            numbers = numbers[:, 0]
         if family_of(config).one_is_zero and numbers.ndim == 1:
             numbers = numbers + 1
         parts = np.split(numbers, len(names), axis=int(len(names) > 1))
@@ -186,14 +193,15 @@ def write(
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, family_of(config).fields.eps),
         "rope.freq_base": float((config.rope_parameters or {}).get("rope_theta", 1e4)),
         **metadata,
         **(changes or {}),
     }
     writer = written.GGUFWriter(path, own.architecture)
     for key, value in values.items():
-        add = {int: writer.add_uint32, str: writer.add_string}.get(type(value), writer.add_float32)
+        kinds = {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+        add = kinds.get(type(value), writer.add_float32)
         add(f"{own.architecture}.{key}", value)
     for name, numbers in stored_of(model, own).items():
         writer.add_tensor(name, numbers)
@@ -209,7 +217,15 @@ def test_a_file_answers_as_its_model_does(case: str, tmp_path: Path) -> None:
     assert all((theirs[name] - tensor).abs().max() < 1e-6 for name, tensor in model.state_dict().items())
     half = Engine.from_pretrained(str(path), "none", offline=True, backend="native")
     assert half.target.dtype is torch.bfloat16
-    assert torch.equal(half.target.model.model.norm.weight.float(), model.model.norm.weight)
+    norm = f"{family_of(model.config).norm.transformers}.weight"
+    assert torch.equal(half.target.model.get_parameter(norm).float(), model.get_parameter(norm))
+
+
+@pytest.mark.parametrize("heads", [[0, 2], [0, 0, 0], [0, 2, 1], [0, 0, 3], [0, -2, 2], 2.0])
+def test_lists_of_heads_that_fit_no_layers_are_refused(heads: Any, tmp_path: Path) -> None:
+    _, path = write(tmp_path, "lfm2", {"attention.head_count_kv": heads})
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=r"lfm2\.attention\.head_count_kv"):
+        Engine.from_pretrained(str(path), "none", offline=True, backend="native")
 
 
 def test_the_largest_gemma_3_divides_scores_by_another_root(tmp_path: Path) -> None:

@@ -100,6 +100,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5 biases": ("ernie4_5", {"use_bias": True}),
+    "lfm2": ("lfm2", {}),
+    "lfm2 biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "hidden_size": 40}),
+    "lfm2 not adjusted": ("lfm2", {"block_auto_adjust_ff_dim": False}),
+    "lfm3": ("lfm3", {}),
+    "lfm3 plainer": ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False}),
+    "lfm3 wide heads": ("lfm3", {"head_dim": 18, "num_attention_heads": 6}),
+    "qwen3_5_text": ("qwen3_5_text", {}),
+    "qwen3_5_text wide": (
+        "qwen3_5_text",
+        {
+            "initializer_range": 0.2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 48,
+            "linear_num_key_heads": 1,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
     **{
         f"llama groups of {size}": ("llama", {"hidden_size": 16 * size, "num_attention_heads": 2 * size})
         for size in range(1, 9)

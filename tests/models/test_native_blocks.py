@@ -61,7 +61,10 @@ def test_answers_past_the_window_are_those_of_transformers(name: str) -> None:
         assert engine.generate(PROMPT, max_new_tokens=40).token_ids == plainly(model, PROMPT, 40)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "ernie4_5", "olmo3", "mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3_text", "smollm3", "ernie4_5", "olmo3", "mixtral", "qwen3_moe", "olmoe", "lfm2", "lfm3", "qwen3_5_text"],
+)
 def test_folders_answer_so_too(name: str, tmp_path: Path) -> None:
     model_of(name).save_pretrained(tmp_path)
     engine = Engine.from_pretrained(str(tmp_path), "none", offline=True, backend="native")

@@ -13,6 +13,7 @@ from tests.sweep.small import model_of
 from tests.toy import policy_for, random_tree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+MODULES = "huggingface"  # the backend of transformers' modules: others run the hybrid natively
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_what_was_asked_for_is_refused_by_its_cause(
 def test_trees_run_path_by_path(hybrid: PreTrainedModel) -> None:
     prompt = prompt_of(30)
     expected = generated(hybrid, prompt)
-    engine = Engine.from_pretrained(hybrid, Knowing([*prompt, *expected]), policy_for("eagle"))
+    engine = Engine.from_pretrained(hybrid, Knowing([*prompt, *expected]), policy_for("eagle"), backend=MODULES)
     answer = engine.generate(prompt, max_new_tokens=24, eos_token_id=[])
     assert answer.token_ids == expected
     assert answer.stats.num_accepted_draft_tokens > 8
@@ -79,7 +80,7 @@ def test_paths_are_padded_behind() -> None:
 
 
 def test_a_session_reuses_the_cache_that_it_goes_on_with(hybrid: PreTrainedModel) -> None:
-    engine, prompt = Engine.from_pretrained(hybrid, policy="plain"), prompt_of(20)
+    engine, prompt = Engine.from_pretrained(hybrid, policy="plain", backend=MODULES), prompt_of(20)
     target = engine.target
     with torch.inference_mode():
         target.prefill(prompt)

@@ -13,6 +13,7 @@ CPU_INLINE vf activated(vf gate, vf up) {
     up = up < -most ? -most : up;
     return gated(gate, gate * 1.702f, up + 1.0f);
   }
+  if (Of == Activation::sigmoid) return gated(set(1.0f), gate, up);
   return gated(gate, gate * mac(gate * gate, 0.0713548163f, 1.59576912f), up);
 }
 
@@ -47,5 +48,6 @@ static void gate(const float* gates, const float* ups, const Input& out, int64_t
                  Activation activation) {
   if (activation == Activation::silu) return gate_by<Activation::silu>(gates, ups, out, tile, first_channel);
   if (activation == Activation::clamped) return gate_by<Activation::clamped>(gates, ups, out, tile, first_channel);
+  if (activation == Activation::sigmoid) return gate_by<Activation::sigmoid>(gates, ups, out, tile, first_channel);
   gate_by<Activation::gelu_tanh>(gates, ups, out, tile, first_channel);
 }

@@ -141,6 +141,7 @@ void test_fused();
 void test_angles();
 void test_order();
 void test_decoder();
+void test_mixers();
 void test_eagle();
 void test_threads();
 void test_walls();

@@ -64,30 +64,58 @@ void Toy::experts(const std::string& prefix, const ToyShape& shape) {
   matrix(prefix + "shared.gate", kind, 1, shape.hidden);
 }
 
-void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width) {
+void Toy::mix(const std::string& prefix, const ToyShape& shape, Mixes mixer) {
+  const cpu::Recurrence& of = shape.blocks.recurrence;
+  if (mixer == Mixes::convolution) {
+    for (const char* name : {"b_proj", "c_proj", "x_proj"})
+      matrix(prefix + "short_conv." + name, name[0] == 'x' ? shape.other : shape.kind, of.channels, shape.hidden);
+    matrix(prefix + "short_conv.out_proj", shape.kind, shape.hidden, of.channels);
+    vector(prefix + "short_conv.conv.weight", of.taps * of.channels, 0.0, 0.6);
+    if (shape.biases) vector(prefix + "short_conv.conv.bias", of.channels, 0.0, 0.3);
+    return;
+  }
+  const std::string delta = prefix + "linear_attn.";
+  matrix(delta + "in_proj_qkv", shape.kind, of.channels, shape.hidden);
+  matrix(delta + "in_proj_z", shape.other, of.heads * of.value_size, shape.hidden);
+  matrix(delta + "in_proj_b", shape.kind, of.heads, shape.hidden);
+  matrix(delta + "in_proj_a", shape.other, of.heads, shape.hidden);
+  matrix(delta + "out_proj", shape.kind, shape.hidden, of.heads * of.value_size);
+  vector(delta + "conv1d.weight", of.taps * of.channels, 0.0, 0.6);
+  vector(delta + "A_log", of.heads, 0.0, 1.0);
+  vector(delta + "dt_bias", of.heads, -2.0, 1.0);
+  vector(delta + "norm.weight", of.value_size, 1.0, 0.2);
+}
+
+void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width, Mixes mixer) {
   const std::string attention = prefix + "self_attn.";
   const int64_t size = shape.heads.size, queries = shape.heads.queries * size, keys = shape.heads.keys * size;
-  matrix(attention + "q_proj", shape.kind, queries, width);
-  matrix(attention + "k_proj", shape.kind, keys, width);
-  matrix(attention + "v_proj", shape.other, keys, width);
-  matrix(attention + "o_proj", shape.kind, shape.hidden, queries);
+  if (mixer != Mixes::none) {
+    mix(prefix, shape, mixer);
+  } else {
+    matrix(attention + "q_proj", shape.kind, queries, width);
+    matrix(attention + "k_proj", shape.kind, keys, width);
+    matrix(attention + "v_proj", shape.other, keys, width);
+    matrix(attention + "o_proj", shape.kind, shape.hidden, queries);
+    const int64_t gates = shape.blocks.by_head ? shape.heads.queries : queries;
+    if (shape.blocks.gated) matrix(attention + "gate_proj", shape.other, gates, width);
+  }
   if (shape.blocks.experts)
     experts(prefix + "mlp.", shape);
   else
     network(prefix + "mlp.", shape);
-  if (shape.blocks.clamped) vector(attention + "sinks", shape.heads.queries, 0.5, 1.0);
+  if (shape.blocks.clamped && mixer == Mixes::none) vector(attention + "sinks", shape.heads.queries, 0.5, 1.0);
   if (shape.blocks.input_norms) vector(prefix + "post_attention_layernorm.weight", shape.hidden, 1.0, 0.2);
   if (shape.blocks.output_norms) {
     vector(prefix + "attention_output_norm.weight", shape.hidden, 0.7, 0.2);
     vector(prefix + "mlp_output_norm.weight", shape.hidden, 0.7, 0.2);
   }
-  if (shape.biases) {
+  if (shape.biases && mixer == Mixes::none) {
     bias(attention + "q_proj", queries);
     bias(attention + "k_proj", keys);
     bias(attention + "v_proj", keys);
     bias(attention + "o_proj", shape.hidden);
   }
-  if (shape.head_norms) {
+  if (shape.head_norms && mixer == Mixes::none) {
     vector(attention + "q_norm.weight", shape.blocks.whole_norms ? queries : size, 1.0, 0.2);
     vector(attention + "k_norm.weight", shape.blocks.whole_norms ? keys : size, 1.0, 0.2);
   }
@@ -129,25 +157,140 @@ void Positions::rotate(double* head, int64_t position) const {
   }
 }
 
+namespace {
+
+double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+
+// Sums of channels' last inputs by their weights, [taps][channels]; path: rows, the one asked for last.
+Row convolved(const std::vector<const Row*>& path, const Row& weights, int64_t taps) {
+  const size_t channels = path.back()->size();
+  Row out(channels, 0.0);
+  for (int64_t t = 0; t < taps; ++t) {
+    const auto back = static_cast<size_t>(taps - 1 - t);
+    if (back >= path.size()) continue;
+    const Row& row = *path[path.size() - 1 - back];
+    for (size_t c = 0; c < channels; ++c) out[c] += row[c] * weights[static_cast<size_t>(t) * channels + c];
+  }
+  return out;
+}
+
+// Multiplies channels [first, first + size) so that their length becomes `length`.
+void shorten(Row& x, int64_t first, int64_t size, double length) {
+  double squares = 1e-6;
+  for (int64_t i = first; i < first + size; ++i) squares += x[static_cast<size_t>(i)] * x[static_cast<size_t>(i)];
+  for (int64_t i = first; i < first + size; ++i) x[static_cast<size_t>(i)] *= length / std::sqrt(squares);
+}
+
+// One head's state after a path, and what it gives for the last row; scalars: decays and rates of the path's rows.
+Row given_by_state(const std::vector<Row>& path, const std::vector<Row>& scalars, int64_t head, const cpu::Recurrence& of) {
+  const int64_t keys = of.key_heads * of.key_size, key = head / (of.heads / of.key_heads) * of.key_size;
+  std::vector<Row> state(static_cast<size_t>(of.key_size), Row(static_cast<size_t>(of.value_size), 0.0));
+  Row out(static_cast<size_t>(of.value_size), 0.0);
+  for (size_t r = 0; r < path.size(); ++r) {
+    const double *query = path[r].data() + key, *k = path[r].data() + keys + key;
+    const double* value = path[r].data() + 2 * keys + head * of.value_size;
+    const double decay = scalars[r][static_cast<size_t>(head)], rate = scalars[r][static_cast<size_t>(of.heads + head)];
+    for (size_t j = 0; j < out.size(); ++j) {
+      double given = 0.0;
+      for (size_t i = 0; i < state.size(); ++i) state[i][j] *= decay, given += state[i][j] * k[i];
+      out[j] = 0.0;
+      for (size_t i = 0; i < state.size(); ++i) {
+        state[i][j] += k[i] * (value[j] - given) * rate;
+        out[j] += state[i][j] * query[i];
+      }
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+std::vector<Row> mix(const Toy& toy, const std::string& prefix, Mixes mixer, const cpu::Recurrence& of,
+                     const std::vector<Row>& inputs, const Context& context) {
+  const std::string own = prefix + (mixer == Mixes::convolution ? "short_conv." : "linear_attn.");
+  const auto dense = [&](const std::string& name, const Row& x) { return toy.dense.at(own + name)(x); };
+  std::vector<Row> rows, scalars, found;
+  for (const Row& x : inputs) {
+    if (mixer == Mixes::convolution) {
+      rows.push_back(dense("b_proj", x));
+      const Row by = dense("x_proj", x);
+      for (size_t c = 0; c < by.size(); ++c) rows.back()[c] *= by[c];
+      continue;
+    }
+    rows.push_back(dense("in_proj_qkv", x));
+    scalars.push_back(dense("in_proj_a", x));
+    for (size_t h = 0; h < scalars.back().size(); ++h) {
+      const double step = std::log1p(std::exp(scalars.back()[h] + toy.vectors.at(own + "dt_bias")[h]));
+      scalars.back()[h] = std::exp(-std::exp(toy.vectors.at(own + "A_log")[h]) * step);
+    }
+    for (const double rate : dense("in_proj_b", x)) scalars.back().push_back(sigmoid(rate));
+  }
+  std::vector<Row> heads;  // convolved queries, keys and values
+  for (size_t r = 0; r < inputs.size(); ++r) {
+    std::vector<const Row*> path;
+    std::vector<size_t> places;
+    for (size_t other = 0; other < inputs.size(); ++other)
+      if (context.sees[r][other]) path.push_back(&rows[other]), places.push_back(other);
+    if (mixer == Mixes::convolution) {
+      Row out = convolved(path, toy.vectors.at(own + "conv.weight"), of.taps);
+      const auto bias = toy.vectors.find(own + "conv.bias");
+      const Row by = dense("c_proj", inputs[r]);
+      for (size_t c = 0; c < out.size(); ++c) out[c] = by[c] * (out[c] + (bias == toy.vectors.end() ? 0.0 : bias->second[c]));
+      found.push_back(out);
+      continue;
+    }
+    heads.push_back(convolved(path, toy.vectors.at(own + "conv1d.weight"), of.taps));
+    for (double& value : heads.back()) value *= sigmoid(value);
+    for (int64_t h = 0; h < 2 * of.key_heads; ++h)
+      shorten(heads.back(), h * of.key_size, of.key_size,
+              h < of.key_heads ? 1.0 / std::sqrt(static_cast<double>(of.key_size)) : 1.0);
+    std::vector<Row> along, steps;
+    for (const size_t place : places) along.push_back(heads[place]), steps.push_back(scalars[place]);
+    const Row gates = dense("in_proj_z", inputs[r]);
+    found.emplace_back();
+    for (int64_t h = 0; h < of.heads; ++h) {
+      const Row out = norm(given_by_state(along, steps, h, of), toy.vectors.at(own + "norm.weight"));
+      for (const double value : out) {
+        const double gate = gates[found.back().size()];
+        found.back().push_back(value * gate * sigmoid(gate));
+      }
+    }
+  }
+  for (Row& row : found) row = dense("out_proj", row);
+  return found;
+}
+
 void Layer::run(const std::vector<Row>& inputs, const Context& context, std::vector<Row>& residual) const {
-  std::vector<Row> queries, keys, values;
+  const std::vector<Row> attended = mixed(inputs, context);
+  const auto add = [&](const Row& added, Row& to) {
+    for (size_t i = 0; i < to.size(); ++i) to[i] += added[i] * static_cast<double>(blocks_.residual);
+  };
+  for (size_t r = 0; r < inputs.size(); ++r) {
+    add(normed("attention_output_norm.weight", attended[r]), residual[r]);
+    const Row read = normed("post_attention_layernorm.weight", residual[r]);
+    add(normed("mlp_output_norm.weight", blocks_.experts ? by_experts(read) : gated("mlp.", read)), residual[r]);
+  }
+}
+
+std::vector<Row> Layer::mixed(const std::vector<Row>& inputs, const Context& context) const {
+  if (mixer_ != Mixes::none) return mix(toy_, prefix_, mixer_, blocks_.recurrence, inputs, context);
+  std::vector<Row> queries, keys, values, found;
   for (size_t r = 0; r < inputs.size(); ++r) {
     queries.push_back(heads_of("q", heads_.queries, inputs[r], context.positions[r]));
     keys.push_back(heads_of("k", heads_.keys, inputs[r], context.positions[r]));
     values.push_back(dense("self_attn.v_proj")(inputs[r]));
   }
-  const auto add = [&](const Row& added, Row& to) {
-    for (size_t i = 0; i < to.size(); ++i) to[i] += added[i] * static_cast<double>(blocks_.residual);
-  };
   for (size_t r = 0; r < inputs.size(); ++r) {
     std::vector<char> sees = context.sees[r];
     for (size_t other = 0; other < sees.size() && window_; ++other)
       sees[other] = sees[other] && context.positions[other] > context.positions[r] - window_;
-    const Row attended = dense("self_attn.o_proj")(attend(queries[r], keys, values, sees));
-    add(normed("attention_output_norm.weight", attended), residual[r]);
-    const Row read = normed("post_attention_layernorm.weight", residual[r]);
-    add(normed("mlp_output_norm.weight", blocks_.experts ? mixed(read) : gated("mlp.", read)), residual[r]);
+    Row attended = attend(queries[r], keys, values, sees);
+    const Row gates = blocks_.gated ? dense("self_attn.gate_proj")(inputs[r]) : Row();
+    const size_t channels = blocks_.by_head ? static_cast<size_t>(heads_.size) : 1;  // of a gate
+    for (size_t i = 0; i < gates.size() * channels; ++i) attended[i] *= sigmoid(gates[i / channels]);
+    found.push_back(dense("self_attn.o_proj")(attended));
   }
+  return found;
 }
 
 double Layer::activated(double gate, double up) const {
@@ -189,7 +332,7 @@ std::vector<size_t> Layer::chosen(const Row& scores) const {
   return best;
 }
 
-Row Layer::mixed(const Row& x) const {
+Row Layer::by_experts(const Row& x) const {
   const cpu::Routing& routing = blocks_.routing;
   Row scores = dense("mlp.router")(x);
   double total = 0.0, sum = 0.0;

@@ -10,6 +10,8 @@ namespace cpu_test {
 
 using Row = std::vector<double>;
 
+enum class Mixes { none, convolution, delta };
+
 // Set what a family has beside Llama's blocks.
 struct Blocks {
   bool gelu = false, output_norms = false, input_norms = true;
@@ -22,6 +24,10 @@ struct Blocks {
   cpu::Routing routing = {};
   bool choice = false, shared = false;
   float scale = 0.0f, embedding = 1.0f, residual = 1.0f, divisor = 1.0f;
+  std::vector<Mixes> mixers = {};    // of the layers, in attention's place
+  cpu::Recurrence recurrence = {};   // of all mixers
+  bool gated = false;                // attention, by gates of all channels
+  bool by_head = false;              // by one of each head instead
 };
 
 struct ToyShape {
@@ -32,6 +38,7 @@ struct ToyShape {
   bool biases, head_norms, tied;
   Blocks blocks = {};
 
+  Mixes mixer(size_t layer) const { return blocks.mixers.empty() ? Mixes::none : blocks.mixers[layer]; }
   int64_t window(size_t layer) const { return blocks.windows.empty() ? 0 : blocks.windows[layer]; }
 };
 
@@ -56,12 +63,16 @@ class Toy {
   // A router and its experts, or one gated network.
   void experts(const std::string& prefix, const ToyShape& shape);
   void network(const std::string& prefix, const ToyShape& shape);
-  // Attention and network of a layer, whose queries, keys and values are made of `width` inputs.
-  void layer(const std::string& prefix, const ToyShape& shape, int64_t width);
+  // Attention, or the mixer in its place, and gated network of a layer, whose queries, keys and values are made of `width`
+  // inputs.
+  void layer(const std::string& prefix, const ToyShape& shape, int64_t width, Mixes mixer = Mixes::none);
 
   cpu::Weights weights;
   std::map<std::string, Dense> dense;
   std::map<std::string, Row> vectors;
+
+ private:
+  void mix(const std::string& prefix, const ToyShape& shape, Mixes mixer);
 };
 
 namespace naive {
@@ -82,13 +93,17 @@ struct Context {
   std::vector<std::vector<char>> sees;  // [row][row]
 };
 
-// Adds to the rows of `residual` what attention over `inputs` gives, and then the gated network.
+// What a mixer gives for rows of inputs, before its last product: along the path that a row sees, from its first token on.
+std::vector<Row> mix(const Toy& toy, const std::string& prefix, Mixes mixer, const cpu::Recurrence& of,
+                     const std::vector<Row>& inputs, const Context& context);
+
+// Adds to the rows of `residual` what attention over `inputs` gives, or a mixer, and then the gated network.
 class Layer {
  public:
   // positions: null where they do not count.
   Layer(const Toy& toy, const std::string& prefix, const cpu::Heads& heads, const Positions* positions,
-        const Blocks& blocks = {}, int64_t window = 0)
-      : toy_(toy), prefix_(prefix), heads_(heads), positions_(positions), blocks_(blocks), window_(window) {}
+        const Blocks& blocks = {}, int64_t window = 0, Mixes mixer = Mixes::none)
+      : toy_(toy), prefix_(prefix), heads_(heads), positions_(positions), blocks_(blocks), window_(window), mixer_(mixer) {}
 
   void run(const std::vector<Row>& inputs, const Context& context, std::vector<Row>& residual) const;
 
@@ -96,8 +111,10 @@ class Layer {
   const Dense& dense(const std::string& name) const { return toy_.dense.at(prefix_ + name); }
   double activated(double gate, double up) const;
   Row gated(const std::string& prefix, const Row& x) const;
-  Row mixed(const Row& x) const;  // what the experts give
+  Row by_experts(const Row& x) const;  // what the experts give
   std::vector<size_t> chosen(const Row& scores) const;
+  // What the product behind attention, or behind a mixer, gives.
+  std::vector<Row> mixed(const std::vector<Row>& inputs, const Context& context) const;
   Row normed(const std::string& name, const Row& x) const;  // where there is a norm of this name
   Row heads_of(const std::string& which, int64_t count, const Row& input, int64_t position) const;
   Row attend(const Row& query, const std::vector<Row>& keys, const std::vector<Row>& values,
@@ -109,6 +126,7 @@ class Layer {
   const Positions* positions_;
   const Blocks blocks_;
   const int64_t window_;
+  const Mixes mixer_;
 };
 
 }  // namespace naive

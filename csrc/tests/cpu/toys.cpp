@@ -62,7 +62,7 @@ ToyDecoder::ToyDecoder(const ToyShape& shape, int threads, int64_t period) : sha
   toy.vector("model.norm.weight", shape.hidden, 1.0, 0.2);
   for (int64_t i = 0; i < kLayers; ++i) {
     const std::string prefix = "model.layers." + std::to_string(i) + ".";
-    toy.layer(prefix, shape, shape.hidden);
+    toy.layer(prefix, shape, shape.hidden, shape.mixer(static_cast<size_t>(i)));
     if (shape.blocks.input_norms) toy.vector(prefix + "input_layernorm.weight", shape.hidden, 1.0, 0.2);
   }
 }
@@ -87,7 +87,9 @@ ToyDecoder::Exact ToyDecoder::exact(const std::vector<int64_t>& tokens, const na
     found.states.push_back(x);
     const naive::Positions positions = i ? second_positions(shape) : first_positions(shape);
     const naive::Positions* turns = i && !shape.blocks.second_turned ? nullptr : &positions;
-    naive::Layer(toy, prefix, shape.heads, turns, shape.blocks, shape.window(static_cast<size_t>(i))).run(normed(prefix + "input_layernorm.weight"), context, x);
+    const auto layer = static_cast<size_t>(i);
+    naive::Layer(toy, prefix, shape.heads, turns, shape.blocks, shape.window(layer), shape.mixer(layer))
+        .run(normed(prefix + "input_layernorm.weight"), context, x);
   }
   found.states.push_back(normed("model.norm.weight"));
   for (const Row& row : found.states.back()) {
@@ -107,7 +109,8 @@ Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels) : shape_(to
                           : blocks.gelu  ? cpu::Activation::gelu_tanh
                                          : cpu::Activation::silu;
   const cpu::Form form{shape_.hidden, kEps, activation, blocks.scale, blocks.residual, blocks.routing};
-  const cpu::Shape sizes{kLayers, shape_.hidden, shape_.vocabulary, shape_.heads, form, blocks.embedding, blocks.divisor};
+  const cpu::Shape sizes{kLayers, shape_.hidden, shape_.vocabulary, shape_.heads, form, blocks.embedding, blocks.divisor,
+                         blocks.recurrence};
   const std::vector<cpu::Rope> ropes{rope_of(first_positions(shape_)), rope_of(second_positions(shape_))};
   const int second = blocks.second_turned ? 1 : cpu::Layer::kNone;
   const std::vector<cpu::Place> places{{0, shape_.window(0)}, {second, shape_.window(1)}};
@@ -115,6 +118,8 @@ Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels) : shape_(to
 }
 
 Network::~Network() = default;
+
+cpu::Memory Network::memory() const { return cpu::Memory(decoder_->shape().recurrence); }
 
 Given Network::run(const Ask& ask, const Slab& slab, int64_t capacity, int threads) {
   const auto rows = static_cast<int64_t>(ask.tokens.size());
@@ -132,6 +137,7 @@ Given Network::run(const Ask& ask, const Slab& slab, int64_t capacity, int threa
   call.logits = logits.data(), call.first_logits = ask.first_logits;
   call.count = ask.count, call.chosen = chosen.data(), call.chosen_logits = chosen_logits.data();
   call.layers = kLayers;
+  call.memory = ask.memory, call.committed = ask.committed;
   decoder_->forward(call, threads);
   Given given;
   given.chosen = in_rows(chosen, rows), given.chosen_logits = in_rows(chosen_logits, rows);

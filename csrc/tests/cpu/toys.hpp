@@ -51,6 +51,8 @@ struct Ask {
   const std::vector<uint64_t>* seen = nullptr;  // of the slots behind `prefix`; null: all slots up to the token's own
   int64_t first_logits = 0;
   int64_t count = 3;  // of the largest logits
+  cpu::Memory* memory = nullptr;  // of layers without attention
+  int64_t committed = 0;          // slots of tokens that stay
 
   // Tokens that stand and are seen in their order.
   static Ask in_order(const std::vector<int64_t>& tokens, int64_t start) {
@@ -94,6 +96,7 @@ class Network {
   Network(const ToyDecoder& toy, const cpu::Kernels& kernels);
   ~Network();
 
+  cpu::Memory memory() const;  // of no token
   Given run(const Ask& ask, const Slab& slab, int64_t capacity, int threads = 1);
   std::vector<std::vector<float>> read(const std::vector<std::vector<float>>& states);
   std::vector<float> embedding(int64_t token);

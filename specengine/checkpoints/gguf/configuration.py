@@ -157,16 +157,26 @@ def _sizes(fields: _Fields, family: families.Family) -> dict[str, int]:
         "inner": fields.count("feed_forward_length"),
         "layers": layers,
         "heads": heads,
-        "kv_heads": _key_value_heads(fields, heads),
+        "kv_heads": _key_value_heads(fields, heads, layers if family.kinds else 0),
         "head_dim": _head_dim(fields, hidden, heads, partial=family.attention.partial),
         "context": fields.count("context_length"),
     }
 
 
-def _key_value_heads(fields: _Fields, heads: int) -> int:
-    count = fields.count("attention.head_count_kv", heads)
+def _key_value_heads(fields: _Fields, heads: int, layers: int) -> int:
+    """layers: of a family some of whose layers have none, which a list by layer says."""
+    key = "attention.head_count_kv"
+    listed = fields.value(key)
+    if not (layers and isinstance(listed, list)):
+        count = fields.count(key, heads)
+    elif len(listed) != layers or not all(type(each) is int and each >= 0 for each in listed) or not any(listed):
+        raise fields.error(key, listed, f"a positive integer, or such a number or 0 of each of {layers} layers")
+    elif len(kinds := set(listed) - {0}) > 1:
+        raise fields.unsupported(key, "is not supported: layers have different numbers of heads")
+    else:
+        count = kinds.pop()
     if heads % count:
-        raise fields.error("attention.head_count_kv", count, f"a divisor of the {heads} heads")
+        raise fields.error(key, count, f"a divisor of the {heads} heads")
     return count
 
 
@@ -301,6 +311,8 @@ def require_complete(
 
 def turned(config: transformers.PretrainedConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape in files of a tensor of transformers, or the other way round: outputs before inputs."""
+    if len(shape) == 3 and shape[1] == 1:  # a convolution of single channels
+        return (shape[0], shape[2])
     other = len(shape) > 2 and families.known()[config.model_type].alternating
     return (shape[0], shape[2], shape[1]) if other else shape
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
+GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class Attention:
     partial         whether `partial_rotary_factor` counts: then the first channels of a head alone may be turned
     neighbours      channels 2 i and 2 i + 1 of a head are turned together instead
     sinks           scores of each head beside those of places, of no value; or None
+    gated           what a head gives is multiplied by the sigmoid of a gate, whose rows stand behind the head's queries
+    head_gates      a gate for each head instead, which multiplies all that it gives
     """
 
     q: Name = Name("self_attn.q_proj", "attn_q")
@@ -109,6 +112,8 @@ class Attention:
     partial: bool = False
     neighbours: bool = False
     sinks: Name | None = None
+    gated: bool = False
+    head_gates: Name | None = None
 
     def place(self, config: Any, layer: int) -> Place:
         """Return how a layer of this config sees positions."""
@@ -122,6 +127,10 @@ class Attention:
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         yield Part("self_attn.q_proj", self.q, queries)
+        if self.gated:
+            yield Part("self_attn.gate_proj", self.q, queries)
+        if self.head_gates is not None:
+            yield Part("self_attn.gate_proj", self.head_gates, shape.heads)
         yield Part("self_attn.k_proj", self.k, keys)
         yield Part("self_attn.v_proj", self.v, keys)
         yield Part("self_attn.o_proj", self.o, shape.hidden)
@@ -131,6 +140,84 @@ class Attention:
             yield Part("self_attn.k_norm", self.k_norm, keys if self.whole_norms else shape.head_dim)
         if self.sinks is not None:
             yield Part("self_attn.sinks", self.sinks, shape.heads)
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """Stand in the place of attention, with a state of all tokens before; csrc/cpu/recurrent.hpp says how trees run."""
+
+    def place(self, config: Any, layer: int) -> Place:
+        """Return how a layer of this config sees positions: not at all."""
+        return Place(None, None)
+
+    @property
+    def refused(self) -> str:
+        """Return why csrc/cpu has no mixer of these sizes; empty where it has."""
+        return ""
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        """Yield its modules."""
+        raise NotImplementedError
+
+    def recurrence(self, shape: Shape) -> list[int]:
+        """Return its sizes in the order of csrc/cpu_binding.cpp."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ShortConvolution(Mixer):
+    """out(c * convolution(b * x)) of three projections b, c and x; taps: tokens that it reads, a row's own included."""
+
+    taps: int
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        for native in ("b_proj", "c_proj", "x_proj"):
+            yield Part(f"short_conv.{native}", Name("conv.in_proj", "shortconv.in_proj"), shape.hidden)
+        yield Part("short_conv.conv", Name("conv.conv", "shortconv.conv"), shape.hidden)
+        yield Part("short_conv.out_proj", Name("conv.out_proj", "shortconv.out_proj"), shape.hidden)
+
+    def recurrence(self, shape: Shape) -> list[int]:
+        return [shape.hidden, self.taps, 0, 0, 0, 0]
+
+
+@dataclass(frozen=True)
+class GatedDelta(Mixer):
+    """The gated delta rule over convolved queries, keys and values.
+
+    key_heads, heads      of queries and keys, and of values; the first divide the others among themselves
+    key_size, value_size  channels of each, multiples of 16
+    """
+
+    taps: int
+    key_heads: int
+    heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def refused(self) -> str:
+        if self.key_size % 16 == self.value_size % 16 == 0 == self.heads % self.key_heads:
+            return ""
+        return (
+            f"{self.key_heads} and {self.heads} heads of {self.key_size} and {self.value_size} channels in its states, "
+            "known are multiples of the former, and of 16"
+        )
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        values = self.heads * self.value_size
+        channels = self.recurrence(shape)[0]
+        yield Part("linear_attn", Name("linear_attn", "ssm"), self.heads)
+        yield Part("linear_attn.in_proj_qkv", Name("linear_attn.in_proj_qkv", "attn_qkv"), channels)
+        yield Part("linear_attn.in_proj_z", Name("linear_attn.in_proj_z", "attn_gate"), values)
+        yield Part("linear_attn.in_proj_b", Name("linear_attn.in_proj_b", "ssm_beta"), self.heads)
+        yield Part("linear_attn.in_proj_a", Name("linear_attn.in_proj_a", "ssm_alpha"), self.heads)
+        yield Part("linear_attn.conv1d", Name("linear_attn.conv1d", "ssm_conv1d"), channels)
+        yield Part(GATED_NORM, Name("linear_attn.norm", "ssm_norm"), self.value_size)
+        yield Part("linear_attn.out_proj", Name("linear_attn.out_proj", "ssm_out"), shape.hidden)
+
+    def recurrence(self, shape: Shape) -> list[int]:
+        channels = 2 * self.key_heads * self.key_size + self.heads * self.value_size
+        return [channels, self.taps, self.key_heads, self.heads, self.key_size, self.value_size]
 
 
 @dataclass(frozen=True)
@@ -224,7 +311,7 @@ class Experts:
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
-    Norms are RMS norms, or None. Those of outputs are of what is added.
+    Norms are RMS norms, or None. Those of outputs are of what is added. A mixer stands in the place of attention.
     """
 
     attention_norm: Name | None = Name("input_layernorm", "attn_norm")
@@ -233,6 +320,7 @@ class Layer:
     mlp_norm: Name | None = Name("post_attention_layernorm", "ffn_norm")
     mlp: GatedMLP | Experts = GatedMLP()
     mlp_output_norm: Name | None = None
+    mixer: Mixer | None = None
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         norms = {
@@ -242,13 +330,13 @@ class Layer:
             "mlp_output_norm": self.mlp_output_norm,
         }
         yield from (Part(native, name, shape.hidden) for native, name in norms.items() if name is not None)
-        yield from self.attention.parts(shape)
+        yield from (self.mixer or self.attention).parts(shape)
         yield from self.mlp.parts(shape)
 
 
 @dataclass(frozen=True)
 class Fields:
-    """The names of sizes and settings in transformers' config."""
+    """The names of sizes and settings in transformers' config; no activation is silu."""
 
     layers: str = "num_hidden_layers"
     hidden: str = "hidden_size"
@@ -289,10 +377,13 @@ class Family:
 
     layer        of all layers, or a function of a config and a layer's number
     attending    a layer with the attention of a family whose layers differ
+    kinds        the config's `layer_types` beside those of attention
+    sizes        from a config: those that no single field states
     alone        the fields of a config that has one layer alone, by config and number, beside the lists by layer
     gguf         None where no GGUF file stores the family under a name of its own
     one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
     factors      those of a config
+    stored       what folders have in names of tensors, and what transformers makes of it
     neutral      fields of transformers' config that change the forward, and the value that does not
     renamed      what names in files of safetensors have, and what transformers calls it
     exact        the ends of the names of tensors that are float32 in models of any dtype
@@ -302,6 +393,8 @@ class Family:
 
     layer: Layer | Callable[[Any, int], Layer] = Layer()
     attending: Layer = Layer()
+    kinds: tuple[str, ...] = ()
+    sizes: Callable[[Any], dict[str, Any]] = lambda config: {}
     alone: Callable[[Any, int], dict[str, Any]] = lambda config, number: {}
     fields: Fields = Fields()
     gguf: GGUF | None = None
@@ -311,6 +404,7 @@ class Family:
     head: Name = Name("lm_head", "output")
     one_is_zero: bool = False
     factors: Callable[[Any], Factors] = lambda config: Factors()
+    stored: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()
@@ -322,12 +416,22 @@ class Family:
         stated: dict[str, Any] = {
             size.name: getattr(config, getattr(self.fields, size.name), None) for size in fields(Shape)
         }
-        return Shape(**stated | {"head_dim": stated["head_dim"] or stated["hidden"] // stated["heads"]})
+        head_dim = stated["head_dim"] or stated["hidden"] // stated["heads"]
+        return Shape(**stated | {"head_dim": head_dim} | self.sizes(config))
 
     @property
     def attention(self) -> Attention:
         """The attention of the layers that have one: it turns channels alike in all of them."""
         return (self.layer if isinstance(self.layer, Layer) else self.attending).attention
+
+    def recurrence(self, config: Any) -> list[int]:
+        """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""
+        mixer = next((layer.mixer for layer in self.layers_of(config) if layer.mixer is not None), None)
+        return [] if mixer is None else mixer.recurrence(self.shape(config))
+
+    def attends(self, config: Any) -> int:
+        """Return how many layers have attention."""
+        return sum(layer.mixer is None for layer in self.layers_of(config))
 
     def layers_of(self, config: Any) -> list[Layer]:
         """Return the blocks of each layer."""
@@ -342,7 +446,10 @@ class Family:
 
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
-        return [layer.attention.place(config, number) for number, layer in enumerate(self.layers_of(config))]
+        return [
+            (layer.mixer or layer.attention).place(config, number)
+            for number, layer in enumerate(self.layers_of(config))
+        ]
 
     def parts(self, config: Any) -> Iterator[Part]:
         """Yield all modules by their whole names."""

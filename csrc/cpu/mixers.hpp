@@ -1,0 +1,96 @@
+// Recurrent mixers, which stand in the place of a layer's attention: what the files of the single ones have in common.
+#pragma once
+
+#include "cpu/recurrent.hpp"
+
+namespace cpu {
+
+// What the mixers of a network share: states by tile or by row, and the input of the product behind them.
+struct MixerScratch {
+  Buffer<float> rows, scalars;  // of a forward whose rows are committed as they come, [rows][...]
+  Buffer<float> tiles;          // [tiles][channels][16]
+  Buffer<float> convolved;      // [items][width]
+  Buffer<float> outs;           // [rows][channels]
+  Buffer<uint32_t> mixed;
+};
+
+// The rows of a forward in one layer, of those that have a mixer.
+class MixerRows {
+ public:
+  MixerRows(const Lineage& lineage, const Recurrence& of, int64_t layer, int64_t rows, MixerScratch& scratch)
+      : lineage_(lineage), of_(of), layer_(layer), first_(lineage.count() - rows),
+        rows_(scratch.rows.reserve(static_cast<size_t>(lineage.commits() ? rows * of.width() : 0))),
+        scalars_(scratch.scalars.reserve(static_cast<size_t>(lineage.commits() ? rows * of.scalars() : 0))) {}
+
+  int64_t item_of(int64_t row) const { return first_ + row; }
+
+  // Where the forward's rows are written, one behind the other.
+  float* own() const { return lineage_.commits() ? rows_ : lineage_.own_rows(layer_); }
+  float* own_scalars() const { return lineage_.commits() ? scalars_ : lineage_.own_scalars(layer_); }
+
+  float* scalars(int64_t item) const {
+    const Lineage::Item& one = lineage_.items()[static_cast<size_t>(item)];
+    return is_own(one) ? own_scalars() + one.row * of_.scalars() : lineage_.scalars_of(layer_, one);
+  }
+
+  // The inputs of an item's convolution, from `channel` on.
+  void read(int64_t item, int64_t channel, const float** rows) const {
+    const int64_t* sources = lineage_.sources(item);
+    for (int64_t t = 0; t < of_.taps; ++t) rows[t] = row(sources[t]) + channel;
+  }
+
+  // Writes the convolutions' last inputs behind what is committed.
+  void move_tail() const {
+    if (!lineage_.moves_tail()) return;
+    float* to = lineage_.tail(layer_, true);
+    for (int64_t t = 0; t + 1 < of_.taps; ++t)
+      std::memcpy(to + t * of_.width(), row(lineage_.tail_source(t)), static_cast<size_t>(of_.width()) * sizeof(float));
+  }
+
+ private:
+  bool is_own(const Lineage::Item& item) const { return lineage_.commits() && item.row != Lineage::kEarlier; }
+
+  const float* row(int64_t source) const {
+    if (source < 0) return lineage_.tail(layer_, false) + (of_.taps - 1 + source) * of_.width();
+    const Lineage::Item& one = lineage_.items()[static_cast<size_t>(source)];
+    return is_own(one) ? rows_ + one.row * of_.width() : lineage_.row_of(layer_, one);
+  }
+
+  const Lineage& lineage_;
+  const Recurrence& of_;
+  const int64_t layer_, first_;
+  float *rows_, *scalars_;
+};
+
+class Mixer {
+ public:
+  virtual ~Mixer() = default;
+
+  // Of the rows behind a layer's norm, `in`, what the product `out()` reads. layer: among those that have a mixer.
+  virtual void run(const Team& team, Workspace& space, const Lineage& lineage, int64_t layer, const Input& in,
+                   MixerScratch& scratch, const Input& mixed) const = 0;
+
+  const Matrix& out() const { return out_; }
+
+ protected:
+  explicit Mixer(const Matrix& out) : out_(out) {}
+
+  // weights: [taps][channels]; returned with room up to `width` behind each.
+  static std::vector<float> padded(const float* weights, int64_t taps, int64_t channels, int64_t width) {
+    std::vector<float> found(static_cast<size_t>(taps * width), 0.0f);
+    for (int64_t t = 0; t < taps; ++t) std::copy_n(weights + t * channels, channels, found.begin() + t * width);
+    return found;
+  }
+
+ private:
+  const Matrix out_;
+};
+
+// Rows [rows][stride] to a tile [channels][16]; what no row fills is zero.
+inline void rows_to_tile(const float* rows, int64_t stride, int64_t count, int64_t channels, float* tile) {
+  if (count < kRows) std::fill_n(tile, channels * kRows, 0.0f);
+  for (int64_t lane = 0; lane < count; ++lane)
+    for (int64_t c = 0; c < channels; ++c) tile[c * kRows + lane] = rows[lane * stride + c];
+}
+
+}  // namespace cpu
