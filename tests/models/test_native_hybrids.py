@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from typing import Any
 
@@ -235,6 +236,35 @@ def test_scratch_can_be_taken_back_up_to_the_last_root(name: str) -> None:
     found = target.verify(after)[0]
     target.prefill([*PROMPT, 3, 5], 0)
     assert torch.equal(target.verify(after)[0], found)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_any_order_of_prompts_trees_paths_and_crops_leaves_the_states_of_the_text(name: str) -> None:
+    lm, pick = lm_of(name), random.Random(name)
+    target, fresh = NativeTarget(lm), NativeTarget(lm)
+    for step in range(60):
+        what = pick.choice(["extend", "tree", "tree", "again", "crop", "mark", "change"])
+        if what == "extend" and len(target.tokens) < 200:
+            target.rate([pick.randrange(VOCABULARY) for _ in range(pick.randrange(1, 12))])
+        elif what in ("tree", "again"):
+            tree = random_tree(step, pick.randrange(1, 20), VOCABULARY, root=pick.randrange(VOCABULARY))
+            target.verify(tree)
+            if what == "tree":
+                path = [pick.randrange(len(tree))]
+                while path[0]:
+                    path.insert(0, int(tree.parents[path[0]]))
+                target.commit(tree, path)
+        elif what == "crop":
+            target.prefill(target.tokens[: pick.randrange(len(target.tokens) + 1)])
+        elif what == "mark":
+            target.cache.mark()
+        elif what == "change":
+            kept = target.tokens[: pick.randrange(len(target.tokens) + 1)]
+            target.prefill([*kept, *(pick.randrange(VOCABULARY) for _ in range(pick.randrange(90)))][:200])
+        assert target.cache.length == len(target.tokens)
+        root = TokenTree.root(step % VOCABULARY, 1)
+        fresh.prefill(target.tokens, 0)
+        assert torch.equal(target.verify(root)[0], fresh.verify(root)[0]), (step, what)
 
 
 def test_a_memory_refuses_slots_that_were_not_run() -> None:
